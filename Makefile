@@ -1,0 +1,36 @@
+# The template's own targets; those of a generated project are in its Makefile.
+
+PYTHON ?= python3
+# The one place that names the PyTorch of the tests and the demo.
+TORCH ?= torch==2.13.0
+TEMPLATE = {{cookiecutter.project_slug}}
+STAMP = .venv/.installed
+# The default answers, whatever ~/.cookiecutterrc says.
+BAKE = .venv/bin/cookiecutter . --no-input --default-config
+
+.PHONY: help demo test
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-5s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## bake a project into demo/ and train it; what is there is kept: rm -r demo starts over
+	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
+	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
+	@echo
+	@echo 'That was demo/my_training. Next:'
+	@echo '  .venv/bin/cookiecutter .                         # a project of your own'
+	@echo '  make -C demo/my_training plot VENV=../../.venv   # draw curves.png again'
+	@echo '  $$EDITOR demo/my_training/task.py                 # what is trained: data, model, loss'
+
+test: $(STAMP)  ## check the style and run all tests (one: make test ARGS="-k hostile")
+	.venv/bin/ruff check --config pyproject.toml .
+	.venv/bin/ruff format --check --config pyproject.toml .
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+
+# The dependencies of a generated project come from a baked one, through its own `make setup`.
+$(STAMP): tests/requirements.txt $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
+	@VENV=.venv PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh' -r tests/requirements.txt
+	@$(BAKE) --output-dir .venv/baked --overwrite-if-exists >/dev/null
+	@$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/.venv' \
+		EXTRAS=dev,trackio,tensorboard TORCH='$(TORCH)'
+	@touch $@

@@ -1,0 +1,86 @@
+"""What all tests share: projects baked from a clean copy of the template, and how to run in one."""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = "{{cookiecutter.project_slug}}"
+DEFAULT_SLUG = "my_training"
+NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cache", ".cache")
+# Settings of whoever runs the tests that would change what a run does.
+FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_")
+
+
+@dataclass
+class BakedProject:
+    """A generated project, and how commands are run in it."""
+
+    path: Path
+
+    def env(self, **extra):
+        """The environment of a run: one thread, no network, nothing of the caller's settings."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        scripts = str(Path(sys.executable).parent)
+        env["PATH"] = os.pathsep.join([scripts, env["PATH"]])
+        return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
+
+    def run(self, *command, check=True, timeout=600, **env):
+        """Run a command in the project; `check` demands exit code 0 and shows what was printed."""
+        command = [str(word) for word in command]
+        result = subprocess.run(
+            command,
+            cwd=self.path,
+            env=self.env(**env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if check and result.returncode:
+            pytest.fail(
+                f"{command} ended with {result.returncode}:\n{result.stdout}{result.stderr}"
+            )
+        return result
+
+
+def copy_template(destination):
+    """Copy what belongs to the template; cookiecutter would bake the caches of tools as well."""
+    shutil.copytree(ROOT, destination, ignore=shutil.ignore_patterns(*NOT_TEMPLATE))
+    return destination
+
+
+@functools.cache
+def template():
+    """The clean copy that all projects are baked from."""
+    folder = tempfile.mkdtemp(prefix="template")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return copy_template(Path(folder, "template"))
+
+
+def bake(folder, **answers):
+    """Bake a project into `folder` with these answers and the defaults for the others."""
+    elsewhere = {"replay_dir": str(template().parent), "cookiecutters_dir": str(template().parent)}
+    path = cookiecutter(
+        str(template()),
+        no_input=True,
+        extra_context=answers,
+        output_dir=str(folder),
+        default_config=elsewhere,
+    )
+    return BakedProject(Path(path))
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory):
+    """A project of the default answers, shared: tests write only to folders of their own."""
+    return bake(tmp_path_factory.mktemp("default"))

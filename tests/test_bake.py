@@ -1,0 +1,353 @@
+"""Every answer gives a sound project, or is refused in one line that says what to write instead."""
+
+import ast
+import fnmatch
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
+
+sys.path.insert(0, str(ROOT))
+import template_filters
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+VERBATIM = QUESTIONS["_copy_without_render"]
+GOLDEN = ROOT / "tests" / "golden_tree.txt"
+LICENSE_WORDS = {
+    "MIT": "Permission is hereby granted, free of charge",
+    "Apache-2.0": "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION",
+    "BSD-3-Clause": "3. Neither the name of the copyright holder",
+    "Proprietary": "All rights reserved.",
+}
+PRODUCT = list(itertools.product(QUESTIONS["license"], QUESTIONS["tracker"]))
+
+
+def files(folder):
+    """Every file below a folder, as sorted relative paths."""
+    return sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+
+
+def check_files_parse(project):
+    """Parse every file of a project with the parser of its kind."""
+    for name in files(project):
+        path = project / name
+        text = path.read_text(encoding="utf-8")
+        assert text.strip(), f"{name} is empty"
+        if name.suffix == ".py":
+            ast.parse(text, filename=str(path))
+        elif name.suffix in (".yaml", ".yml"):
+            yaml.safe_load(text)
+        elif name.suffix == ".toml":
+            tomllib.loads(text)
+        elif name.suffix == ".sh":
+            subprocess.run(["sh", "-n", str(path)], check=True)
+
+
+def check_ruff(folder):
+    """Lint and format-check all projects in a folder, each with its own settings."""
+    for command in (
+        ["check", "--quiet", "--output-format=concise"],
+        ["format", "--diff", "--quiet"],
+    ):
+        ruff = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", str(folder)],
+            capture_output=True,
+            text=True,
+        )
+        assert ruff.returncode == 0, (ruff.stdout + ruff.stderr)[:3000]
+
+
+# ---- The product of all answers ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bakes(tmp_path_factory):
+    """One project for every combination of the choices, all below one folder."""
+    folder = tmp_path_factory.mktemp("bakes")
+    for license_name, tracker in PRODUCT:
+        bake(folder / license_name / tracker, license=license_name, tracker=tracker)
+    return folder
+
+
+@pytest.mark.parametrize("license_name, tracker", PRODUCT)
+def test_every_file_parses(bakes, license_name, tracker):
+    project = bakes / license_name / tracker / DEFAULT_SLUG
+    check_files_parse(project)
+    for name in files(project):
+        if name.suffix != ".py":  # compared with its source below: Python may hold braces
+            text = (project / name).read_text(encoding="utf-8")
+            assert not re.search(r"cookiecutter\.\w|\{%|%\}|\{#|(?<!\$)\{\{", text), name
+
+
+def test_every_bake_is_clean_for_ruff(bakes):
+    check_ruff(bakes)
+
+
+@pytest.mark.parametrize("license_name, tracker", PRODUCT)
+def test_python_is_copied_byte_for_byte(bakes, license_name, tracker):
+    project = bakes / license_name / tracker / DEFAULT_SLUG
+    task = template() / "templates" / "tasks" / f"{QUESTIONS['__task']}.py"
+    assert (project / "task.py").read_bytes() == task.read_bytes()
+    for pattern in VERBATIM:
+        for source in (template() / SOURCE).glob(pattern):
+            copy = project / source.relative_to(template() / SOURCE)
+            assert copy.read_bytes() == source.read_bytes(), copy
+            assert os.access(copy, os.X_OK) == os.access(source, os.X_OK), copy
+
+
+@pytest.mark.parametrize("license_name, tracker", PRODUCT)
+def test_license_and_dependencies_are_those_chosen(bakes, license_name, tracker):
+    project = bakes / license_name / tracker / DEFAULT_SLUG
+    text = (project / "LICENSE").read_text(encoding="utf-8")
+    year = datetime.now(timezone.utc).year
+    assert re.search(rf"Copyright (\(c\) )?{year},? My Training authors", text)
+    assert [name for name, words in LICENSE_WORDS.items() if words in text] == [license_name]
+
+    metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split("[<>=~!]", line)[0] for line in metadata["dependencies"]}
+    trackers = set(QUESTIONS["tracker"]) - {"none"}
+    assert names & trackers == {tracker} & trackers
+    assert set(metadata["optional-dependencies"]) == {"dev"} | (trackers - {tracker})
+    assert metadata["name"] == DEFAULT_SLUG and metadata["description"] == "My Training"
+
+
+def test_apache_license_is_whole():
+    text = (ROOT / "templates" / "licenses" / "Apache-2.0").read_text(encoding="utf-8")
+    sections = re.findall(r"^   (\d)\. [A-Z]", text, flags=re.MULTILINE)
+    assert sections == list("123456789") and len(text.splitlines()) == 202
+
+
+# ---- The template itself -------------------------------------------------------------------------
+
+
+def test_golden_tree(project):
+    """The files of a default project; if they change: make test ARGS="-k golden" UPDATE_GOLDEN=1"""
+    tree = "".join(f"{name}\n" for name in files(project.path))
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(tree, encoding="utf-8")
+    assert tree == GOLDEN.read_text(encoding="utf-8"), test_golden_tree.__doc__
+
+
+def test_python_of_the_project_holds_no_jinja():
+    folder = template() / SOURCE
+    for path in folder.rglob("*.py"):
+        name = str(path.relative_to(folder))
+        if name == "task.py":
+            assert path.read_text(encoding="utf-8").count("\n") == 1
+            continue
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in VERBATIM), (
+            f"{name} would be rendered"
+        )
+        assert "cookiecutter." not in path.read_text(encoding="utf-8"), name
+    for pattern in VERBATIM:
+        if "cache" not in pattern:
+            assert list(folder.glob(pattern)), (
+                f"_copy_without_render names {pattern}, nothing matches"
+            )
+
+
+def test_every_question_and_choice_has_a_prompt():
+    prompts = QUESTIONS["__prompts__"]
+    assert list(prompts) == [name for name in QUESTIONS if not name.startswith("_")]
+    for name, choices in QUESTIONS.items():
+        if isinstance(choices, list) and not name.startswith("_"):
+            assert list(prompts[name]) == ["__prompt__", *choices]
+
+
+def test_every_import_is_a_declared_dependency(project):
+    """A package that only comes along with another one can go with it."""
+    metadata = tomllib.loads((project.path / "pyproject.toml").read_text(encoding="utf-8"))
+    lines = metadata["project"]["dependencies"]
+    lines += itertools.chain(*metadata["project"]["optional-dependencies"].values())
+    declared = {re.split("[<>=~!]", line)[0].replace("-", "_") for line in lines}
+    own = {name.stem for name in files(project.path)} | {"tests", "conftest"}
+    known = set(sys.stdlib_module_names) | own | declared | {"yaml"}
+    for name in files(project.path):
+        if name.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse((project.path / name).read_text(encoding="utf-8"))):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module]
+            missing = {module.split(".")[0] for module in modules} - known
+            assert not missing, f"{name} imports {missing}"
+
+
+@pytest.mark.parametrize(
+    "name, slug",
+    [
+        ("My Training", "my_training"),
+        ("Größe & Maß", "grosse_mass"),
+        ("日本語", "ri_ben_yu"),
+        ("🚀", "my_training"),
+        ("123 go", "project_123_go"),
+        ("Torch", "torch_project"),
+        ("class", "class_project"),
+        ("x" * 100, "x" * 52),
+    ],
+)
+def test_default_slug_is_always_valid(name, slug):
+    assert template_filters.default_slug(name) == slug
+    template_filters.check_slug(slug)
+
+
+# ---- Hostile answers -----------------------------------------------------------------------------
+
+INJECTION = '"; import os; os.system("touch pwned") #'
+ACCEPTED = [
+    ("project_name", 'It\'s a "test" \\ of C:\\new'),
+    ("project_name", "Émile's 🚀 训练 👩‍💻"),
+    ("project_name", "-rf"),
+    ("project_name", "torch"),
+    ("project_name", "../x"),
+    ("project_name", "a: b # c, [d] {e} & *f !g %h @i `j`"),
+    ("project_name", INJECTION),
+    ("project_name", "$(touch pwned) `touch pwned` ${HOME}"),
+    ("project_name", "'''\"\"\"'''"),
+    ("project_name", "<!-- --> <script>"),
+    ("author_name", INJECTION),
+    ("author_name", "Robert\\nTables, O'Neil <bob@example.org>"),
+    ("author_name", "}} %} #}"),
+    ("author_name", "x" * 100),
+    ("project_slug", "a"),
+    ("project_slug", "my-training-2"),
+    ("project_slug", "x" * 60),
+]
+REFUSED = [
+    ("project_slug", "../x", "Write for example: x"),
+    ("project_slug", "..", "not a plain name"),
+    ("project_slug", ".", "not a plain name"),
+    ("project_slug", "/tmp/x", "not a plain name"),
+    ("project_slug", "a/b", "Write for example: a_b"),
+    ("project_slug", "a\\b", "not a plain name"),
+    ("project_slug", "-rf", "not a plain name"),
+    ("project_slug", "ends-", "not a plain name"),
+    ("project_slug", "My Training", "Write for example: my_training"),
+    ("project_slug", "größe", "Write for example: grosse"),
+    ("project_slug", "1st", "Write for example: project_1st"),
+    ("project_slug", "class", "Write for example: class_project"),
+    ("project_slug", "json", "is the name of a Python module"),
+    ("project_slug", "torch", "Write for example: torch_project"),
+    ("project_slug", "accelerate", "is the name of a Python module"),
+    ("project_slug", "docstring-parser", "is the name of a Python module"),
+    ("project_slug", INJECTION, "not a plain name"),
+    ("project_slug", "x\n", "contains the character U+000A"),
+    ("project_slug", "", "holds no text"),
+    ("project_slug", "x" * 61, "Write at most 60"),
+    ("project_slug", "{{ cookiecutter }}", "contains Jinja code"),
+    ("project_name", "", "holds no text"),
+    ("project_name", "  ", "holds no text"),
+    ("project_name", "two\nlines", "contains the character U+000A"),
+    ("project_name", "x" * 10_000, "Write at most 60"),
+    ("project_name", "{{ 7*7 }}", "Write it without {{, {% and {#"),
+    ("project_name", "{{ cookiecutter.project_name }}", "contains Jinja code"),
+    ("author_name", "{% raw %}", "contains Jinja code"),
+    ("author_name", "{{ cookiecutter }}", "contains Jinja code"),
+    ("author_name", "{{ unknown }}", "contains Jinja code"),
+    ("author_name", "{{ cycler.__init__.__globals__.os.system('touch pwned') }}", "Jinja code"),
+    ("author_name", "{#", "contains Jinja code"),
+    ("author_name", "tab\there", "contains the character U+0009"),
+    ("author_name", "\x1b[31mred", "contains the character U+001B"),
+    ("author_name", "nul\0", "contains the character U+0000"),
+    ("author_name", "next\x85line", "contains the character U+0085"),
+    ("author_name", "line\u2028separator", "contains the character U+2028"),
+    ("author_name", b"\xff".decode("utf-8", "surrogateescape"), "contains the character U+DCFF"),
+    ("author_name", "x" * 101, "Write at most 100"),
+]
+
+
+def test_hostile_answers_that_are_accepted(tmp_path):
+    before = files(template())
+    for number, (question, answer) in enumerate(ACCEPTED):
+        project = bake(tmp_path / str(number), **{question: answer}).path
+        assert project.parent == tmp_path / str(number)
+        check_files_parse(project)
+        metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
+        told = {
+            "project_name": metadata["project"]["description"],
+            "project_slug": metadata["project"]["name"],
+            "author_name": metadata["project"]["authors"][0]["name"],
+        }
+        assert told[question] == answer
+    check_ruff(tmp_path)
+    assert not list(tmp_path.rglob("pwned")) and files(template()) == before
+
+
+@pytest.mark.parametrize("question, answer, words", REFUSED)
+def test_hostile_answers_that_are_refused(tmp_path, question, answer, words):
+    here = tmp_path / "home" / "here"
+    here.mkdir(parents=True)
+    command = ["cookiecutter", str(template()), "--no-input"]
+    if "\0" in answer:  # no command line can hold it, a configuration file can
+        config = tmp_path / "config.yaml"
+        config.write_text(json.dumps({"default_context": {question: answer}}), encoding="utf-8")
+        command += ["--config-file", str(config)]
+    else:
+        command.append(f"{question}={answer}")
+    before = [files(tmp_path), files(template())]
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name(command[0])), *command[1:]],
+        cwd=here,
+        env=os.environ | {"HOME": str(here.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert len(lines) == 1 and words in lines[0] and len(lines[0]) < 300
+    assert [files(tmp_path), files(template())] == before
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_dir()) == ["here", "home"]
+
+
+def test_next_steps_are_printed_and_caches_dropped(tmp_path):
+    """Tools leave binary files in a template that somebody works on; no project gets them."""
+    source = copy_template(tmp_path / "template")
+    for cache in (".mypy_cache", "__pycache__", "tests/__pycache__"):
+        (source / SOURCE / cache).mkdir(parents=True)
+        (source / SOURCE / cache / "binary").write_bytes(b"{{ \xff")
+    result = subprocess.run(
+        [sys.executable, "-m", "cookiecutter", "template", "--no-input", "-o", "new"],
+        cwd=tmp_path,
+        env=os.environ | {"HOME": str(tmp_path), "PWD": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"  cd new/{DEFAULT_SLUG}\n  make setup" in result.stdout and result.stderr == ""
+    assert files(tmp_path / "new" / DEFAULT_SLUG) == files(bake(tmp_path / "clean").path)
+
+
+def test_replayed_answers_are_checked_again(tmp_path):
+    """A replay skips the questions and so the first check: what it writes is removed again."""
+    bake(tmp_path / "first")
+    context = json.loads((template().parent / "template.json").read_text(encoding="utf-8"))
+    context["cookiecutter"]["author_name"] = "two\nlines"
+    replay = tmp_path / "replay.json"
+    replay.write_text(json.dumps(context), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "cookiecutter", str(template()), "--replay-file", str(replay)]
+        + ["--output-dir", str(tmp_path / "second")],
+        env=os.environ | {"HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert "author_name: 'two\\nlines' contains the character U+000A" in result.stdout
+    assert not files(tmp_path / "second")

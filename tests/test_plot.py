@@ -1,0 +1,263 @@
+"""plot.py alone, without training: what it reads, what it draws, what it says about bad input."""
+
+import importlib.util
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"
+
+sys.dont_write_bytecode = True  # a __pycache__ beside plot.py would be part of the template
+spec = importlib.util.spec_from_file_location("plot", PROJECT / "plot.py")
+plot = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plot)
+
+
+def training(step, loss, **more):
+    return {"step": step, "loss": loss, "lr": 1e-3, "tokens_per_second": 2e4, **more}
+
+
+def curve(last=2.0, steps=60):
+    """A falling training loss, and evaluations that end with the loss `last`."""
+    lines = [training(step, 3 - step / steps) for step in range(1, steps + 1)]
+    return lines + [{"step": steps // 2, "eval_loss": 2.5}, {"step": steps, "eval_loss": last}]
+
+
+def write(run, lines):
+    """Makes a run folder; a line is an object or, to be written as it is, a text."""
+    run.mkdir(parents=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (run / "metrics.jsonl").write_text("\n".join(texts))
+    return run
+
+
+def size(png):
+    """Width and height from the header; a file that is no PNG fails."""
+    header = png.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", header[16:])
+
+
+def command(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, PROJECT / "plot.py", *map(str, arguments)],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "DISPLAY"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+def test_the_last_line_of_a_step_counts(tmp_path):
+    lines = [
+        training(10, 3.0),
+        training(20, 2.5),
+        {"step": 20, "eval_loss": 2.6},
+        training(30, 2.0),
+        training(20, 2.4),  # killed and resumed: 20 again, and then its evaluation
+        {"step": 20, "eval_loss": 2.7},
+        training(30, 1.9),
+    ]
+    train, evals = plot.read(write(tmp_path / "a", lines))
+    assert {step: row["loss"] for step, row in train.items()} == {10: 3.0, 20: 2.4, 30: 1.9}
+    assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
+
+
+def test_steps_are_sorted(tmp_path):
+    train, _ = plot.read(write(tmp_path / "a", [training(30, 1), training(10, 3), training(20, 2)]))
+    assert list(train) == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 20, "lo', '{"step": 20, "loss": 2.', "{", "\x00\x00", "2", "[]", "null"]
+)
+def test_other_and_torn_lines_are_ignored(tmp_path, torn):
+    lines = [{"note": "started"}, {"step": 10, "note": "saved"}, "", training(10, 3.0), torn]
+    train, evals = plot.read(write(tmp_path / "a", lines))
+    assert plot.column(train, "loss") == [3.0]
+    assert evals == {}
+
+
+def test_a_line_torn_inside_a_letter_is_ignored(tmp_path):
+    run = write(tmp_path / "a", [training(10, 3.0), ""])
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write('{"step": 20, "é'.encode()[:-1])
+    assert list(plot.read(run)[0]) == [10]
+
+
+def test_what_is_not_finite_is_a_gap(tmp_path):
+    lines = [training(i, loss) for i, loss in enumerate([2.0, math.nan, math.inf, None, "x", 1])]
+    train, _ = plot.read(write(tmp_path / "a", lines))
+    values = plot.column(train, "loss")
+    assert [math.isnan(value) for value in values] == [False, True, True, True, True, False]
+    assert all(math.isnan(value) for value in plot.column(train, "no such key"))
+
+
+def test_the_average_neither_lags_nor_spreads_gaps():
+    straight = [100.0 - i for i in range(100)]
+    averaged = plot.smooth(straight)
+    assert averaged[:96] == pytest.approx(straight[:96])
+    noisy = plot.smooth([(-1.0) ** i for i in range(100)])
+    assert max(map(abs, noisy[10:90])) < 0.2
+    gap = plot.smooth([*straight[:50], math.nan, *straight[51:]])
+    assert [i for i, value in enumerate(gap) if math.isnan(value)] == [50]
+
+
+def test_names_tell_runs_apart():
+    assert plot.names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert plot.names([Path("runs/a"), Path("other/a")]) == ["runs/a", "other/a"]
+    assert plot.names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
+    assert len(plot.names([Path("runs") / ("long" * 40)])[0]) == 50
+
+
+# ---- Pictures ------------------------------------------------------------------------------------
+
+
+def test_the_picture_shows_the_data(tmp_path):
+    a = write(tmp_path / "a", curve())
+    b = write(tmp_path / "other" / "a", curve(last=2.2))
+    again = write(tmp_path / "again" / "a", curve())
+    pictures = [plot.draw([run], run / "curves.png") for run in (a, b, again)]
+    assert pictures == [run / "curves.png" for run in (a, b, again)]
+    assert {size(picture) for picture in pictures} == {(1600, 1200)}
+    shown = [picture.read_bytes() for picture in pictures]
+    assert shown[0] != shown[1]
+    assert shown[0] == shown[2]
+    assert sorted(path.name for path in a.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+def texts(monkeypatch, runs, output):
+    """All the words in the picture of `runs`."""
+    figures = []
+    monkeypatch.setattr(plot, "FigureCanvasAgg", figures.append)
+    plot.draw(runs, output)
+    return {text.get_text() for text in figures[0].findobj(lambda part: hasattr(part, "get_text"))}
+
+
+def test_the_words_of_one_run(tmp_path, monkeypatch):
+    lines = curve(last=2.0)
+    lines[-1] |= {"unigram_loss": 2.8, "baseline_accuracy": 0.25}
+    words = texts(monkeypatch, [write(tmp_path / "a", lines)], tmp_path / "a.png")
+    assert {"a", "training", "validation", "2.000", "unigram loss 2.800"} <= words
+    assert {"loss", "learning rate", "tokens / s", "optimizer step"} <= words
+    assert not any("accuracy" in word for word in words)
+
+
+def test_the_words_of_a_comparison(tmp_path, monkeypatch):
+    runs = [
+        write(tmp_path / "x" / "a", curve(last=2.0)),
+        write(tmp_path / "y" / "a", curve(last=1.5)),
+        write(tmp_path / "y" / "b", [{"step": 1, "loss": 3, "samples_per_second": 8}]),
+    ]
+    words = texts(monkeypatch, [*runs, runs[0]], tmp_path / "compared.png")
+    assert {"2.000   x/a", "1.500   y/a", "–   y/b", "samples or\ntokens / s"} <= words
+    assert size(tmp_path / "compared.png") == (1600, 1240)  # the run given twice counts once
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [training(1, 3.0)],
+        [training(step, math.nan) for step in range(50)] + [{"step": 50, "eval_loss": math.nan}],
+        [training(step, 10.0**step) for step in range(39)],
+        [{"step": 1, "loss": 1.0}],
+        [*curve(), {"step": 61, "eval_loss": None, "unigram_loss": None}],
+    ],
+    ids=["one point", "nothing finite", "all of fp32", "no throughput", "diverged"],
+)
+def test_odd_data_are_drawn(tmp_path, lines):
+    run = write(tmp_path / "_a$\\b$c", lines)
+    assert size(plot.draw([run], run / "curves.png")) == (1600, 1200)
+    compared = [run, write(tmp_path / "b", curve())]
+    assert size(plot.draw(compared, tmp_path / "both.png")) == (1600, 1200)
+
+
+def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    run = write(tmp_path / "a", curve())
+    picture = run / "curves.png"
+    picture.write_text("the old one")
+
+    def full_disk(self, file, **options):
+        Path(file).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(plot.Figure, "savefig", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        plot.draw([run], picture)
+    assert picture.read_text() == "the old one"
+    assert sorted(path.name for path in run.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+# ---- Command line --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    write(folder / "runs" / "a", curve())
+    write(folder / "runs" / "b", curve(last=1.5))
+    write(folder / "runs" / "started", [{"note": "no step yet"}])
+    (folder / "runs" / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "picture"),
+    [
+        (["runs/a"], "runs/a/curves.png"),
+        (["runs/a", "runs/b"], "curves.png"),
+        (["runs/a", "--output", "runs/one.png"], "runs/one.png"),
+    ],
+)
+def test_the_path_is_printed(folder, arguments, picture):
+    result = command(folder, *arguments)
+    assert (result.returncode, result.stdout, result.stderr) == (0, picture + "\n", "")
+    assert size(folder / picture) == (1600, 1200)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["runs/c"], "there is no folder runs/c; runs near it: runs/"),
+        (["runs/a", "runs/empty"], "runs/empty has no metrics.jsonl; runs near it: runs/"),
+        (["runs"], "runs has no metrics.jsonl; runs near it: runs/"),
+        (["nowhere/c"], "there is no folder nowhere/c; runs near it: none"),
+        (["runs/started"], "runs/started/metrics.jsonl has no training line yet; the first comes"),
+        (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
+        (["runs/a", "--output", "runs"], "--output runs is a folder; name a file: runs/curves.png"),
+        (["runs/a", "--output", "x.xyz"], "Format 'xyz' is not supported"),
+    ],
+)
+def test_bad_input_gets_one_line(folder, arguments, line):
+    result = command(folder, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"plot.py: {line}")
+    assert result.stderr.count("\n") == 1
+    if line.endswith("runs/"):
+        assert all(name in result.stderr for name in ("runs/a", "runs/b"))
+
+
+def test_help_shows_the_commands(folder):
+    result = command(folder, "--help")
+    assert result.returncode == 0
+    assert "python plot.py runs/a runs/b" in result.stdout
+
+
+def test_it_stands_alone():
+    foreign = "{'torch', 'train', 'task', 'matplotlib.pyplot'}"
+    code = f"import sys, plot; print(*{foreign} & {{*sys.modules}})"
+    result = subprocess.run(
+        [sys.executable, "-B", "-c", code], cwd=PROJECT, capture_output=True, text=True
+    )
+    assert (result.stdout, result.stderr) == ("\n", "")

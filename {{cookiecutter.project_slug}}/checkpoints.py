@@ -1,0 +1,163 @@
+"""Checkpoints that are either whole or not there, and what else a run folder says of its run.
+
+    runs/default/
+      status.json                running, finished or failed
+      checkpoints/
+        step-00000100/           what accelerate saved, and manifest.json
+        .step-00000200.partial/  being written, or left by a run that was killed; never read
+
+A checkpoint is written into a hidden folder, flushed to the disk and renamed at last. Its manifest
+lists the size and SHA-256 of every file; a folder whose manifest does not fit is not a checkpoint.
+Paths and bytes only: no torch, no accelerate.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where the files of a step are written until they count: the same path on every process."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def begin(partial: Path) -> None:
+    """Makes that folder, empty; called by one process alone, before any writes into it."""
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
+    partial.mkdir(parents=True)
+
+
+def commit(partial: Path, manifest: dict) -> Path:
+    """Turns a folder that every process has finished writing into a checkpoint; returns its path.
+
+    Called by one process alone. The order matters: contents reach the disk first, then the
+    manifest that vouches for them, then the name under which the checkpoint is found.
+    """
+    files = {}
+    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+        flush(path)
+        files[path.relative_to(partial).as_posix()] = describe(path)
+    with open(partial / MANIFEST, "w", encoding="utf-8") as file:
+        json.dump({**manifest, "files": files}, file, indent=2)
+    flush(partial / MANIFEST)
+    for inner in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
+        flush(inner)
+
+    final = partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
+    if final.exists():  # not valid, or the run would have gone on from it: set aside, not deleted
+        aside = 1
+        while (target := final.with_name(f"{final.name}.broken-{aside}")).exists():
+            aside += 1
+        final.rename(target)
+    partial.rename(final)
+    flush(partial.parent)
+    return final
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def describe(path: Path) -> dict:
+    """A file's size in bytes and its SHA-256."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def read(path: Path) -> dict:
+    """The manifest of a checkpoint whose every file is as it was saved.
+
+    Raises ValueError, with the reason, for anything else: nothing in a folder is deserialised
+    before its bytes are known to be those that were written.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files, step = manifest["files"].items(), manifest["step"]
+    except FileNotFoundError:
+        raise ValueError(f"{path} has no {MANIFEST}") from None
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path / MANIFEST} cannot be read ({error})") from None
+    if not isinstance(step, int):
+        raise ValueError(f"{path / MANIFEST} names no step")
+    for name, saved in files:
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name} is missing")
+        if describe(path / name) != saved:
+            raise ValueError(f"{path / name} is not the file that was saved")
+    return manifest
+
+
+def committed(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first, whole or not."""
+    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+
+
+def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
+    """The checkpoint to go on from, its manifest, and why newer ones were passed over.
+
+    Ways to start, tried in this order: the folder's newest valid checkpoint, the checkpoint that
+    `resume` names, the beginning (None and an empty manifest). Raises ValueError where going on is
+    not safe: nothing that was saved is ever silently left behind.
+    """
+    passed_over = []
+    for path in committed(folder):
+        if resume == "never":
+            raise ValueError(
+                f"{folder} holds checkpoints and resume is never; "
+                "give --resume auto to go on from them, or another --output_dir to start afresh"
+            )
+        try:
+            return path, read(path), passed_over
+        except ValueError as reason:
+            passed_over.append(str(reason))
+    if passed_over:
+        raise ValueError(
+            f"no checkpoint in {folder} is valid ({passed_over[0]}); "
+            "to start from the beginning give another --output_dir"
+        )
+    if resume in ("auto", "never"):
+        return None, {}, []
+    return Path(resume), read(Path(resume)), []
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the `keep` newest checkpoints (0 keeps them all); called after a commit."""
+    for path in committed(folder)[keep:] if keep else []:
+        # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
+        doomed = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def write_status(output: Path, state: str, **more) -> None:
+    """Replaces status.json of a run folder: what its run is doing, or how it ended."""
+    status = {"state": state, "pid": os.getpid(), "host": socket.gethostname()}
+    status |= {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
+    partial = output / ".status.json.partial"
+    partial.write_text(json.dumps(status) + "\n", encoding="utf-8")
+    partial.replace(output / "status.json")
+
+
+def read_status(output: Path) -> dict:
+    """What status.json of a run folder says; empty where there is none, or none that is whole."""
+    try:
+        return json.loads((output / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,93 @@
+"""A dataclass from a recipe and flags, strictly: every mistake is one line that says what to write.
+
+Parsing itself is jsonargparse's; this file only joins recipe and flags, refuses a YAML key that is
+given twice, and turns long error messages into short ones.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """PyYAML's safe loader, except that of a key given twice the last one does not win silently."""
+
+    def construct_mapping(self, node, deep=False):
+        lines = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                first = lines[key.value]
+                raise ValueError(f"{key.value} is given twice, in line {first} and line {line}")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+def parse(config_class: type, arguments: list[str], usage: str) -> tuple[object, Path]:
+    """A config from defaults, then the recipe after --config, then flags; and the recipe's path.
+
+    Raises ValueError with one line that names the place of a mistake.
+    """
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    settings = {"prog": "train.py", "allow_abbrev": False, "exit_on_error": False}
+    recipes = argparse.ArgumentParser(add_help=False, **settings)  # sees --config alone
+    parser = ArgumentParser(usage=usage, print_config=None, **settings)
+    for each in (recipes, parser):
+        each.add_argument("--config", default="configs/train/default.yaml", help="The recipe.")
+    parser.add_class_arguments(config_class)
+
+    place = "command line"
+    try:
+        recipe = Path(recipes.parse_known_args(arguments)[0].config)
+        place = str(recipe)
+        fields = yaml.load(recipe.read_text(encoding="utf-8"), UniqueKeys) or {}
+        if not isinstance(fields, dict):
+            raise ValueError("expected lines of the form 'field: value'")
+        given = parser.parse_object(fields)
+        place = "command line"
+        values = vars(parser.instantiate(parser.parse_args(arguments, namespace=given)))
+    except OSError as error:
+        raise ValueError(
+            f"{place}: {error.strerror}; --config takes the path of a recipe"
+        ) from None
+    except (ArgumentError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{place}: {one_line(str(error), parser)}") from None
+    del values["config"]
+    return plain(config_class(**values)), recipe
+
+
+def plain(config):
+    """Makes int and float of jsonargparse's numbers, which no checkpoint could hold."""
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            plain(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            setattr(config, name, int(value) if isinstance(value, int) else float(value))
+    return config
+
+
+def one_line(message: str, parser: ArgumentParser) -> str:
+    """jsonargparse's message as one line, with the nearest right name for an unknown field."""
+    message = re.sub(r'Parser key "([^"]+)":', r"\1:", " ".join(message.split()))
+    message = re.sub(r"Expected a <class '(\w+)'>", r"expected a value of type \1", message)
+    message = re.sub(r"Expected a typing\.Literal\[(.+?)\]", r"expected one of \1", message)
+    unknown = re.search(
+        r"unrecognized arguments: (?:--)?([^\s=]+)"
+        r"|Group '(?P<group>.+?)' does not accept option '(.+?)'"
+        r"|Option '(.+?)' is not accepted",
+        message,
+    )
+    if not unknown:
+        return message
+    wrong = next(filter(None, (unknown[1], unknown[3], unknown[4])))
+    wrong = f"{unknown['group']}.{wrong}" if unknown["group"] else wrong
+    names = [option[2:] for action in parser._actions for option in action.option_strings]
+    near = [name for name in names if name.endswith(f".{wrong}")]
+    near = near or difflib.get_close_matches(wrong, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
+    return f"there is no field {wrong}; {hint}"

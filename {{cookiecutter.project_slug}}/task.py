@@ -1,0 +1,1 @@
+{{cookiecutter.__task | task_source}}

@@ -1,0 +1,79 @@
+"""Real runs: the hardware does not change the result, and a continued run is an unbroken one.
+
+Each run is a few steps of the task with its own default data, through `accelerate launch`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+STEPS = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--log_every", "1"]
+BATCH = ["--global_batch_size", "8", "--warmup_steps", "2", "--keep_checkpoints", "0"]
+
+
+def launch(hardware: str, output: Path, *flags: str) -> str:
+    """Trains in `output`; what was printed."""
+    command = [Path(sys.executable).with_name("accelerate"), "launch"]
+    command += ["--config_file", f"configs/accelerate/{hardware}.yaml", "train.py"]
+    command += [*STEPS, *BATCH, "--tracker", "none", "--output_dir", output, *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def lines(output: Path, key: str) -> list[dict]:
+    """The lines of metrics.jsonl that have this key."""
+    text = (output / "metrics.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of one process."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    launch("cpu", output)
+    return output
+
+
+def test_a_run_leaves_what_the_readme_promises(one):
+    assert json.loads((one / "status.json").read_text())["state"] == "finished"
+    assert (one / "curves.png").stat().st_size > 10_000
+    assert [p.name for p in sorted(one.glob("checkpoints/*"))] == ["step-00000003", "step-00000006"]
+    assert [line["step"] for line in lines(one, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines(one, "eval_loss")] == [3, 6]
+    assert (one / "model" / "model.safetensors").is_file()
+
+
+def test_two_processes_train_what_one_does(one, tmp_path):
+    launch("cpu_multi", tmp_path / "two", "--micro_batch_size", "2")
+    for key in ("loss", "eval_loss"):
+        pairs = zip(lines(one, key), lines(tmp_path / "two", key), strict=True)
+        for mine, theirs in pairs:
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
+            assert mine.get("batch_hash") == theirs.get("batch_hash")
+            assert mine.get("lr") == theirs.get("lr")
+
+
+def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(one / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
+    assert "continuing from" in launch("cpu", output)
+    for mine, theirs in zip(lines(one, "loss")[3:], lines(output, "loss"), strict=True):
+        for key in ("step", "loss", "grad_norm", "lr", "batch_hash"):
+            assert mine[key] == theirs[key]
+    for name in ("model.safetensors", "optimizer.bin"):
+        file = Path("checkpoints") / "step-00000006" / name
+        assert (output / file).read_bytes() == (one / file).read_bytes()
+
+
+def test_a_finished_run_is_left_alone(one):
+    before = (one / "metrics.jsonl").read_bytes()
+    assert "is finished" in launch("cpu", one)
+    assert (one / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,102 @@
+"""The pure parts of train.py: data order, schedule, the cut of a batch."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+
+CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_share=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000])
+def test_each_epoch_visits_every_sample_once(size):
+    for epoch in range(3):
+        positions = np.arange(epoch * size, (epoch + 1) * size)
+        assert sorted(train.sample_ids(positions, size, seed=7)) == list(range(size))
+
+
+def test_the_order_depends_on_seed_and_epoch_and_not_on_how_it_is_asked_for():
+    first = train.sample_ids(np.arange(500), 500, seed=0)
+    assert (first != train.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
+    assert (first != train.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
+    one_by_one = [train.sample_ids([position], 500, seed=0)[0] for position in range(500)]
+    assert first.tolist() == one_by_one
+
+
+def test_a_far_position_of_a_huge_dataset_is_found():
+    ids = train.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
+    assert len(set(ids.tolist())) == 512 and 0 <= ids.min() and ids.max() < 10**9
+
+
+@pytest.mark.parametrize("processes, micro", [(1, 8), (1, 2), (2, 4), (4, 1)])
+def test_any_cut_gives_a_step_the_same_positions(processes, micro):
+    slices = list(train.Slices(24, 48, micro, processes))
+    assert len(slices) % processes == 0
+    accumulation = 8 // (processes * micro)
+    for step in range(3):
+        window = slices[step * processes * accumulation : (step + 1) * processes * accumulation]
+        assert sorted(sum(window, [])) == list(range(24 + 8 * step, 32 + 8 * step))
+
+
+def test_evaluation_slices_cover_every_sample_once_and_the_rest_is_filler():
+    slices = list(train.Slices(0, 11, 2, 3))
+    assert len(slices) == 6 and sum(slices, []) == list(range(11))
+    assert list(train.Slices(0, 11, 4, 2))[-1] == [11]
+
+
+def test_rows_keep_their_ids_and_filler_has_none():
+    rows = train.Rows(["a", "b", "c"])
+    assert rows.__getitems__([2, 0]) == [(2, "c"), (0, "a")]
+    assert rows.__getitems__([3]) == [(-1, "a")]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_learning_rate_rises_to_its_peak_and_ends_at_its_share(schedule):
+    cfg = dataclasses.replace(CONFIG, lr_schedule=schedule)
+    rates = [train.lr_at(step, cfg, 100) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert max(rates) == 1.0
+    assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    if schedule == "wsd":
+        assert rates[79] == 1.0 and rates[90] == pytest.approx(0.55)
+    if schedule == "cosine":
+        assert rates[55] == pytest.approx(0.55)
+
+
+def test_learning_rate_scales_with_the_global_batch():
+    scaled = {"reference_batch_size": 8, "global_batch_size": 32, "warmup_steps": 0}
+    for scaling, factor in (("none", 1), ("sqrt", 2), ("linear", 4)):
+        cfg = dataclasses.replace(CONFIG, lr_scaling=scaling, **scaled)
+        assert train.lr_at(0, cfg, 100) == pytest.approx(factor)
+
+
+def test_the_cut_fits_the_device_and_uses_every_sample():
+    cfg = train.Config(global_batch_size=24, micro_batch_size=5)
+    for processes in (1, 2, 3, 4, 6, 8, 12, 24):
+        micro, accumulation = train.cut(cfg, processes)
+        assert micro <= 5 and micro * accumulation * processes == 24
+    with pytest.raises(train.UserError, match="give 20 or 25"):
+        train.cut(cfg, 5)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--learning_rat", "1"], "there is no field learning_rat; did you mean learning_rate?"),
+        (["--max_steps", "1e3"], "max_steps"),
+        (["--num_epochs", "2"], "give one of them, and 0 for the other"),
+        (["--lr_schedule", "cosin"], "expected one of 'cosine', 'linear', 'constant', 'wsd'"),
+        (["--config", "missing.yaml"], "missing.yaml: No such file or directory"),
+    ],
+)
+def test_a_wrong_flag_is_answered_in_one_line(flags, said):
+    program = Path(train.__file__)
+    command = [sys.executable, program.name, *flags]
+    result = subprocess.run(command, cwd=program.parent, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert said in result.stderr and result.stderr.count("\n") == 1 and not result.stdout

@@ -1,0 +1,551 @@
+"""Trains what task.py describes on the hardware that an accelerate YAML describes.
+
+    accelerate launch --config_file configs/accelerate/cpu.yaml train.py
+    accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml train.py
+    accelerate launch --config_file configs/accelerate/cpu.yaml train.py \\
+        --config configs/train/smoke.yaml --learning_rate 1e-3 --output_dir runs/mine
+    python train.py --help
+
+The YAML after --config_file owns the hardware: processes, devices, precision. The recipe after
+--config owns the mathematics, and flags override it. The hardware never changes the result: which
+samples make up a step, the random numbers and the learning rate are functions of the step, and the
+gradient of a step is that of the sum of its losses over the number of its loss terms. So the step
+is the only state of the loop, and the same command, given again, continues a run that was killed.
+"""
+
+import atexit
+import dataclasses
+import math
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import psutil
+import torch
+import yaml
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import GradientAccumulationPlugin
+from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+from torch.utils.data import DataLoader
+
+import checkpoints
+import command_line
+import task
+import tracking
+from task import TaskConfig
+from tracking import IS_MAIN, Log, say
+
+# ---- Config --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """Fields of a recipe, each also a flag; what they say holds on any hardware."""
+
+    output_dir: str = ""
+    """Folder of the run; empty: runs/ and the recipe's file name."""
+    seed: NonNegativeInt = 0
+    """Seed of the weights, the sample order and dropout."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
+
+    max_steps: NonNegativeInt = 800
+    """Optimizer steps to train; 0: num_epochs decides."""
+    num_epochs: NonNegativeFloat = 0.0
+    """Passes over the training data; needs max_steps 0."""
+    global_batch_size: PositiveInt = 32
+    """Samples in an optimizer step, over all processes."""
+    micro_batch_size: PositiveInt = 32
+    """Most samples a device takes at once; lower it when memory runs out. Changes no result."""
+    num_workers: NonNegativeInt = 0
+    """Processes that load data for each training process; 0: it loads its own."""
+
+    learning_rate: NonNegativeFloat = 3e-3
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's decay of matrices; biases and norms have none."""
+    beta1: ClosedUnitInterval = 0.9
+    """AdamW's decay rate of the first moment."""
+    beta2: ClosedUnitInterval = 0.99
+    """AdamW's decay rate of the second moment."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Course of the learning rate after the warm-up; wsd: constant, then a linear decay."""
+    warmup_steps: NonNegativeInt = 50
+    """Steps over which the learning rate rises from zero to its peak."""
+    decay_share: ClosedUnitInterval = 0.2
+    """wsd only: the last share of all steps, in which the learning rate decays."""
+    final_lr_share: ClosedUnitInterval = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the peak grows with global_batch_size / reference_batch_size."""
+    reference_batch_size: PositiveInt = 32
+    """Global batch size for which learning_rate was chosen; read by lr_scaling."""
+
+    eval_every: NonNegativeInt = 100
+    """Steps between evaluations; there is one at the end; 0: only that one."""
+    save_every: NonNegativeInt = 200
+    """Steps between checkpoints; there is one at the end; 0: only that one."""
+    keep_checkpoints: NonNegativeInt = 2
+    """Newest checkpoints to keep; 0: all."""
+    log_every: PositiveInt = 10
+    """Steps between lines of metrics.jsonl."""
+    tracker: Literal["wandb", "trackio", "tensorboard", "none"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+    project: str = "accelerate"
+    """The tracker's project."""
+    upload_code: bool = False
+    """W&B: also upload the code, the git commit and the uncommitted changes."""
+
+    compile: bool = False
+    """torch.compile: slower to start, faster to run; for GPUs."""
+    deterministic: bool = False
+    """On a GPU: slower kernels, but a continued run is bit-identical to an unbroken one."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """What is trained: see task.py."""
+
+
+# ---- Data order ----------------------------------------------------------------------------------
+
+
+def mix(*words) -> np.ndarray:
+    """64 well-mixed bits of integers, or of arrays of them: uint64, of the arrays' shape or (1,).
+
+    Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    bits = np.zeros(1, np.uint64)
+    for word in words:
+        bits = (bits ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return bits
+
+
+def sample_ids(positions, size: int, seed: int) -> np.ndarray:
+    """Sample ids at these positions of the run, for `size` samples: int64, shape of positions.
+
+    Position p is place p % size of epoch p // size, and each epoch is a permutation of its own that
+    is computed, not stored: a Feistel network over the pairs (p % a, p // a), where a * b just
+    covers `size`, applied again to the few values that fall outside (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002, their third method).
+    """
+    epochs, ids = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
+    a = np.uint64(math.isqrt(size - 1) + 1)
+    b = np.uint64(-(-size // int(a)))
+    keys = mix(seed, epochs)
+    outside = np.ones(ids.shape, bool)
+    while outside.any():
+        right, left = np.divmod(ids[outside], a)
+        for turn in range(24):  # with 12, tiny data sets still showed a pattern
+            left = (left + mix(keys[outside] + np.uint64(turn << 32) + right)) % a
+            left, right, a, b = right, left, b, a
+        ids[outside] = right * a + left
+        outside = ids >= size
+    return ids.astype(np.int64)
+
+
+class Slices:
+    """A batch sampler: the positions from `first` up to `last` in slices of `size`.
+
+    accelerate deals its batches to the ranks in turn, so their number is made a multiple of
+    `processes`: a slice beyond the end holds the position `last` alone, whose row weighs nothing.
+    """
+
+    def __init__(self, first: int, last: int, size: int, processes: int):
+        self.first, self.last, self.size = first, last, size
+        self.length = -(-(last - first) // (size * processes)) * processes
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for start in range(self.first, self.first + self.length * self.size, self.size):
+            yield list(range(start, min(start + self.size, self.last))) or [self.last]
+
+
+class Rows(torch.utils.data.Dataset):
+    """The rows of a dataset by position in the run, each with its sample id.
+
+    Without a seed positions are sample ids, and a position past the end gives (-1, first row).
+    """
+
+    def __init__(self, dataset, seed: int | None = None):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitems__(self, positions: list[int]) -> list[tuple]:
+        if self.seed is None:
+            ids = [p if p < len(self) else -1 for p in positions]
+        else:
+            ids = sample_ids(positions, len(self), self.seed).tolist()
+        if hasattr(self.dataset, "__getitems__"):  # datasets of the Hub read many rows at once
+            return list(zip(ids, self.dataset.__getitems__([max(i, 0) for i in ids]), strict=True))
+        return [(i, self.dataset[max(i, 0)]) for i in ids]
+
+
+def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int]]:
+    """The task's batch, with its number of loss terms and the sum of its hashed sample ids.
+
+    The two are Python's integers (within 64 bits), so that reading them waits for no device.
+    """
+    ids = np.array([i for i, _ in pairs])
+    batch = task.collate([row for _, row in pairs])
+    terms = task.count(batch) if ids[0] >= 0 else 0
+    return batch, (terms, int(mix(ids).view(np.int64).sum()))
+
+
+# ---- Optimizer and schedule ----------------------------------------------------------------------
+
+
+def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimizer:
+    """The optimizer: change it here. `lr` is a placeholder; each step sets it from lr_at."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
+
+
+def lr_at(step: int, cfg: Config, max_steps: int) -> float:
+    """Learning rate of the step with this number, from 0; nothing of a schedule is ever stored."""
+    ratio = cfg.global_batch_size / cfg.reference_batch_size
+    peak = cfg.learning_rate * ratio ** {"none": 0, "sqrt": 0.5, "linear": 1}[cfg.lr_scaling]
+    if step < cfg.warmup_steps:
+        return peak * (step + 1) / cfg.warmup_steps
+    start = cfg.warmup_steps
+    if cfg.lr_schedule == "wsd":
+        start = max(start, round(max_steps * (1 - cfg.decay_share)))
+    left = min(1 - (step - start) / max(max_steps - start, 1), 1)  # of the decay: 1 down to 0
+    if cfg.lr_schedule == "constant":
+        left = 1
+    elif cfg.lr_schedule == "cosine":
+        left = (1 - math.cos(math.pi * left)) / 2
+    return peak * (cfg.final_lr_share + (1 - cfg.final_lr_share) * left)
+
+
+def due(step: int, every: int, last: bool) -> bool:
+    """Whether something that happens `every` so many steps (0: at the end) happens after `step`."""
+    return last or (every > 0 and step % every == 0)
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict:
+    """The task's metrics over the whole of the loader's data, each sample counted exactly once."""
+    model.eval()
+    # Apple's GPUs have no float64.
+    home = "cpu" if accelerator.device.type == "mps" else accelerator.device
+    totals = {}
+    for batch, (terms, _) in loader:
+        # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
+        for name, value in task.eval_sums(model, batch).items():
+            value = value.to(home).double()
+            totals[name] = totals.get(name, 0.0) + (value if terms else torch.zeros_like(value))
+    totals = accelerator.reduce(totals, "sum")
+    model.train()
+    scores = task.metrics({name: value.cpu() for name, value in totals.items()})
+    return {"eval_loss": scores.pop("loss"), **scores}
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+class UserError(ValueError):
+    """What whoever started the run has to change: shown as one line, exit code 2."""
+
+
+def ask(function, *arguments):
+    """Calls a function whose ValueError is meant for whoever started the run."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def read_config() -> Config:
+    """The config of this run, from its defaults, the recipe and flags; raises UserError."""
+    commands = __doc__.split("\n\n")[1].strip()
+    cfg, recipe = ask(command_line.parse, Config, sys.argv[1:], commands)
+    cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
+    if bool(cfg.max_steps) == bool(cfg.num_epochs):
+        raise UserError(
+            f"max_steps is {cfg.max_steps} and num_epochs is {cfg.num_epochs:g}: "
+            "give one of them, and 0 for the other"
+        )
+    return cfg
+
+
+def cut(cfg: Config, processes: int) -> tuple[int, int]:
+    """Samples in a micro-batch, and micro-batches of a process in a step."""
+    share, rest = divmod(cfg.global_batch_size, processes)
+    if rest:
+        near = " or ".join(str(n * processes) for n in (share, share + 1) if n)
+        raise UserError(
+            f"global_batch_size is {cfg.global_batch_size}, which {processes} processes cannot "
+            f"share equally; give {near}"
+        )
+    micro = max(n for n in range(1, min(share, cfg.micro_batch_size) + 1) if share % n == 0)
+    return micro, share // micro
+
+
+def make_accelerator(cfg: Config, processes: int, accumulation: int) -> Accelerator:
+    """The accelerator that the launcher's YAML asks for; raises UserError where it cannot be."""
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        torch.use_deterministic_algorithms(True)
+    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+    accelerator = Accelerator(
+        cpu=processes > 1 and not gpu,  # unless told, CPU processes each believe to be alone
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=accumulation, sync_with_dataloader=False
+        ),
+        dynamo_backend="inductor" if cfg.compile else None,
+        log_with=None if cfg.tracker == "none" else cfg.tracker,
+        project_dir=cfg.output_dir,
+    )
+    if accelerator.num_processes != processes:
+        raise UserError(
+            f"{processes} processes were launched, but accelerate sees "
+            f"{accelerator.num_processes}; check distributed_type in the accelerate YAML"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError(
+            "mixed_precision fp16 needs a GPU; give 'no' or bf16 in the accelerate YAML"
+        )
+
+    # Checkpoints hold the bare model's names, without what DDP and torch.compile put before them,
+    # so that any number of processes can go on from them. (Sharded models do not come here.)
+    def bare(models: list) -> list:
+        return [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models]
+
+    def save_bare(models: list, weights: list, _) -> None:
+        weights[:] = [model.state_dict() for model in bare(models)] if weights else []
+
+    def load_bare(models: list, _) -> None:
+        models[:] = bare(models)
+
+    accelerator.register_save_state_pre_hook(save_bare)
+    accelerator.register_load_state_pre_hook(load_bare)
+    return accelerator
+
+
+def save(accelerator: Accelerator, folder: Path, manifest: dict, keep: int) -> None:
+    """Commits a checkpoint: all ranks write, then the main process makes it count."""
+    partial = checkpoints.partial_path(folder, manifest["step"])
+    if IS_MAIN:
+        checkpoints.begin(partial)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(partial)
+    accelerator.wait_for_everyone()
+    if IS_MAIN:
+        checkpoints.commit(partial, manifest)
+        checkpoints.prune(folder, keep)
+    accelerator.wait_for_everyone()
+
+
+def main(cfg: Config) -> None:
+    """Trains, evaluates, saves and exports as `cfg` says; raises UserError."""
+    output = Path(cfg.output_dir)
+    folder = output / "checkpoints"
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    micro, accumulation = cut(cfg, processes)
+
+    # Prepare the data before there is a process group: it may take longer than its time-out.
+    ask(task.prepare_data, cfg.task)
+    train_data, eval_data = ask(task.datasets, cfg.task)
+    max_steps = cfg.max_steps or math.ceil(cfg.num_epochs * len(train_data) / cfg.global_batch_size)
+
+    # Find where to start; a finished run has nothing left to do.
+    checkpoint, manifest, passed_over = ask(checkpoints.find, folder, cfg.resume)
+    first_step = manifest.get("step", 0)
+    if first_step >= max_steps and checkpoints.read_status(output).get("state") == "finished":
+        say(f"{output} is finished: {first_step} steps; for a new run give another --output_dir")
+        return
+
+    # Say what runs on what, and from where.
+    accelerator = make_accelerator(cfg, processes, accumulation)
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    kind = accelerator.distributed_type.value.lower().replace("no", "not distributed")
+    say(
+        f"{output}: {processes} x {accelerator.device.type}, {precision}, {kind}; "
+        f"{cfg.global_batch_size} samples a step = {processes} processes x "
+        f"{accumulation} micro-batches x {micro}"
+    )
+    for reason in passed_over:
+        say(f"passed over: {reason}")
+    fields = dataclasses.asdict(cfg)
+    if IS_MAIN:
+        output.mkdir(parents=True, exist_ok=True)
+        with open(output / "config.yaml", "w", encoding="utf-8") as file:
+            yaml.safe_dump(fields, file, sort_keys=False, allow_unicode=True)
+        checkpoints.write_status(output, "running")
+        ask(tracking.start_tracker, accelerator, fields)
+
+    # Build everything and hand it to accelerate; the same seed gives all ranks the same model.
+    torch.manual_seed(cfg.seed)
+    model = ask(task.build_model, cfg.task)
+    parameters = sum(p.numel() for p in model.parameters())
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    start = first_step * cfg.global_batch_size
+    stop = max(start, max_steps * cfg.global_batch_size)
+    train_slices = Slices(start, stop, micro, processes)
+    eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes)
+    loading = {
+        "collate_fn": collate,
+        "num_workers": cfg.num_workers,
+        "persistent_workers": cfg.num_workers > 0,
+        "pin_memory": accelerator.device.type == "cuda",
+        "generator": torch.Generator(),  # or a loader draws from the generator of dropout
+    }
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(
+        model,
+        build_optimizer(model, cfg),
+        DataLoader(Rows(train_data, cfg.seed), batch_sampler=train_slices, **loading),
+        DataLoader(Rows(eval_data), batch_sampler=eval_slices, **loading),
+    )
+    if checkpoint:
+        accelerator.load_state(checkpoint)
+        say(f"continuing from {checkpoint}")
+
+    log = Log(accelerator, fields, first_step, max_steps)
+    # Numbers that the ranks agree on stay in CPU memory, so that no step waits for a GPU.
+    control = torch.distributed.new_group(backend="gloo") if processes > 1 else None
+    unit = getattr(task, "UNIT", "samples")
+    model.train()
+    batches = iter(train_loader)
+    ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
+    for step in range(first_step, max_steps):
+        # Fetch the micro-batches of the step, and agree on what all of them hold.
+        began = time.perf_counter()
+        window = [next(batches) for _ in range(accumulation)]
+        waited += time.perf_counter() - began
+        agreed = torch.from_numpy(np.array([numbers for _, numbers in window]).sum(axis=0))
+        if control:
+            torch.distributed.all_reduce(agreed, group=control)
+        terms, step_hash = agreed.tolist()
+        terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
+
+        # Sum the gradients of the micro-batches, and update the weights.
+        lr = lr_at(step, cfg, max_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss_sum = torch.zeros((), device=accelerator.device)
+        for number, (batch, _) in enumerate(window):
+            # Dropout depends on the place of the micro-batch in the step, not on the rank.
+            place = number * processes + accelerator.process_index
+            torch.manual_seed(int(mix(cfg.seed, step, place)[0]))
+            with accelerator.accumulate(model):
+                loss = task.loss_sum(model, batch)
+                # accelerate divides by the micro-batches, and DDP by the processes: both undone,
+                # the gradient is that of the sum over the step divided by its number of terms.
+                accelerator.backward(loss * (accumulation * processes / max(terms, 1)))
+                if accelerator.sync_gradients:
+                    limit = cfg.max_grad_norm or math.inf
+                    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+                optimizer.step()
+                optimizer.zero_grad()
+            loss_sum += loss.detach()
+
+        # Write the last line, now that the device is busy with this step.
+        done = step + 1
+        log.bar.update()
+        log.flush()
+        if done == first_step + 1:
+            warm, start_seconds = time.perf_counter(), time.time() - psutil.Process().create_time()
+        elif done == first_step + 4:  # the first step, which warms up, says nothing of the others
+            left = (time.perf_counter() - warm) / 3 * (max_steps - done)
+            say(
+                f"{parameters:,} parameters; {terms:,} {unit} a step; first step done "
+                f"{start_seconds:.1f} s after the start; about {left:.0f} s to go"
+            )
+
+        # Log, evaluate and save when due; nothing below changes the weights.
+        final = done == max_steps
+        evaluating, saving = due(done, cfg.eval_every, final), due(done, cfg.save_every, final)
+        samples = done * cfg.global_batch_size
+        if due(done, cfg.log_every, saving):  # a checkpoint ends a line, so a resume begins one
+            seconds = time.perf_counter() - clock
+            line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
+            line |= {"loss": accelerator.reduce(loss_sum, "sum") / max(terms, 1), "lr": lr}
+            line |= {"grad_norm": norm, f"{unit}_per_second": terms_seen / seconds}
+            log.hold({**line, "data_wait": waited / seconds, "batch_hash": f"{ids_hash:016x}"})
+            ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
+        if evaluating or saving:
+            paused = time.perf_counter()
+            log.flush()
+            if evaluating:
+                log.write({"step": done, **evaluate(accelerator, model, eval_loader)})
+            if saving:
+                facts = {"step": done, "samples": samples, "processes": processes}
+                save(accelerator, folder, {**facts, "config": fields}, cfg.keep_checkpoints)
+            clock += time.perf_counter() - paused
+    log.close()
+
+    # Export the model, draw the curves, and close everything.
+    if IS_MAIN:
+        bare_model = accelerator.unwrap_model(model, keep_torch_compile=False).eval()
+        shown = task.export(bare_model, output / "model")
+        log.track(shown, max_steps)
+        for name, text in shown.items():
+            say(f"{name}: {text}")
+        from plot import draw
+
+        try:  # a picture is not worth a run
+            say(f"model: {output / 'model'}  curves: {draw([output], output / 'curves.png')}")
+        except (ValueError, OSError) as error:
+            say(f"model: {output / 'model'}  no curves: {error}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    if IS_MAIN:
+        checkpoints.write_status(output, "finished", exit_code=0)
+    if processes > 1 and accelerator.device.type == "cpu":
+        leave()
+
+
+def leave() -> None:
+    """Ends a process whose work is done, without the last steps of the interpreter.
+
+    A thread of gloo that drops a tensor meanwhile would abort the process (pytorch #190489), and a
+    finished run would exit with 1. What those steps do first is done here.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    output = None
+    try:
+        config = read_config()
+        output = Path(config.output_dir)
+        main(config)
+    except BaseException as error:
+        code = 2 if isinstance(error, UserError) else 1
+        # A run that was refused leaves alone what another run has written.
+        if IS_MAIN and output and checkpoints.read_status(output).get("pid") == os.getpid():
+            reason = str(error) or repr(error)
+            checkpoints.write_status(output, "failed", reason=reason, exit_code=code)
+        if code == 1:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(code)
