@@ -26,9 +26,9 @@ pip() {
 needs_cpu_index() {
     [ "$(uname -s)" = Linux ] || return 1
     nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && return 1
-    pip config list | grep -Eq "\.(constraint|(extra-)?index-url|find-links|no-index)=['\"][^'\"]" &&
-        return 1
-    return 0
+    # Not `grep -q`, which would close the pipe before pip has written all of it.
+    ! pip config list |
+        grep -E "\.(constraint|(extra-)?index-url|find-links|no-index)=['\"][^'\"]" >/dev/null
 }
 
 if [ ! -e "$VENV/bin/python" ]; then
