@@ -69,7 +69,7 @@ class TaskConfig:
     """Attention heads in a layer."""
     dropout: float = 0.0
     """Dropout on the attention weights, the only one that Llama has."""
-    sample_prompt: str = 'The "with" statement'
+    sample_prompt: str = "When a function is called,"
     """Beginning of the text that the trained model continues."""
     cache_dir: str = ".cache/data"
     """Where prepared data is kept, one folder for each combination of data and settings."""
