@@ -18,6 +18,7 @@ demo: $(STAMP)  ## bake a project into demo/ and train it; what is there is kept
 	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
 	@echo
 	@echo '(eval_loss is the validation loss; unigram_loss, what token frequencies alone would give.)'
+	@echo 'The picture: demo/my_training/runs/default/curves.png'
 	@echo 'That was demo/my_training. Next:'
 	@echo '  .venv/bin/cookiecutter .                         # a project of your own'
 	@echo '  make -C demo/my_training plot VENV=../../.venv   # draw curves.png again'
