@@ -304,7 +304,7 @@ def test_hostile_answers_that_are_refused(tmp_path, question, answer, words):
     result = subprocess.run(
         [str(Path(sys.executable).with_name(command[0])), *command[1:]],
         cwd=here,
-        env=os.environ | {"HOME": str(here.parent)},
+        env=os.environ | {"HOME": str(here.parent), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )
