@@ -272,3 +272,7 @@ def test_a_wrong_wandb_key_is_answered_in_one_line(project, tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("train.py: W&B: ") and result.stderr.count("\n") == 1
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 2
+
+
+def test_the_projects_own_tests_pass(project):
+    assert "passed" in project.run("python", "-m", "pytest", "-q").stdout

@@ -320,8 +320,8 @@ def build(cfg: TaskConfig, folder: Path) -> None:
                 tokens.extend(tokenizer.encode(text[cut : cut + 1_000_000]).ids)
             tokens.append(end)
         if len(tokens) <= length:
-            problem = f"{len(tokens)} tokens to train or evaluate on do not fill a row"
-            raise ValueError(f"task.data: {problem} of context_length + 1 = {length + 1}: add text")
+            problem = f"{len(tokens)} tokens to train or evaluate on, which do not fill a row"
+            raise ValueError(f"task.data: {cfg.data} has {problem} of {length + 1}: add text")
         tokens.extend([IGNORED] * ((1 - len(tokens)) % length))
         return np.lib.stride_tricks.sliding_window_view(np.array(tokens), length + 1)[::length]
 
