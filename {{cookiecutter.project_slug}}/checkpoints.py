@@ -13,6 +13,7 @@ Paths and bytes only: no torch, no accelerate.
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -105,7 +106,12 @@ def read(path: Path) -> dict:
 def committed(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, whole or not."""
     found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
 
 
 def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
@@ -136,14 +142,32 @@ def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
     return Path(resume), read(Path(resume)), []
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints (0 keeps them all); called after a commit."""
-    for path in committed(folder)[keep:] if keep else []:
+def prune(newest: Path, keep: int) -> None:
+    """Deletes all but the `keep` newest checkpoints (0: none) and the one with the best eval_loss.
+
+    Called with the checkpoint that was just committed, which stays in any case. What has a higher
+    step was passed over as broken when the run began, and is left for people to look at.
+    """
+    older = [p for p in committed(newest.parent) if step_of(p) <= step_of(newest)]
+    scores = {p: score for p in older if (score := eval_loss(p)) is not None}
+    best = min(scores, key=scores.get, default=newest)
+    for path in older[keep:] if keep else []:
+        if path == best:
+            continue
         # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
         doomed = path.with_name(f".{path.name}.partial")
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def eval_loss(path: Path) -> float | None:
+    """The evaluation loss that a checkpoint's manifest names, if the step was evaluated."""
+    try:
+        loss = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("eval_loss")
+        return float(loss) if loss is not None and math.isfinite(loss) else None
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
 
 
 def write_status(output: Path, state: str, **more) -> None:

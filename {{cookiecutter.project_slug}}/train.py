@@ -93,7 +93,7 @@ class Config:
     save_every: NonNegativeInt = 200
     """Steps between checkpoints; there is one at the end; 0: only that one."""
     keep_checkpoints: NonNegativeInt = 2
-    """Newest checkpoints to keep; 0: all."""
+    """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
     log_every: PositiveInt = 10
     """Steps between lines of metrics.jsonl."""
     tracker: Literal["wandb", "trackio", "tensorboard", "none"] = "none"
@@ -354,8 +354,7 @@ def save(accelerator: Accelerator, folder: Path, manifest: dict, keep: int) -> N
     accelerator.save_state(partial)
     accelerator.wait_for_everyone()
     if IS_MAIN:
-        checkpoints.commit(partial, manifest)
-        checkpoints.prune(folder, keep)
+        checkpoints.prune(checkpoints.commit(partial, manifest), keep)
     accelerator.wait_for_everyone()
 
 
@@ -490,11 +489,13 @@ def main(cfg: Config) -> None:
         if evaluating or saving:
             paused = time.perf_counter()
             log.flush()
+            facts = {"step": done, "samples": samples, "processes": processes, "config": fields}
             if evaluating:
-                log.write({"step": done, **evaluate(accelerator, model, eval_loader)})
+                scores = evaluate(accelerator, model, eval_loader)
+                log.write({"step": done, **scores})
+                facts["eval_loss"] = scores["eval_loss"]
             if saving:
-                facts = {"step": done, "samples": samples, "processes": processes}
-                save(accelerator, folder, {**facts, "config": fields}, cfg.keep_checkpoints)
+                save(accelerator, folder, facts, cfg.keep_checkpoints)
             clock += time.perf_counter() - paused
     log.close()
 

@@ -1,0 +1,228 @@
+"""checkpoints.py on its own: crashes at each step of a commit, damage of every kind, pruning."""
+
+import importlib.util
+import json
+import os
+import shutil
+
+import pytest
+
+from conftest import ROOT, SOURCE
+
+spec = importlib.util.spec_from_file_location("checkpoints", ROOT / SOURCE / "checkpoints.py")
+checkpoints = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(checkpoints)
+
+FILES = {"model.safetensors": b"weights" * 999, "optimizer.bin": b"moments", "inner/rng.pkl": b"4"}
+
+
+class Crash(BaseException):
+    """The power fails here."""
+
+
+def write(folder, step, **facts):
+    """A partial checkpoint, as all ranks leave it."""
+    partial = checkpoints.partial_path(folder, step)
+    checkpoints.begin(partial)
+    for name, content in FILES.items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        (partial / name).write_bytes(content + str(step).encode())
+    return partial, {"step": step, **facts}
+
+
+def save(folder, step, keep=0, **facts):
+    """A committed checkpoint."""
+    path = checkpoints.commit(*write(folder, step, **facts))
+    checkpoints.prune(path, keep)
+    return path
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_what_was_committed_is_found_and_vouched_for(tmp_path):
+    path = save(tmp_path, 7, samples=56)
+    assert path == tmp_path / "step-00000007"
+    found, manifest, passed_over = checkpoints.find(tmp_path, "auto")
+    assert found == path and manifest["samples"] == 56 and passed_over == []
+    assert set(manifest["files"]) == set(FILES)
+    assert names(tmp_path) == ["step-00000007"]
+
+
+def test_the_newest_is_found_by_number_also_beyond_eight_digits(tmp_path):
+    for step in (99_999_999, 100_000_000, 5):
+        save(tmp_path, step)
+    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 100_000_000
+
+
+def crash_points(folder):
+    """How many calls to the disk a commit and the pruning after it make."""
+    return len(run_until(folder, None))
+
+
+def run_until(folder, limit):
+    """Commits step 3 over steps 1 and 2, and crashes before the call with number `limit`."""
+    calls = []
+
+    def counted(function):
+        def call(*arguments, **keywords):
+            if len(calls) == limit:
+                raise Crash
+            calls.append(function.__name__)
+            return function(*arguments, **keywords)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [
+            (os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename"),
+            (checkpoints.json, "dump"), (checkpoints, "describe"),
+        ]:  # fmt: skip
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        try:
+            save(folder, 3, keep=1)
+        except Crash:
+            pass
+    return calls
+
+
+def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
+    total = None
+    for limit in range(200):
+        folder = tmp_path / str(limit)
+        save(folder, 1)
+        save(folder, 2)
+        calls = run_until(folder, limit)
+        found, manifest, passed_over = checkpoints.find(folder, "auto")
+        assert manifest["step"] in (2, 3) and passed_over == []
+        # The next run starts the same step again, and nothing of the crash is in its way.
+        assert save(folder, 3, keep=1) == folder / "step-00000003"
+        assert checkpoints.find(folder, "auto")[1]["step"] == 3
+        if len(calls) < limit:
+            total = limit
+            break
+    assert total and total > 15
+
+
+def damages():
+    """Thirty ways to spoil a checkpoint."""
+
+    def at(name, change):
+        return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
+
+    for name in FILES:
+        yield f"empty {name}", at(name, lambda _: b"")
+        yield f"truncate {name}", at(name, lambda content: content[:-1])
+        yield f"lengthen {name}", at(name, lambda content: content + b"\0")
+        yield f"first bit of {name}", at(name, lambda c: bytes([c[0] ^ 1]) + c[1:])
+        yield f"last bit of {name}", at(name, lambda c: c[:-1] + bytes([c[-1] ^ 128]))
+        yield f"zeros in {name}", at(name, lambda content: bytes(len(content)))
+        yield f"delete {name}", lambda path, name=name: (path / name).unlink()
+    manifest = checkpoints.MANIFEST
+    yield "delete the manifest", lambda path: (path / manifest).unlink()
+    yield "empty manifest", at(manifest, lambda _: b"")
+    yield "half a manifest", at(manifest, lambda content: content[: len(content) // 2])
+    yield "manifest of zeros", at(manifest, lambda content: bytes(len(content)))
+    yield "manifest is a list", at(manifest, lambda _: b"[]")
+    yield "manifest is null", at(manifest, lambda _: b"null")
+    yield "manifest without files", at(manifest, lambda _: b'{"step": 2}')
+    yield "manifest without step", at(manifest, lambda _: b'{"files": {}}')
+    yield "manifest of another", lambda p: shutil.copy(p.parent / "step-00000001" / manifest, p)
+    yield (
+        "files swapped",
+        lambda p: (
+            (p / "optimizer.bin").rename(p / "x"),
+            (p / "inner" / "rng.pkl").rename(p / "optimizer.bin"),
+            (p / "x").rename(p / "inner" / "rng.pkl"),
+        ),
+    )
+    yield "file of another", lambda p: shutil.copy(p.parent / "step-00000001" / "optimizer.bin", p)
+    yield (
+        "a folder in place of a file",
+        lambda p: (
+            (p / "optimizer.bin").unlink(),
+            (p / "optimizer.bin").mkdir(),
+        ),
+    )
+
+
+DAMAGES = dict(damages())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_named_and_kept(tmp_path, damage):
+    save(tmp_path, 1)
+    broken = save(tmp_path, 2)
+    DAMAGES[damage](broken)
+    before = sorted(str(p) for p in broken.rglob("*"))
+    found, manifest, passed_over = checkpoints.find(tmp_path, "auto")
+    assert manifest["step"] == 1 and found.name == "step-00000001"
+    assert len(passed_over) == 1 and str(broken) in passed_over[0] and "\n" not in passed_over[0]
+    assert before == sorted(str(p) for p in broken.rglob("*"))
+
+
+def test_when_none_is_valid_the_run_does_not_start_from_zero(tmp_path):
+    assert len(DAMAGES) >= 30
+    for step in (1, 2):
+        (save(tmp_path, step) / "optimizer.bin").unlink()
+    with pytest.raises(ValueError, match="no checkpoint in .* is valid .*optimizer.bin is missing"):
+        checkpoints.find(tmp_path, "auto")
+
+
+def test_intact_checkpoints_raise_no_alarm(tmp_path):
+    for step in range(100):
+        path = save(tmp_path, step)
+        assert checkpoints.read(path)["step"] == step
+    assert checkpoints.find(tmp_path, "auto")[2] == []
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0), (5, float("nan"))):
+        save(tmp_path, step, keep=2, **({} if loss is None else {"eval_loss": loss}))
+    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+    save(tmp_path, 6, keep=0)
+    assert len(names(tmp_path)) == 4
+
+
+def test_pruning_never_takes_the_checkpoint_that_was_just_committed(tmp_path):
+    """A broken one with a higher step does not count among those to keep."""
+    save(tmp_path, 200)
+    (save(tmp_path, 300) / "optimizer.bin").unlink()
+    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 200
+    save(tmp_path, 250, keep=1)
+    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 250
+    assert names(tmp_path) == ["step-00000250", "step-00000300"]
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_set_aside(tmp_path):
+    for _ in range(2):
+        (save(tmp_path, 3) / "optimizer.bin").unlink()
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000003", "step-00000003.broken-1", "step-00000003.broken-2"]
+    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 3
+
+
+def test_ways_to_start(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    assert checkpoints.find(own, "auto") == (None, {}, [])
+    assert checkpoints.find(own, "never") == (None, {}, [])
+    given = save(other, 5)
+    assert checkpoints.find(own, str(given))[1]["step"] == 5
+    with pytest.raises(ValueError, match="has no manifest.json"):
+        checkpoints.find(own, str(other))
+    save(own, 7)  # the run's own newest goes before the one that it once started from
+    assert checkpoints.find(own, str(given))[1]["step"] == 7
+    with pytest.raises(ValueError, match="holds checkpoints and resume is never"):
+        checkpoints.find(own, "never")
+
+
+def test_status_is_replaced_whole(tmp_path):
+    assert checkpoints.read_status(tmp_path) == {}
+    checkpoints.write_status(tmp_path, "running")
+    assert checkpoints.read_status(tmp_path)["pid"] == os.getpid()
+    checkpoints.write_status(tmp_path, "failed", exit_code=1, reason="a reason")
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] == "a reason"
+    assert names(tmp_path) == ["status.json"]
+    (tmp_path / "status.json").write_text("{")
+    assert checkpoints.read_status(tmp_path) == {}
