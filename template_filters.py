@@ -19,10 +19,10 @@ TAKEN = {
     *sys.stdlib_module_names,
     *keyword.kwlist,
     *"""accelerate checkpoints command_line datasets deepspeed docstring_parser evaluate
-    huggingface_hub jsonargparse matplotlib numpy pandas peft pip pil pillow plot pytest pyyaml
-    ruff safetensors scikit_learn scipy setuptools sklearn task tensorboard test tests tokenizers
-    torch torchaudio torchvision tqdm tracking train trackio transformers wandb wheel
-    yaml""".split(),
+    huggingface_hub jsonargparse matplotlib numpy pandas peft pip pil pillow plot process
+    pytest pyyaml ruff safetensors scikit_learn scipy setuptools sklearn task tensorboard
+    test tests tokenizers torch torchaudio torchvision tqdm tracking train trackio
+    transformers wandb wheel yaml""".split(),
 }
 
 

@@ -134,9 +134,9 @@ def test_apache_license_is_whole():
 # ---- The template itself -------------------------------------------------------------------------
 
 
-def test_golden_tree(project):
+def test_golden_tree(tmp_path):
     """The files of a default project; if they change: make test ARGS="-k golden" UPDATE_GOLDEN=1"""
-    tree = "".join(f"{name}\n" for name in files(project.path))
+    tree = "".join(f"{name}\n" for name in files(bake(tmp_path).path))
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(tree, encoding="utf-8")
     assert tree == GOLDEN.read_text(encoding="utf-8"), test_golden_tree.__doc__

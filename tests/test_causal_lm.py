@@ -199,7 +199,8 @@ BAD = [
     ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2"),
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}', "line 2: no text"),
     ("a.jsonl", b'{"text": " "}\n', "there is no text in"),
-    ("a.parquet", b"PAR1 but truncated", "a.parquet"),
+    ("a.parquet", b"PAR1 but truncated", "cannot read"),
+    ("b.parquet", {"body": ["a"], "title": ["b"]}, "no column text among body, title"),
 ]
 
 
@@ -208,6 +209,11 @@ def test_bad_data_is_answered_in_one_line(task, config, tmp_path, name, content,
     path = tmp_path / name
     if content == ():
         path.mkdir()
+    elif isinstance(content, dict):
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pa.parquet.write_table(pa.table(content), path)
     elif content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError) as error:

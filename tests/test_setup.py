@@ -185,6 +185,7 @@ def test_train_finds_the_hardware(ready, gpus, hardware):
         result.stdout.split()
         == (
             f"launch --quiet --config_file configs/accelerate/{hardware}.yaml "
+            f"{'--num_processes 2 ' if gpus == 2 else ''}"
             "train.py --config configs/train/default.yaml"
         ).split()
     )

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
@@ -82,7 +83,7 @@ def test_manifests_vouch_for_every_file(one):
 
 def test_two_processes_see_the_same_samples_and_reach_the_same_losses(one, two):
     """Dropout is on, and the micro-batches are cut alike, so the masks are the same too."""
-    assert "2 x cpu" in two[1].stdout and "2 processes x 1 micro-batches x 4" in two[1].stdout
+    assert "2 x cpu" in two[1].stdout and "8 samples = 2 x 1 x 4 (" in two[1].stdout
     pairs = list(zip(lines(one[0], "loss"), lines(two[0], "loss"), strict=True))
     for mine, theirs in pairs:
         for key in ("step", "samples", "epoch", "lr", "batch_hash"):
@@ -155,6 +156,22 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(project, one, 
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
+def test_another_cut_goes_on_along_the_same_curve(project, one, tmp_path):
+    """From a step that the new accumulation does not divide; without dropout, that masks follow."""
+    flags = ["--task.dropout", 0, "--save_every", 3, "--eval_every", 0]
+    train(project, "cpu", tmp_path / "whole", *flags, "--micro_batch_size", 8)
+    expected = lines(tmp_path / "whole", "loss")[3:]
+    for hardware, micro in (("cpu", 4), ("cpu", 1), ("cpu_multi", 2)):
+        output = tmp_path / f"{hardware}-{micro}"
+        first = tmp_path / "whole" / "checkpoints" / "step-00000003"
+        shutil.copytree(first, output / "checkpoints" / first.name)
+        train(project, hardware, output, *flags, "--micro_batch_size", micro)
+        for mine, theirs in zip(expected, lines(output, "loss"), strict=True):
+            assert mine["batch_hash"] == theirs["batch_hash"]
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
 def test_a_broken_checkpoint_is_passed_over_by_name_and_kept(project, one, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(one[0] / "checkpoints", output / "checkpoints")
@@ -178,6 +195,12 @@ def test_a_finished_run_says_so_and_a_checkpoint_is_never_overwritten(project, o
     )
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "holds checkpoints" in refused.stderr
+    changed = ["--learning_rate", 9, "--task.hidden_size", 32, "--log_every", 3]
+    refused = project.run(
+        "python", "train.py", *FLAGS, "--output_dir", output, *changed, check=False
+    )
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+    assert "learning_rate: 0.003 -> 9.0; task.hidden_size: 64 -> 32)" in refused.stderr
     assert before == {p: p.stat().st_mtime_ns for p in output.rglob("*") if p.is_file()}
 
 
@@ -276,3 +299,11 @@ def test_a_wrong_wandb_key_is_answered_in_one_line(project, tmp_path):
 
 def test_the_projects_own_tests_pass(project):
     assert "passed" in project.run("python", "-m", "pytest", "-q").stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("hardware", ["single_gpu_bf16", "multi_gpu"])
+def test_a_yaml_for_gpus_is_refused_where_there_is_none(project, tmp_path, hardware):
+    result = train(project, hardware, tmp_path / "run", check=False, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1  # the launcher's, of every code but 0
+    assert result.stderr.count("train.py: there is no GPU, which the accelerate YAML asks for") == 1

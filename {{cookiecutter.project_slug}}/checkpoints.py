@@ -11,6 +11,7 @@ lists the size and SHA-256 of every file; a folder whose manifest does not fit i
 Paths and bytes only: no torch, no accelerate.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -22,6 +23,20 @@ import time
 from pathlib import Path
 
 MANIFEST = "manifest.json"
+# Settings that a continued run may change: the result does not depend on them.
+HARMLESS = (
+    *("output_dir", "resume", "accept_changes", "micro_batch_size", "num_workers", "eval_every"),
+    *(
+        "save_every",
+        "keep_checkpoints",
+        "log_every",
+        "tracker",
+        "project",
+        "upload_code",
+        "compile",
+    ),
+    *("gradient_checkpointing", "task", "task.cache_dir", "task.sample_prompt"),
+)
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -31,7 +46,8 @@ def partial_path(folder: Path, step: int) -> Path:
 
 def begin(partial: Path) -> None:
     """Makes that folder, empty; called by one process alone, before any writes into it."""
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
+    for left in partial.parent.glob(".step-*.partial"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
 
 
@@ -129,9 +145,13 @@ def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
                 "give --resume auto to go on from them, or another --output_dir to start afresh"
             )
         try:
-            return path, read(path), passed_over
+            manifest = read(path)
         except ValueError as reason:
             passed_over.append(str(reason))
+            continue
+        if resume != "auto" and Path(resume).resolve() != path.resolve():
+            passed_over.append(f"{resume}, as {folder} holds checkpoints of this run")
+        return path, manifest, passed_over
     if passed_over:
         raise ValueError(
             f"no checkpoint in {folder} is valid ({passed_over[0]}); "
@@ -168,6 +188,47 @@ def eval_loss(path: Path) -> float | None:
         return float(loss) if loss is not None and math.isfinite(loss) else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None
+
+
+def compare(path: Path, manifest: dict, config: dict) -> list[str]:
+    """What differs from the config that a checkpoint was made with, as `name: before -> now`.
+
+    Raises ValueError where such a change would change the result, and was not accepted.
+    """
+    before, after = (
+        {**fields, **{f"task.{name}": value for name, value in fields["task"].items()}}
+        for fields in (manifest["config"], config)
+    )
+    names = [name for name in {**before, **after} if name not in HARMLESS]
+    pairs = [(name, before.get(name), after.get(name)) for name in names]
+    changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
+    if changed and not config["accept_changes"]:
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(changed)}): give those, or another "
+            "--output_dir, or --accept_changes true to go on with the new ones"
+        )
+    return changed
+
+
+def lock(output: Path):
+    """Makes the run folder and keeps other runs out of it, until the returned file is closed.
+
+    The lock goes with its process, however that ends. Raises ValueError that says who holds it.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        file = open(output / "lock", "a", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = {"pid": "?", "host": "?", "since": "?", **read_status(output)}
+        who = "process {pid} on {host}, since {since}".format_map(holder)
+        raise ValueError(
+            f"{output} is in use by {who}; wait for its end, or give another --output_dir"
+        ) from None
+    return file
 
 
 def write_status(output: Path, state: str, **more) -> None:

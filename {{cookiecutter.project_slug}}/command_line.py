@@ -38,7 +38,11 @@ def parse(config_class: type, arguments: list[str], usage: str) -> tuple[object,
     recipes = argparse.ArgumentParser(add_help=False, **settings)  # sees --config alone
     parser = ArgumentParser(usage=usage, print_config=None, **settings)
     for each in (recipes, parser):
-        each.add_argument("--config", default="configs/train/default.yaml", help="The recipe.")
+        each.add_argument(
+            "--config",
+            default="configs/train/default.yaml",
+            help="The recipe; it goes before the defaults below.",
+        )
     parser.add_class_arguments(config_class)
 
     place = "command line"

@@ -7,7 +7,6 @@ import secrets
 import sys
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
@@ -22,12 +21,12 @@ def say(text: str) -> None:
 
 
 class Log:
-    """Writes lines of metrics, once. Values may be tensors; a line is read when it is written."""
+    """Writes lines of metrics, from the main process alone."""
 
     unsaid = ("samples", "epoch", "data_wait", "batch_hash")  # in the file, not on the screen
 
     def __init__(self, accelerator: Accelerator, config: dict, first_step: int, max_steps: int):
-        self.accelerator, self.waiting = accelerator, None
+        self.accelerator = accelerator
         # W&B drops lines whose `step=` a killed run had passed; there, step is one more metric.
         self.passes_step = config["tracker"] != "wandb"
         self.bar = tqdm(
@@ -39,21 +38,10 @@ class Log:
             self.file = open(path, "a", encoding="utf-8")
             self.file.write("\n" if torn else "")  # ends the line at which a run was killed
 
-    def hold(self, line: dict) -> None:
-        """Keeps a line until `flush`: reading its tensors now would leave the device idle."""
-        self.waiting = line
-
-    def flush(self) -> None:
-        """Writes the line that is kept, if any."""
-        if self.waiting:
-            line, self.waiting = self.waiting, None
-            self.write(line)
-
     def write(self, line: dict) -> None:
-        """Writes a line of numbers (and texts) with its step; waits for the device."""
+        """Writes a line of numbers, with its step."""
         if not IS_MAIN:
             return
-        line = {name: v.item() if torch.is_tensor(v) else v for name, v in line.items()}
         valid = {n: v if isinstance(v, str) or math.isfinite(v) else None for n, v in line.items()}
         self.file.write(json.dumps(valid) + "\n")
         self.file.flush()
@@ -64,6 +52,8 @@ class Log:
 
     def track(self, values: dict, step: int) -> None:
         """Sends values to the tracker alone."""
+        if self.passes_step:
+            values = {name: value for name, value in values.items() if name != "step"}
         self.accelerator.log(values, step=step if self.passes_step else None)
 
     def close(self) -> None:

