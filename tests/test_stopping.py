@@ -110,10 +110,10 @@ def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     program = """
 import os, signal, sys, time, process
 stop = process.StopRequest()
-assert not stop
+assert not stop.asked()
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGINT)
-assert stop
+assert stop.asked()
 print("asked", flush=True)
 time.sleep(1.1)
 os.kill(os.getpid(), signal.SIGINT)

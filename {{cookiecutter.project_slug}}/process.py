@@ -12,6 +12,10 @@ import psutil
 import torch
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
+PARENT = psutil.Process(os.getppid())
+# `accelerate launch` of one process forwards no signal: it dies, and leaves its process behind.
+# Other parents may go: `nohup python train.py &` outlives its shell.
+LAUNCHER = PARENT.pid if "accelerate" in " ".join(PARENT.cmdline()) else None
 STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -48,24 +52,21 @@ class StopRequest:
     """
 
     def __init__(self):
-        self.asked_at = None
-        parent = psutil.Process(os.getppid())
-        # `accelerate launch` of one process forwards no signal: it dies, and leaves us behind.
-        # Other parents may go: `nohup python train.py &` outlives its shell.
-        self.launcher = parent.pid if "accelerate" in " ".join(parent.cmdline()) else None
+        self.since = None
         for number in SIGNALS:
-            signal.signal(number, self.ask)
+            signal.signal(number, self.handle)
         atexit.register(kill_workers)  # before multiprocessing waits for them, as it came later
 
-    def ask(self, number, _) -> None:
+    def handle(self, number, _) -> None:
         """Handles a signal. One Ctrl-C may arrive twice: from the terminal and torchelastic."""
-        if number == signal.SIGINT and self.asked_at and time.monotonic() - self.asked_at > 1:
+        if number == signal.SIGINT and self.since and time.monotonic() - self.since > 1:
             os._exit(128 + number)
-        self.asked_at = self.asked_at or time.monotonic()
+        self.since = self.since or time.monotonic()
 
-    def __bool__(self):
-        orphaned = self.launcher is not None and os.getppid() != self.launcher
-        return orphaned or self.asked_at is not None
+    def asked(self) -> int:
+        """1 if so, else 0: a number, for ranks to add up."""
+        orphaned = LAUNCHER is not None and os.getppid() != LAUNCHER
+        return int(orphaned or self.since is not None)
 
 
 def ignore_signals(_) -> None:

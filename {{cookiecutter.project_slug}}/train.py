@@ -413,9 +413,9 @@ def main(cfg: Config) -> int:
         if not enable:
             raise UserError("gradient_checkpointing is true, but the model of task.py has no such")
         enable()
-    start = first_step * cfg.global_batch_size
-    stop = max(start, max_steps * cfg.global_batch_size)
-    train_slices = Slices(start, stop, micro, processes)
+    first = first_step * cfg.global_batch_size
+    last = max(first, max_steps * cfg.global_batch_size)
+    train_slices = Slices(first, last, micro, processes)
     eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes)
     loading = {
         "collate_fn": collate,
@@ -459,8 +459,8 @@ def main(cfg: Config) -> int:
         began = time.perf_counter()
         window = [next(batches) for _ in range(accumulation)]
         waited += time.perf_counter() - began
-        numbers = np.array([numbers for _, numbers in window]).sum(axis=0)
-        terms, step_hash, stopped = agree(*numbers, int(bool(stop)))
+        counted = np.array([numbers for _, numbers in window]).sum(axis=0)
+        terms, step_hash, stopped = agree(*counted, stop.asked())
         terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
 
         # Sum the gradients of the micro-batches, and update the weights.
@@ -468,9 +468,9 @@ def main(cfg: Config) -> int:
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss_sum = torch.zeros((), device=accelerator.device)
-        for number, (batch, _) in enumerate(window):
+        for turn, (batch, _) in enumerate(window):
             # Dropout depends on the place of the micro-batch in the step, not on the rank.
-            place = number * processes + accelerator.process_index
+            place = turn * processes + accelerator.process_index
             torch.manual_seed(int(mix(cfg.seed, step, place)[0]))
             with accelerator.accumulate(model):
                 loss = task.loss_sum(model, batch)
@@ -504,7 +504,7 @@ def main(cfg: Config) -> int:
         evaluating = due(done, cfg.eval_every, final) and not stopped
         saving = due(done, cfg.save_every, final or stopped)
         samples = done * cfg.global_batch_size
-        if due(done, cfg.log_every, saving):  # a checkpoint ends a line, so a resume begins one
+        if due(done, cfg.log_every, evaluating or saving):  # so a continued run begins a line
             line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
             line |= {"loss": (accelerator.reduce(loss_sum, "sum") / max(terms, 1)).item()}
             line |= {"lr": lr, "grad_norm": norm.item()}
@@ -516,7 +516,7 @@ def main(cfg: Config) -> int:
             paused = time.perf_counter()
             facts = {"step": done, "samples": samples, "processes": processes, "config": fields}
             if evaluating:
-                asked = None if final else (lambda: agree(int(bool(stop)))[0])
+                asked = None if final else (lambda: agree(stop.asked())[0])
                 scores = evaluate(accelerator, model, eval_loader, asked)
                 stopped = scores is None
                 if scores:
