@@ -130,3 +130,10 @@ def test_killing_one_rank_ends_the_others(project, tmp_path):
     rank.kill()
     printed = end(run, processes)
     assert run.returncode == 1 and "SIGKILL" in printed
+
+
+def test_only_the_launcher_of_accelerate_is_missed_when_it_dies(project):
+    """A shell whose command line merely names accelerate may go: think of `nohup ... &`."""
+    program = "import process; print(process.LAUNCHER)"
+    shell = f"python -c '{program}'; : accelerate launch"
+    assert project.run("sh", "-c", shell, "accelerate notes").stdout == "None\n"

@@ -7,17 +7,69 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import torch
 
+import checkpoints
+from tracking import IS_MAIN
+
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
-PARENT = psutil.Process(os.getppid())
-# `accelerate launch` of one process forwards no signal: it dies, and leaves its process behind.
-# Other parents may go: `nohup python train.py &` outlives its shell.
-LAUNCHER = PARENT.pid if "accelerate" in " ".join(PARENT.cmdline()) else None
 STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+def launcher() -> int | None:
+    """The process id of `accelerate launch`, where it is the parent.
+
+    Launching one process it forwards no signal: it dies, and leaves that process behind. Other
+    parents may go: `nohup python train.py &` outlives its shell.
+    """
+    try:
+        words = psutil.Process(os.getppid()).cmdline()[:3]
+    except psutil.Error:  # the first process of a container, or somebody else's
+        return None
+    names = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+    return os.getppid() if any(Path(word).name in names for word in words) else None
+
+
+LAUNCHER = launcher()  # asked early: it may be gone when training begins
+
+
+class UserError(ValueError):
+    """What whoever started the run has to change: shown as one line, exit code 2."""
+
+
+def ask(function, *arguments):
+    """Calls a function whose ValueError is meant for whoever started the run."""
+    try:
+        return function(*arguments)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def run(main, read_config) -> None:
+    """Exits with the code of main(read_config()); a UserError is one line, and code 2.
+
+    How a run failed is written to its status.json; one that was refused leaves alone what another
+    run has written there.
+    """
+    output = None
+    try:
+        config = read_config()
+        output = Path(config.output_dir)
+        code = main(config)
+    except BaseException as error:
+        code = 2 if isinstance(error, UserError) else 1
+        if IS_MAIN and output and checkpoints.read_status(output).get("pid") == os.getpid():
+            reason = str(error) or repr(error)
+            checkpoints.write_status(output, "failed", reason=reason, exit_code=code)
+        if code == 1:
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"train.py: {error}", file=sys.stderr)
+    sys.exit(code)
 
 
 def on_cpu() -> bool:
@@ -42,6 +94,25 @@ def check(accelerator) -> None:
         raise ValueError("there is no GPU, which the accelerate YAML asks for; take cpu.yaml")
     if accelerator.mixed_precision == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
+
+
+def save_bare_models(accelerator) -> None:
+    """Makes checkpoints hold the bare model's names, without what DDP and torch.compile prepend.
+
+    So any number of processes can go on from them. Sharded models do not pass these hooks.
+    """
+
+    def bare(models: list) -> list:
+        return [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models]
+
+    def save_bare(models: list, weights: list, _) -> None:
+        weights[:] = [model.state_dict() for model in bare(models)] if weights else []
+
+    def load_bare(models: list, _) -> None:
+        models[:] = bare(models)
+
+    accelerator.register_save_state_pre_hook(save_bare)
+    accelerator.register_load_state_pre_hook(load_bare)
 
 
 class StopRequest:

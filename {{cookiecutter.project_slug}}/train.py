@@ -37,7 +37,7 @@ import command_line
 import process
 import task
 import tracking
-from process import StopRequest
+from process import StopRequest, UserError, ask
 from task import TaskConfig
 from tracking import IS_MAIN, Log, say
 
@@ -276,18 +276,6 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader, stopped) 
 # ---- Training ------------------------------------------------------------------------------------
 
 
-class UserError(ValueError):
-    """What whoever started the run has to change: shown as one line, exit code 2."""
-
-
-def ask(function, *arguments):
-    """Calls a function whose ValueError is meant for whoever started the run."""
-    try:
-        return function(*arguments)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
 def read_config() -> Config:
     """The config of this run, from its defaults, the recipe and flags; raises UserError."""
     commands = __doc__.split("\n\n")[1].strip()
@@ -333,20 +321,7 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
     )
     torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it together with compile
     ask(process.check, accelerator)
-
-    # Checkpoints hold the bare model's names, without what DDP and torch.compile put before them,
-    # so that any number of processes can go on from them. (Sharded models do not come here.)
-    def bare(models: list) -> list:
-        return [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models]
-
-    def save_bare(models: list, weights: list, _) -> None:
-        weights[:] = [model.state_dict() for model in bare(models)] if weights else []
-
-    def load_bare(models: list, _) -> None:
-        models[:] = bare(models)
-
-    accelerator.register_save_state_pre_hook(save_bare)
-    accelerator.register_load_state_pre_hook(load_bare)
+    process.save_bare_models(accelerator)
     return accelerator
 
 
@@ -557,21 +532,4 @@ def main(cfg: Config) -> int:
 
 
 if __name__ == "__main__":
-    output = None
-    try:
-        config = read_config()
-        output = Path(config.output_dir)
-        sys.exit(main(config))
-    except SystemExit:
-        raise
-    except BaseException as error:
-        code = 2 if isinstance(error, UserError) else 1
-        # A run that was refused leaves alone what another run has written.
-        if IS_MAIN and output and checkpoints.read_status(output).get("pid") == os.getpid():
-            reason = str(error) or repr(error)
-            checkpoints.write_status(output, "failed", reason=reason, exit_code=code)
-        if code == 1:
-            raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(code)
+    process.run(main, read_config)
