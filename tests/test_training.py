@@ -10,6 +10,7 @@ import torch
 
 STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
+SMALL += ["--learning_rate", 3e-3]
 SHAPE = ["--task.num_layers", 2, "--task.hidden_size", 64, "--task.dropout", 0.1]
 FLAGS = [*STEPS, *SMALL, *SHAPE, "--keep_checkpoints", 0]
 
