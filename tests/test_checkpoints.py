@@ -56,11 +56,6 @@ def test_the_newest_is_found_by_number_also_beyond_eight_digits(tmp_path):
     assert checkpoints.find(tmp_path, "auto")[1]["step"] == 100_000_000
 
 
-def crash_points(folder):
-    """How many calls to the disk a commit and the pruning after it make."""
-    return len(run_until(folder, None))
-
-
 def run_until(folder, limit):
     """Commits step 3 over steps 1 and 2, and crashes before the call with number `limit`."""
     calls = []

@@ -1,7 +1,7 @@
 """Checkpoints that are either whole or not there, and what else a run folder says of its run.
 
     runs/default/
-      status.json                running, finished or failed
+      status.json                running, finished, stopped or failed
       checkpoints/
         step-00000100/           what accelerate saved, and manifest.json
         .step-00000200.partial/  being written, or left by a run that was killed; never read
@@ -24,19 +24,9 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 # Settings that a continued run may change: the result does not depend on them.
-HARMLESS = (
-    *("output_dir", "resume", "accept_changes", "micro_batch_size", "num_workers", "eval_every"),
-    *(
-        "save_every",
-        "keep_checkpoints",
-        "log_every",
-        "tracker",
-        "project",
-        "upload_code",
-        "compile",
-    ),
-    *("gradient_checkpointing", "task", "task.cache_dir", "task.sample_prompt"),
-)
+HARMLESS = """output_dir resume accept_changes micro_batch_size num_workers eval_every save_every
+    keep_checkpoints log_every tracker project upload_code compile gradient_checkpointing
+    task.cache_dir task.sample_prompt""".split()
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -190,15 +180,18 @@ def eval_loss(path: Path) -> float | None:
         return None
 
 
+def flat(config: dict) -> dict:
+    """A config without nesting: the task's fields are called task.FIELD, as their flags are."""
+    own = {name: value for name, value in config.items() if name != "task"}
+    return own | {f"task.{name}": value for name, value in config["task"].items()}
+
+
 def compare(path: Path, manifest: dict, config: dict) -> list[str]:
     """What differs from the config that a checkpoint was made with, as `name: before -> now`.
 
     Raises ValueError where such a change would change the result, and was not accepted.
     """
-    before, after = (
-        {**fields, **{f"task.{name}": value for name, value in fields["task"].items()}}
-        for fields in (manifest["config"], config)
-    )
+    before, after = flat(manifest["config"]), flat(config)
     names = [name for name in {**before, **after} if name not in HARMLESS]
     pairs = [(name, before.get(name), after.get(name)) for name in names]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]

@@ -10,6 +10,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from checkpoints import flat
+
 IS_MAIN = os.environ.get("RANK", "0") == "0"  # known before there is a process group
 
 
@@ -71,16 +73,15 @@ def start_tracker(accelerator: Accelerator, config: dict) -> None:
     tracker, project, output = config["tracker"], config["project"], Path(config["output_dir"])
     if tracker == "none" or not IS_MAIN:
         return
-    flat = {name: value for name, value in config.items() if name != "task"}
-    flat |= {f"task.{name}": value for name, value in config["task"].items()}
+    config = flat(config)
     if tracker == "wandb":
-        start_wandb(accelerator, flat, output)
+        start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": output.name, "resume": "allow"}
-        accelerator.init_trackers(project, flat, {"trackio": options})
+        accelerator.init_trackers(project, config, {"trackio": options})
         say(f"trackio: `trackio show --project {project}` shows the run")
     else:
-        accelerator.init_trackers(project, flat)
+        accelerator.init_trackers(project, config)
         say(f"TensorBoard: `tensorboard --logdir {output / project}` shows the run")
 
 
