@@ -2,8 +2,10 @@
 
 import atexit
 import functools
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,48 @@ class BakedProject:
             )
         return result
 
+    def start(self, processes, *flags, **env):
+        """Start train.py in so many processes, as a launcher would: a list of Popen objects."""
+        env = self.env(**env)
+        if processes > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            env |= {"ACCELERATE_USE_CPU": "true"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = ["python", "train.py", *map(str, flags)]
+        return [
+            subprocess.Popen(
+                command,
+                cwd=self.path,
+                env=env | ({"RANK": str(r), "LOCAL_RANK": str(r)} if processes > 1 else {}),
+                stdin=subprocess.DEVNULL,
+                **pipes,
+            )
+            for r in range(processes)
+        ]
+
+    def train(self, processes, *flags, codes=(0,), timeout=120, **env):
+        """Run train.py in so many processes; what all of them printed. Checks their exit codes."""
+        runs = self.start(processes, *flags, **env)
+        try:
+            printed = [run.communicate(timeout=timeout) for run in runs]
+        finally:
+            for run in runs:
+                run.kill()
+        ended = [run.returncode for run in runs]
+        text = "".join(out + err for out, err in printed)
+        assert set(ended) <= set(codes), f"{flags} ended with {ended}:\n{text}"
+        return text
+
+
+def lines(output, key):
+    """The lines of a run's metrics.jsonl that hold this key."""
+    text = (Path(output) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if key in line]
+
 
 def copy_template(destination):
     """Copy what belongs to the template; cookiecutter would bake the caches of tools as well."""
@@ -84,3 +128,15 @@ def bake(folder, **answers):
 def project(tmp_path_factory):
     """A project of the default answers, shared: tests write only to folders of their own."""
     return bake(tmp_path_factory.mktemp("default"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A project whose task is that of tests/tasks/tiny.py, with a recipe of 12 quick steps."""
+    baked = bake(tmp_path_factory.mktemp("tiny"), tracker="none")
+    shutil.copy(ROOT / "tests" / "tasks" / "tiny.py", baked.path / "task.py")
+    (baked.path / "configs" / "train" / "default.yaml").write_text(
+        "max_steps: 12\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 2\n"
+        "eval_every: 4\nsave_every: 4\nkeep_checkpoints: 0\nlog_every: 1\nlearning_rate: 0.01\n"
+    )
+    return baked

@@ -32,7 +32,8 @@ def write(folder, step, **facts):
 
 def save(folder, step, keep=0, **facts):
     """A committed checkpoint."""
-    path = checkpoints.commit(*write(folder, step, **facts))
+    partial, manifest = write(folder, step, **facts)
+    path = checkpoints.commit(partial, manifest, checkpoints.vouch(partial))
     checkpoints.prune(path, keep)
     return path
 

@@ -9,7 +9,8 @@ import time
 import psutil
 import pytest
 
-from test_training import FLAGS, digests, lines, train
+from conftest import lines
+from test_training import FLAGS, digests, train
 
 LONG = ["--max_steps", 100_000, "--warmup_steps", 4, "--log_every", 1, "--eval_every", 5]
 WORKERS = ["--num_workers", 2, "--save_every", 0]
@@ -97,7 +98,9 @@ def test_a_stopped_run_continues_to_the_same_bytes(project, tmp_path):
     assert status(output)["exit_code"] == 75
     flags = [*LONG, *constant, "--max_steps", step + 4]
     printed = train(project, "cpu", output, *flags, "--accept_changes", "true").stdout
-    assert f"changed settings: max_steps: 100000 -> {step + 4}\n" in printed
+    changes = f"max_steps: 100000 -> {step + 4}"
+    assert f"event changed  changes {changes}\n" in printed
+    assert lines(output, "event") == [{"step": step, "event": "changed", "changes": changes}]
     train(project, "cpu", unbroken, *flags)
     assert status(output)["state"] == "finished"
     name = f"checkpoints/step-{step + 4:08d}"
@@ -110,6 +113,7 @@ def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     program = """
 import os, signal, sys, time, process
 stop = process.StopRequest()
+stop.training = True
 assert not stop.asked()
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGINT)

@@ -11,6 +11,7 @@ lists the size and SHA-256 of every file; a folder whose manifest does not fit i
 Paths and bytes only: no torch, no accelerate.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,9 +25,10 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 # Settings that a continued run may change: the result does not depend on them.
-HARMLESS = """output_dir resume accept_changes micro_batch_size num_workers eval_every save_every
-    keep_checkpoints log_every tracker project upload_code compile gradient_checkpointing
-    task.cache_dir task.sample_prompt""".split()
+HARMLESS = """output_dir resume accept_changes check config_file timeout micro_batch_size
+    num_workers max_skipped_steps eval_every save_every keep_checkpoints log_every tracker project
+    upload_code compile gradient_checkpointing task.cache_dir task.sample_prompt""".split()
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -34,23 +36,75 @@ def partial_path(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
+def check_room(folder: Path, size: float = 0, written: float = 0) -> None:
+    """Raises ValueError unless the disk has room for a checkpoint, with a tenth to spare.
+
+    Its size in bytes is that of the newest in the folder, or `size`; `written` have been already.
+    """
+    size = 1.1 * max([size, *map(size_of, committed(folder)[:1])]) - written
+    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise ValueError(
+            f"{folder}: a checkpoint needs {size / 1e6:,.1f} MB, and there are {free / 1e6:,.1f}; "
+            "free some, or give another --output_dir; what was saved is kept"
+        )
+
+
 def begin(partial: Path) -> None:
     """Makes that folder, empty; called by one process alone, before any writes into it."""
     for left in partial.parent.glob(".step-*.partial"):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
+    check_room(partial.parent)
     partial.mkdir(parents=True)
 
 
-def commit(partial: Path, manifest: dict) -> Path:
-    """Turns a folder that every process has finished writing into a checkpoint; returns its path.
+def write(partial: Path, function, *arguments) -> None:
+    """Calls a function that writes into the folder; raises ValueError where the disk was full.
 
-    Called by one process alone. The order matters: contents reach the disk first, then the
-    manifest that vouches for them, then the name under which the checkpoint is found.
+    Writers of weights say that in ways of their own, if at all.
+    """
+    try:
+        function(*arguments)
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))  # as safetensors says it
+        number = int(number[1]) if number else getattr(error, "errno", None)
+        written = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file())
+        try:
+            check_room(partial.parent, written + 1e6, written)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)  # gives the space back
+        if number in DISK_FULL:
+            raise ValueError(
+                f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of a "
+                "checkpoint; free some space; what was saved is kept"
+            ) from error
+        raise
+
+
+def vouch(partial: Path, share: int = 0, shares: int = 1) -> dict:
+    """Brings files to the disk; their sizes and SHA-256 by their names, for the manifest.
+
+    Each of several processes takes a share of the files, once all have been written.
     """
     files = {}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file()):
+    for path in sorted(p for p in partial.rglob("*") if p.is_file())[share::shares]:
         flush(path)
         files[path.relative_to(partial).as_posix()] = describe(path)
+    return files
+
+
+def commit(partial: Path, manifest: dict, files: dict) -> Path:
+    """Turns a folder that every process has finished writing into a checkpoint; returns its path.
+
+    Called by one process alone, with what `vouch` has said of all its files. The order matters:
+    contents reach the disk first, then the manifest that vouches for them, then the name under
+    which the checkpoint is found.
+    """
+    found = {p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file()}
+    if found != set(files):
+        odd = sorted(found ^ set(files))[0]
+        raise ValueError(f"{partial / odd} is not seen by every process: output_dir must be shared")
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({**manifest, "files": files}, file, indent=2)
     flush(partial / MANIFEST)
@@ -77,6 +131,11 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files."""
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
 def describe(path: Path) -> dict:
     """A file's size in bytes and its SHA-256."""
     with open(path, "rb") as file:
@@ -95,7 +154,8 @@ def read(path: Path) -> dict:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files, step = manifest["files"].items(), manifest["step"]
-    except FileNotFoundError:
+        flat(manifest.get("config", {}))
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} has no {MANIFEST}") from None
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"{path / MANIFEST} cannot be read ({error})") from None
@@ -149,7 +209,13 @@ def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
         )
     if resume in ("auto", "never"):
         return None, {}, []
-    return Path(resume), read(Path(resume)), []
+    try:
+        return Path(resume), read(Path(resume)), []
+    except ValueError as reason:
+        raise ValueError(
+            f"resume: {reason}; give auto, never or the folder of a checkpoint, "
+            "such as runs/default/checkpoints/step-00000200"
+        ) from None
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -183,19 +249,23 @@ def eval_loss(path: Path) -> float | None:
 def flat(config: dict) -> dict:
     """A config without nesting: the task's fields are called task.FIELD, as their flags are."""
     own = {name: value for name, value in config.items() if name != "task"}
-    return own | {f"task.{name}": value for name, value in config["task"].items()}
+    return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}
 
 
-def compare(path: Path, manifest: dict, config: dict) -> list[str]:
-    """What differs from the config that a checkpoint was made with, as `name: before -> now`.
+def compare(path: Path, manifest: dict, facts: dict) -> list[str]:
+    """What differs from the config and the data of a checkpoint, as `name: before -> now`.
 
     Raises ValueError where such a change would change the result, and was not accepted.
     """
-    before, after = flat(manifest["config"]), flat(config)
+    before, after = [
+        flat(each.get("config", {}))
+        | {f"data {n}": fact for n, fact in each.get("data", {}).items()}
+        for each in (manifest, facts)
+    ]
     names = [name for name in {**before, **after} if name not in HARMLESS]
     pairs = [(name, before.get(name), after.get(name)) for name in names]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
-    if changed and not config["accept_changes"]:
+    if changed and not facts["config"]["accept_changes"]:
         raise ValueError(
             f"{path} was made with other settings ({'; '.join(changed)}): give those, or another "
             "--output_dir, or --accept_changes true to go on with the new ones"
@@ -231,6 +301,12 @@ def write_status(output: Path, state: str, **more) -> None:
     partial = output / ".status.json.partial"
     partial.write_text(json.dumps(status) + "\n", encoding="utf-8")
     partial.replace(output / "status.json")
+
+
+def end_status(output: Path, state: str, reason: str, exit_code: int) -> None:
+    """Writes how a run ended, unless the status is that of another run in the same folder."""
+    if read_status(output).get("pid") == os.getpid():
+        write_status(output, state, reason=reason, exit_code=exit_code)
 
 
 def read_status(output: Path) -> dict:

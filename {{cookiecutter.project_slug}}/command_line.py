@@ -1,16 +1,22 @@
 """A dataclass from a recipe and flags, strictly: every mistake is one line that says what to write.
 
 Parsing itself is jsonargparse's; this file only joins recipe and flags, refuses a YAML key that is
-given twice, and turns long error messages into short ones.
+given twice, and turns long error messages into short ones. For `--check` it also reads the YAML of
+the hardware, which accelerate's launcher reads otherwise.
 """
 
 import argparse
 import dataclasses
 import difflib
+import os
 import re
+from enum import Enum
 from pathlib import Path
 
+import torch
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import PrecisionType
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 
@@ -45,6 +51,11 @@ def parse(config_class: type, arguments: list[str], usage: str) -> tuple[object,
         )
     parser.add_class_arguments(config_class)
 
+    switches = switches_of(config_class)
+    for i, word in enumerate(arguments):  # --check is short for --check true
+        if word in switches and (arguments[i + 1 : i + 2] or ["--"])[0].startswith("--"):
+            arguments = [*arguments[:i], f"{word}=true", *arguments[i + 1 :]]
+
     place = "command line"
     try:
         recipe = Path(recipes.parse_known_args(arguments)[0].config)
@@ -63,6 +74,17 @@ def parse(config_class: type, arguments: list[str], usage: str) -> tuple[object,
         raise ValueError(f"{place}: {one_line(str(error), parser)}") from None
     del values["config"]
     return plain(config_class(**values)), recipe
+
+
+def switches_of(config_class: type, prefix: str = "--") -> list[str]:
+    """The flags of the fields that are true or false."""
+    flags = []
+    for field in dataclasses.fields(config_class):
+        if field.type is bool:
+            flags.append(prefix + field.name)
+        elif dataclasses.is_dataclass(field.type):
+            flags += switches_of(field.type, f"{prefix}{field.name}.")
+    return flags
 
 
 def plain(config):
@@ -95,3 +117,61 @@ def one_line(message: str, parser: ArgumentParser) -> str:
     near = near or difflib.get_close_matches(wrong, names, n=1)
     hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
     return f"there is no field {wrong}; {hint}"
+
+
+def read_hardware(path: Path) -> int:
+    """Processes, on all machines, that accelerate starts for one of its YAMLs.
+
+    Raises ValueError where accelerate would not understand it, or this machine cannot do it.
+    """
+    try:
+        fields = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+        if not isinstance(fields, dict):
+            raise ValueError("expected lines of the form 'key: value'")
+        keys = list(ClusterConfig.__dataclass_fields__)
+        for key in fields:
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1)
+                hint = f"did you mean {near[0]}?" if near else "accelerate knows no such key"
+                raise ValueError(f"there is no key {key}; {hint}")
+        for key in ("num_processes", "num_machines"):
+            number = fields.get(key, 1)
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{key} is {number}; give a whole number from 1")
+        hardware = ClusterConfig(**ClusterConfig.process_config(fields))
+        if not isinstance(hardware.distributed_type, Enum):
+            raise ValueError(
+                f"distributed_type is {hardware.distributed_type}; write 'NO' in quotes"
+            )
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}; --config_file takes the path of a YAML"
+        ) from None
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+
+    kind, processes = hardware.distributed_type.value, hardware.num_processes
+    processes = int(os.environ.get("NUM_PROCESSES") or processes)  # as launch.py was told
+    precision, precisions = hardware.mixed_precision or "no", PrecisionType.list()
+    if str(precision) not in precisions:
+        known = ", ".join(precisions)
+        raise ValueError(
+            f"{path}: mixed_precision is {precision}; give one of {known} (no in quotes)"
+        )
+    if kind == "NO" and processes > 1 or kind == "MULTI_CPU":
+        raise ValueError(
+            f"{path}: distributed_type {kind} starts one process alone, and num_processes is "
+            f"{processes}; see cpu_multi.yaml and multi_gpu.yaml"
+        )
+    if hardware.use_cpu or str(hardware.gpu_ids).startswith("-1"):
+        if precision == "fp16":
+            raise ValueError(f"{path}: mixed_precision fp16 needs a GPU; write 'no'")
+        return processes
+    here = -(-processes // hardware.num_machines)
+    gpus = torch.accelerator.device_count()
+    if gpus < here:
+        raise ValueError(
+            f"{path}: it takes {here} GPUs of this machine, which has {gpus}; "
+            + (f"set num_processes to {gpus}" if gpus else "take cpu.yaml")
+        )
+    return processes

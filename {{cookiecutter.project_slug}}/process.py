@@ -1,9 +1,11 @@
-"""What surrounds the loop: how this process was launched, what asks it to stop, how it ends."""
+"""What surrounds the loop: the processes of a run, what asks them to stop, how they end."""
 
 import atexit
+import datetime
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -11,13 +13,16 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 
 import checkpoints
 from tracking import IS_MAIN
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
 STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def launcher() -> int | None:
@@ -37,8 +42,15 @@ def launcher() -> int | None:
 LAUNCHER = launcher()  # asked early: it may be gone when training begins
 
 
+# ---- Errors --------------------------------------------------------------------------------------
+
+
 class UserError(ValueError):
     """What whoever started the run has to change: shown as one line, exit code 2."""
+
+
+class Failed(RuntimeError):
+    """What ended another process of the run: shown as one line, exit code 1."""
 
 
 def ask(function, *arguments):
@@ -49,42 +61,107 @@ def ask(function, *arguments):
         raise UserError(str(error)) from error
 
 
-def run(main, read_config) -> None:
-    """Exits with the code of main(read_config()); a UserError is one line, and code 2.
-
-    How a run failed is written to its status.json; one that was refused leaves alone what another
-    run has written there.
-    """
-    output = None
+def attempt(function, *arguments) -> tuple:
+    """A function's result and None, or None and its exception: for Ranks.settle to share."""
     try:
-        config = read_config()
-        output = Path(config.output_dir)
-        code = main(config)
-    except BaseException as error:
-        code = 2 if isinstance(error, UserError) else 1
-        if IS_MAIN and output and checkpoints.read_status(output).get("pid") == os.getpid():
-            reason = str(error) or repr(error)
-            checkpoints.write_status(output, "failed", reason=reason, exit_code=code)
-        if code == 1:
-            raise
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"train.py: {error}", file=sys.stderr)
-    sys.exit(code)
+        return function(*arguments), None
+    except Exception as error:
+        return None, error
+
+
+# ---- The processes of a run ----------------------------------------------------------------------
+
+
+class Ranks:
+    """All processes of the run: what they tell each other, in CPU memory, besides tensors.
+
+    Made when what may take longer than the time-out is done: the processes meet here.
+    """
+
+    def __init__(self, timeout: int):
+        self.group = None
+        state = PartialState(cpu=on_cpu(), timeout=datetime.timedelta(seconds=timeout))
+        if state.num_processes != PROCESSES:
+            raise UserError(
+                f"{PROCESSES} processes were launched, but accelerate sees {state.num_processes}; "
+                "check distributed_type in the accelerate YAML"
+            )
+        if PROCESSES > 1:
+            limit = datetime.timedelta(seconds=timeout)
+            self.timeout = timeout
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+            self.inquest = dist.new_group(backend="gloo", timeout=limit)  # of who is missing
+
+    def agree(self, *numbers: int, problem: Exception | None = None) -> list[int]:
+        """Sums of integers over the processes; where one has a problem, all raise it."""
+        sums = torch.tensor([*numbers, problem is not None])
+        if self.group:
+            dist.all_reduce(sums, group=self.group)
+        *sums, problems = sums.tolist()
+        if problems:
+            self.settle(problem)
+        return sums
+
+    def gather(self, value) -> list:
+        """The value of each process, in the order of their ranks."""
+        values = [value] * PROCESSES
+        if self.group:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def settle(self, problem: Exception | None) -> None:
+        """Raises on every process what any of them has met, each distinct problem once."""
+        told = None
+        if problem:
+            told = (isinstance(problem, UserError), str(problem) or repr(problem))
+            if not told[0]:
+                told = (False, f"{type(problem).__name__}: {told[1]}")
+        who = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        problems = [(told, who) for told, who in self.gather((told, who)) if told]
+        if not problems:
+            return
+        if problem and not told[0]:
+            raise problem  # with its traceback
+        lines = {text: None for (_, text), _ in problems}
+        if len(problems) < PROCESSES:
+            lines = {f"{who}: {text}": None for (_, text), who in problems}
+        kind = UserError if all(told[0] for told, _ in problems) else Failed
+        raise kind("; ".join(lines))
+
+    def together(self, function, *arguments):
+        """Calls a function on every process; where it fails on one, all fail with its reason."""
+        result, problem = attempt(function, *arguments)
+        self.settle(problem)
+        return result
+
+    def alone(self, function, *arguments):
+        """Calls a function on the main process; all get its result, or fail with its reason."""
+        return self.gather(self.together(function if IS_MAIN else lambda *_: None, *arguments))[0]
+
+    def blame(self, error: BaseException) -> BaseException:
+        """An error of gloo as one line that says who does not answer; any other as it is."""
+        if not isinstance(error, RuntimeError) or "gloo/transport" not in str(error):
+            return error
+        if "Timed out" not in str(error):
+            return Failed("lost the connection to another process, which has died")
+        try:
+            brief = datetime.timedelta(seconds=5)
+            dist.monitored_barrier(self.inquest, timeout=brief, wait_all_ranks=True)
+            missing = "all answer now"
+        except RuntimeError as reply:
+            ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0] or "0"
+            missing = f"no answer from process {ranks}"
+        return Failed(f"waited {self.timeout} s for the other processes; {missing}")
 
 
 def on_cpu() -> bool:
-    """Whether several processes run without GPUs; untold, accelerate would take each for alone."""
+    """Whether to stay on the CPU; untold, accelerate would take each of several for alone."""
     gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
-    return PROCESSES > 1 and not gpu
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
 
 
 def check(accelerator) -> None:
     """Raises ValueError where what accelerate made is not what its YAML asked for."""
-    if accelerator.num_processes != PROCESSES:
-        raise ValueError(
-            f"{PROCESSES} processes were launched, but accelerate sees "
-            f"{accelerator.num_processes}; check distributed_type in the accelerate YAML"
-        )
     if accelerator.device.type != "cpu":
         return
     names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
@@ -115,17 +192,22 @@ def save_bare_models(accelerator) -> None:
     accelerator.register_load_state_pre_hook(load_bare)
 
 
+# ---- Stopping and ending -------------------------------------------------------------------------
+
+
 class StopRequest:
     """Whether this process was asked to stop: by a signal, or by the death of its launcher.
 
-    Asking sets a flag, nothing else; the ranks agree on it between two steps, and save. A second
-    Ctrl-C, more than a second after the first, ends the process at once.
+    Until `training` is set there is nothing to save, and a signal ends the process. Afterwards it
+    sets a flag, nothing else; the ranks agree on it between two steps, and save. A second Ctrl-C,
+    more than a second after the first, ends the process at once.
     """
 
     def __init__(self):
-        self.since = None
+        self.training, self.since = False, None
         for number in SIGNALS:
-            signal.signal(number, self.handle)
+            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+                signal.signal(number, self.handle)
         atexit.register(kill_workers)  # before multiprocessing waits for them, as it came later
 
     def handle(self, number, _) -> None:
@@ -133,11 +215,61 @@ class StopRequest:
         if number == signal.SIGINT and self.since and time.monotonic() - self.since > 1:
             os._exit(128 + number)
         self.since = self.since or time.monotonic()
+        if not self.training:
+            sys.exit(STOPPED)
 
     def asked(self) -> int:
         """1 if so, else 0: a number, for ranks to add up."""
         orphaned = LAUNCHER is not None and os.getppid() != LAUNCHER
         return int(orphaned or self.since is not None)
+
+
+def run(main, prepare) -> None:
+    """Exits with the code of main(prepare(), ranks, stop); a UserError is one line, and code 2.
+
+    `prepare` is called before the processes meet; its result has a `cfg` and an `output` folder.
+    How a run failed is written to its status.json; one that was refused leaves alone what another
+    run has written there.
+    """
+    os.umask(0o077)  # what a run writes is its owner's
+    stop, start, ranks = StopRequest(), None, None
+    try:
+        start, problem = attempt(prepare)
+        ranks = Ranks(start.cfg.timeout if start else 600)
+        ranks.settle(problem)
+        code = main(start, ranks, stop)
+    except BaseException as error:
+        stop.training = True  # the launcher's answer to the end of another process comes too late
+        error = ranks.blame(error) if ranks else error
+        code, line = judge(error)
+        if IS_MAIN and start:
+            state = "stopped" if code == STOPPED else "failed"
+            attempt(checkpoints.end_status, start.output, state, line or repr(error), code)
+        if line and (IS_MAIN or "no answer from process 0" in line):
+            print(f"train.py: {line}", file=sys.stderr)
+        if not line and code != STOPPED:
+            tell(code)
+            raise
+    leave(code)
+
+
+def judge(error: BaseException) -> tuple[int, str | None]:
+    """The exit code for what ended a run, and one line about it; None: it is worth a traceback."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, Failed):
+        return 1, f"{error}; the same command continues from the newest checkpoint"
+    if isinstance(error, OSError) and error.errno in checkpoints.DISK_FULL:
+        return 2, f"{error}: free some space; what was saved is kept"
+    if isinstance(error, SystemExit) and error.code == STOPPED:
+        return STOPPED, None
+    return 1, None
+
+
+def tell(code: int) -> None:
+    """Hands the exit code to launch.py: accelerate's launcher would turn it into 1."""
+    if IS_MAIN and "EXIT_CODE_FILE" in os.environ:
+        attempt(Path(os.environ["EXIT_CODE_FILE"]).write_text, str(code))
 
 
 def ignore_signals(_) -> None:
@@ -154,11 +286,14 @@ def kill_workers() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends a process whose work is done, without the last steps of the interpreter.
+    """Ends a process whose work is done; one of several without the interpreter's last steps.
 
     A thread of gloo that drops a tensor meanwhile would abort the process (pytorch #190489), and a
     finished run would exit with 1. What those steps do first is done here.
     """
+    tell(code)
+    if PROCESSES == 1:
+        sys.exit(code)
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -21,10 +21,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import psutil
 import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -34,10 +33,13 @@ from torch.utils.data import DataLoader
 
 import checkpoints
 import command_line
+import data_order
+import health
 import process
 import task
 import tracking
-from process import StopRequest, UserError, ask
+from data_order import Rows, Slices, ids_of_step, mix
+from process import Ranks, StopRequest, UserError, ask, attempt
 from task import TaskConfig
 from tracking import IS_MAIN, Log, say
 
@@ -55,8 +57,14 @@ class Config:
     resume: str = "auto"
     """auto: go on from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
     accept_changes: bool = False
-    """Go on from a checkpoint although fields that change the result are not those it was made
-    with."""
+    """Go on from a checkpoint although the data, or fields that change the result, are not those it
+    was made with."""
+    check: bool = False
+    """Check all that can be known without a model, say in one line what was found, and stop."""
+    config_file: str = ""
+    """With check: the accelerate YAML to check too."""
+    timeout: PositiveInt = 1800
+    """Seconds that a process waits for the others before the run ends with an error."""
 
     max_steps: NonNegativeInt = 800
     """Optimizer steps to train; 0: num_epochs decides."""
@@ -80,6 +88,9 @@ class Config:
     """AdamW's decay rate of the second moment."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    max_skipped_steps: NonNegativeInt = 10
+    """Steps in a row that may be skipped, as their loss or gradient is not finite, before the run
+    ends; 0: any number."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the learning rate after the warm-up; wsd: constant, then a linear decay."""
     warmup_steps: NonNegativeInt = 50
@@ -119,85 +130,7 @@ class Config:
     """What is trained: see task.py."""
 
 
-# ---- Data order ----------------------------------------------------------------------------------
-
-
-def mix(*words) -> np.ndarray:
-    """64 well-mixed bits of integers, or of arrays of them: uint64, of the arrays' shape or (1,).
-
-    Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
-    """
-    bits = np.zeros(1, np.uint64)
-    for word in words:
-        bits = (bits ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        bits = bits ^ (bits >> np.uint64(31))
-    return bits
-
-
-def sample_ids(positions, size: int, seed: int) -> np.ndarray:
-    """Sample ids at these positions of the run, for `size` samples: int64, shape of positions.
-
-    Position p is place p % size of epoch p // size, and each epoch is a permutation of its own that
-    is computed, not stored: a Feistel network over the pairs (p % a, p // a), where a * b just
-    covers `size`, applied again to the few values that fall outside (Black and Rogaway, "Ciphers
-    with arbitrary finite domains", 2002, their third method).
-    """
-    epochs, ids = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
-    a = np.uint64(math.isqrt(size - 1) + 1)
-    b = np.uint64(-(-size // int(a)))
-    keys = mix(seed, epochs)
-    outside = np.ones(ids.shape, bool)
-    while outside.any():
-        right, left = np.divmod(ids[outside], a)
-        for turn in range(24):  # with 12, tiny data sets still showed a pattern
-            left = (left + mix(keys[outside] + np.uint64(turn << 32) + right)) % a
-            left, right, a, b = right, left, b, a
-        ids[outside] = right * a + left
-        outside = ids >= size
-    return ids.astype(np.int64)
-
-
-class Slices:
-    """A batch sampler: the positions from `first` up to `last` in slices of `size`.
-
-    accelerate deals its batches to the ranks in turn, so their number is made a multiple of
-    `processes`: a slice beyond the end holds the position `last` alone, whose row weighs nothing.
-    """
-
-    def __init__(self, first: int, last: int, size: int, processes: int):
-        self.first, self.last, self.size = first, last, size
-        self.length = -(-(last - first) // (size * processes)) * processes
-
-    def __len__(self):
-        return self.length
-
-    def __iter__(self):
-        for start in range(self.first, self.first + self.length * self.size, self.size):
-            yield list(range(start, min(start + self.size, self.last))) or [self.last]
-
-
-class Rows(torch.utils.data.Dataset):
-    """The rows of a dataset by position in the run, each with its sample id.
-
-    Without a seed positions are sample ids, and a position past the end gives (-1, first row).
-    """
-
-    def __init__(self, dataset, seed: int | None = None):
-        self.dataset, self.seed = dataset, seed
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def __getitems__(self, positions: list[int]) -> list[tuple]:
-        if self.seed is None:
-            ids = [p if p < len(self) else -1 for p in positions]
-        else:
-            ids = sample_ids(positions, len(self), self.seed).tolist()
-        if hasattr(self.dataset, "__getitems__"):  # datasets of the Hub read many rows at once
-            return list(zip(ids, self.dataset.__getitems__([max(i, 0) for i in ids]), strict=True))
-        return [(i, self.dataset[max(i, 0)]) for i in ids]
+# ---- Batches -------------------------------------------------------------------------------------
 
 
 def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int]]:
@@ -246,34 +179,25 @@ def due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-# ---- Evaluation ----------------------------------------------------------------------------------
+# ---- Before the processes meet -------------------------------------------------------------------
 
 
-@torch.no_grad()
-def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader, stopped) -> dict | None:
-    """The task's metrics over all of the loader's data, each sample counted exactly once.
+@dataclass
+class Start:
+    """What is known without a model: how a step is cut, its data, and where the run goes on."""
 
-    None, and at once, when `stopped`, which all ranks call before each batch, says so.
-    """
-    model.eval()
-    # Apple's GPUs have no float64.
-    home = "cpu" if accelerator.device.type == "mps" else accelerator.device
-    totals = {}
-    for batch, (terms, _) in loader:
-        if stopped and stopped():
-            model.train()
-            return None
-        # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
-        for name, value in task.eval_sums(model, batch).items():
-            value = value.to(home).double()
-            totals[name] = totals.get(name, 0.0) + (value if terms else torch.zeros_like(value))
-    totals = accelerator.reduce(totals, "sum")
-    model.train()
-    scores = task.metrics({name: value.cpu() for name, value in totals.items()})
-    return {"eval_loss": scores.pop("loss"), **scores}
-
-
-# ---- Training ------------------------------------------------------------------------------------
+    cfg: Config
+    output: Path
+    lock: Any  # held until the process ends
+    micro: int  # samples in a micro-batch
+    accumulation: int  # micro-batches of a process in a step
+    data: tuple  # to train and to evaluate on
+    max_steps: int
+    facts: dict  # for the manifests of this run
+    checkpoint: Path | None = None
+    manifest: dict = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
 
 def read_config() -> Config:
@@ -304,6 +228,107 @@ def cut(cfg: Config, processes: int) -> tuple[int, int]:
     return micro, share // micro
 
 
+def prepare() -> Start:
+    """Reads, prepares and checks all that needs no model; raises UserError.
+
+    Data may take longer to prepare than processes wait for each other: they have not met yet.
+    """
+    cfg = read_config()
+    output = Path(cfg.output_dir)
+    processes = process.PROCESSES
+    if cfg.config_file:
+        processes = max(processes, ask(command_line.read_hardware, Path(cfg.config_file)))
+    micro, accumulation = cut(cfg, processes)
+    lock = ask(checkpoints.lock, output) if IS_MAIN else None
+    ask(tracking.check, cfg.tracker)
+
+    ask(task.prepare_data, cfg.task)
+    data = train_data, eval_data = ask(task.datasets, cfg.task)
+    if not len(train_data) or not len(eval_data):
+        raise UserError(
+            f"task.datasets gives {len(train_data)} rows to train and {len(eval_data)} to evaluate "
+            "on; it needs one of each"
+        )
+    max_steps = cfg.max_steps or math.ceil(cfg.num_epochs * len(train_data) / cfg.global_batch_size)
+    digest = data_order.fingerprint(train_data, task.collate)
+    facts = {"config": dataclasses.asdict(cfg)}
+    facts["data"] = {"samples": len(train_data), "fingerprint": digest}
+    start = Start(cfg, output, lock, micro, accumulation, data, max_steps, facts)
+    if IS_MAIN:  # to find a checkpoint every byte of it is read: once is enough
+        folder = output / "checkpoints"
+        found = ask(checkpoints.find, folder, cfg.resume)
+        start.checkpoint, start.manifest, start.remarks = found
+        if start.checkpoint:
+            start.changed = ask(checkpoints.compare, start.checkpoint, start.manifest, facts)
+        ask(checkpoints.check_room, folder)
+    return start
+
+
+# ---- Evaluation ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked) -> dict | None:
+    """The task's metrics over all of the loader's data, each sample counted exactly once.
+
+    None, and at once, when `asked`, called before each batch, says 1 on any process.
+    """
+    model.eval()
+    # Apple's GPUs have no float64.
+    home = "cpu" if accelerator.device.type == "mps" else accelerator.device
+    totals, batches = {}, iter(loader)
+    for _ in range(len(loader)):
+        fetched, problem = attempt(next, batches)
+        if ranks.agree(asked(), problem=problem)[0]:
+            model.train()
+            return None
+        # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
+        batch, (terms, _) = fetched
+        for name, value in task.eval_sums(model, batch).items():
+            value = value.to(home).double()
+            totals[name] = totals.get(name, 0.0) + (value if terms else torch.zeros_like(value))
+    totals = accelerator.reduce(totals, "sum")
+    model.train()
+    scores = task.metrics({name: value.cpu() for name, value in totals.items()})
+    return {"eval_loss": scores.pop("loss"), **scores}
+
+
+# ---- Saving --------------------------------------------------------------------------------------
+
+
+def save(accelerator: Accelerator, ranks: Ranks, folder: Path, manifest: dict, keep: int) -> None:
+    """Commits a checkpoint: all processes write, then the main one makes it count.
+
+    What fails on one of them ends all with its reason, and older checkpoints stay.
+    """
+    partial = checkpoints.partial_path(folder, manifest["step"])
+    ranks.alone(ask, checkpoints.begin, partial)
+    ranks.together(ask, checkpoints.write, partial, accelerator.save_state, partial)
+    place = (accelerator.process_index, accelerator.num_processes)
+    shares = ranks.gather(ranks.together(checkpoints.vouch, partial, *place))
+    files = {name: facts for share in shares for name, facts in share.items()}
+    committed = ranks.alone(ask, checkpoints.commit, partial, manifest, files)
+    ranks.alone(checkpoints.prune, committed, keep)
+
+
+def export(model: torch.nn.Module, output: Path, log: Log, step: int) -> None:
+    """Saves the trained model, shows what it can do, and draws the curves."""
+    (output / "model").mkdir(exist_ok=True)
+    shown = task.export(model.eval(), output / "model")
+    log.track(shown, step)
+    for name, text in shown.items():
+        say(f"{name}: {text}")
+    from plot import draw
+
+    try:  # a picture is not worth a run
+        say(f"model: {output / 'model'}  curves: {draw([output], output / 'curves.png')}")
+    except (ValueError, OSError) as error:
+        say(f"model: {output / 'model'}  no curves: {error}")
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
 def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
     """The accelerator that the launcher's YAML asks for; raises UserError where it cannot be."""
     if cfg.deterministic:
@@ -325,38 +350,24 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
     return accelerator
 
 
-def save(accelerator: Accelerator, folder: Path, manifest: dict, keep: int) -> None:
-    """Commits a checkpoint: all ranks write, then the main process makes it count."""
-    partial = checkpoints.partial_path(folder, manifest["step"])
-    if IS_MAIN:
-        checkpoints.begin(partial)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(partial)
-    accelerator.wait_for_everyone()
-    if IS_MAIN:
-        checkpoints.prune(checkpoints.commit(partial, manifest), keep)
-    accelerator.wait_for_everyone()
-
-
-def main(cfg: Config) -> int:
-    """Trains, evaluates, saves and exports as `cfg` says; the exit code. Raises UserError."""
-    output = Path(cfg.output_dir)
-    folder = output / "checkpoints"
-    processes = process.PROCESSES
-    micro, accumulation = cut(cfg, processes)
-    held = ask(checkpoints.lock, output) if IS_MAIN else None
-
-    # Prepare the data before there is a process group: it may take longer than its time-out.
-    ask(task.prepare_data, cfg.task)
-    train_data, eval_data = ask(task.datasets, cfg.task)
-    max_steps = cfg.max_steps or math.ceil(cfg.num_epochs * len(train_data) / cfg.global_batch_size)
+def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
+    """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
+    cfg, output, max_steps = start.cfg, start.output, start.max_steps
+    train_data, eval_data = start.data
+    micro, accumulation, processes = start.micro, start.accumulation, process.PROCESSES
+    folder, fields = output / "checkpoints", start.facts["config"]
 
     # Find where to start; a finished run has nothing left to do.
-    checkpoint, manifest, passed_over = ask(checkpoints.find, folder, cfg.resume)
-    first_step = manifest.get("step", 0)
-    fields = dataclasses.asdict(cfg)
-    changed = ask(checkpoints.compare, checkpoint, manifest, fields) if checkpoint else []
-    if first_step >= max_steps and checkpoints.read_status(output).get("state") == "finished":
+    checkpoint, first_step = ranks.gather((start.checkpoint, start.manifest.get("step", 0)))[0]
+    status = ranks.alone(checkpoints.read_status, output)
+    finished = first_step >= max_steps and status.get("state") == "finished"
+    if cfg.check:
+        where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
+        where = "is finished" if finished else where
+        samples = f"{cfg.global_batch_size} of {len(train_data):,} samples"
+        say(f"checked: {output} {where}; {max_steps:,} steps, each with {samples}")
+        return 0
+    if finished:
         say(f"{output} is finished: {first_step} steps; for a new run give another --output_dir")
         return 0
 
@@ -368,19 +379,18 @@ def main(cfg: Config) -> int:
         f"distributed: {accelerator.distributed_type.value}; a step of {cfg.global_batch_size} "
         f"samples = {processes} x {accumulation} x {micro} (processes x micro-batches x samples)"
     )
-    for reason in passed_over:
-        say(f"passed over: {reason}")
-    if changed:
-        say(f"going on with changed settings: {'; '.join(changed)}")
+    for remark in start.remarks:
+        say(f"passed over: {remark}")
     if IS_MAIN:
         with open(output / "config.yaml", "w", encoding="utf-8") as file:
             yaml.safe_dump(fields, file, sort_keys=False, allow_unicode=True)
         checkpoints.write_status(output, "running")
-        ask(tracking.start_tracker, accelerator, fields)
+        tracking.start_tracker(accelerator, fields)
 
     # Build everything and hand it to accelerate; the same seed gives all ranks the same model.
     torch.manual_seed(cfg.seed)
-    model = ask(task.build_model, cfg.task)
+    model = ranks.together(ask, task.build_model, cfg.task)
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
     parameters = sum(p.numel() for p in model.parameters())
     if cfg.gradient_checkpointing:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -409,33 +419,28 @@ def main(cfg: Config) -> int:
     if checkpoint:
         if accelerator.scaler and not (checkpoint / "scaler.pt").exists():
             raise UserError(f"{checkpoint} was not trained in fp16; go on with a YAML like its own")
-        accelerator.load_state(checkpoint)
+        ranks.together(accelerator.load_state, checkpoint)
         accelerator.step = 0  # counts micro-batches of another cut, perhaps; here a step begins
         say(f"continuing from {checkpoint}")
+    else:  # AdamW will keep two moments of each weight
+        ranks.alone(ask, checkpoints.check_room, folder, 3 * sum(sizes))
 
     log = Log(accelerator, fields, first_step, max_steps)
-    control = torch.distributed.new_group(backend="gloo") if processes > 1 else None
-
-    def agree(*numbers: int) -> list[int]:
-        """Sums of integers over the ranks; in CPU memory, so that no step waits for a GPU."""
-        sums = torch.tensor(numbers)
-        if control:
-            torch.distributed.all_reduce(sums, group=control)
-        return sums.tolist()
-
-    stop = StopRequest()
+    if start.changed:
+        log.write({"step": first_step, "event": "changed", "changes": "; ".join(start.changed)})
+    watch = health.Watch(accelerator, cfg.max_skipped_steps)
     unit = getattr(task, "UNIT", "samples")
     model.train()
     batches = iter(train_loader)
     ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
-    stopped = False
+    stop.training, stopped = True, False
     for step in range(first_step, max_steps):
         # Fetch the micro-batches of the step, and agree on what all of them hold.
         began = time.perf_counter()
-        window = [next(batches) for _ in range(accumulation)]
+        window, problem = attempt(lambda: [next(batches) for _ in range(accumulation)])
         waited += time.perf_counter() - began
-        counted = np.array([numbers for _, numbers in window]).sum(axis=0)
-        terms, step_hash, stopped = agree(*counted, stop.asked())
+        counted = np.array([numbers for _, numbers in window or []]).sum(axis=0)
+        terms, step_hash, stopped = ranks.agree(*counted, stop.asked(), problem=problem)
         terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
 
         # Sum the gradients of the micro-batches, and update the weights.
@@ -451,27 +456,19 @@ def main(cfg: Config) -> int:
                 loss = task.loss_sum(model, batch)
                 # accelerate divides by the micro-batches, and DDP by the processes: both undone,
                 # the gradient is that of the sum over the step divided by its number of terms.
-                accelerator.backward(loss * (accumulation * processes / max(terms, 1)))
+                scale = accumulation * processes / max(terms, 1)
+                accelerator.backward(loss * (scale + health.spoil(loss)))
                 if accelerator.sync_gradients:
                     limit = cfg.max_grad_norm or math.inf
                     norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+                    health.skip_unless_finite(optimizer, norm)
                 optimizer.step()
                 optimizer.zero_grad()
             loss_sum += loss.detach()
 
-        # Say what to expect; the first step, which warms up, is no measure of the others.
         done = step + 1
-        log.bar.update()
-        if done == first_step + 1:
-            loss_sum.item()  # waits for the device
-            warm, start_seconds = time.perf_counter(), time.time() - psutil.Process().create_time()
-        if done == min(first_step + 4, max_steps):
-            loss_sum.item()
-            left = (time.perf_counter() - warm) / max(done - first_step - 1, 1) * (max_steps - done)
-            say(
-                f"{parameters:,} parameters; {terms:,} {unit} a step; first step done "
-                f"{start_seconds:.1f} s after the start; about {left:.0f} s to go"
-            )
+        watch.add(done, terms, loss_sum, norm)
+        log.advance(done, f"{parameters:,} parameters; {terms:,} {unit} a step", loss_sum)
 
         # Log, evaluate and save when due; nothing below changes the weights.
         final = done == max_steps
@@ -480,25 +477,33 @@ def main(cfg: Config) -> int:
         saving = due(done, cfg.save_every, final or stopped)
         samples = done * cfg.global_batch_size
         if due(done, cfg.log_every, evaluating or saving):  # so a continued run begins a line
+            loss, grad_norm, notes, reason = watch.read()
+            seconds = time.perf_counter() - clock
+            for note in notes:
+                ids = ids_of_step(note["step"], cfg.global_batch_size, len(train_data), cfg.seed)
+                log.write({**note, "sample_ids": ids})
             line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
-            line |= {"loss": (accelerator.reduce(loss_sum, "sum") / max(terms, 1)).item()}
-            line |= {"lr": lr, "grad_norm": norm.item()}
-            seconds = time.perf_counter() - clock  # .item() has waited for the device
+            line |= {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             line |= {f"{unit}_per_second": terms_seen / seconds, "data_wait": waited / seconds}
             log.write({**line, "batch_hash": f"{ids_hash:016x}"})
             ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
+            if reason:
+                raise UserError(reason)
         if evaluating or saving:
             paused = time.perf_counter()
-            facts = {"step": done, "samples": samples, "processes": processes, "config": fields}
+            facts = {"step": done, "samples": samples, "processes": processes, **start.facts}
             if evaluating:
-                asked = None if final else (lambda: agree(stop.asked())[0])
-                scores = evaluate(accelerator, model, eval_loader, asked)
+                asked = (lambda: 0) if final else stop.asked
+                scores = evaluate(accelerator, ranks, model, eval_loader, asked)
                 stopped = scores is None
                 if scores:
                     log.write({"step": done, **scores})
                     facts["eval_loss"] = scores["eval_loss"]
             if saving or stopped:
-                save(accelerator, folder, facts, cfg.keep_checkpoints)
+                began = time.perf_counter()
+                ranks.together(ask, health.check_finite, accelerator, model, optimizer)
+                save(accelerator, ranks, folder, facts, cfg.keep_checkpoints)
+                log.write({"step": done, "save_seconds": time.perf_counter() - began})
             clock += time.perf_counter() - paused  # throughput is that of training alone
         if stopped:
             break
@@ -507,29 +512,16 @@ def main(cfg: Config) -> int:
     # Export the model and draw the curves, unless the run is to be continued.
     if stopped:
         say(f"stopped after step {done}; the same command continues the run")
-    elif IS_MAIN:
-        (output / "model").mkdir(exist_ok=True)
-        bare_model = accelerator.unwrap_model(model, keep_torch_compile=False).eval()
-        shown = task.export(bare_model, output / "model")
-        log.track(shown, max_steps)
-        for name, text in shown.items():
-            say(f"{name}: {text}")
-        from plot import draw
-
-        try:  # a picture is not worth a run
-            say(f"model: {output / 'model'}  curves: {draw([output], output / 'curves.png')}")
-        except (ValueError, OSError) as error:
-            say(f"model: {output / 'model'}  no curves: {error}")
+    else:
+        bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        ranks.alone(export, bare_model, output, log, max_steps)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     code = process.STOPPED if stopped else 0
     if IS_MAIN:
         checkpoints.write_status(output, "stopped" if stopped else "finished", exit_code=code)
-        held.close()
-    if processes > 1 and accelerator.device.type == "cpu":
-        process.leave(code)
     return code
 
 
 if __name__ == "__main__":
-    process.run(main, read_config)
+    process.run(main, prepare)

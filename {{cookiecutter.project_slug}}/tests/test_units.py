@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import data_order
 import train
 
 CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_share=0.1)
@@ -17,25 +18,25 @@ CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_l
 def test_each_epoch_visits_every_sample_once(size):
     for epoch in range(3):
         positions = np.arange(epoch * size, (epoch + 1) * size)
-        assert sorted(train.sample_ids(positions, size, seed=7)) == list(range(size))
+        assert sorted(data_order.sample_ids(positions, size, seed=7)) == list(range(size))
 
 
 def test_the_order_depends_on_seed_and_epoch_and_not_on_how_it_is_asked_for():
-    first = train.sample_ids(np.arange(500), 500, seed=0)
-    assert (first != train.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
-    assert (first != train.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
-    one_by_one = [train.sample_ids([position], 500, seed=0)[0] for position in range(500)]
+    first = data_order.sample_ids(np.arange(500), 500, seed=0)
+    assert (first != data_order.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
+    assert (first != data_order.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
+    one_by_one = [data_order.sample_ids([position], 500, seed=0)[0] for position in range(500)]
     assert first.tolist() == one_by_one
 
 
 def test_a_far_position_of_a_huge_dataset_is_found():
-    ids = train.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
+    ids = data_order.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
     assert len(set(ids.tolist())) == 512 and 0 <= ids.min() and ids.max() < 10**9
 
 
 @pytest.mark.parametrize("processes, micro", [(1, 8), (1, 2), (2, 4), (4, 1)])
 def test_any_cut_gives_a_step_the_same_positions(processes, micro):
-    slices = list(train.Slices(24, 48, micro, processes))
+    slices = list(data_order.Slices(24, 48, micro, processes))
     assert len(slices) % processes == 0
     accumulation = 8 // (processes * micro)
     for step in range(3):
@@ -44,13 +45,13 @@ def test_any_cut_gives_a_step_the_same_positions(processes, micro):
 
 
 def test_evaluation_slices_cover_every_sample_once_and_the_rest_is_filler():
-    slices = list(train.Slices(0, 11, 2, 3))
+    slices = list(data_order.Slices(0, 11, 2, 3))
     assert len(slices) == 6 and sum(slices, []) == list(range(11))
-    assert list(train.Slices(0, 11, 4, 2))[-1] == [11]
+    assert list(data_order.Slices(0, 11, 4, 2))[-1] == [11]
 
 
 def test_rows_keep_their_ids_and_filler_has_none():
-    rows = train.Rows(["a", "b", "c"])
+    rows = data_order.Rows(["a", "b", "c"])
     assert rows.__getitems__([2, 0]) == [(2, "c"), (0, "a")]
     assert rows.__getitems__([3]) == [(-1, "a")]
 

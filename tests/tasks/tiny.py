@@ -1,0 +1,121 @@
+"""A task for tests: a plain nn.Module on numbers, with faults to order. No transformers."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+@dataclass
+class TaskConfig:
+    samples: int = 37
+    """Training rows."""
+    held_out: int = 11
+    """Validation rows."""
+    dropout: float = 0.0
+    """Dropout between the two layers."""
+    poisoned: int = -1
+    """Sample id from which on the loss is `poison`."""
+    poison: str = "nan"
+    """What the loss of a poisoned sample is."""
+    poison_rank: int = -1
+    """Only the loss of this process is poisoned, and not its gradient; -1: both, everywhere."""
+    fail_where: str = ""
+    """Function that raises, on process `fail_rank`: prepare_data, datasets, row or build_model."""
+    fail_rank: int = 1
+    """The process that fails."""
+    fail_kind: str = "ValueError"
+    """What it raises."""
+    row_seconds: float = 0.0
+    """Time to read a validation row."""
+    hang_at: int = -1
+    """Sample id at which a process stops answering."""
+    seed: int = 0
+    """Of the data."""
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, cfg: TaskConfig, first: int, size: int, seconds: float = 0.0):
+        self.cfg, self.first, self.size, self.seconds = cfg, first, size, seconds
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i: int) -> dict:
+        fail(self.cfg, "row", i == 5)
+        time.sleep(self.seconds)
+        if i == self.cfg.hang_at and RANK == self.cfg.fail_rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        draw = torch.Generator().manual_seed(1000 * self.cfg.seed + self.first + i)
+        x = torch.randn(8, generator=draw)
+        poison = float(self.cfg.poison) if i == self.cfg.poisoned else 0.0
+        # 1 to 4 loss terms: their number differs between samples.
+        return {"x": x, "y": x[:4] * x[4:], "counted": torch.arange(4) <= i % 4, "poison": poison}
+
+
+def fail(cfg: TaskConfig, where: str, now: bool = True) -> None:
+    if cfg.fail_where == where and RANK == cfg.fail_rank and now:
+        raise {"ValueError": ValueError, "TypeError": TypeError}[cfg.fail_kind](f"no {where} here")
+
+
+def prepare_data(cfg: TaskConfig) -> None:
+    fail(cfg, "prepare_data")
+
+
+def datasets(cfg: TaskConfig) -> tuple:
+    fail(cfg, "datasets")
+    return Numbers(cfg, 0, cfg.samples), Numbers(cfg, 500, cfg.held_out, cfg.row_seconds)
+
+
+def collate(rows: list[dict]) -> dict:
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ("x", "y", "counted")}
+    return batch | {"poison": torch.tensor([row["poison"] for row in rows])}
+
+
+def count(batch: dict) -> int:
+    return int(batch["counted"].sum())
+
+
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
+    fail(cfg, "build_model")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(cfg.dropout),
+        torch.nn.Linear(32, 4),
+    )
+    model.poison_rank = cfg.poison_rank
+    return model
+
+
+def loss_sum(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    losses = (model(batch["x"]) - batch["y"]) ** 2
+    loss = losses[batch["counted"]].sum()
+    bare = getattr(model, "module", model)
+    poison = batch["poison"].sum()
+    if bare.poison_rank in (-1, RANK):
+        return loss + poison if bare.poison_rank >= 0 else loss * (1 + poison)
+    return loss
+
+
+@torch.no_grad()
+def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
+    losses = (model(batch["x"]) - batch["y"]) ** 2
+    rows = torch.ones(len(losses))
+    return {
+        "loss": losses[batch["counted"]].sum(), "terms": batch["counted"].sum(), "rows": rows.sum()
+    }  # fmt: skip
+
+
+def metrics(sums: dict) -> dict:
+    return {"loss": float(sums["loss"] / sums["terms"]), "rows": float(sums["rows"])}
+
+
+def export(model: torch.nn.Module, folder: Path) -> dict:
+    torch.save(model.state_dict(), folder / "weights.pt")
+    return {}

@@ -1,0 +1,174 @@
+"""The hardware does not change the result: numbers of runs that differ only in how they are cut."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import bake, lines
+
+DROPOUT = ["--task.dropout", 0.2]
+
+
+def weights(output, step=12):
+    """The weights in the checkpoint of a step."""
+    return load_file(output / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def check_same_curve(one, other, rel):
+    """Samples and rates of each step are equal, and losses and gradients to `rel`."""
+    for mine, theirs in zip(lines(one, "loss"), lines(other, "loss"), strict=True):
+        for key in ("step", "samples", "epoch", "lr", "batch_hash"):
+            assert mine[key] == theirs[key]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=rel)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * rel)
+    for mine, theirs in zip(lines(one, "eval_loss"), lines(other, "eval_loss"), strict=True):
+        assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=rel)
+        assert mine["rows"] == theirs["rows"]
+
+
+@pytest.fixture(scope="module")
+def one(tiny, tmp_path_factory):
+    """One process, four micro-batches, dropout on."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    tiny.train(1, "--output_dir", output, *DROPOUT)
+    return output
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_in_place_of_accumulation(tiny, one, tmp_path, processes):
+    """(1, 4), (2, 2) and (4, 1) processes and micro-batches, dropout on, counted terms differing.
+
+    Measured: losses of twelve steps to 1e-7 relative, final weights to 3e-8 absolute.
+    """
+    printed = tiny.train(processes, "--output_dir", tmp_path / "run", *DROPOUT)
+    assert f"= {processes} x {4 // processes} x 2 (" in printed
+    check_same_curve(one, tmp_path / "run", rel=1e-6)
+    assert len({line["batch_hash"] for line in lines(one, "loss")}) == 12
+    for name, tensor in weights(one).items():
+        assert torch.allclose(tensor, weights(tmp_path / "run")[name], rtol=0, atol=3e-7), name
+
+
+def test_any_micro_batch_of_one_global_batch(tiny, tmp_path):
+    """Without dropout, whose masks follow the micro-batches. Measured: 2e-7, and 6e-8."""
+    for micro in (1, 2, 4, 8):
+        tiny.train(1, "--output_dir", tmp_path / str(micro), "--micro_batch_size", micro)
+        check_same_curve(tmp_path / "1", tmp_path / str(micro), rel=1e-6)
+        for name, tensor in weights(tmp_path / "1").items():
+            assert torch.allclose(tensor, weights(tmp_path / str(micro))[name], rtol=0, atol=3e-7)
+
+
+def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp_path):
+    """11 rows, which neither 2 nor 3 processes share equally, in batches of 2."""
+    flags = ["--global_batch_size", 6, "--max_steps", 4, "--eval_every", 1]
+    for processes in (1, 2, 3):
+        tiny.train(processes, "--output_dir", tmp_path / str(processes), *flags)
+        check_same_curve(tmp_path / "1", tmp_path / str(processes), rel=1e-6)
+    assert [line["rows"] for line in lines(tmp_path / "3", "eval_loss")] == [11] * 4
+
+
+@pytest.mark.parametrize("size, batch", [(1, 8), (3, 8), (5, 2), (7, 6)])
+def test_data_smaller_than_a_step_or_not_divided_by_it(tiny, tmp_path, size, batch):
+    """Epochs run on within a step: no ragged tail, and each sample as often as the others."""
+    flags = ["--task.samples", size, "--global_batch_size", batch, "--max_steps", 7]
+    for processes in (1, 2):
+        tiny.train(processes, "--output_dir", tmp_path / str(processes), *flags)
+    check_same_curve(tmp_path / "1", tmp_path / "2", rel=1e-6)
+    last = lines(tmp_path / "1", "loss")[-1]
+    assert last["samples"] == 7 * batch and last["epoch"] == 7 * batch / size
+
+
+def test_workers_change_no_digit(tiny, one, tmp_path):
+    """Nor does the second iteration over the validation rows, whose workers live on."""
+    tiny.train(1, "--output_dir", tmp_path / "run", *DROPOUT, "--num_workers", 2)
+    for key in ("loss", "grad_norm", "batch_hash", "eval_loss"):
+        mine = [line[key] for line in lines(one, key)]
+        assert mine == [line[key] for line in lines(tmp_path / "run", key)]
+    name = "checkpoints/step-00000012/model.safetensors"
+    assert (one / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def data_order(tmp_path_factory):
+    """The module of a baked project, which imports nothing of its own."""
+    import importlib.util
+
+    path = bake(tmp_path_factory.mktemp("order")).path / "data_order.py"
+    spec = importlib.util.spec_from_file_location("data_order", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_epoch_is_a_permutation_for_every_small_size(data_order):
+    for size in range(1, 260):
+        for epoch in (0, 1, 10**12):
+            places = np.arange(epoch * size, (epoch + 1) * size, dtype=np.uint64)
+            ids = data_order.sample_ids(places, size, seed=size)
+            assert sorted(ids.tolist()) == list(range(size))
+
+
+def chi_square(counts):
+    """Of counts that are expected to be equal, in standard deviations of the statistic."""
+    counts = np.asarray(counts, float)
+    expected = counts.sum() / len(counts)
+    degrees = len(counts) - 1
+    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 10, 100])
+def test_orders_are_uniform_over_seeds(data_order, size):
+    """First places, and differences between neighbours, of 20,000 seeds: below 5 sigma."""
+    seeds, places = 20_000, np.arange(size)
+    all_seeds = np.repeat(np.arange(seeds), size)
+    orders = data_order.sample_ids(np.tile(places, seeds), size, all_seeds).reshape(seeds, size)
+    assert orders[7].tolist() == data_order.sample_ids(places, size, 7).tolist()
+    assert chi_square(np.bincount(orders[:, 0], minlength=size)) < 5
+    steps = (orders[:, 1] - orders[:, 0]) % size
+    assert chi_square(np.bincount(steps, minlength=size)[1:]) < 5 if size > 2 else True
+    if size == 4:
+        ranks = orders @ [64, 16, 4, 1]
+        assert (
+            len(set(ranks.tolist())) == 24
+            and chi_square(np.unique(ranks, return_counts=True)[1]) < 5
+        )
+
+
+def test_neighbours_show_no_structure(data_order):
+    """In one long epoch: each tenth of the differences between neighbours is as frequent."""
+    size = 100_000
+    ids = data_order.sample_ids(np.arange(size), size, seed=1)
+    steps = np.diff(ids) % size
+    assert chi_square(np.bincount(steps * 100 // size, minlength=100)) < 5
+    pairs = (ids[:-1] * 10 // size) * 10 + ids[1:] * 10 // size
+    assert chi_square(np.bincount(pairs, minlength=100)) < 5
+
+
+def test_a_far_step_is_reached_without_reading_what_lies_before(tiny, tmp_path):
+    """From step 10**6 on: the samples are those that the order gives, and nothing else is read."""
+    output, flags = tmp_path / "run", ["--max_steps", 1_000_002, "--save_every", 0]
+    tiny.train(1, "--output_dir", output, "--max_steps", 1, "--save_every", 1)
+    old = output / "checkpoints" / "step-00000001"
+    new = old.rename(old.with_name("step-1000000"))
+    new = new.rename(old.with_name("step-01000000"))
+    manifest = json.loads((new / "manifest.json").read_text())
+    (new / "manifest.json").write_text(json.dumps({**manifest, "step": 1_000_000}))
+    program = """
+import sys, task
+read, original = [], task.Numbers.__getitem__
+task.Numbers.__getitem__ = lambda self, i: (read.append((self.first, i)), original(self, i))[1]
+import train, data_order
+trained = lambda: [i for first, i in read if first == 0][-16:]
+train.process.leave = lambda code: print(code, trained(), len(read))
+sys.argv = ["train.py", *sys.argv[1:]]
+train.process.run(train.main, train.prepare)
+print(data_order.ids_of_step(1000001, 8, 37, 0) + data_order.ids_of_step(1000002, 8, 37, 0))
+"""
+    flags += ["--output_dir", output, "--accept_changes"]
+    printed = tiny.run("python", "-c", program, *flags).stdout.splitlines()
+    code, read, number = printed[-2].split(" ", 1)[0], *printed[-2].split(" ", 1)[1].rsplit(" ", 1)
+    assert code == "0" and read == printed[-1]
+    assert int(number) < 37 + 16 + 11 + 2  # the fingerprint's rows, two steps, one evaluation

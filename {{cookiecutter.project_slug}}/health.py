@@ -1,0 +1,109 @@
+"""What becomes of a step whose loss or gradient is not finite, and of a loss that jumps.
+
+Numbers stay on the device until a line is due: no step waits for it in order to be watched.
+"""
+
+import math
+from collections import deque
+from statistics import median
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+
+SPIKE = 10  # deviations from the median, in medians of such deviations: about 7 sigma
+MEMORY = 100  # losses that the median is taken of
+
+
+def spoil(loss: torch.Tensor) -> torch.Tensor:
+    """Zero for a finite loss, else NaN: added to the factor of a loss, it spoils the gradients.
+
+    All processes see them, and skip the step: a loss is one process's alone.
+    """
+    return 0 * loss.detach()
+
+
+def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
+    """Makes the coming optimizer.step() change nothing where the gradient's norm is not finite.
+
+    Fused optimizers of PyTorch decide that on the device. For others the CPU waits for the norm,
+    and takes the gradients away: without them an optimizer touches neither weights nor moments.
+    """
+    inner = optimizer.optimizer
+    if getattr(inner, "_step_supports_amp_scaling", False):
+        inner.found_inf = (~norm.isfinite()).float()
+    elif not norm.isfinite():
+        inner.zero_grad(set_to_none=True)
+
+
+def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimizer) -> None:
+    """Raises ValueError that names a weight, a buffer or a moment that holds NaN or infinity."""
+    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
+    tensors = dict(bare.state_dict())
+    for name, parameter in bare.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{key} of {name}"] = value
+    tensors = {n: t for n, t in tensors.items() if torch.is_tensor(t) and t.is_floating_point()}
+    finite = [t.isfinite().all().to(accelerator.device) for t in tensors.values()]
+    if not torch.stack(finite).all():
+        name = next(name for name, good in zip(tensors, finite, strict=True) if not good)
+        raise ValueError(
+            f"{name} is not finite, so nothing was saved; continue from the newest checkpoint with "
+            "another learning_rate or warmup_steps"
+        )
+
+
+class Watch:
+    """Losses and gradient norms of the steps since the last line."""
+
+    def __init__(self, accelerator: Accelerator, max_skipped_steps: int):
+        self.accelerator, self.max_skipped_steps = accelerator, max_skipped_steps
+        self.steps = []  # since the last line: number, loss terms, this process's loss sum, norm
+        self.recent, self.in_a_row = deque(maxlen=MEMORY), 0
+
+    def add(self, step: int, terms: int, loss_sum: torch.Tensor, norm: torch.Tensor) -> None:
+        """Remembers a step; `loss_sum` and `norm` are scalars on the device."""
+        self.steps.append((step, max(terms, 1), loss_sum, norm.float()))
+
+    def read(self) -> tuple[float, float, list[dict], str]:
+        """Loss and gradient norm of the last step, notes about unusual ones, a reason to stop.
+
+        All processes call it, and get the same; it waits for the device. A note has the step, the
+        event ("skipped" or "spike") and its numbers; the reason is empty, as a rule.
+        """
+        steps, counts, losses, norms = zip(*self.steps, strict=True)
+        losses = self.accelerator.reduce(torch.stack(losses), "sum")
+        losses, norms = torch.stack([losses, torch.stack(norms)]).tolist()
+        self.steps = []
+        notes, reason = [], ""
+        for step, terms, loss, norm in zip(steps, counts, losses, norms, strict=True):
+            loss /= terms
+            if math.isfinite(loss + norm):
+                notes += self.spike(step, loss)
+                self.in_a_row = 0
+            # fp16 overflows now and then, and its scaler answers with smaller numbers: no alarm.
+            elif not math.isfinite(loss) or self.accelerator.scaler is None:
+                notes.append(
+                    {"step": step, "event": "skipped", "skipped_loss": loss, "skipped_norm": norm}
+                )
+                self.in_a_row += 1
+                if self.in_a_row == self.max_skipped_steps:
+                    reason = (
+                        f"loss or gradient was not finite in {self.in_a_row} steps in a row, the "
+                        f"last of them {step}; none changed the weights. metrics.jsonl has their "
+                        "samples; lower learning_rate, or look at the data"
+                    )
+        return loss, norm, notes, reason
+
+    def spike(self, step: int, loss: float) -> list[dict]:
+        """A note if the loss lies far above those before it, whose median is robust to spikes."""
+        notes = []
+        if len(self.recent) >= MEMORY // 4:
+            middle = median(self.recent)
+            spread = median(abs(value - middle) for value in self.recent)
+            if loss - middle > max(SPIKE * spread, 0.05 * abs(middle)):
+                notes = [
+                    {"step": step, "event": "spike", "spike_loss": loss, "median_loss": middle}
+                ]
+        self.recent.append(loss)
+        return notes
