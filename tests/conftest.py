@@ -54,8 +54,8 @@ class BakedProject:
             )
         return result
 
-    def start(self, processes, *flags, **env):
-        """Start train.py in so many processes, as a launcher would: a list of Popen objects."""
+    def start(self, processes, *flags, program="train.py", **env):
+        """Start a program in so many processes, as a launcher would: a list of Popen objects."""
         env = self.env(**env)
         if processes > 1:
             with socket.socket() as probe:
@@ -65,7 +65,7 @@ class BakedProject:
             env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
             env |= {"ACCELERATE_USE_CPU": "true"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = ["python", "train.py", *map(str, flags)]
+        command = ["python", program, *map(str, flags)]
         return [
             subprocess.Popen(
                 command,
@@ -89,6 +89,19 @@ class BakedProject:
         text = "".join(out + err for out, err in printed)
         assert set(ended) <= set(codes), f"{flags} ended with {ended}:\n{text}"
         return text
+
+    def forked(self, cases, **env):
+        """Run train.py once for each case, in forks of one process that has imported it.
+
+        A case has `flags`, and perhaps `env` and `before`, a piece of Python. Gives for each the
+        exit code and what was printed to stdout and to stderr.
+        """
+        text = json.dumps([{**case, "flags": list(map(str, case["flags"]))} for case in cases])
+        command = ["python", str(ROOT / "tests" / "forked.py")]
+        pipes = {"input": text, "capture_output": True, "text": True}
+        result = subprocess.run(command, cwd=self.path, env=self.env(**env), **pipes)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
 
 
 def lines(output, key):

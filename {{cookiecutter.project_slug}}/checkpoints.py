@@ -70,10 +70,7 @@ def write(partial: Path, function, *arguments) -> None:
         number = re.search(r"os error (\d+)", str(error))  # as safetensors says it
         number = int(number[1]) if number else getattr(error, "errno", None)
         written = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file())
-        try:
-            check_room(partial.parent, written + 1e6, written)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # gives the space back
+        check_room(partial.parent, written + 1e6, written)
         if number in DISK_FULL:
             raise ValueError(
                 f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of a "

@@ -8,6 +8,7 @@ the hardware, which accelerate's launcher reads otherwise.
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import re
 from enum import Enum
@@ -93,6 +94,8 @@ def plain(config):
         if dataclasses.is_dataclass(value):
             plain(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise ValueError(f"{name} is {value}; give a finite number")
             setattr(config, name, int(value) if isinstance(value, int) else float(value))
     return config
 

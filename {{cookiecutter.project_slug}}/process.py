@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import psutil
@@ -80,14 +81,17 @@ class Ranks:
 
     def __init__(self, timeout: int):
         self.group = None
-        state = PartialState(cpu=on_cpu(), timeout=datetime.timedelta(seconds=timeout))
+        limit = datetime.timedelta(seconds=timeout)
+        try:
+            state = PartialState(cpu=on_cpu(), timeout=limit)
+        except dist.DistError as error:  # one of them never came
+            raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
         if state.num_processes != PROCESSES:
             raise UserError(
                 f"{PROCESSES} processes were launched, but accelerate sees {state.num_processes}; "
                 "check distributed_type in the accelerate YAML"
             )
         if PROCESSES > 1:
-            limit = datetime.timedelta(seconds=timeout)
             self.timeout = timeout
             self.group = dist.new_group(backend="gloo", timeout=limit)
             self.inquest = dist.new_group(backend="gloo", timeout=limit)  # of who is missing
@@ -248,8 +252,7 @@ def run(main, prepare) -> None:
         if line and (IS_MAIN or "no answer from process 0" in line):
             print(f"train.py: {line}", file=sys.stderr)
         if not line and code != STOPPED:
-            tell(code)
-            raise
+            traceback.print_exception(error)
     leave(code)
 
 
@@ -286,7 +289,7 @@ def kill_workers() -> None:
 
 
 def leave(code: int) -> None:
-    """Ends a process whose work is done; one of several without the interpreter's last steps.
+    """Ends a process with this code; one of several without the interpreter's last steps.
 
     A thread of gloo that drops a tensor meanwhile would abort the process (pytorch #190489), and a
     finished run would exit with 1. What those steps do first is done here.

@@ -108,7 +108,7 @@ def log_in_to_wandb() -> bool:
     import wandb
 
     try:
-        return "WANDB_MODE" not in os.environ and wandb.login(prompt=False, verify=False)
+        return not os.environ.get("WANDB_MODE") and wandb.login(prompt=False, verify=False)
     except wandb.errors.AuthenticationError as error:
         raise ValueError(f"W&B: {' '.join(str(error).split())}") from None
 

@@ -17,6 +17,7 @@ again, continues a run that was killed.
 import dataclasses
 import math
 import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -302,13 +303,17 @@ def save(accelerator: Accelerator, ranks: Ranks, folder: Path, manifest: dict, k
     What fails on one of them ends all with its reason, and older checkpoints stay.
     """
     partial = checkpoints.partial_path(folder, manifest["step"])
-    ranks.alone(ask, checkpoints.begin, partial)
-    ranks.together(ask, checkpoints.write, partial, accelerator.save_state, partial)
-    place = (accelerator.process_index, accelerator.num_processes)
-    shares = ranks.gather(ranks.together(checkpoints.vouch, partial, *place))
-    files = {name: facts for share in shares for name, facts in share.items()}
-    committed = ranks.alone(ask, checkpoints.commit, partial, manifest, files)
-    ranks.alone(checkpoints.prune, committed, keep)
+    try:
+        ranks.alone(ask, checkpoints.begin, partial)
+        ranks.together(ask, checkpoints.write, partial, accelerator.save_state, partial)
+        place = (accelerator.process_index, accelerator.num_processes)
+        shares = ranks.gather(ranks.together(checkpoints.vouch, partial, *place))
+        files = {name: facts for share in shares for name, facts in share.items()}
+        committed = ranks.alone(ask, checkpoints.commit, partial, manifest, files)
+        ranks.alone(checkpoints.prune, committed, keep)
+    finally:
+        if IS_MAIN:  # a full disk gets back what did not become a checkpoint
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def export(model: torch.nn.Module, output: Path, log: Log, step: int) -> None:
@@ -439,7 +444,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         began = time.perf_counter()
         window, problem = attempt(lambda: [next(batches) for _ in range(accumulation)])
         waited += time.perf_counter() - began
-        counted = np.array([numbers for _, numbers in window or []]).sum(axis=0)
+        counted = np.array([numbers for _, numbers in window or [(None, (0, 0))]]).sum(axis=0)
         terms, step_hash, stopped = ranks.agree(*counted, stop.asked(), problem=problem)
         terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
 

@@ -1,0 +1,40 @@
+"""Runs train.py for each case on standard input, in forks of this process: one import for all."""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+
+sys.path.insert(0, os.getcwd())
+import train
+
+
+def run(case):
+    """Exit code, stdout and stderr of one case."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+            os.environ.update(case.get("env", {}))
+            sys.argv = ["train.py", *case["flags"]]
+            code = 1
+            try:
+                exec(case.get("before", ""), {})
+                train.process.run(train.main, train.prepare)
+            except SystemExit as end:
+                code = end.code
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = [file.seek(0) or file.read().decode() for file in (out, err)]
+        return [code, *texts]
+
+
+if __name__ == "__main__":
+    print(json.dumps([run(case) for case in json.load(sys.stdin)]))

@@ -1,0 +1,342 @@
+"""Losses that are not finite, errors of one process alone, full disks, processes that hang."""
+
+import json
+import math
+import shutil
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import lines
+
+
+def checkpoint(output, step):
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def status(output):
+    return json.loads((output / "status.json").read_text())
+
+
+# ---- Not finite ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    "poison", [["nan"], ["inf"], ["inf", "--task.poison_rank", 0]], ids=["nan", "inf", "one-rank"]
+)
+def test_a_step_that_is_not_finite_changes_nothing_on_any_process(
+    tiny, tmp_path, processes, poison
+):
+    """Neither weights nor moments; also where the loss of one is infinite, its gradient is not."""
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--save_every", 1, "--task.poison", *poison]
+    tiny.train(processes, *flags, "--task.poisoned", 20)
+    skipped = {line["step"]: line for line in lines(output, "event")}
+    assert skipped and all(line["event"] == "skipped" for line in skipped.values())
+    assert all(20 in line["sample_ids"] for line in skipped.values())
+    assert len(next(iter(skipped.values()))["sample_ids"]) == 8
+    for line in lines(output, "loss"):
+        step = line["step"]
+        assert (line["loss"] is None) == (step in skipped)
+        if step == 1:
+            continue
+        for name in ("model.safetensors", "optimizer.bin"):
+            before, after = [(checkpoint(output, s) / name).read_bytes() for s in (step - 1, step)]
+            moments = name == "optimizer.bin"
+            # The optimizer's file holds the learning rate too, which follows the step.
+            if moments:
+                before, after = [
+                    torch.load(checkpoint(output, s) / name)["state"] for s in (step - 1, step)
+                ]
+                same = all(
+                    torch.equal(before[i][key], after[i][key]) for i in before for key in before[i]
+                )
+            else:
+                same = before == after
+            assert same == (step in skipped)
+    final = load_file(checkpoint(output, 12) / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in final.values())
+
+
+def test_the_same_steps_are_skipped_by_any_optimizer(tiny, tmp_path):
+    """SGD knows no found_inf, so its gradients are taken away."""
+    project = tmp_path / "project"
+    shutil.copytree(tiny.path, project)
+    source = (project / "train.py").read_text()
+    start, end = source.index("    return torch.optim.AdamW("), source.index("def lr_at(")
+    changed = (
+        source[:start] + "    return torch.optim.SGD(groups, momentum=0.9)\n\n\n" + source[end:]
+    )
+    (project / "train.py").write_text(changed)
+    flags = ["--task.poisoned", 20, "--task.poison", "nan", "--output_dir"]
+    type(tiny)(project).train(1, *flags, tmp_path / "run")
+    tiny.train(1, *flags, tmp_path / "adamw")
+    for run in ("run", "adamw"):
+        final = load_file(checkpoint(tmp_path / run, 12) / "model.safetensors")
+        assert all(tensor.isfinite().all() for tensor in final.values())
+    steps = [[line["step"] for line in lines(tmp_path / run, "event")] for run in ("run", "adamw")]
+    assert steps[0] == steps[1] != []
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_too_many_skipped_steps_in_a_row_end_the_run(tiny, tmp_path, log_every):
+    """Each of these steps holds every sample; the lines of all of them are written first."""
+    output = tmp_path / "run"
+    flags = ["--task.samples", 8, "--task.poisoned", 3, "--max_skipped_steps", 3]
+    flags += ["--log_every", log_every, "--save_every", 0, "--eval_every", 0]
+    printed = tiny.train(2, "--output_dir", output, *flags, codes=[2])
+    assert printed.count("train.py: ") == 1 and "Traceback" not in printed
+    assert "not finite in 3 steps in a row" in printed
+    assert [line["step"] for line in lines(output, "event")][:3] == [1, 2, 3]
+    assert status(output)["exit_code"] == 2 and not list(output.glob("checkpoints/*"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
+    """Overflow in the update itself, with finite losses until then."""
+    output = tmp_path / "run"
+    flags = ["--learning_rate", 1e38, "--warmup_steps", 0, "--weight_decay", 0, "--save_every", 1]
+    printed = tiny.train(1, "--output_dir", output, *flags, codes=[2])
+    assert "is not finite, so nothing was saved" in printed and printed.count("train.py: ") == 1
+    for path in output.glob("checkpoints/step-*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+
+
+def test_spikes_and_fp16_overflows(tiny):
+    """The watch on its own: what is noted, what counts."""
+    program = """
+import math, types, torch, health
+def reduce(values, _):
+    return values
+plain = types.SimpleNamespace(reduce=reduce, scaler=None)
+watch = health.Watch(plain, 2)
+def feed(watch, *losses, norm=1.0):
+    for step, loss in enumerate(losses, 1):
+        watch.add(step, 2, torch.tensor(2.0 * loss), torch.tensor(norm))
+    return watch.read()
+noise = [3 + 0.01 * math.sin(7 * i) - 0.001 * i for i in range(60)]
+loss, norm, notes, reason = feed(watch, *noise)
+assert abs(loss - noise[-1]) < 1e-6 and norm == 1.0 and notes == [] and reason == ""
+_, _, notes, _ = feed(watch, 3.0, 9.0, 3.0)
+assert [(n["event"], n["step"], n["spike_loss"]) for n in notes] == [("spike", 2, 9.0)]
+assert 2.9 < notes[0]["median_loss"] < 3.0
+_, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
+assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, the last of them 4" in reason
+scaled = health.Watch(types.SimpleNamespace(reduce=reduce, scaler=object()), 2)
+_, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
+assert notes == [] and reason == ""
+_, _, notes, reason = feed(scaled, math.nan, math.nan)
+assert len(notes) == 2 and reason
+"""
+    tiny.run("python", "-c", program)
+
+
+def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
+    """Losses of the demo's shape, with noise: no alarm in 2,000 steps."""
+    program = """
+import types, numpy, torch, health
+draw = numpy.random.default_rng(0)
+watch = health.Watch(types.SimpleNamespace(reduce=lambda values, _: values, scaler=None), 2)
+steps = numpy.arange(2000)
+losses = 3 + 4 * numpy.exp(-steps / 80) + draw.normal(0, 0.1, 2000)
+alarms = 0
+for step, loss in enumerate(losses):
+    watch.add(step, 1, torch.tensor(loss, dtype=torch.float32), torch.tensor(1.0))
+    alarms += len(watch.read()[2])
+assert alarms == 0, alarms
+"""
+    tiny.run("python", "-c", program)
+
+
+# ---- Errors of one process -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["prepare_data", "datasets", "build_model"])
+def test_an_error_of_one_process_is_told_to_all_and_printed_once(tiny, tmp_path, where):
+    flags = ["--output_dir", tmp_path / "run", "--task.fail_where", where]
+    printed = tiny.train(2, *flags, codes=[2], timeout=30)
+    errors = [line for line in printed.splitlines() if line.startswith("train.py: ")]
+    assert len(errors) == 1 and "Traceback" not in printed
+    assert errors[0].startswith("train.py: process 1 on ") and errors[0].endswith(
+        f"no {where} here"
+    )
+
+
+def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
+    """Its own traceback, and one line from the main process; the status has the reason."""
+    flags = ["--output_dir", tmp_path / "run", "--task.fail_where", "row"]
+    flags += ["--task.fail_kind", "TypeError", "--task.samples", 100, "--max_steps", 100]
+    printed = tiny.train(2, *flags, codes=[1], timeout=30)
+    assert printed.count("TypeError: no row here") == 2 and printed.count("Traceback") == 1
+    assert printed.count("train.py: process 1 on ") == 1
+    assert "TypeError: no row here" in status(tmp_path / "run")["reason"]
+    assert status(tmp_path / "run")["exit_code"] == 1
+
+
+def test_a_checkpoint_that_one_process_cannot_write_ends_all_and_keeps_the_old(tiny, tmp_path):
+    """Process 1 may write no file above 4 kB: its random state is larger, the log lines are not."""
+    output = tmp_path / "run"
+    tiny.train(2, "--output_dir", output)
+    shutil.rmtree(checkpoint(output, 12))
+    (output / "status.json").unlink()
+    program = """
+import os, resource, sys
+if os.environ["RANK"] == "1":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+sys.argv = ["train.py", *sys.argv[1:]]
+import train
+train.process.run(train.main, train.prepare)
+"""
+    (tiny.path / "limited.py").write_text(program)
+    printed = tiny.train(2, "--output_dir", output, program="limited.py", codes=[1, 2], timeout=60)
+    errors = [line for line in printed.splitlines() if line.startswith("train.py: ")]
+    assert len(errors) == 1 and "process 1 on " in errors[0], printed
+    names = sorted(p.name for p in output.glob("checkpoints/*"))
+    assert names == ["step-00000004", "step-00000008"]
+
+
+# ---- Disks ---------------------------------------------------------------------------------------
+
+
+def full_disk(tiny, output, *flags, free=0):
+    """A run on a disk that says it has `free` bytes left."""
+    program = f"""
+import shutil, sys
+shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**9, 10**9, {free})
+sys.argv = ["train.py", *sys.argv[1:]]
+import train
+train.process.run(train.main, train.prepare)
+"""
+    flags = ["--output_dir", output, *flags]
+    return tiny.run("python", "-c", program, *flags, check=False)
+
+
+def test_a_disk_without_room_is_said_before_the_first_step(tiny, tmp_path):
+    result = full_disk(tiny, tmp_path / "run", free=1000)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "a checkpoint needs 0.0 MB, and there are 0.0" in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_disk_that_has_filled_up_keeps_the_old_checkpoint(tiny, tmp_path):
+    output = tmp_path / "run"
+    tiny.train(1, "--output_dir", output)
+    before = sorted(output.glob("checkpoints/*"))
+    result = full_disk(tiny, output, "--max_steps", 14, "--accept_changes", free=100)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "what was saved is kept" in result.stderr
+    assert sorted(output.glob("checkpoints/*")) == before
+
+
+def test_a_write_that_fails_half_way_leaves_nothing_half(tiny, tmp_path):
+    """No file may grow beyond 9 kB: the model fits, the optimizer does not."""
+    output = tmp_path / "run"
+    tiny.train(1, "--output_dir", output, "--max_steps", 4)
+    shell = 'ulimit -f 9; exec python train.py "$@"'
+    flags = ["--output_dir", output, "--max_steps", 8, "--accept_changes"]
+    result = tiny.run("bash", "-c", shell, "bash", *flags, check=False)
+    assert result.returncode in (1, 2) and result.stderr.count("train.py: ") <= 1
+    assert [p.name for p in output.glob("checkpoints/*")] == ["step-00000004"]
+    assert "step-00000004" in tiny.train(1, *flags)
+    assert checkpoint(output, 8).exists()
+
+
+def test_what_a_run_writes_is_its_owners(tiny, tmp_path):
+    output = tmp_path / "run"
+    tiny.train(2, "--output_dir", output)
+    found = [output, *output.rglob("*")]
+    assert len(found) > 15 and all(p.stat().st_mode & 0o077 == 0 for p in found)
+
+
+# ---- Processes that hang or die ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "hang_at, said",
+    [
+        (5, "waited 5 s for the other processes; no answer from process 1"),
+        (0, "waited 5 s for all processes to begin"),  # a row that is read before they meet
+    ],
+)
+def test_a_process_that_hangs_is_named_after_the_timeout(tiny, tmp_path, hang_at, said):
+    """The second of two, when it reads that row."""
+    flags = ["--timeout", 5, "--task.hang_at", hang_at, "--task.samples", 100, "--max_steps", 100]
+    runs = tiny.start(2, "--output_dir", tmp_path / "run", *flags)
+    try:
+        printed = "".join(runs[0].communicate(timeout=60))
+    finally:
+        for run in runs:
+            run.kill()
+    assert runs[0].returncode == 1
+    assert f"train.py: {said}" in printed
+    assert printed.count("train.py: ") == 1 and "Traceback" not in printed
+    if hang_at:
+        assert "no answer from process 1" in status(tmp_path / "run")["reason"]
+
+
+def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):
+    output = tmp_path / "run"
+    runs = tiny.start(2, "--output_dir", output, "--max_steps", 1_000_000, "--warmup_steps", 2)
+    try:
+        wait_for_lines(output, 3)
+        runs[1].kill()
+        printed = "".join(runs[0].communicate(timeout=35))
+    finally:
+        for run in runs:
+            run.kill()
+    assert runs[0].returncode == 1 and "Traceback" not in printed
+    assert "train.py: lost the connection to another process, which has died" in printed
+
+
+def wait_for_lines(output, number):
+    deadline = time.monotonic() + 60
+    while not (output / "metrics.jsonl").exists() or len(lines(output, "loss")) < number:
+        assert time.monotonic() < deadline, "no steps within a minute"
+        time.sleep(0.02)
+
+
+def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):
+    output = tmp_path / "run"
+    tiny.train(1, "--output_dir", output, "--max_steps", 4)
+    manifest = json.loads((checkpoint(output, 4) / "manifest.json").read_text())
+    assert manifest["data"]["samples"] == 37 and manifest["config"]["global_batch_size"] == 8
+    changed = ["--output_dir", output, "--max_steps", 6]
+    program = (tiny.path / "task.py").read_text()
+    try:
+        (tiny.path / "task.py").write_text(program.replace("1000 * self.cfg.seed", "7"))
+        printed = tiny.train(1, *changed, codes=[2])
+        assert f"data fingerprint: {manifest['data']['fingerprint']} -> " in printed
+        tiny.train(1, *changed, "--accept_changes")
+    finally:
+        (tiny.path / "task.py").write_text(program)
+    note, last = lines(output, "event")[0], lines(output, "loss")[-1]
+    assert note["step"] == 4 and last["step"] == 6 and math.isfinite(last["loss"])
+    assert "data fingerprint: " in note["changes"] and "max_steps: 4 -> 6" in note["changes"]
+
+
+HARMLESS = {
+    "log_every": 2, "save_every": 3, "eval_every": 0, "num_workers": 1, "micro_batch_size": 8,
+    "keep_checkpoints": 1,
+}  # fmt: skip
+HARMFUL = {
+    "seed": 1, "global_batch_size": 16, "learning_rate": 1, "weight_decay": 0, "beta1": 0.8,
+    "max_grad_norm": 2, "lr_schedule": "linear", "warmup_steps": 3, "final_lr_share": 0,
+    "max_steps": 13, "task.dropout": 0.5, "task.samples": 36, "deterministic": "true",
+}  # fmt: skip
+
+
+def test_harmful_changes_are_refused_and_harmless_ones_are_not(tiny, tmp_path):
+    """The comparison of settings, in one process: each field alone."""
+    output = tmp_path / "run"
+    tiny.train(1, "--output_dir", output, "--max_steps", 4)
+    cases = [(name, value, 2) for name, value in HARMFUL.items()]
+    cases += [(name, value, 0) for name, value in HARMLESS.items()]
+    base = ["--output_dir", output, "--check", "--max_steps", 4]
+    results = tiny.forked([{"flags": [*base, f"--{name}", value]} for name, value, _ in cases])
+    for (name, _, expected), (code, printed, errors) in zip(cases, results, strict=True):
+        assert code == expected, (name, printed, errors)
+        if expected:
+            assert f"{name}: " in errors and "--accept_changes" in errors
+            assert errors.count("\n") == 1
