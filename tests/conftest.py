@@ -54,6 +54,26 @@ class BakedProject:
             )
         return result
 
+    def launch(self, launcher, hardware, *flags, **env):
+        """Start a launcher (accelerate or launch.py) in a process group of its own."""
+        command = {
+            "accelerate": ["accelerate", "launch", "--quiet"],
+            "launch.py": ["python", "launch.py"],
+        }[launcher.split()[0]]
+        command += [*launcher.split()[1:], "--config_file", f"configs/accelerate/{hardware}.yaml"]
+        # What launch.py sets where accelerate is called by itself.
+        signals = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+        return subprocess.Popen(
+            [*command, "train.py", *map(str, flags)],
+            cwd=self.path,
+            env=self.env(**({} if "launch.py" in command else signals), **env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
     def start(self, processes, *flags, program="train.py", **env):
         """Start a program in so many processes, as a launcher would: a list of Popen objects."""
         env = self.env(**env)
@@ -107,7 +127,13 @@ class BakedProject:
 def lines(output, key):
     """The lines of a run's metrics.jsonl that hold this key."""
     text = (Path(output) / "metrics.jsonl").read_text(encoding="utf-8")
-    return [line for line in map(json.loads, text.splitlines()) if key in line]
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # torn: the run was killed, or is writing it now
+            continue
+    return [line for line in found if key in line]
 
 
 def copy_template(destination):

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -42,6 +43,14 @@ def check(launcher: list[str], program: list[str]) -> int:
     return subprocess.run(command, env=env).returncode
 
 
+def trainers(launcher: subprocess.Popen) -> list[psutil.Process]:
+    """The processes that train: those that the launcher has started."""
+    try:
+        return psutil.Process(launcher.pid).children()
+    except psutil.Error:
+        return []
+
+
 def forward(launcher: subprocess.Popen, number: int) -> None:
     """Sends a signal to the processes that train.
 
@@ -49,8 +58,7 @@ def forward(launcher: subprocess.Popen, number: int) -> None:
     would die and leave it behind.
     """
     try:
-        children = psutil.Process(launcher.pid).children()
-        alone = [child for child in children if "LOCAL_RANK" not in child.environ()]
+        alone = [child for child in trainers(launcher) if "LOCAL_RANK" not in child.environ()]
         for target in alone or [launcher]:
             target.send_signal(number)
     except psutil.Error:  # it has just ended
@@ -58,7 +66,7 @@ def forward(launcher: subprocess.Popen, number: int) -> None:
 
 
 def main() -> int:
-    """Checks, launches, and waits; the exit code."""
+    """Checks, launches, and waits until all have ended; the exit code."""
     launcher, program = split(sys.argv[1:])
     if code := check(launcher, program):
         return code
@@ -68,16 +76,20 @@ def main() -> int:
         told = Path(folder, "exit_code")
         env = {"PET_SIGNALS_TO_HANDLE": names, **os.environ, "EXIT_CODE_FILE": str(told)}
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-        command += [*launcher, *program]
         # A terminal's Ctrl-C is for the processes that train: accelerate would print a traceback.
-        run = subprocess.Popen(command, env=env, preexec_fn=ignore_interrupt)
+        run = subprocess.Popen([*command, *launcher, *program], env=env, preexec_fn=deaf)
         for number in heard:
             signal.signal(number, lambda n, _: forward(run, n))
+        started = []
+        while not started and run.poll() is None:
+            time.sleep(0.2)
+            started = trainers(run)
         code = run.wait()
+        psutil.wait_procs(started)  # a signal to all may end the launcher while they save
         return int(told.read_text()) if told.exists() else code
 
 
-def ignore_interrupt() -> None:
+def deaf() -> None:
     """For the launcher; what trains hears the signal nevertheless."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -83,7 +83,7 @@ class Ranks:
         self.group = None
         limit = datetime.timedelta(seconds=timeout)
         try:
-            state = PartialState(cpu=on_cpu(), timeout=limit)
+            state = PartialState(cpu=on_cpu(), timeout=limit, **meeting_place())
         except dist.DistError as error:  # one of them never came
             raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
         if state.num_processes != PROCESSES:
@@ -156,6 +156,20 @@ class Ranks:
             ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0] or "0"
             missing = f"no answer from process {ranks}"
         return Failed(f"waited {self.timeout} s for the other processes; {missing}")
+
+
+def meeting_place() -> dict:
+    """Where processes meet that torchelastic has started again (`--max_restarts`); else nothing.
+
+    Its store still holds the addresses of those that died; these write under names of their own.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return {}
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    place = {"rank": int(os.environ["RANK"]), "world_size": PROCESSES}
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), **place}
 
 
 def on_cpu() -> bool:

@@ -32,7 +32,11 @@ class TaskConfig:
     fail_kind: str = "ValueError"
     """What it raises."""
     row_seconds: float = 0.0
+    """Time to read a training row."""
+    eval_seconds: float = 0.0
     """Time to read a validation row."""
+    prepare_seconds: float = 0.0
+    """Time to prepare the data."""
     hang_at: int = -1
     """Sample id at which a process stops answering."""
     seed: int = 0
@@ -40,7 +44,7 @@ class TaskConfig:
 
 
 class Numbers(torch.utils.data.Dataset):
-    def __init__(self, cfg: TaskConfig, first: int, size: int, seconds: float = 0.0):
+    def __init__(self, cfg: TaskConfig, first: int, size: int, seconds: float):
         self.cfg, self.first, self.size, self.seconds = cfg, first, size, seconds
 
     def __len__(self):
@@ -65,11 +69,13 @@ def fail(cfg: TaskConfig, where: str, now: bool = True) -> None:
 
 def prepare_data(cfg: TaskConfig) -> None:
     fail(cfg, "prepare_data")
+    time.sleep(cfg.prepare_seconds)
 
 
 def datasets(cfg: TaskConfig) -> tuple:
     fail(cfg, "datasets")
-    return Numbers(cfg, 0, cfg.samples), Numbers(cfg, 500, cfg.held_out, cfg.row_seconds)
+    train = Numbers(cfg, 0, cfg.samples, cfg.row_seconds)
+    return train, Numbers(cfg, 500, cfg.held_out, cfg.eval_seconds)
 
 
 def collate(rows: list[dict]) -> dict:
