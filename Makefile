@@ -8,10 +8,10 @@ STAMP = .venv/.installed
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = .venv/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test
+.PHONY: help demo test torture
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-5s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## bake a project into demo/ and train it; what is there is kept: rm -r demo starts over
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
@@ -28,6 +28,9 @@ test: $(STAMP)  ## check the style and run all tests (one: make test ARGS="-k ho
 	.venv/bin/ruff check --config pyproject.toml .
 	.venv/bin/ruff format --check --config pyproject.toml .
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+
+torture: $(STAMP)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
+	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
 
 # The dependencies of a generated project come from a baked one, through its own `make setup`.
 $(STAMP): tests/requirements.txt $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh

@@ -124,11 +124,45 @@ assert [(n["event"], n["step"], n["spike_loss"]) for n in notes] == [("spike", 2
 assert 2.9 < notes[0]["median_loss"] < 3.0
 _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, the last of them 4" in reason
-scaled = health.Watch(types.SimpleNamespace(reduce=reduce, scaler=object()), 2)
+scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
+scaled = health.Watch(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
 _, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
 assert notes == [] and reason == ""
 _, _, notes, reason = feed(scaled, math.nan, math.nan)
 assert len(notes) == 2 and reason
+scaler.get_scale = lambda: 0.5  # no scale makes these finite
+scaled.in_a_row = 0
+_, _, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)
+assert len(notes) == 2 and reason
+"""
+    tiny.run("python", "-c", program)
+
+
+def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not(tiny):
+    program = """
+import torch, health
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 2)
+model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+def named():
+    try:
+        health.check_finite(accelerator, model, optimizer)
+    except ValueError as error:
+        return str(error).split(" is not finite")[0]
+assert named() is None
+model(torch.ones(2)).sum().backward()
+optimizer.step()
+assert named() is None
+next(iter(optimizer.state.values()))["exp_avg"][0] = torch.inf
+assert named() == "exp_avg of weight", named()
+model.mask[0, 0] = torch.nan
+assert named() == "mask", named()
+with torch.no_grad():
+    model.bias[0], model.mask[0, 0] = torch.inf, 0
+    next(iter(optimizer.state.values()))["exp_avg"][0] = 0
+assert named() == "bias"
 """
     tiny.run("python", "-c", program)
 

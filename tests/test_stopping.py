@@ -42,6 +42,13 @@ def family(run):
     return [launcher, *launcher.children(recursive=True)]
 
 
+def kill_all(run):
+    """kill -9 of the launcher and all that it started, in whatever process group."""
+    for process in family(run):
+        process.kill()
+    run.communicate()
+
+
 def begin(project, launcher, hardware, output, *flags):
     """A run that has trained its third step, and its processes."""
     run = project.launch(launcher, hardware, *LONG, "--output_dir", output, *flags)
@@ -186,8 +193,7 @@ def test_three_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
         before = len(lines(output, "loss")) if (output / "metrics.jsonl").exists() else 0
         wait_until(lambda before=before: trained(output, before + 1), run)
         time.sleep(draw.uniform(0, 1))
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        kill_all(run)
     tiny.train(2, *CHAIN, "--output_dir", output)
     tiny.train(2, *CHAIN, "--output_dir", unbroken)
     check_same_end(output, unbroken)
@@ -210,6 +216,45 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(tiny, tmp_path
     for mine, theirs in pairs:
         assert mine["batch_hash"] == theirs["batch_hash"] and mine["step"] == theirs["step"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+
+
+def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, tmp_path):
+    """They live on for seconds; the next start does not wait for them."""
+    output = tmp_path / "run"
+    flags = [*LONG, "--num_workers", 2, "--output_dir", output]
+    (run,) = tiny.start(1, *flags)
+    wait_until(lambda: trained(output, 3), run)
+    workers = family(run)[1:]
+    for worker in workers:
+        worker.suspend()
+    run.kill()
+    run.wait()
+    try:
+        held = "import checkpoints, pathlib, sys; checkpoints.PATIENCE = 2;"
+        held += "checkpoints.lock(pathlib.Path(sys.argv[1]))"
+        assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
+        tiny.run("python", "-c", held, output)
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.parametrize("phase", ["check", "start"])
+def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, phase):
+    output = tmp_path / "run"
+    flags = [*LONG, "--output_dir", output]
+    flags += ["--task.prepare_seconds", 30] if phase == "check" else []
+    run = tiny.launch("launch.py", "cpu", *flags)
+    wait_until(lambda: (output / "lock").exists(), run)
+    processes = family(run)
+    if phase == "start":  # the check has ended, and accelerate begins
+        psutil.wait_procs(processes[1:], timeout=30)
+        time.sleep(0.5)
+        processes = family(run)
+    os.kill(run.pid, signal.SIGINT)
+    printed = end(run, processes)
+    assert run.returncode == 75 and "Traceback" not in printed
+    assert not trained(output, 20)
 
 
 def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):

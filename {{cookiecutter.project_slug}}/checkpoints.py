@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 HARMLESS = """output_dir resume accept_changes check config_file timeout micro_batch_size
     num_workers max_skipped_steps eval_every save_every keep_checkpoints log_every tracker project
     upload_code compile gradient_checkpointing task.cache_dir task.sample_prompt""".split()
+PATIENCE = 40  # tenths of a second to wait for the lock of a run folder
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -231,7 +232,7 @@ def prune(newest: Path, keep: int) -> None:
         doomed = path.with_name(f".{path.name}.partial")
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)  # a reader on a network disk may keep a file
 
 
 def eval_loss(path: Path) -> float | None:
@@ -270,25 +271,31 @@ def compare(path: Path, manifest: dict, facts: dict) -> list[str]:
     return changed
 
 
-def lock(output: Path):
-    """Makes the run folder and keeps other runs out of it, until the returned file is closed.
+def lock(output: Path, hold: bool = True):
+    """Makes the run folder and, to `hold` it, keeps other runs out until the result is closed.
 
-    The lock goes with its process, however that ends. Raises ValueError that says who holds it.
+    The lock goes with its process, however that ends; one whose launcher was killed may still be
+    saving, so this waits a little. Raises ValueError that says who holds it.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
         file = open(output / "lock", "a", encoding="utf-8")
+        os.register_at_fork(after_in_child=file.close)  # or worker processes would hold it too
     except OSError as error:
         raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = {"pid": "?", "host": "?", "since": "?", **read_status(output)}
-        who = "process {pid} on {host}, since {since}".format_map(holder)
-        raise ValueError(
-            f"{output} is in use by {who}; wait for its end, or give another --output_dir"
-        ) from None
-    return file
+    if not hold:
+        return file
+    for _ in range(PATIENCE):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError as error:  # as some network disks say
+            raise ValueError(f"{output}: no locks on this disk: {error.strerror}") from None
+    holder = {"pid": "?", "host": "?", "since": "?", **read_status(output)}
+    who = "process {pid} on {host}, since {since}".format_map(holder)
+    raise ValueError(f"{output} is in use by {who}; wait for its end, or give another --output_dir")
 
 
 def write_status(output: Path, state: str, **more) -> None:

@@ -154,7 +154,9 @@ def read_hardware(path: Path) -> int:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
 
     kind, processes = hardware.distributed_type.value, hardware.num_processes
-    processes = int(os.environ.get("NUM_PROCESSES") or processes)  # as launch.py was told
+    # launch.py was told otherwise, perhaps.
+    processes = int(os.environ.get("LAUNCH_PROCESSES") or processes)
+    machines = int(os.environ.get("LAUNCH_MACHINES") or hardware.num_machines)
     precision, precisions = hardware.mixed_precision or "no", PrecisionType.list()
     if str(precision) not in precisions:
         known = ", ".join(precisions)
@@ -170,7 +172,7 @@ def read_hardware(path: Path) -> int:
         if precision == "fp16":
             raise ValueError(f"{path}: mixed_precision fp16 needs a GPU; write 'no'")
         return processes
-    here = -(-processes // hardware.num_machines)
+    here = -(-processes // machines)
     gpus = torch.accelerator.device_count()
     if gpus < here:
         raise ValueError(

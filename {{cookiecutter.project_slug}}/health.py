@@ -37,19 +37,22 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
 
 
 def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimizer) -> None:
-    """Raises ValueError that names a weight, a buffer or a moment that holds NaN or infinity."""
+    """Raises ValueError that names a weight or a moment that is not finite, or a buffer with NaN.
+
+    A buffer may hold infinities on purpose, as masks do.
+    """
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    tensors = dict(bare.state_dict())
+    good = {name: ~buffer.isnan().any() for name, buffer in bare.named_buffers()}
     for name, parameter in bare.named_parameters():
+        good[name] = parameter.isfinite().all()
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key} of {name}"] = value
-    tensors = {n: t for n, t in tensors.items() if torch.is_tensor(t) and t.is_floating_point()}
-    finite = [t.isfinite().all().to(accelerator.device) for t in tensors.values()]
-    if not torch.stack(finite).all():
-        name = next(name for name, good in zip(tensors, finite, strict=True) if not good)
+            if torch.is_tensor(value):
+                good[f"{key} of {name}"] = value.isfinite().all()
+    if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
+        name = next(name for name, each in good.items() if not each)
         raise ValueError(
-            f"{name} is not finite, so nothing was saved; continue from the newest checkpoint with "
-            "another learning_rate or warmup_steps"
+            f"{name} is not finite, so nothing was saved; go on from the newest checkpoint with "
+            "--accept_changes and another learning_rate, or look at the data"
         )
 
 
@@ -81,8 +84,7 @@ class Watch:
             if math.isfinite(loss + norm):
                 notes += self.spike(step, loss)
                 self.in_a_row = 0
-            # fp16 overflows now and then, and its scaler answers with smaller numbers: no alarm.
-            elif not math.isfinite(loss) or self.accelerator.scaler is None:
+            elif not (math.isfinite(loss) and self.overflows()):
                 notes.append(
                     {"step": step, "event": "skipped", "skipped_loss": loss, "skipped_norm": norm}
                 )
@@ -91,9 +93,17 @@ class Watch:
                     reason = (
                         f"loss or gradient was not finite in {self.in_a_row} steps in a row, the "
                         f"last of them {step}; none changed the weights. metrics.jsonl has their "
-                        "samples; lower learning_rate, or look at the data"
+                        "samples; look at the data, or go on with --accept_changes and another "
+                        "learning_rate"
                     )
         return loss, norm, notes, reason
+
+    def overflows(self) -> bool:
+        """Whether fp16's scaler may be the reason: now and then it tries too large a scale.
+
+        One that has come down to 1 and below has met gradients that no scale makes finite.
+        """
+        return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
 
     def spike(self, step: int, loss: float) -> list[dict]:
         """A note if the loss lies far above those before it, whose median is robust to spikes."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+STOPPED = 75  # exit code of train.py: stopped on request, start it again to continue
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -31,36 +32,43 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     sys.exit(f"launch.py: name a program, such as train.py\n{__doc__.splitlines()[2].strip()}")
 
 
-def check(launcher: list[str], program: list[str]) -> int:
+def check(launcher: list[str], program: list[str], asked: list[int]) -> int:
     """Exit code of the program's own check, told what the launcher would tell its processes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config_file", default="")
-    parser.add_argument("--num_processes", "--num-processes", default="")
+    for name in ("num_processes", "num_machines"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default="")
     known, _ = parser.parse_known_args(launcher)
     command = [sys.executable, *program, "--check"]
     command += ["--config_file", known.config_file] if known.config_file else []
-    env = {**os.environ, "NUM_PROCESSES": known.num_processes}  # the launcher's flag goes first
-    return subprocess.run(command, env=env).returncode
+    told = {"LAUNCH_PROCESSES": known.num_processes, "LAUNCH_MACHINES": known.num_machines}
+    checking = subprocess.Popen(command, env={**os.environ, **told}, preexec_fn=deaf)
+    while checking.poll() is None:
+        time.sleep(0.05)
+        if asked:
+            checking.terminate()
+    return STOPPED if asked else checking.returncode
 
 
-def trainers(launcher: subprocess.Popen) -> list[psutil.Process]:
-    """The processes that train: those that the launcher has started."""
+def trainers(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
+    """The processes that train: those that the launcher has started with the program."""
     try:
-        return psutil.Process(launcher.pid).children()
+        children = psutil.Process(launcher.pid).children()
+        return [child for child in children if program[0] in child.cmdline()]
     except psutil.Error:
         return []
 
 
-def forward(launcher: subprocess.Popen, number: int) -> None:
-    """Sends a signal to the processes that train.
+def stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> None:
+    """Asks the processes that train to save and stop.
 
     torchelastic, which runs several of them, passes it on. With one there is only accelerate, which
     would die and leave it behind.
     """
     try:
-        alone = [child for child in trainers(launcher) if "LOCAL_RANK" not in child.environ()]
+        alone = [process for process in training if "LOCAL_RANK" not in process.environ()]
         for target in alone or [launcher]:
-            target.send_signal(number)
+            target.send_signal(signal.SIGTERM)
     except psutil.Error:  # it has just ended
         pass
 
@@ -68,29 +76,33 @@ def forward(launcher: subprocess.Popen, number: int) -> None:
 def main() -> int:
     """Checks, launches, and waits until all have ended; the exit code."""
     launcher, program = split(sys.argv[1:])
-    if code := check(launcher, program):
+    asked: list[int] = []
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, lambda n, _: asked.append(n))
+    if code := check(launcher, program, asked):
         return code
-    heard = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # not SIGHUP under nohup
-    names = ",".join(n.name for n in heard)
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "exit_code")
-        env = {"PET_SIGNALS_TO_HANDLE": names, **os.environ, "EXIT_CODE_FILE": str(told)}
+        heard = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # what torchelastic passes on
+        env = {"PET_SIGNALS_TO_HANDLE": heard, **os.environ, "EXIT_CODE_FILE": str(told)}
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
-        # A terminal's Ctrl-C is for the processes that train: accelerate would print a traceback.
         run = subprocess.Popen([*command, *launcher, *program], env=env, preexec_fn=deaf)
-        for number in heard:
-            signal.signal(number, lambda n, _: forward(run, n))
-        started = []
-        while not started and run.poll() is None:
+        training, stopping = [], False
+        while run.poll() is None:
+            training = trainers(run, program) or training
+            if asked and training and not stopping:
+                stop(run, training)
+                stopping = True
             time.sleep(0.2)
-            started = trainers(run)
-        code = run.wait()
-        psutil.wait_procs(started)  # a signal to all may end the launcher while they save
-        return int(told.read_text()) if told.exists() else code
+        psutil.wait_procs(training)  # a signal to all may end the launcher while they save
+        if told.exists():
+            return int(told.read_text())
+        return STOPPED if asked else run.returncode
 
 
 def deaf() -> None:
-    """For the launcher; what trains hears the signal nevertheless."""
+    """For the launcher, which would answer a terminal's Ctrl-C with a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

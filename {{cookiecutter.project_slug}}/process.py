@@ -1,6 +1,7 @@
 """What surrounds the loop: the processes of a run, what asks them to stop, how they end."""
 
 import atexit
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -253,7 +254,9 @@ def run(main, prepare) -> None:
     stop, start, ranks = StopRequest(), None, None
     try:
         start, problem = attempt(prepare)
-        ranks = Ranks(start.cfg.timeout if start else 600)
+        ranks, missing = attempt(Ranks, start.cfg.timeout if start else 600)
+        if missing:
+            raise problem or missing
         ranks.settle(problem)
         code = main(start, ranks, stop)
     except BaseException as error:
@@ -311,6 +314,8 @@ def leave(code: int) -> None:
     tell(code)
     if PROCESSES == 1:
         sys.exit(code)
+    with contextlib.suppress(SystemExit):
+        sys.exit(code)  # tells W&B, which has put a function of its own there
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

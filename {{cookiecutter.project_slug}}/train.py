@@ -199,6 +199,7 @@ class Start:
     manifest: dict = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    finished: bool = False
 
 
 def read_config() -> Config:
@@ -240,7 +241,7 @@ def prepare() -> Start:
     if cfg.config_file:
         processes = max(processes, ask(command_line.read_hardware, Path(cfg.config_file)))
     micro, accumulation = cut(cfg, processes)
-    lock = ask(checkpoints.lock, output) if IS_MAIN else None
+    lock = ask(checkpoints.lock, output, not cfg.check) if IS_MAIN else None
     ask(tracking.check, cfg.tracker)
 
     ask(task.prepare_data, cfg.task)
@@ -261,7 +262,10 @@ def prepare() -> Start:
         start.checkpoint, start.manifest, start.remarks = found
         if start.checkpoint:
             start.changed = ask(checkpoints.compare, start.checkpoint, start.manifest, facts)
-        ask(checkpoints.check_room, folder)
+        ended = checkpoints.read_status(output).get("state") == "finished"
+        start.finished = ended and start.manifest.get("step", 0) >= max_steps
+        if not start.finished:
+            ask(checkpoints.check_room, folder)
     return start
 
 
@@ -363,9 +367,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     folder, fields = output / "checkpoints", start.facts["config"]
 
     # Find where to start; a finished run has nothing left to do.
-    checkpoint, first_step = ranks.gather((start.checkpoint, start.manifest.get("step", 0)))[0]
-    status = ranks.alone(checkpoints.read_status, output)
-    finished = first_step >= max_steps and status.get("state") == "finished"
+    known = (start.checkpoint, start.manifest.get("step", 0), start.finished)
+    checkpoint, first_step, finished = ranks.gather(known)[0]
     if cfg.check:
         where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
         where = "is finished" if finished else where

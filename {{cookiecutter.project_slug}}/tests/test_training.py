@@ -51,20 +51,32 @@ def test_a_run_leaves_what_the_readme_promises(one):
     assert any((one / "model").iterdir())
 
 
-def test_two_processes_train_what_one_does(one, tmp_path):
-    launch("cpu_multi", tmp_path / "two", "--micro_batch_size", "2")
+@pytest.mark.parametrize("hardware, micro", [("cpu", "2"), ("cpu_multi", "2")])
+def test_any_cut_of_a_step_trains_the_same(one, tmp_path, hardware, micro):
+    """Four micro-batches in place of one, and two processes with two each."""
+    launch(hardware, tmp_path / "run", "--micro_batch_size", micro)
     for key in ("loss", "eval_loss"):
-        pairs = zip(lines(one, key), lines(tmp_path / "two", key), strict=True)
+        pairs = zip(lines(one, key), lines(tmp_path / "run", key), strict=True)
         for mine, theirs in pairs:
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
             assert mine.get("batch_hash") == theirs.get("batch_hash")
             assert mine.get("lr") == theirs.get("lr")
 
 
-def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, tmp_path):
+@pytest.mark.parametrize("corrupted", [False, True])
+def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, tmp_path, corrupted):
+    """Lost, or there with one byte that is not what was saved."""
     output = tmp_path / "run"
-    shutil.copytree(one / "checkpoints" / "step-00000003", output / "checkpoints" / "step-00000003")
-    assert "continuing from" in launch("cpu", output)
+    shutil.copytree(one / "checkpoints", output / "checkpoints")
+    last = output / "checkpoints" / "step-00000006"
+    if corrupted:
+        content = (last / "optimizer.bin").read_bytes()
+        (last / "optimizer.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        shutil.rmtree(last)
+    printed = launch("cpu", output)
+    assert f"continuing from {output / 'checkpoints' / 'step-00000003'}" in printed
+    assert (f"passed over: {last / 'optimizer.bin'} is not the file" in printed) == corrupted
     for mine, theirs in zip(lines(one, "loss")[3:], lines(output, "loss"), strict=True):
         for key in ("step", "loss", "grad_norm", "lr", "batch_hash"):
             assert mine[key] == theirs[key]

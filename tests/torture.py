@@ -1,0 +1,145 @@
+"""The long proof: `make torture KILLS=100` kills, damages and stops runs, and prints the figures.
+
+Every figure is counted here and now; whatever does not hold ends the program with an assertion.
+"""
+
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import test_checkpoints
+import test_stopping
+from conftest import bake, lines, make_tiny
+
+CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
+
+
+class Folders:
+    """Temporary folders, as pytest's tmp_path_factory makes them."""
+
+    def __init__(self):
+        self.root = Path(tempfile.mkdtemp(prefix="torture"))
+
+    def mktemp(self, name):
+        folder = Path(tempfile.mkdtemp(prefix=name, dir=self.root))
+        return folder
+
+
+def kill_chains(tiny, folders, kills, draw):
+    """Kills runs of one and two processes at random moments of their whole life, then ends them.
+
+    A chain counts when its end has the bytes of an unbroken run. Gives kills tried, kills survived
+    and the seconds from each kill in training to the next new step.
+    """
+    unbroken = {}
+    for processes in (1, 2):
+        unbroken[processes] = folders.mktemp("unbroken") / "run"
+        tiny.train(processes, *CHAIN, "--output_dir", unbroken[processes])
+    tried, survived, seconds = 0, 0, []
+    while tried < kills:
+        processes = 1 + tried // 5 % 2
+        hardware = ("cpu", "cpu_multi")[processes - 1]
+        output, chain, ended = folders.mktemp("chain") / "run", 0, False
+        while chain < 5 and tried < kills and not ended:
+            seen = max((line["step"] for line in written(output)), default=0)
+            began = time.monotonic()
+            run = tiny.launch("accelerate", hardware, *CHAIN, "--output_dir", output)
+            last = began + draw.uniform(0.5, 9)
+            new = None
+            while time.monotonic() < last and run.poll() is None:
+                if new is None and any(line["step"] > seen for line in written(output)):
+                    new = time.monotonic() - began
+                time.sleep(0.02)
+            ended = run.poll() is not None
+            if not ended:
+                test_stopping.kill_all(run)
+                chain, tried = chain + 1, tried + 1
+            if new and seen:
+                seconds.append(new)
+        tiny.train(processes, *CHAIN, "--output_dir", output)
+        test_stopping.check_same_end(output, unbroken[processes])
+        survived += chain
+        shutil.rmtree(output)
+        print(f"kills: {survived} of {tried} survived", file=sys.stderr, flush=True)
+    return tried, survived, seconds
+
+
+def written(output):
+    """The training lines of a run that may not have begun."""
+    return lines(output, "loss") if (output / "metrics.jsonl").exists() else []
+
+
+def stop_signals(tiny, folders, rounds):
+    """Signals honoured, of those sent."""
+    for _ in range(rounds):
+        for case in test_stopping.SIGNALS:
+            test_stopping.stop(tiny, folders.mktemp("stop") / "run", *case)
+    return rounds * len(test_stopping.SIGNALS)
+
+
+def checkpoint_files(folders):
+    """Crash points survived, kinds of damage detected, false alarms of 100 intact checkpoints."""
+    test_checkpoints.test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(
+        folders.mktemp("crash")
+    )
+    folder = folders.mktemp("points")
+    for step in (1, 2):
+        test_checkpoints.save(folder, step)
+    points = len(test_checkpoints.run_until(folder, 10**9))
+    for damage in test_checkpoints.DAMAGES:
+        test_checkpoints.test_a_damaged_checkpoint_is_passed_over_named_and_kept(
+            folders.mktemp("damage"), damage
+        )
+    test_checkpoints.test_intact_checkpoints_raise_no_alarm(folders.mktemp("intact"))
+    return points, len(test_checkpoints.DAMAGES)
+
+
+def clean_exits(tiny, folders, runs):
+    """Two processes that finish: exit code 0, each time."""
+    for _ in range(runs):
+        tiny.train(2, "--max_steps", 2, "--output_dir", folders.mktemp("exit") / "run")
+    return runs
+
+
+def share_of_saving(folders):
+    """The share of training time that checkpoints take in the default recipe."""
+    project = bake(folders.mktemp("default"), tracker="none")
+    project.train(1, timeout=600)
+    metrics = lines(project.path / "runs" / "default", "step")
+    saving = sum(line["save_seconds"] for line in metrics if "save_seconds" in line)
+    training = [line for line in metrics if "tokens_per_second" in line]
+    tokens = 64 * 32 * 10  # of a line: the recipe's context, batch and log_every
+    return saving / (saving + sum(tokens / line["tokens_per_second"] for line in training))
+
+
+def main():
+    """Runs all of it; the seed makes the moments of the kills repeatable, as far as they are."""
+    kills = int(os.environ.get("KILLS", 100))
+    seed = int(os.environ.get("SEED", random.SystemRandom().randrange(10**6)))
+    print(f"KILLS={kills} SEED={seed}", file=sys.stderr, flush=True)
+    folders = Folders()
+    tiny = make_tiny(folders.mktemp("tiny"))
+    try:
+        share = share_of_saving(folders)
+        points, damages = checkpoint_files(folders)
+        tried, survived, seconds = kill_chains(tiny, folders, kills, random.Random(seed))
+        stopped = stop_signals(tiny, folders, rounds=max(1, kills // 50))
+        exits = clean_exits(tiny, folders, 50)
+    finally:
+        shutil.rmtree(folders.root, ignore_errors=True)
+    print(
+        f"{survived} of {tried} kills survived, {points} of {points} crash points, "
+        f"{damages} of {damages} kinds of damage detected and 0 false alarms of 100, "
+        f"{stopped} of {stopped} stop signals honoured, {exits} of {exits} clean exits; "
+        f"{statistics.median(seconds):.1f} s from a kill to the next new step (median of "
+        f"{len(seconds)}); {100 * share:.2f} % of training time in checkpoints"
+    )
+
+
+if __name__ == "__main__":
+    main()
