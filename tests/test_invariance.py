@@ -1,7 +1,10 @@
 """The hardware does not change the result: numbers of runs that differ only in how they are cut."""
 
+import importlib.util
 import json
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -93,13 +96,13 @@ def test_workers_change_no_digit(tiny, one, tmp_path):
 
 @pytest.fixture(scope="module")
 def data_order(tmp_path_factory):
-    """The module of a baked project, which imports nothing of its own."""
-    import importlib.util
-
+    """The module of a baked project; of its task nothing is used."""
     path = bake(tmp_path_factory.mktemp("order")).path / "data_order.py"
     spec = importlib.util.spec_from_file_location("data_order", path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "task", types.ModuleType("task"))
+        spec.loader.exec_module(module)
     return module
 
 

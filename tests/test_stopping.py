@@ -112,6 +112,9 @@ def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
     os.kill(run.pid, signal.SIGTERM)
     check_stopped(output, end(run, processes))
     assert [p.name for p in output.glob("checkpoints/*")] == ["step-00000003"]
+    flags = [*LONG, *flags, "--task.eval_seconds", 0, "--max_steps", 4, "--accept_changes"]
+    tiny.train(2, *flags, "--output_dir", output)
+    assert [line["step"] for line in lines(output, "eval_loss")] == [3, 4]  # made up for
 
 
 def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):

@@ -12,6 +12,8 @@ import math
 import numpy as np
 import torch
 
+import task
+
 
 def mix(*words) -> np.ndarray:
     """64 well-mixed bits of integers, or of arrays of them: uint64, of the arrays' shape or (1,).
@@ -96,13 +98,24 @@ class Rows(torch.utils.data.Dataset):
         return [(i, self.dataset[max(i, 0)]) for i in ids]
 
 
-def fingerprint(dataset, collate) -> str:
+def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int]]:
+    """The task's batch, with its number of loss terms and the sum of its hashed sample ids.
+
+    The two are Python's integers (within 64 bits), so that reading them waits for no device.
+    """
+    ids = np.array([i for i, _ in pairs])
+    batch = task.collate([row for _, row in pairs])
+    terms = task.count(batch) if ids[0] >= 0 else 0
+    return batch, (terms, int(mix(ids).view(np.int64).sum()))
+
+
+def fingerprint(dataset) -> str:
     """16 hex digits that stand for the data: its number of rows, and 64 of them, evenly spread.
 
-    `collate` makes a dict of CPU tensors of rows; their names, types, shapes and bytes count.
+    The tensors of their batch count, with names, types and shapes.
     """
     ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
-    batch = collate([row for _, row in Rows(dataset).__getitems__(ids)])
+    batch, _ = collate(Rows(dataset).__getitems__(ids))
     digest = hashlib.sha256(str(len(dataset)).encode())
     for name, values in sorted(batch.items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

@@ -192,6 +192,15 @@ def check(accelerator) -> None:
         raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
 
 
+def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
+    """Tells a model of transformers or diffusers to recompute activations in its backward pass."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    raise ValueError("gradient_checkpointing is true, but the model of task.py has no such")
+
+
 def save_bare_models(accelerator) -> None:
     """Makes checkpoints hold the bare model's names, without what DDP and torch.compile prepend.
 

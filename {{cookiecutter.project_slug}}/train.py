@@ -39,7 +39,7 @@ import health
 import process
 import task
 import tracking
-from data_order import Rows, Slices, ids_of_step, mix
+from data_order import Rows, Slices, collate, ids_of_step, mix
 from process import Ranks, StopRequest, UserError, ask, attempt
 from task import TaskConfig
 from tracking import IS_MAIN, Log, say
@@ -129,20 +129,6 @@ class Config:
 
     task: TaskConfig = field(default_factory=TaskConfig)
     """What is trained: see task.py."""
-
-
-# ---- Batches -------------------------------------------------------------------------------------
-
-
-def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int]]:
-    """The task's batch, with its number of loss terms and the sum of its hashed sample ids.
-
-    The two are Python's integers (within 64 bits), so that reading them waits for no device.
-    """
-    ids = np.array([i for i, _ in pairs])
-    batch = task.collate([row for _, row in pairs])
-    terms = task.count(batch) if ids[0] >= 0 else 0
-    return batch, (terms, int(mix(ids).view(np.int64).sum()))
 
 
 # ---- Optimizer and schedule ----------------------------------------------------------------------
@@ -252,7 +238,7 @@ def prepare() -> Start:
             "on; it needs one of each"
         )
     max_steps = cfg.max_steps or math.ceil(cfg.num_epochs * len(train_data) / cfg.global_batch_size)
-    digest = data_order.fingerprint(train_data, task.collate)
+    digest = data_order.fingerprint(train_data)
     facts = {"config": dataclasses.asdict(cfg)}
     facts["data"] = {"samples": len(train_data), "fingerprint": digest}
     start = Start(cfg, output, lock, micro, accumulation, data, max_steps, facts)
@@ -367,8 +353,9 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     folder, fields = output / "checkpoints", start.facts["config"]
 
     # Find where to start; a finished run has nothing left to do.
-    known = (start.checkpoint, start.manifest.get("step", 0), start.finished)
-    checkpoint, first_step, finished = ranks.gather(known)[0]
+    known = (start.checkpoint, start.manifest, start.finished)
+    checkpoint, manifest, finished = ranks.gather(known)[0]
+    first_step = manifest.get("step", 0)
     if cfg.check:
         where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
         where = "is finished" if finished else where
@@ -398,14 +385,10 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     # Build everything and hand it to accelerate; the same seed gives all ranks the same model.
     torch.manual_seed(cfg.seed)
     model = ranks.together(ask, task.build_model, cfg.task)
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
     parameters = sum(p.numel() for p in model.parameters())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     if cfg.gradient_checkpointing:
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-        enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
-        if not enable:
-            raise UserError("gradient_checkpointing is true, but the model of task.py has no such")
-        enable()
+        ask(process.enable_gradient_checkpointing, model)
     first = first_step * cfg.global_batch_size
     last = max(first, max_steps * cfg.global_batch_size)
     train_slices = Slices(first, last, micro, processes)
@@ -431,7 +414,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         accelerator.step = 0  # counts micro-batches of another cut, perhaps; here a step begins
         say(f"continuing from {checkpoint}")
     else:  # AdamW will keep two moments of each weight
-        ranks.alone(ask, checkpoints.check_room, folder, 3 * sum(sizes))
+        ranks.alone(ask, checkpoints.check_room, folder, 3 * size)
 
     log = Log(accelerator, fields, first_step, max_steps)
     if start.changed:
@@ -442,6 +425,10 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     batches = iter(train_loader)
     ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
     stop.training, stopped = True, False
+    if due(first_step, cfg.eval_every, False) and checkpoint and "eval_loss" not in manifest:
+        # A stop cut this evaluation short.
+        if scores := evaluate(accelerator, ranks, model, eval_loader, stop.asked):
+            log.write({"step": first_step, **scores})
     for step in range(first_step, max_steps):
         # Fetch the micro-batches of the step, and agree on what all of them hold.
         began = time.perf_counter()
