@@ -170,8 +170,9 @@ def ready(machine):
         (machine.folder / "configs" / "train" / f"{name}.yaml").touch()
     scripts = machine.folder / ".venv" / "bin"
     scripts.mkdir(parents=True)
-    (scripts / "accelerate").write_text('#!/bin/sh\necho "$@"\n')
-    (scripts / "accelerate").chmod(0o755)
+    for name in ("accelerate", "python"):
+        (scripts / name).write_text('#!/bin/sh\necho "$@"\n')
+        (scripts / name).chmod(0o755)
     return machine
 
 
@@ -184,7 +185,7 @@ def test_train_finds_the_hardware(ready, gpus, hardware):
     assert (
         result.stdout.split()
         == (
-            f"launch --quiet --config_file configs/accelerate/{hardware}.yaml "
+            f"launch.py --config_file configs/accelerate/{hardware}.yaml "
             f"{'--num_processes 2 ' if gpus == 2 else ''}"
             "train.py --config configs/train/default.yaml"
         ).split()
@@ -197,7 +198,7 @@ def test_train_takes_hardware_recipe_and_flags(ready):
     assert (
         result.stdout.split()
         == (
-            "launch --quiet --config_file configs/accelerate/single_gpu_bf16.yaml "
+            "launch.py --config_file configs/accelerate/single_gpu_bf16.yaml "
             "train.py --config configs/train/smoke.yaml --learning_rate 1e-3"
         ).split()
     )

@@ -422,13 +422,13 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     watch = health.Watch(accelerator, cfg.max_skipped_steps)
     unit = getattr(task, "UNIT", "samples")
     model.train()
-    batches = iter(train_loader)
-    ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
     stop.training, stopped = True, False
     if due(first_step, cfg.eval_every, False) and checkpoint and "eval_loss" not in manifest:
-        # A stop cut this evaluation short.
+        # A stop has cut this evaluation short.
         if scores := evaluate(accelerator, ranks, model, eval_loader, stop.asked):
             log.write({"step": first_step, **scores})
+    batches = iter(train_loader)
+    ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
     for step in range(first_step, max_steps):
         # Fetch the micro-batches of the step, and agree on what all of them hold.
         began = time.perf_counter()
