@@ -260,6 +260,30 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, ph
     assert not trained(output, 20)
 
 
+def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
+    """As when a whole process group gets SIGTERM in the moment in which a loader starts."""
+    program = """
+import multiprocessing, os, signal, time, torch, process
+stop = process.StopRequest()
+stop.training = True
+def worker():
+    torch._C._set_worker_signal_handlers()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    process.ignore_signals(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(7)
+child = multiprocessing.get_context("fork").Process(target=worker)
+child.start()
+child.join()
+assert child.exitcode == 7, child.exitcode
+assert not stop.asked()
+os.kill(os.getpid(), signal.SIGTERM)
+assert stop.asked()
+"""
+    tiny.run("python", "-c", program)
+
+
 def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     program = """
 import os, signal, sys, time, process

@@ -236,6 +236,7 @@ class StopRequest:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self.handle)
+        os.register_at_fork(before=self.shield, after_in_parent=self.unshield)
         atexit.register(kill_workers)  # before multiprocessing waits for them, as it came later
 
     def handle(self, number, _) -> None:
@@ -245,6 +246,15 @@ class StopRequest:
         self.since = self.since or time.monotonic()
         if not self.training:
             sys.exit(STOPPED)
+
+    def shield(self) -> None:
+        """Keeps signals from worker processes from their first moment: they inherit what blocks."""
+        if self.training:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def unshield(self) -> None:
+        """Lets the training process hear again, also what came meanwhile."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def asked(self) -> int:
         """1 if so, else 0: a number, for ranks to add up."""
