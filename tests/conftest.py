@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +135,25 @@ def lines(output, key):
         except ValueError:  # torn: the run was killed, or is writing it now
             continue
     return [line for line in found if key in line]
+
+
+def status(output):
+    """What status.json of a run says."""
+    return json.loads((output / "status.json").read_text())
+
+
+def wait_until(condition, run, seconds=60):
+    """Waits for something that a run does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def trained(output, number):
+    """Whether a run has written so many lines about steps."""
+    return (output / "metrics.jsonl").exists() and len(lines(output, "loss")) >= number
 
 
 def copy_template(destination):

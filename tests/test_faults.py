@@ -3,21 +3,16 @@
 import json
 import math
 import shutil
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import lines
+from conftest import lines, status, trained, wait_until
 
 
 def checkpoint(output, step):
     return output / "checkpoints" / f"step-{step:08d}"
-
-
-def status(output):
-    return json.loads((output / "status.json").read_text())
 
 
 # ---- Not finite ----------------------------------------------------------------------------------
@@ -315,7 +310,7 @@ def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):
     output = tmp_path / "run"
     runs = tiny.start(2, "--output_dir", output, "--max_steps", 1_000_000, "--warmup_steps", 2)
     try:
-        wait_for_lines(output, 3)
+        wait_until(lambda: trained(output, 3), runs[0])
         runs[1].kill()
         printed = "".join(runs[0].communicate(timeout=35))
     finally:
@@ -323,13 +318,6 @@ def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):
             run.kill()
     assert runs[0].returncode == 1 and "Traceback" not in printed
     assert "train.py: lost the connection to another process, which has died" in printed
-
-
-def wait_for_lines(output, number):
-    deadline = time.monotonic() + 60
-    while not (output / "metrics.jsonl").exists() or len(lines(output, "loss")) < number:
-        assert time.monotonic() < deadline, "no steps within a minute"
-        time.sleep(0.02)
 
 
 def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):

@@ -1,6 +1,5 @@
 """Signals and deaths, for real: what is saved, which exit code, who is left behind."""
 
-import json
 import os
 import random
 import shutil
@@ -11,29 +10,11 @@ import time
 import psutil
 import pytest
 
-from conftest import lines
+from conftest import lines, status, trained, wait_until
 
 # Steps of 25 ms without an end in sight, evaluated and saved now and then.
 LONG = ["--max_steps", 100_000, "--eval_every", 10, "--task.row_seconds", 0.003]
 WORKERS = ["--num_workers", 2, "--save_every", 0]
-
-
-def status(output):
-    return json.loads((output / "status.json").read_text())
-
-
-def wait_until(condition, run, seconds=60):
-    """Waits for something that a run does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert run.poll() is None, run.stdout.read()
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.01)
-
-
-def trained(output, number):
-    """Whether a run has written so many lines about steps."""
-    return (output / "metrics.jsonl").exists() and len(lines(output, "loss")) >= number
 
 
 def family(run):
