@@ -4,6 +4,7 @@ PYTHON ?= python3
 # The one place that names the PyTorch of the tests and the demo.
 TORCH ?= torch==2.13.0
 TEMPLATE = {{cookiecutter.project_slug}}
+TASKS = $(basename $(notdir $(wildcard templates/tasks/*.py)))
 STAMP = .venv/.installed
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = .venv/bin/cookiecutter . --no-input --default-config
@@ -32,10 +33,12 @@ test: $(STAMP)  ## check the style and run all tests (one: make test ARGS="-k ho
 torture: $(STAMP)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
 
-# The dependencies of a generated project come from a baked one, through its own `make setup`.
+# The dependencies of generated projects come from baked ones, through their own `make setup`.
 $(STAMP): tests/requirements.txt $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
 	@VENV=.venv PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh' -r tests/requirements.txt
-	@$(BAKE) --output-dir .venv/baked --overwrite-if-exists >/dev/null
-	@$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/.venv' \
-		EXTRAS=dev,trackio,tensorboard TORCH='$(TORCH)'
+	@for task in $(TASKS); do \
+		$(BAKE) --output-dir .venv/baked --overwrite-if-exists task=$$task >/dev/null && \
+		$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/.venv' \
+			EXTRAS=dev,trackio,tensorboard TORCH='$(TORCH)' || exit; \
+	done
 	@touch $@

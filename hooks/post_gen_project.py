@@ -1,4 +1,4 @@
-"""Drop what tools left behind in a template that somebody works on; print what to do next."""
+"""Drop what the task has no use for, and what tools left behind; print what to do next."""
 
 import os
 import shutil
@@ -18,6 +18,11 @@ def main():
     project = Path.cwd()
     for cache in [*project.glob(".*_cache"), *project.rglob("__pycache__")]:
         shutil.rmtree(cache)
+    for recipe in project.glob("configs/train/*.yaml"):
+        if not recipe.read_text(encoding="utf-8").strip():
+            recipe.unlink()
+    if "import confusion\n" not in (project / "task.py").read_text(encoding="utf-8"):
+        (project / "confusion.py").unlink()
     start = Path(os.environ.get("PWD", project.parent))
     if start in project.parents:
         print(NEXT_STEPS.format(folder=project.relative_to(start)))

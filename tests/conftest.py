@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import shutil
@@ -181,6 +182,14 @@ def bake(folder, **answers):
         default_config=elsewhere,
     )
     return BakedProject(Path(path))
+
+
+def load_task(name):
+    """A file of templates/tasks as a module, as if it stood in a project as task.py."""
+    for folder in (ROOT / SOURCE, ROOT / "templates" / "tasks"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name)
 
 
 @pytest.fixture(scope="session")

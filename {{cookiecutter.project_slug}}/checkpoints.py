@@ -25,9 +25,10 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 # Settings that a continued run may change: the result does not depend on them.
-HARMLESS = """output_dir resume accept_changes check config_file timeout micro_batch_size
+HARMLESS = """output_dir resume accept_changes check config_file eval_only timeout micro_batch_size
     num_workers max_skipped_steps eval_every save_every keep_checkpoints log_every tracker project
-    upload_code compile gradient_checkpointing task.cache_dir task.sample_prompt""".split()
+    upload_code compile gradient_checkpointing task.cache_dir task.sample_prompt task.merge_lora
+    task.attn_implementation task.channels_last task.trust_remote_code""".split()
 PATIENCE = 40  # tenths of a second to wait for the lock of a run folder
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -178,15 +179,18 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
+def find(
+    folder: Path, resume: str, named_first: bool = False
+) -> tuple[Path | None, dict, list[str]]:
     """The checkpoint to go on from, its manifest, and why newer ones were passed over.
 
     Ways to start, tried in this order: the folder's newest valid checkpoint, the checkpoint that
-    `resume` names, the beginning (None and an empty manifest). Raises ValueError where going on is
-    not safe: nothing that was saved is ever silently left behind.
+    `resume` names, the beginning (None and an empty manifest); what is named comes first where no
+    training follows. Raises ValueError where going on is not safe: nothing that was saved is ever
+    silently left behind.
     """
-    passed_over = []
-    for path in committed(folder):
+    passed_over, named = [], resume not in ("auto", "never")
+    for path in [] if named and named_first else committed(folder):
         if resume == "never":
             raise ValueError(
                 f"{folder} holds checkpoints and resume is never; "
@@ -197,7 +201,7 @@ def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
         except ValueError as reason:
             passed_over.append(str(reason))
             continue
-        if resume != "auto" and Path(resume).resolve() != path.resolve():
+        if named and Path(resume).resolve() != path.resolve():
             passed_over.append(f"{resume}, as {folder} holds checkpoints of this run")
         return path, manifest, passed_over
     if passed_over:
@@ -205,7 +209,7 @@ def find(folder: Path, resume: str) -> tuple[Path | None, dict, list[str]]:
             f"no checkpoint in {folder} is valid ({passed_over[0]}); "
             "to start from the beginning give another --output_dir"
         )
-    if resume in ("auto", "never"):
+    if not named:
         return None, {}, []
     try:
         return Path(resume), read(Path(resume)), []

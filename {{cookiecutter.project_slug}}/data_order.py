@@ -62,40 +62,68 @@ class Slices:
 
     accelerate deals its batches to the ranks in turn, so their number is made a multiple of
     `processes`: a slice beyond the end holds the position `last` alone, whose row weighs nothing.
+    `sort` may put the positions of a `step` in another order: what belongs to a step stays.
     """
 
-    def __init__(self, first: int, last: int, size: int, processes: int):
-        self.first, self.last, self.size = first, last, size
+    def __init__(self, first: int, last: int, size: int, processes: int, step: int = 0, sort=list):
+        self.first, self.last, self.size, self.sort = first, last, size, sort
+        self.step = step or max(last - first, 1)
         self.length = -(-(last - first) // (size * processes)) * processes
 
     def __len__(self):
         return self.length
 
     def __iter__(self):
-        for start in range(self.first, self.first + self.length * self.size, self.size):
-            yield list(range(start, min(start + self.size, self.last))) or [self.last]
+        filled = 0
+        for begin in range(self.first, self.last, self.step):
+            positions = self.sort(range(begin, min(begin + self.step, self.last)))
+            for start in range(0, len(positions), self.size):
+                yield positions[start : start + self.size]
+                filled += 1
+        yield from [[self.last]] * (self.length - filled)
 
 
 class Rows(torch.utils.data.Dataset):
     """The rows of a dataset by position in the run, each with its sample id.
 
-    Without a seed positions are sample ids, and a position past the end gives (-1, first row).
+    With a seed they are shuffled, and changed by `task.augment`, if there is one: its random
+    numbers come from a generator of the row's own, and so depend on no worker and no rank. Without
+    a seed positions are sample ids, and a position past the end gives (-1, first row).
     """
 
     def __init__(self, dataset, seed: int | None = None):
         self.dataset, self.seed = dataset, seed
+        self.sizes = np.asarray(task.sizes(dataset)) if hasattr(task, "sizes") else None
+        self.augment = getattr(task, "augment", None) if seed is not None else None
 
     def __len__(self):
         return len(self.dataset)
 
-    def __getitems__(self, positions: list[int]) -> list[tuple]:
+    def ids(self, positions) -> list[int]:
+        """The sample ids at these positions."""
         if self.seed is None:
-            ids = [p if p < len(self) else -1 for p in positions]
-        else:
-            ids = sample_ids(positions, len(self), self.seed).tolist()
+            return [p if p < len(self) else -1 for p in positions]
+        return sample_ids(positions, len(self), self.seed).tolist()
+
+    def sort(self, positions) -> list[int]:
+        """These positions in the order of their rows' `task.sizes`, for `Slices`: less padding."""
+        if self.sizes is None:
+            return list(positions)
+        order = np.argsort(self.sizes[self.ids(positions)], kind="stable")
+        return np.asarray(positions)[order].tolist()
+
+    def __getitems__(self, positions: list[int]) -> list[tuple]:
+        ids = self.ids(positions)
+        places = [max(i, 0) for i in ids]
         if hasattr(self.dataset, "__getitems__"):  # datasets of the Hub read many rows at once
-            return list(zip(ids, self.dataset.__getitems__([max(i, 0) for i in ids]), strict=True))
-        return [(i, self.dataset[max(i, 0)]) for i in ids]
+            rows = self.dataset.__getitems__(places)
+        else:
+            rows = [self.dataset[i] for i in places]
+        if self.augment:
+            seeds = mix(self.seed, np.asarray(positions) // len(self), ids).view(np.int64).tolist()
+            draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+            rows = [self.augment(row, draw) for row, draw in zip(rows, draws, strict=True)]
+        return list(zip(ids, rows, strict=True))
 
 
 def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int]]:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import datetime
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
+from safetensors.torch import load_file
 
 import checkpoints
-from tracking import IS_MAIN
+from tracking import IS_MAIN, say
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
 STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
@@ -201,23 +203,67 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
     raise ValueError("gradient_checkpointing is true, but the model of task.py has no such")
 
 
+def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
+    """The model; with BatchNorm it is warned of, and on several GPUs made to span them all.
+
+    Its statistics are those of a micro-batch, on all GPUs at best, so that promises about the cut
+    of a step do not hold for it. GroupNorm and LayerNorm have no such dependence.
+    """
+    kinds = torch.nn.modules.batchnorm._BatchNorm
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        return model
+    say("warning: the model has BatchNorm, so its result depends on how a step is cut; see README")
+    if PROCESSES > 1 and accelerator.device.type == "cuda":
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+FROZEN = "frozen_weights_sha256"  # an entry of model.safetensors: 32 bytes
+
+
 def save_bare_models(accelerator) -> None:
     """Makes checkpoints hold the bare model's names, without what DDP and torch.compile prepend.
 
-    So any number of processes can go on from them. Sharded models do not pass these hooks.
+    So any number of processes can go on from them. Weights that do not train are not saved, as they
+    come with the pretrained model; their digest is. Sharded models do not pass these hooks.
     """
 
-    def bare(models: list) -> list:
-        return [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models]
+    def bare(model) -> torch.nn.Module:
+        return accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def save_bare(models: list, weights: list, _) -> None:
-        weights[:] = [model.state_dict() for model in bare(models)] if weights else []
+        weights[:] = [trained_weights(bare(model)) for model in models] if weights else []
 
-    def load_bare(models: list, _) -> None:
-        models[:] = bare(models)
+    def load_bare(models: list, folder: str) -> None:
+        models[:] = [bare(model) for model in models]
+        frozen = trained_weights(models[0]).get(FROZEN)
+        if frozen is not None:
+            weights = load_file(Path(folder, "model.safetensors"))
+            if not torch.equal(weights.pop(FROZEN), frozen):
+                raise UserError(
+                    f"{folder} was trained on other pretrained weights; give those, or another "
+                    "--output_dir"
+                )
+            models.pop().load_state_dict(weights, strict=False)  # accelerate loads what is left
 
     accelerator.register_save_state_pre_hook(save_bare)
     accelerator.register_load_state_pre_hook(load_bare)
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state, without parameters that do not train, but with a digest of these."""
+    state = model.state_dict()
+    named = model.named_parameters(remove_duplicate=False)  # tied weights have two names
+    frozen = [(name, values.detach()) for name, values in named if not values.requires_grad]
+    if frozen:
+        digest = hashlib.sha256()
+        for name, values in frozen:
+            state.pop(name, None)
+            # Sums of 64 slices find another model, and read each weight once.
+            sums = torch.stack([part.double().sum() for part in values.flatten().chunk(64)])
+            digest.update(name.encode() + sums.cpu().numpy().tobytes())
+        state[FROZEN] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    return state
 
 
 # ---- Stopping and ending -------------------------------------------------------------------------

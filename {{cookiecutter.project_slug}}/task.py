@@ -1,1 +1,1 @@
-{{cookiecutter.__task | task_source}}
+{{cookiecutter.task | task_source}}

@@ -85,6 +85,25 @@ class Log:
             values = {name: value for name, value in values.items() if name != "step"}
         self.accelerator.log(values, step=step if self.passes_step else None)
 
+    def show(self, shown: dict, step: int) -> None:
+        """Sends texts, and pictures by their paths, to the tracker."""
+        pictures = {name: value for name, value in shown.items() if isinstance(value, Path)}
+        texts = {name: value for name, value in shown.items() if name not in pictures}
+        if texts:
+            self.track({**texts, "step": step}, step)
+        for tracker in self.accelerator.trackers if pictures else []:
+            if tracker.name == "tensorboard":
+                import numpy as np
+                from PIL import Image
+
+                for name, path in pictures.items():
+                    values = {name: np.asarray(Image.open(path).convert("RGB"))[None]}
+                    tracker.log_images(values, step=step, dataformats="NHWC")
+            else:  # W&B, and Trackio, which has the same calls
+                library = importlib.import_module(tracker.name)
+                images = {name: library.Image(str(path)) for name, path in pictures.items()}
+                self.track({**images, "step": step}, step)
+
     def close(self) -> None:
         """Closes the file and the bar; the tracker is closed by accelerator.end_training."""
         self.bar.close()

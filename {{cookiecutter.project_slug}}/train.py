@@ -14,15 +14,13 @@ number of its loss terms. So the step is the only state of the loop, and the sam
 again, continues a run that was killed.
 """
 
-import dataclasses
 import math
 import os
 import shutil
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,14 +31,14 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 from torch.utils.data import DataLoader
 
 import checkpoints
-import command_line
-import data_order
 import health
+import model_card
 import process
 import task
 import tracking
 from data_order import Rows, Slices, collate, ids_of_step, mix
 from process import Ranks, StopRequest, UserError, ask, attempt
+from start import Start, prepare_run
 from task import TaskConfig
 from tracking import IS_MAIN, Log, say
 
@@ -64,6 +62,8 @@ class Config:
     """Check all that can be known without a model, say in one line what was found, and stop."""
     config_file: str = ""
     """With check: the accelerate YAML to check too."""
+    eval_only: bool = False
+    """Evaluate the newest checkpoint, or the one that resume names, and stop; train nothing."""
     timeout: PositiveInt = 1800
     """Seconds that a process waits for the others before the run ends with an error."""
 
@@ -166,103 +166,14 @@ def due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-# ---- Before the processes meet -------------------------------------------------------------------
-
-
-@dataclass
-class Start:
-    """What is known without a model: how a step is cut, its data, and where the run goes on."""
-
-    cfg: Config
-    output: Path
-    lock: Any  # held until the process ends
-    micro: int  # samples in a micro-batch
-    accumulation: int  # micro-batches of a process in a step
-    data: tuple  # to train and to evaluate on
-    max_steps: int
-    facts: dict  # for the manifests of this run
-    checkpoint: Path | None = None
-    manifest: dict = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-    finished: bool = False
-
-
-def read_config() -> Config:
-    """The config of this run, from its defaults, the recipe and flags; raises UserError."""
-    commands = __doc__.split("\n\n")[1].strip()
-    cfg, recipe = ask(command_line.parse, Config, sys.argv[1:], commands)
-    cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
-    if bool(cfg.max_steps) == bool(cfg.num_epochs):
-        raise UserError(
-            f"max_steps is {cfg.max_steps} and num_epochs {cfg.num_epochs:g}, but one must be 0: "
-            "give --max_steps 0 to train by epochs, --num_epochs 0 to train by steps"
-        )
-    if cfg.seed >= 2**63:
-        raise UserError(f"seed is {cfg.seed}: give a number below 2**63")
-    return cfg
-
-
-def cut(cfg: Config, processes: int) -> tuple[int, int]:
-    """Samples in a micro-batch, and micro-batches of a process in a step."""
-    share, rest = divmod(cfg.global_batch_size, processes)
-    if rest:
-        near = " or ".join(str(n * processes) for n in (share, share + 1) if n)
-        raise UserError(
-            f"global_batch_size is {cfg.global_batch_size}, which {processes} processes cannot "
-            f"share equally; give {near}"
-        )
-    micro = max(n for n in range(1, min(share, cfg.micro_batch_size) + 1) if share % n == 0)
-    return micro, share // micro
-
-
-def prepare() -> Start:
-    """Reads, prepares and checks all that needs no model; raises UserError.
-
-    Data may take longer to prepare than processes wait for each other: they have not met yet.
-    """
-    cfg = read_config()
-    output = Path(cfg.output_dir)
-    processes = process.PROCESSES
-    if cfg.config_file:
-        processes = max(processes, ask(command_line.read_hardware, Path(cfg.config_file)))
-    micro, accumulation = cut(cfg, processes)
-    lock = ask(checkpoints.lock, output, not cfg.check) if IS_MAIN else None
-    ask(tracking.check, cfg.tracker)
-
-    ask(task.prepare_data, cfg.task)
-    data = train_data, eval_data = ask(task.datasets, cfg.task)
-    if not len(train_data) or not len(eval_data):
-        raise UserError(
-            f"task.datasets gives {len(train_data)} rows to train and {len(eval_data)} to evaluate "
-            "on; it needs one of each"
-        )
-    max_steps = cfg.max_steps or math.ceil(cfg.num_epochs * len(train_data) / cfg.global_batch_size)
-    digest = data_order.fingerprint(train_data)
-    facts = {"config": dataclasses.asdict(cfg)}
-    facts["data"] = {"samples": len(train_data), "fingerprint": digest}
-    start = Start(cfg, output, lock, micro, accumulation, data, max_steps, facts)
-    if IS_MAIN:  # to find a checkpoint every byte of it is read: once is enough
-        folder = output / "checkpoints"
-        found = ask(checkpoints.find, folder, cfg.resume)
-        start.checkpoint, start.manifest, start.remarks = found
-        if start.checkpoint:
-            start.changed = ask(checkpoints.compare, start.checkpoint, start.manifest, facts)
-        ended = checkpoints.read_status(output).get("state") == "finished"
-        start.finished = ended and start.manifest.get("step", 0) >= max_steps
-        if not start.finished:
-            ask(checkpoints.check_room, folder)
-    return start
-
-
 # ---- Evaluation ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked) -> dict | None:
-    """The task's metrics over all of the loader's data, each sample counted exactly once.
+def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=int) -> tuple:
+    """The task's metrics over all of the loader's data, each sample counted once, and its sums.
 
-    None, and at once, when `asked`, called before each batch, says 1 on any process.
+    None and None, at once, when `asked`, called before each batch, says 1 on any process.
     """
     model.eval()
     # Apple's GPUs have no float64.
@@ -272,16 +183,16 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked) -> di
         fetched, problem = attempt(next, batches)
         if ranks.agree(asked(), problem=problem)[0]:
             model.train()
-            return None
+            return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch, (terms, _) = fetched
         for name, value in task.eval_sums(model, batch).items():
             value = value.to(home).double()
             totals[name] = totals.get(name, 0.0) + (value if terms else torch.zeros_like(value))
-    totals = accelerator.reduce(totals, "sum")
+    totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
     model.train()
-    scores = task.metrics({name: value.cpu() for name, value in totals.items()})
-    return {"eval_loss": scores.pop("loss"), **scores}
+    scores = task.metrics(totals)
+    return {"eval_loss": scores.pop("loss"), **scores}, totals
 
 
 # ---- Saving --------------------------------------------------------------------------------------
@@ -306,14 +217,22 @@ def save(accelerator: Accelerator, ranks: Ranks, folder: Path, manifest: dict, k
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def export(model: torch.nn.Module, output: Path, log: Log, step: int) -> None:
-    """Saves the trained model, shows what it can do, and draws the curves."""
-    (output / "model").mkdir(exist_ok=True)
-    shown = task.export(model.eval(), output / "model")
-    log.track(shown, step)
-    for name, text in shown.items():
-        say(f"{name}: {text}")
+def report(model: torch.nn.Module, sums: dict, output: Path) -> dict:
+    """Shows on the screen what the task has to show of an evaluation: texts, and pictures."""
+    shown = task.report(model.eval(), sums, output) if hasattr(task, "report") else {}
+    for name, value in shown.items():
+        say(f"{name}: {value}")
+    return shown
+
+
+def export(model: torch.nn.Module, sums: dict, output: Path, log: Log, facts: dict) -> None:
+    """Saves the trained model with its card, shows what it can do, and draws the curves."""
     from plot import draw
+
+    (output / "model").mkdir(exist_ok=True)
+    task.export(model.eval(), output / "model")
+    model_card.write(output / "model", facts)
+    log.show(report(model, sums, output), facts["step"])
 
     try:  # a picture is not worth a run
         say(f"model: {output / 'model'}  curves: {draw([output], output / 'curves.png')}")
@@ -376,7 +295,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     )
     for remark in start.remarks:
         say(f"passed over: {remark}")
-    if IS_MAIN:
+    if IS_MAIN and not cfg.eval_only:
         with open(output / "config.yaml", "w", encoding="utf-8") as file:
             yaml.safe_dump(fields, file, sort_keys=False, allow_unicode=True)
         checkpoints.write_status(output, "running")
@@ -385,14 +304,16 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     # Build everything and hand it to accelerate; the same seed gives all ranks the same model.
     torch.manual_seed(cfg.seed)
     model = ranks.together(ask, task.build_model, cfg.task)
-    parameters = sum(p.numel() for p in model.parameters())
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
     if cfg.gradient_checkpointing:
         ask(process.enable_gradient_checkpointing, model)
+    model = process.sync_batch_norms(model, accelerator)
     first = first_step * cfg.global_batch_size
     last = max(first, max_steps * cfg.global_batch_size)
-    train_slices = Slices(first, last, micro, processes)
-    eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes)
+    train_rows, eval_rows = Rows(train_data, cfg.seed), Rows(eval_data)
+    train_slices = Slices(first, last, micro, processes, cfg.global_batch_size, train_rows.sort)
+    eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes, 0, eval_rows.sort)
     loading = {
         "collate_fn": collate,
         "num_workers": cfg.num_workers,
@@ -404,8 +325,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         model,
         build_optimizer(model, cfg),
-        DataLoader(Rows(train_data, cfg.seed), batch_sampler=train_slices, **loading),
-        DataLoader(Rows(eval_data), batch_sampler=eval_slices, **loading),
+        DataLoader(train_rows, batch_sampler=train_slices, **loading),
+        DataLoader(eval_rows, batch_sampler=eval_slices, **loading),
     )
     if checkpoint:
         if accelerator.scaler and not (checkpoint / "scaler.pt").exists():
@@ -415,6 +336,11 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         say(f"continuing from {checkpoint}")
     else:  # AdamW will keep two moments of each weight
         ranks.alone(ask, checkpoints.check_room, folder, 3 * size)
+    if cfg.eval_only:
+        scores, sums = evaluate(accelerator, ranks, model, eval_loader)
+        say(f"{checkpoint}: " + "  ".join(f"{name} {n:.5g}" for name, n in scores.items()))
+        ranks.alone(report, accelerator.unwrap_model(model), sums, output)
+        return 0
 
     log = Log(accelerator, fields, first_step, max_steps)
     if start.changed:
@@ -425,7 +351,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     stop.training, stopped = True, False
     if due(first_step, cfg.eval_every, False) and checkpoint and "eval_loss" not in manifest:
         # A stop has cut this evaluation short.
-        if scores := evaluate(accelerator, ranks, model, eval_loader, stop.asked):
+        if scores := evaluate(accelerator, ranks, model, eval_loader, stop.asked)[0]:
             log.write({"step": first_step, **scores})
     batches = iter(train_loader)
     ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
@@ -463,7 +389,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
 
         done = step + 1
         watch.add(done, terms, loss_sum, norm)
-        log.advance(done, f"{parameters:,} parameters; {terms:,} {unit} a step", loss_sum)
+        log.advance(done, f"{parameters:,} parameters to train; {terms:,} {unit} a step", loss_sum)
 
         # Log, evaluate and save when due; nothing below changes the weights.
         final = done == max_steps
@@ -488,8 +414,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
             paused = time.perf_counter()
             facts = {"step": done, "samples": samples, "processes": processes, **start.facts}
             if evaluating:
-                asked = (lambda: 0) if final else stop.asked
-                scores = evaluate(accelerator, ranks, model, eval_loader, asked)
+                asked = int if final else stop.asked  # int() is 0
+                scores, sums = evaluate(accelerator, ranks, model, eval_loader, asked)
                 stopped = scores is None
                 if scores:
                     log.write({"step": done, **scores})
@@ -508,14 +434,22 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if stopped:
         say(f"stopped after step {done}; the same command continues the run")
     else:
+        if first_step == max_steps:  # a run that ended between its last checkpoint and here
+            scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        ranks.alone(export, bare_model, output, log, max_steps)
+        facts = {"step": max_steps, "scores": scores, **start.facts}
+        ranks.alone(export, bare_model, sums, output, log, facts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     code = process.STOPPED if stopped else 0
     if IS_MAIN:
         checkpoints.write_status(output, "stopped" if stopped else "finished", exit_code=code)
     return code
+
+
+def prepare() -> Start:
+    """All that needs no model, before the processes meet; raises UserError."""
+    return prepare_run(Config, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is trained: a small Llama that learns to continue text. Its data, model, loss and metrics.
+"""What is trained: a language model, on texts, on prompts with completions, or on chats.
 
 train.py calls the names below and nothing else. Rewrite this file for a task of your own: around a
 plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
@@ -20,23 +20,37 @@ loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over
 eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
 metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
 export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
-                         exists. Returns a dict of texts worth showing to people.
+                         exists.
+
+It may also have:
+
+augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
+                         of this row in this epoch, so that no worker and no rank changes them.
+sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
+                         it, so that micro-batches hold rows alike and have less padding.
+report(model, sums, folder)  dict of what people want to see of an evaluation: texts, and pictures
+                         as paths of files that it has written in the folder.
 """
 
-import hashlib
+import ast
 import json
 import math
-import shutil
+import re
 import sysconfig
 import tokenize
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+
+import pretrained
+import sources
+from pretrained import ModelConfig
+from sources import DataConfig, Row, check_fields
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
@@ -44,79 +58,116 @@ Batch = dict[str, torch.Tensor]
 END_OF_TEXT = "<|endoftext|>"
 IGNORED = -100  # the label that cross entropy leaves out
 UNIT = "tokens"
+ENDINGS = (".txt", *sources.TABLES)
+SHIPPED = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
+# For tokenizers without a template of their own: it needs no tokens that they do not have.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 
 
 # ---- Config --------------------------------------------------------------------------------------
 
 
 @dataclass
-class TaskConfig:
+class TaskConfig(DataConfig, ModelConfig):
     data: str = "pydoc"
-    """Text to learn: pydoc (the manual inside Python, 0.4 MB), stdlib (Python's own source, 5 MB)
-    or the path of a .txt, .jsonl (field text) or .parquet (column text) file or a folder of them.
-    Each topic, source file, .txt file or row is one document."""
-    validation_fraction: float = 0.1
-    """Share of the documents held out for evaluation; of a single document, its end."""
+    """Rows to train on: a .jsonl, .csv, .parquet or .txt file, which is one text, a folder of them,
+    or a data set on the Hub. Or what every machine has: pydoc (Python's manual, 0.4 MB), stdlib
+    (Python's own source, 5 MB), docstrings (prompts or chats: what a function of it does)."""
+    rows: Literal["text", "prompt", "chat"] = "text"
+    """What a row is: a text; a prompt and its completion; a list of messages, each with role and
+    content. Of the last two only completions and the assistant's messages are learnt."""
+    text_column: str = "text"
+    """Column of the text."""
+    prompt_column: str = "prompt"
+    """Column of the prompt."""
+    completion_column: str = "completion"
+    """Column of the completion."""
+    messages_column: str = "messages"
+    """Column of the messages."""
+    chat_template: str = ""
+    """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: int = 64
-    """Tokens that the model sees at once."""
+    """Tokens in a row. Packed by best_fit it may hold more than the model can see at once: what is
+    longer than that is too long."""
+    packing: Literal["auto", "stream", "best_fit"] = "auto"
+    """How rows of context_length tokens are filled. stream: with one text after the other, cut
+    where a row ends. best_fit: with whole texts that do not see each other. auto: stream for texts,
+    best_fit for prompts and chats."""
+    too_long: Literal["split", "cut"] = "split"
+    """best_fit: what is too long goes on in another row, or loses its end."""
     vocab_size: int = 1024
-    """Size of the byte-level BPE vocabulary, which is learnt from the training documents."""
+    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
     hidden_size: int = 128
-    """Width of the model."""
+    """New model: its width."""
     num_layers: int = 3
-    """Transformer layers."""
+    """New model: transformer layers."""
     num_heads: int = 4
-    """Attention heads in a layer."""
+    """New model: attention heads in a layer."""
     dropout: float = 0.0
-    """Dropout on the attention weights, the only one that Llama has."""
+    """New model: dropout on the attention weights, the only one that Llama has."""
+    lora_rank: int = 0
+    """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all."""
+    lora_alpha: float = 0.0
+    """Factor of the adapters, times the rank; 0: twice the rank."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapters."""
+    lora_targets: str = "all-linear"
+    """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
+    merge_lora: bool = False
+    """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
     sample_prompt: str = "When a function is called,"
-    """Beginning of the text that the trained model continues."""
-    cache_dir: str = ".cache/data"
-    """Where prepared data is kept, one folder for each combination of data and settings."""
+    """Beginning of the text, or the message, that the trained model answers."""
 
 
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work before anything is read."""
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
     nearest = max(1, round(cfg.hidden_size / unit)) * unit
-    for name, right, wanted in [
+    new, text = not cfg.model_name_or_path, cfg.rows == "text"
+    fits = cfg.data not in SHIPPED or text != (cfg.data == "docstrings")
+    apart = not text or cfg.packing == "best_fit"
+    flash = cfg.attn_implementation == "flash_attention_2"
+    rules = [
         ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
         ("context_length", cfg.context_length >= 2, "at least 2"),
-        ("vocab_size", cfg.vocab_size >= 257, "at least 257, for 256 bytes and end of text"),
-        ("num_layers", cfg.num_layers >= 1, "at least 1"),
-        ("num_heads", cfg.num_heads >= 1, "at least 1"),
-        ("hidden_size", cfg.hidden_size == nearest, f"a multiple of 2 x num_heads, say {nearest}"),
-        ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
-    ]:
-        if not right:
-            raise ValueError(f"task.{name} is {getattr(cfg, name)} but must be {wanted}")
+        ("packing", text or cfg.packing != "stream", "best_fit for prompts and chats"),
+        ("data", fits, f"something else, or task.rows, which is {cfg.rows}"),
+        ("attn_implementation", not (flash and apart), "sdpa or eager, to keep packed texts apart"),
+        ("lora_rank", cfg.lora_rank >= 0, "at least 0"),
+        (
+            "lora_rank",
+            not (cfg.lora_rank and new),
+            "0, or task.model_name_or_path a model to adapt",
+        ),
+        ("lora_dropout", 0 <= cfg.lora_dropout < 1, "at least 0 and below 1"),
+    ]
+    if new:
+        rules += [
+            ("vocab_size", cfg.vocab_size >= 257, "at least 257, for 256 bytes and end of text"),
+            ("num_layers", cfg.num_layers >= 1, "at least 1"),
+            ("num_heads", cfg.num_heads >= 1, "at least 1"),
+            ("hidden_size", cfg.hidden_size == nearest, f"a multiple of 2 x num_heads, {nearest}"),
+            ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
+        ]
+    check_fields(cfg, rules)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
 
 
 def prepare_data(cfg: TaskConfig) -> None:
-    """Split, tokenise and pack the text, once, into `prepared_folder(cfg)`."""
+    """Split, tokenise and pack the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
-    folder = prepared_folder(cfg)
-    if folder.exists():
-        return
-    from filelock import FileLock
-
-    unfinished = folder.with_suffix(".unfinished")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not folder.exists():  # else another process was first
-                shutil.rmtree(unfinished, ignore_errors=True)  # left by one that was killed
-                build(cfg, unfinished)
-                unfinished.rename(folder)
-    except OSError as error:
-        raise ValueError(f"task.cache_dir: cannot write {folder}: {error}") from None
+    longest_text(cfg)
+    sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
 def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
-    """Memory-mapped rows of context_length + 1 tokens; validation rows have two more columns."""
+    """Memory-mapped rows of context_length tokens; validation rows have three more columns."""
     from datasets import load_from_disk
 
     parts = [load_from_disk(prepared_folder(cfg) / part) for part in ("train", "validation")]
@@ -124,12 +175,12 @@ def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
 
 
 def collate(rows: list[Batch]) -> Batch:
-    """input_ids and labels, int64 (B, context_length): each label is the token after its input."""
+    """input_ids and labels, int64 (B, context_length): each label is the token after its input.
+
+    Of texts packed by best_fit also position_ids, which begin again with each.
+    """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    tokens = batch.pop("tokens")
-    batch["input_ids"] = tokens[:, :-1].clamp(min=0)  # padding is IGNORED too, which is no token
-    batch["labels"] = tokens[:, 1:].contiguous()
-    return batch
+    return {n: v if v.is_floating_point() else v.long() for n, v in batch.items()}
 
 
 def count(batch: Batch) -> int:
@@ -140,39 +191,63 @@ def count(batch: Batch) -> int:
 
 
 def build_model(cfg: TaskConfig) -> torch.nn.Module:
-    """A Llama, with what `export` needs besides its weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    """A model to start from, or a new Llama, with what `report` and `export` need besides it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(prepared_folder(cfg) / "tokenizer.json"),
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=cfg.context_length,
-    )
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=cfg.hidden_size,
-        intermediate_size=3 * cfg.hidden_size,
-        num_hidden_layers=cfg.num_layers,
-        num_attention_heads=cfg.num_heads,
-        max_position_embeddings=cfg.context_length,
-        attention_dropout=cfg.dropout,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model: Any = LlamaForCausalLM(config)
+    folder = prepared_folder(cfg)
+    tokenizer = load_tokenizer(cfg, folder)
+    if cfg.model_name_or_path:
+        model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
+    else:
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=cfg.hidden_size,
+            intermediate_size=3 * cfg.hidden_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_heads,
+            max_position_embeddings=cfg.context_length,
+            attention_dropout=cfg.dropout,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        attention = {"attn_implementation": cfg.attn_implementation}
+        model = AutoModelForCausalLM.from_config(config, **attention)
     # Not in the config: Llama never trains the embedding of its pad token, and ours is END_OF_TEXT.
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.tokenizer, model.sample_prompt = tokenizer, cfg.sample_prompt
+    if cfg.lora_rank:
+        model = add_adapters(model, cfg)
+    model.task, model.tokenizer = cfg, tokenizer
+    model.prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
     return model
+
+
+def add_adapters(model: torch.nn.Module, cfg: TaskConfig) -> torch.nn.Module:
+    """The model with LoRA (Hu and others, 2021): its own weights frozen, small new ones beside."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = [name.strip() for name in cfg.lora_targets.split(",")]
+    lora = LoraConfig(
+        r=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha or 2 * cfg.lora_rank,
+        lora_dropout=cfg.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with pretrained.quiet():
+            return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ValueError(f"task.lora_targets: {sources.one_line(error)}") from None
 
 
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Cross entropy of the counted tokens, in nats."""
-    # Without a cache, transformers searches each batch for packed sequences, and the CPU waits for
-    # the device to answer. (Gradient checkpointing switches the cache off.)
-    logits = model(input_ids=batch["input_ids"], use_cache=True).logits.float()
+    # transformers keeps packed texts apart where their positions begin again. It looks for that in
+    # every batch, and the CPU waits for the device to answer, unless there is a cache. (Gradient
+    # checkpointing switches the cache off.)
+    packed = "position_ids" in batch
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    logits = model(**inputs, use_cache=not packed).logits.float()
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
@@ -182,8 +257,9 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 @torch.no_grad()
 def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
     """The loss, that of a unigram model, and the tokens and bytes that both are summed over."""
-    terms = {name: batch[name] for name in ("unigram_loss", "bytes")}
+    terms = {name: batch[name] for name in ("unigram_loss", "bytes", "used")}
     terms |= {"loss": loss_sum(model, batch), "tokens": batch["labels"] != IGNORED}
+    terms["slots"] = torch.ones_like(batch["labels"])
     return {name: values.sum() for name, values in terms.items()}
 
 
@@ -194,26 +270,44 @@ def metrics(sums: Batch) -> dict[str, float]:
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),  # exp overflows above 709
-        "bits_per_byte": total["loss"] / math.log(2) / total["bytes"],
+        "bits_per_byte": total["loss"] / math.log(2) / max(total["bytes"], 1),
         "unigram_loss": total["unigram_loss"] / total["tokens"],  # token frequencies, nothing else
+        "useful_share": total["used"] / total["slots"],  # of the rows' tokens: the rest is padding
     }
 
 
-def export(model: Any, folder: Path) -> dict[str, str]:
-    """Files that AutoModelForCausalLM and AutoTokenizer load, and a sample of the model's text."""
-    from transformers.utils.logging import disable_progress_bar
+@torch.no_grad()
+def report(model: Any, sums: Batch, folder: Path) -> dict[str, str]:
+    """Texts of the model: what it makes of the sample prompt, and of prompts held out."""
+    longest, shown = model.config.max_position_embeddings, {}
+    for name, prompt in model.prompts.items():
+        tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
+        # Greedy, since sampling would use up random numbers; the penalty keeps it out of loops.
+        answer = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_length=min(longest, tokens.shape[1] + 100),
+            do_sample=False,
+            repetition_penalty=1.2,
+        )
+        shown[name] = model.tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
+    return shown
 
-    disable_progress_bar()
-    model.save_pretrained(folder)
-    model.tokenizer.save_pretrained(folder)
-    length = model.config.max_position_embeddings
-    prompt = model.tokenizer(END_OF_TEXT + model.sample_prompt, return_tensors="pt").input_ids
-    prompt = prompt[:, : length // 2].to(model.device)
-    # Greedy, since sampling would use up random numbers; the penalty keeps it out of loops.
-    tokens = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_length=length, repetition_penalty=1.2
-    )
-    return {"sample": model.tokenizer.decode(tokens[0], skip_special_tokens=True).rstrip()}
+
+def export(model: Any, folder: Path) -> None:
+    """Files that AutoModelForCausalLM and AutoTokenizer load."""
+    if model.task.lora_rank and model.task.merge_lora:
+        model = merged(model)
+    with pretrained.quiet():
+        model.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
+
+
+def merged(model: Any) -> Any:
+    """The model that adapters were added to, with them in its weights."""
+    bare = model.merge_and_unload()
+    bare.tokenizer = model.tokenizer
+    return bare
 
 
 # ---- Preparation ---------------------------------------------------------------------------------
@@ -221,126 +315,365 @@ def export(model: Any, folder: Path) -> dict[str, str]:
 
 def prepared_folder(cfg: TaskConfig) -> Path:
     """Its name stands for all that shapes the data: settings, files and the code from here on."""
-    settings = [cfg.data, cfg.validation_fraction, cfg.context_length, cfg.vocab_size]
-    files = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in sources(cfg.data)]
+    names = """rows text_column prompt_column completion_column messages_column context_length
+        packing too_long vocab_size model_name_or_path revision sample_prompt""".split()
+    files = [*pretrained.used_files(cfg), *filter(None, [template_file(cfg)])]
+    used = sources.used_files(cfg, ENDINGS, *files, shipped=shipped_files(cfg.data))
     code = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-    fingerprint = hashlib.sha256(json.dumps([settings, files, code]).encode()).hexdigest()
-    return Path(cfg.cache_dir).expanduser() / fingerprint[:16]
+    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
 
 
-def sources(data: str) -> list[Path]:
-    """The files that hold the text."""
-    shipped = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py"}
-    if data in shipped:
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob(shipped[data]))
-    else:
-        path = Path(data).expanduser()
-        files = [file for file in sorted(path.rglob("*")) or [path] if file.is_file()]
-        files = [file for file in files if file.suffix.lower() in (".txt", ".jsonl", ".parquet")]
-    if not files:
-        choices = "pydoc, stdlib or PATH, a .txt, .jsonl or .parquet file or a folder of them"
-        raise ValueError(f"task.data: nothing to read at {data}; pass --task.data {choices}")
-    return files
+def template_file(cfg: TaskConfig) -> Path | None:
+    path = Path(cfg.chat_template).expanduser()
+    if cfg.chat_template and not path.is_file():
+        raise ValueError(f"task.chat_template: there is no file {path}")
+    return path if cfg.chat_template else None
 
 
-def documents_in(file: Path, data: str) -> Iterator[str]:
-    """The documents of one file. What is wrong with it becomes one line that says where."""
-    place = str(file)
-    try:
-        if data == "pydoc":
-            yield from distinct_topics()
-        elif data == "stdlib":
+def shipped_files(data: str) -> list[Path] | None:
+    """The files of the text that every machine has; None: `data` is a path or a name."""
+    if data not in SHIPPED:
+        return None
+    return sorted(Path(sysconfig.get_path("stdlib")).glob(SHIPPED[data]))
+
+
+def shipped_rows(cfg: TaskConfig) -> Iterator[Row]:
+    """Topics of Python's manual, files of its library, or functions there that say what they do."""
+    if cfg.data != "pydoc":
+        for file in shipped_files(cfg.data):
             with tokenize.open(file) as source:  # heeds the coding line of what is not UTF-8
-                yield source.read()
-        elif file.suffix.lower() == ".txt":
-            yield file.read_bytes().decode()
-        elif file.suffix.lower() == ".jsonl":
-            for number, line in enumerate(file.read_bytes().splitlines(), 1):
-                place = f"{file}, line {number}"
-                if line.strip():
-                    yield text_of(json.loads(line))
-        else:
-            from pyarrow.parquet import read_table
-
-            table = read_table(file)
-            if "text" not in table.column_names:
-                raise ValueError(f"no column text among {', '.join(table.column_names)}")
-            yield from map(text_of, table.select(["text"]).to_pylist())
-    except (OSError, ValueError) as error:  # a ValueError is: not UTF-8, not JSON, not Parquet
-        reason = " ".join(str(error).split())
-        raise ValueError(f"task.data: cannot read {place}: {reason}") from None
-
-
-def text_of(row: Any) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise ValueError(f"no text, a string, in {row!r:.80}")
-    # JSON can spell half of a surrogate pair, which is no character.
-    return row["text"].encode(errors="replace").decode()
-
-
-def distinct_topics() -> Iterator[str]:
-    """pydoc's topics but for those that are part of a longer one, as "with" is of "compound"."""
+                text = source.read()
+            if cfg.data == "stdlib":
+                yield {"text": text}, str(file)
+            else:
+                yield from ((row, str(file)) for row in questions(text, cfg.rows))
+        return
     from pydoc_data.topics import topics
 
     seen: set[str] = set()
+    # Some topics are part of a longer one, as "with" is of "compound".
     for text in sorted(topics.values(), key=len, reverse=True):
         lines = set(text.splitlines())
         if len(lines - seen) > len(lines) / 2:
-            yield text
+            yield {"text": text}, "pydoc"
         seen |= lines
 
 
-def hold_out(documents: list[str], fraction: float) -> tuple[list[str], list[str]]:
-    """Split by a hash of the text, so that order and machine do not matter; equal texts are one."""
-    ranked = sorted(set(documents), key=lambda text: hashlib.sha256(text.encode()).digest())
-    if len(ranked) == 1:
-        cut = int(len(ranked[0]) * (1 - fraction))
-        return [ranked[0][:cut]], [ranked[0][cut:]]
-    held_out = min(max(1, round(fraction * len(ranked))), len(ranked) - 1)
-    return ranked[held_out:], ranked[:held_out]
+def questions(source: str, rows: str) -> Iterator[dict]:
+    """What the functions in a source do, by the first lines of their docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+            prompt, answer = f"def {node.name}({ast.unparse(node.args)}):", text.splitlines()[0]
+            if rows == "prompt":
+                yield {"prompt": f'{prompt}\n    """', "completion": f'{answer}"""'}
+            else:
+                asked = {"role": "user", "content": f"What does this do? {prompt}"}
+                yield {"messages": [asked, {"role": "assistant", "content": answer}]}
+
+
+def longest_text(cfg: TaskConfig) -> int:
+    """Tokens that the model sees at once; the config of a model to start from is read for that."""
+    if not cfg.model_name_or_path:
+        return cfg.context_length
+    from transformers import AutoConfig
+
+    most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", cfg.context_length)
+    streamed = cfg.rows == "text" and cfg.packing != "best_fit"
+    right = not streamed or cfg.context_length <= most
+    check_fields(cfg, [("context_length", right, f"at most {most}, which the model can see")])
+    return min(most, cfg.context_length)
+
+
+def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
+    """The tokenizer of the model to start from, or the one in the folder of prepared data."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if cfg.model_name_or_path:
+        tokenizer = pretrained.load(AutoTokenizer, cfg)
+        if not tokenizer.is_fast or tokenizer.eos_token is None:
+            name = cfg.model_name_or_path
+            raise ValueError(
+                f"task.model_name_or_path: the tokenizer of {name} is no fast one with an end token"
+            )
+    else:
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"),
+            bos_token=END_OF_TEXT,
+            eos_token=END_OF_TEXT,
+            model_max_length=cfg.context_length,
+        )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if file := template_file(cfg):
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    elif cfg.rows == "chat":
+        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+    return tokenizer
 
 
 def build(cfg: TaskConfig, folder: Path) -> None:
-    """Learn the vocabulary and save it beside the packed rows of training and validation."""
+    """Save the packed rows of training and validation, with the vocabulary if it is new."""
     import numpy as np
     from datasets import Dataset, disable_progress_bars
+
+    train, validation = read(cfg)
+    if not cfg.model_name_or_path:
+        learn_vocabulary(train, cfg, folder)
+    tokenizer = load_tokenizer(cfg, folder)
+    stream = cfg.rows == "text" and cfg.packing != "best_fit"
+    parts = {}
+    for part, rows in (("train", train), ("validation", validation)):
+        encoded = [encode(row, cfg, tokenizer) for row in rows]
+        parts[part] = pack_stream(encoded, cfg) if stream else pack_best_fit(encoded, cfg, part)
+    share = parts["train"]["used"].sum() / parts["train"]["labels"].size
+    size = f"{len(parts['train']['labels']):,} rows of {cfg.context_length} tokens to train on"
+    print(f"Prepared: {size}, {share:.1%} of them useful, the rest padding", flush=True)
+
+    labels = parts["train"]["labels"]
+    frequency = 1 + np.bincount(labels[labels != IGNORED], minlength=len(tokenizer))
+    nats, sizes = -np.log(frequency / frequency.sum()), token_bytes(tokenizer)
+    labels = parts["validation"]["labels"]
+    for name, values in (("bytes", sizes), ("unigram_loss", nats)):
+        parts["validation"][name] = np.where(labels == IGNORED, 0, values[labels]).sum(1)
+    del parts["train"]["used"]
+    disable_progress_bars()
+    for part, columns in parts.items():
+        Dataset.from_dict(columns).save_to_disk(folder / part)
+    prompts = {"sample": prompt_of(cfg.sample_prompt, cfg, tokenizer)}
+    for number, (row, _) in enumerate(validation[: 0 if cfg.rows == "text" else 2], 1):
+        prompts[f"held out {number}"] = prompt_of(row, cfg, tokenizer)
+    (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
+
+
+# ---- Preparation: rows ---------------------------------------------------------------------------
+
+
+def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
+    """The rows to train and to evaluate on, all of them such that they can be encoded."""
+    roles = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages"]}[cfg.rows]
+    columns = {role: getattr(cfg, f"{role}_column") for role in roles}
+    shipped = shipped_rows(cfg) if cfg.data in SHIPPED else None
+    train, validation = sources.read(cfg, columns, ENDINGS, shipped)
+    for row, place in [*train, *(validation or [])]:
+        if problem := problem_of(row, cfg):
+            raise ValueError(f"task.data: {place}: {problem} in {row!r:.80}")
+    train = [each for each in train if each[0].get("text", "text").strip()]
+    documents = len(train) + len(validation or [])
+    if not train or validation == []:
+        raise ValueError(
+            f"task.data: there is no text in {cfg.validation_data if train else cfg.data}"
+        )
+    print(f"Preparing data: {documents:,} documents of {cfg.data}", flush=True)
+    if validation is not None:
+        return train, validation
+    if len(train) == 1 and cfg.rows == "text":
+        row, place = train[0]
+        cut = int(len(row["text"]) * (1 - cfg.validation_fraction))
+        return [({"text": row["text"][:cut]}, place)], [({"text": row["text"][cut:]}, place)]
+    if len(train) == 1:
+        raise ValueError(f"task.data: {cfg.data} has one row; add rows, to hold one out")
+    key = (lambda row: row[0]["text"]) if cfg.rows == "text" else (lambda row: json.dumps(row[0]))
+    return sources.hold_out(train, cfg.validation_fraction, key)
+
+
+def problem_of(row: dict, cfg: TaskConfig) -> str | None:
+    """What is wrong with a row. Messages that a table holds as JSON are read."""
+    if cfg.rows != "chat":
+        missing = next((role for role, value in row.items() if not isinstance(value, str)), None)
+        missing = missing or ("completion" if row.get("completion") == "" else None)
+        return missing and f"no {missing}, a string,"
+    messages = row["messages"]
+    if isinstance(messages, str):
+        try:
+            row["messages"] = messages = json.loads(messages)
+        except ValueError as error:
+            return f"no messages, since {error},"
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in messages
+    ):
+        return "no messages, a list of objects with role and content,"
+    row["messages"] = messages = [{"role": m["role"], "content": m["content"]} for m in messages]
+    if not any(m["role"] == "assistant" and m["content"] for m in messages[1:]):
+        return "no answer: no message after the first has the role assistant"
+    return None
+
+
+def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> tuple[array, array]:
+    """The tokens of a row, and for each whether it is to be learnt: 1 or 0."""
+    (values, place), end = row, tokenizer.eos_token_id
+    plain = {"add_special_tokens": False, "verbose": False}
+    if cfg.rows == "text":
+        tokens = array("i", (tokenizer("").input_ids or [end])[:1])
+        for cut in range(0, len(values["text"]), 1_000_000):  # bounds the memory of one call
+            piece = values["text"][cut : cut + 1_000_000]
+            # A text that spells a special token must not end there.
+            tokens.extend(tokenizer(piece, split_special_tokens=True, **plain).input_ids)
+        tokens.append(end)
+        return tokens, array("b", [1]) * len(tokens)
+    if cfg.rows == "prompt":
+        text = values["prompt"] + values["completion"]
+        answers = [(len(values["prompt"]), len(text))]
+    else:
+        text, answers = render(values["messages"], place, tokenizer)
+    encoded = tokenizer(text, return_offsets_mapping=True, **plain)
+    spans = encoded["offset_mapping"]
+    learnt = array("b", (any(b > first and a < last for first, last in answers) for a, b in spans))
+    tokens = array("i", encoded["input_ids"])
+    if cfg.rows == "prompt":
+        begin = tokenizer("").input_ids
+        tokens, learnt = array("i", begin) + tokens, array("b", [0] * len(begin)) + learnt
+        tokens.append(end)
+        learnt.append(1)
+    return tokens, learnt
+
+
+def render(messages: list[dict], place: str, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """A chat as the text that the model sees, and where in it the assistant's answers stand."""
+    from jinja2 import TemplateError
+
+    def text_of(part: list[dict], **options) -> str:
+        return tokenizer.apply_chat_template(part, tokenize=False, **options)
+
+    try:
+        whole, answers = text_of(messages), []
+        for i, message in enumerate(messages):
+            if i and message["role"] == "assistant":
+                before = text_of(messages[:i], add_generation_prompt=True)
+                until = text_of(messages[: i + 1])
+                if not (until.startswith(before) and whole.startswith(until)):
+                    problem = "renders a turn in another way when others follow"
+                    raise ValueError(f"the template {problem}; give one of your own")
+                answers.append((len(before), len(until)))
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(f"task.chat_template: {place}: {sources.one_line(error)}") from None
+    return whole, answers
+
+
+def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
+    """The tokens after which the model is to answer: of a row, or of a text or message."""
+    begin, text = tokenizer("").input_ids, row
+    if cfg.rows == "text":
+        begin = begin or [tokenizer.eos_token_id]
+    elif cfg.rows == "prompt":
+        text = row if isinstance(row, str) else row["prompt"]
+    else:
+        begin, asked = [], [{"role": "user", "content": row}]
+        if not isinstance(row, str):
+            turns = [i for i, m in enumerate(row["messages"]) if i and m["role"] == "assistant"]
+            asked = row["messages"][: turns[0]]
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    return [*begin, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
+
+
+# ---- Preparation: tokens -------------------------------------------------------------------------
+
+
+def learn_vocabulary(rows: list[Row], cfg: TaskConfig, folder: Path) -> None:
+    """Save a byte-level BPE of the training rows: no text is unknown to it."""
     from tokenizers import ByteLevelBPETokenizer
 
-    documents = [t for f in sources(cfg.data) for t in documents_in(f, cfg.data) if t.strip()]
-    if not documents:
-        raise ValueError(f"task.data: there is no text in {cfg.data}")
-    print(f"Preparing data: {len(documents):,} documents of {cfg.data}", flush=True)
-    train, validation = hold_out(documents, cfg.validation_fraction)
+    def texts() -> Iterator[str]:
+        for row, _ in rows:
+            for value in row.values():
+                yield from [value] if isinstance(value, str) else (m["content"] for m in value)
+
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(train, cfg.vocab_size - 1, show_progress=False)
-    end = tokenizer.get_vocab_size()  # END_OF_TEXT, added last, so that no text can contain it
-
-    def pack(documents: list[str]) -> np.ndarray:
-        """Rows of context_length + 1 tokens; the last token of one is the first of the next."""
-        length, tokens = cfg.context_length, array("i", [end])
-        for text in documents:
-            for cut in range(0, len(text), 1_000_000):  # bounds the memory that encoding takes
-                tokens.extend(tokenizer.encode(text[cut : cut + 1_000_000]).ids)
-            tokens.append(end)
-        if len(tokens) <= length:
-            problem = f"{len(tokens)} tokens to train or evaluate on, which do not fill a row"
-            raise ValueError(f"task.data: {cfg.data} has {problem} of {length + 1}: add text")
-        tokens.extend([IGNORED] * ((1 - len(tokens)) % length))
-        return np.lib.stride_tricks.sliding_window_view(np.array(tokens), length + 1)[::length]
-
-    train_rows, validation_rows = pack(train), pack(validation)
-    labels = train_rows[:, 1:]
-    frequency = 1 + np.bincount(labels[labels != IGNORED], minlength=end + 1)
-    nats = -np.log(frequency / frequency.sum())
-    sizes = np.array([len(tokenizer.id_to_token(id)) for id in range(end)] + [0])  # bytes
-    labels = validation_rows[:, 1:]
-    columns = {
-        "tokens": validation_rows,
-        "bytes": np.where(labels == IGNORED, 0, sizes[labels]).sum(1),
-        "unigram_loss": np.where(labels == IGNORED, 0, nats[labels]).sum(1),
-    }
-    disable_progress_bars()
-    Dataset.from_dict({"tokens": train_rows}).save_to_disk(folder / "train")
-    Dataset.from_dict(columns).save_to_disk(folder / "validation")
+    tokenizer.train_from_iterator(texts(), cfg.vocab_size - 1, show_progress=False)
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def token_bytes(tokenizer: Any) -> Any:
+    """int array (vocabulary,): bytes of text that a token stands for, none for special ones."""
+    import numpy as np
+
+    sizes = np.zeros(len(tokenizer), np.int64)
+    byte_level = "ByteLevel" in tokenizer.backend_tokenizer.to_str().partition('"decoder"')[2][:500]
+    for token, i in tokenizer.get_vocab().items():
+        if byte_level:
+            sizes[i] = len(token)  # a character stands for a byte
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            sizes[i] = 1
+        else:
+            sizes[i] = len(token.replace("▁", " ").encode())  # of SentencePiece, for a space
+    sizes[tokenizer.all_special_ids] = 0
+    return sizes
+
+
+def pack_stream(encoded: list[tuple[array, array]], cfg: TaskConfig) -> dict[str, Any]:
+    """Columns of rows that are filled with one text after the other; only the last has padding."""
+    import numpy as np
+
+    length, tokens = cfg.context_length, array("i")
+    for row, _ in encoded:  # where texts begin with the end of another, one such token is enough
+        tokens.extend(row[1:] if tokens and row[0] == tokens[-1] else row)
+    if len(tokens) <= length:
+        problem = f"{len(tokens)} tokens to train or evaluate on, which do not fill a row"
+        raise ValueError(f"task.data: {cfg.data} has {problem} of {length + 1}: add text")
+    tokens.extend([IGNORED] * ((1 - len(tokens)) % length))
+    flat = np.array(tokens)
+    inputs, labels = flat[:-1].reshape(-1, length), flat[1:].reshape(-1, length)
+    return {"input_ids": inputs.clip(0), "labels": labels, "used": (labels != IGNORED).sum(1)}
+
+
+def pack_best_fit(encoded: list[tuple], cfg: TaskConfig, part: str) -> dict[str, Any]:
+    """Columns of rows that hold whole texts, each put where the least room is left for it.
+
+    Best-fit decreasing: longest first. What is too long is split or cut; pieces of which nothing is
+    to be learnt are left out. Both are counted and said.
+    """
+    import numpy as np
+
+    length, longest, pieces, empty, long = cfg.context_length, longest_text(cfg), [], 0, 0
+    for tokens, learnt in encoded:
+        long += len(tokens) > longest + 1
+        starts = range(0, max(len(tokens) - 1, 1), longest)
+        for start in starts[: 1 if cfg.too_long == "cut" else None]:
+            piece = slice(start, start + longest + 1)  # a last token is only a label
+            if any(learnt[piece][1:]):
+                pieces.append((tokens[piece], learnt[piece]))
+            else:
+                empty += 1
+    if long or empty:
+        print(
+            f"Prepared {part}: {long:,} of {len(encoded):,} rows are longer than {longest} tokens "
+            f"and were {cfg.too_long}; {empty:,} pieces without anything to learn were left out",
+            flush=True,
+        )
+    if not pieces:
+        raise ValueError(
+            f"task.context_length: no answer of {part} fits into {longest} tokens; raise it"
+        )
+    pieces.sort(key=lambda piece: -len(piece[0]))  # stable: the same on every machine
+    bins: list[list[tuple]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms = 0  # bit r is set where a bin with room for r tokens is
+    for piece in pieces:
+        need = len(piece[0]) - 1
+        fitting = rooms >> need
+        if fitting:
+            room = need + (fitting & -fitting).bit_length() - 1
+            place = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, place = length, len(bins)
+            bins.append([])
+        bins[place].append(piece)
+        by_room.setdefault(room - need, []).append(place)
+        rooms |= 1 << (room - need)
+
+    columns = {
+        name: np.zeros((len(bins), length), np.int32) for name in ("input_ids", "position_ids")
+    }
+    columns["labels"] = np.full((len(bins), length), IGNORED, np.int32)
+    used = np.zeros(len(bins), np.int64)
+    for place, members in enumerate(bins):
+        for tokens, learnt in members:
+            row, size = np.array(tokens), len(tokens) - 1
+            where = (place, slice(used[place], used[place] + size))
+            columns["input_ids"][where] = row[:-1]
+            columns["position_ids"][where] = range(size)
+            columns["labels"][where] = np.where(np.array(learnt)[1:], row[1:], IGNORED)
+            used[place] += size
+    return {**columns, "used": used}

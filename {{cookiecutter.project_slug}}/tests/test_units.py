@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import data_order
+import start
 import train
 
 CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_share=0.1)
@@ -79,10 +80,10 @@ def test_learning_rate_scales_with_the_global_batch():
 def test_the_cut_fits_the_device_and_uses_every_sample():
     cfg = train.Config(global_batch_size=24, micro_batch_size=5)
     for processes in (1, 2, 3, 4, 6, 8, 12, 24):
-        micro, accumulation = train.cut(cfg, processes)
+        micro, accumulation = start.cut(cfg, processes)
         assert micro <= 5 and micro * accumulation * processes == 24
-    with pytest.raises(train.UserError, match="give 20 or 25"):
-        train.cut(cfg, 5)
+    with pytest.raises(start.UserError, match="give 20 or 25"):
+        start.cut(cfg, 5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,498 @@
+"""What is trained: a model that says which class an image belongs to. Its data, loss and metrics.
+
+train.py calls the names below and nothing else. Rewrite this file for a task of your own: around a
+plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
+
+TaskConfig               A dataclass: each field is a flag --task.FIELD, its docstring the help.
+prepare_data(cfg)        What has to happen once: download, tokenise. All processes call it at the
+                         same time, before they can talk to each other. Settings and data that
+                         cannot work should end here, in a ValueError of one line: what is wrong,
+                         where, what to write instead.
+datasets(cfg)            (train, validation), map-style: len(), [i] and, where that is faster,
+                         __getitems__([i, j, ...]). Row i is the same in every process and run.
+collate(rows)            A batch of these B rows: a dict of CPU tensors, B their first dimension.
+count(batch)             int: its loss terms, from the labels alone. UNIT names them: throughput is
+                         logged as UNIT_per_second; without it, as samples_per_second.
+build_model(cfg)         nn.Module with new weights, on the CPU; torch is already seeded.
+loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over count(batch) terms;
+                         train.py divides by the count of the whole step. Call model(...) itself,
+                         which accelerate has wrapped; the batch is on its device.
+eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
+metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
+export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
+                         exists.
+
+It may also have:
+
+augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
+                         of this row in this epoch, so that no worker and no rank changes them.
+sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
+                         it, so that micro-batches hold rows alike and have less padding.
+report(model, sums, folder)  dict of what people want to see of an evaluation: texts, and pictures
+                         as paths of files that it has written in the folder.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from io import BytesIO
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps, UnidentifiedImageError
+from tqdm import tqdm
+
+import confusion
+import pretrained
+import sources
+
+# transformers takes 4 s to import, sklearn and matplotlib 1 s: they wait for who needs them.
+
+Batch = dict[str, torch.Tensor]
+Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and what `look` gives
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+
+
+# ---- Config --------------------------------------------------------------------------------------
+
+
+@dataclass
+class TaskConfig(sources.DataConfig, pretrained.ModelConfig):
+    data: str = "digits"
+    """Images to train on: digits (1,797 of 8 x 8 pixels, inside scikit-learn), a folder with a
+    folder of images for each class (cats/1.jpg), a .jsonl, .csv or .parquet file whose rows name an
+    image, by a path beside the file, and its class, or the name of a data set on the Hub."""
+    image_column: str = "image"
+    """Of a table: the column of paths, or of images as the Hub has them."""
+    label_column: str = "label"
+    """Of a table: the column of classes."""
+    corrupt: Literal["refuse", "skip"] = "refuse"
+    """Whether images that cannot be read end the run, or are named and left out."""
+    image_size: int = 32
+    """Side in pixels of the square that a new model sees; a pretrained one has its own."""
+    stored_size: int = 0
+    """Side of the square that is cut from the middle of each image and kept in cache_dir; 0: that
+    of the model, or a seventh more where crops are random."""
+    min_crop: float = 0.8
+    """Smallest share of the square's area that a random crop keeps in training; 1: no crops."""
+    flip: bool = False
+    """Mirror half of the images in training: where left and right mean the same."""
+    architecture: Literal["vit", "resnet"] = "vit"
+    """A new model: a vision transformer, or a ResNet v2 with GroupNorm (with BatchNorm the result
+    would depend on how a step is cut)."""
+    hidden_size: int = 64
+    """Width of a new model; of a resnet, whose four stages double it, that of the last."""
+    num_layers: int = 2
+    """Layers of a vit; blocks in each stage of a resnet."""
+    patch_size: int = 8
+    """vit: side in pixels of the patches that the square is cut into."""
+    num_heads: int = 4
+    """vit: attention heads in a layer."""
+    dropout: float = 0.0
+    """vit: dropout in each layer; resnet: share of its blocks that are left out at random."""
+    channels_last: bool = False
+    """For a resnet: the memory layout that convolutions on GPUs like in bf16 and fp16. On a CPU, in
+    fp32, it takes a sixth less time at 96 pixels and a width of 512, and the same at 32 and 128."""
+
+
+def prepare_data(cfg: TaskConfig) -> None:
+    """Checks the settings, and decodes the images, once, into `prepared_folder(cfg)`."""
+    vit, digits = cfg.architecture == "vit", cfg.data == "digits"
+    patch = max(cfg.patch_size, 1) if vit and not cfg.model_name_or_path else 1
+    unit = max(cfg.num_heads, 1) if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
+    rules = [
+        ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
+        ("validation_data", not (digits and cfg.validation_data), "empty, as digits has its own"),
+        ("stored_size", cfg.stored_size >= 0, "at least 0"),
+        ("min_crop", 0 < cfg.min_crop <= 1, "above 0 and at most 1"),
+        ("patch_size", cfg.patch_size >= 1, "at least 1"),
+        ("num_layers", cfg.num_layers >= 1, "at least 1"),
+        ("num_heads", cfg.num_heads >= 1, "at least 1"),
+        ("image_size", cfg.image_size >= 1, "at least 1"),
+        ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),
+        ("hidden_size", cfg.hidden_size >= 1, "at least 1"),
+        ("hidden_size", cfg.hidden_size % unit == 0, f"a multiple of {unit}"),
+        ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
+    ]
+    sources.check_fields(cfg, rules)
+    sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+class Squares(torch.utils.data.Dataset):
+    """The stored images of a part, from a memory map that the processes of a machine share."""
+
+    def __init__(self, folder: Path, part: str, seen: dict[str, Any]):
+        self.made_of, self.seen = (folder, part, seen), seen
+        self.images = np.load(folder / "images.npy", mmap_mode="r")
+        self.labels = np.load(folder / "labels.npy")
+        self.numbers = np.load(folder / f"{part}.npy")
+
+    def __reduce__(self):  # pickled, a memory map would become a copy of all images
+        return Squares, self.made_of
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Row:
+        number = self.numbers[i]
+        return self.images[number], int(self.labels[number]), self.seen
+
+
+def datasets(cfg: TaskConfig) -> tuple[Squares, Squares]:
+    folder, seen = prepared_folder(cfg), look(cfg)
+    return Squares(folder, "train", seen), Squares(folder, "validation", seen)
+
+
+def look(cfg: TaskConfig) -> dict[str, Any]:
+    """How the model sees an image: its side in pixels, the mean and std of its channels, ...
+
+    Those of a pretrained model are its image processor's.
+    """
+    seen = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
+    seen |= {"side": cfg.image_size, "mean": [0.5] * 3, "std": [0.5] * 3}
+    if cfg.model_name_or_path:
+        from transformers import AutoImageProcessor
+
+        facts = pretrained.load(AutoImageProcessor, cfg).to_dict()
+        size = facts.get("crop_size" if facts.get("do_center_crop") else "size") or {}
+        seen["side"] = size.get("height") or size.get("shortest_edge")
+        if not seen["side"]:
+            model = cfg.model_name_or_path
+            raise ValueError(
+                f"task.model_name_or_path: {model} does not say the size of its images"
+            )
+        normal = facts.get("do_normalize")
+        seen["mean"], seen["std"] = (
+            (facts["image_mean"], facts["image_std"]) if normal else ([0.0] * 3, [1.0] * 3)
+        )
+    return seen
+
+
+def resize(image: np.ndarray, side: int, box: tuple | None = None) -> np.ndarray:
+    """The image, or a box of it (left, top, right, bottom, in pixels), as a square of this side."""
+    return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC, box))
+
+
+def augment(row: Row, draw: torch.Generator) -> Row:
+    """A random crop, its aspect ratio between 3:4 and 4:3, as the model's square; or its mirror."""
+    image, label, seen = row
+    area, ratio, x, y, mirror = torch.rand(5, generator=draw).tolist()
+    if seen["min_crop"] < 1:
+        root = math.sqrt(1 - area * (1 - seen["min_crop"]))
+        stretch = (4 / 3) ** (ratio - 0.5)
+        width, height = (len(image) * min(1, part) for part in (root * stretch, root / stretch))
+        left, top = x * (len(image) - width), y * (len(image) - height)
+        image = resize(image, seen["side"], (left, top, left + width, top + height))
+    if seen["flip"] and mirror < 0.5:
+        image = image[:, ::-1]
+    return image, label, seen
+
+
+def collate(rows: list[Row]) -> Batch:
+    """pixel_values, float32 (B, 3, side, side), normalised, and labels, int64 (B,)."""
+    seen = rows[0][2]
+    side = seen["side"]
+    images = [image if len(image) == side else resize(image, side) for image, _, _ in rows]
+    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
+    mean, std = (torch.tensor(seen[name])[:, None, None] for name in ("mean", "std"))
+    layout = torch.channels_last if seen["channels_last"] else torch.contiguous_format
+    pixels = ((pixels - mean) / std).contiguous(memory_format=layout)
+    return {"pixel_values": pixels, "labels": torch.tensor([label for _, label, _ in rows])}
+
+
+def count(batch: Batch) -> int:
+    return len(batch["labels"])
+
+
+# ---- Model and loss ------------------------------------------------------------------------------
+
+
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
+    """A new or a pretrained model, with what `report` and `export` need besides its weights."""
+    import transformers
+
+    names = json.loads((prepared_folder(cfg) / "labels.json").read_text(encoding="utf-8"))
+    classes = {"num_labels": len(names), "id2label": dict(enumerate(names))}
+    classes["label2id"] = {name: i for i, name in enumerate(names)}
+    if cfg.model_name_or_path:
+        auto = transformers.AutoModelForImageClassification
+        classes["ignore_mismatched_sizes"] = True  # the head may be for other classes
+        model = pretrained.load_model(auto, cfg, head=("classifier",), **classes)
+    elif cfg.architecture == "vit":
+        config = transformers.ViTConfig(
+            image_size=cfg.image_size,
+            patch_size=cfg.patch_size,
+            hidden_size=cfg.hidden_size,
+            intermediate_size=4 * cfg.hidden_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_heads,
+            hidden_dropout_prob=cfg.dropout,
+            attention_probs_dropout_prob=cfg.dropout,
+            initializer_range=cfg.hidden_size**-0.5,  # the usual 0.02 is too little when narrow
+            attn_implementation=cfg.attn_implementation,
+            **classes,
+        )
+        model = transformers.ViTForImageClassification(config)
+    else:
+        config = transformers.BitConfig(
+            embedding_size=cfg.hidden_size // 8,
+            hidden_sizes=[cfg.hidden_size // part for part in (8, 4, 2, 1)],
+            depths=[cfg.num_layers] * 4,
+            num_groups=8,
+            drop_path_rate=cfg.dropout,
+            **classes,
+        )
+        model = transformers.BitForImageClassification(config)
+    model.validation = datasets(cfg)[1]
+    return model
+
+
+def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Cross entropy, in nats."""
+    logits = model(pixel_values=batch["pixel_values"]).logits.float()
+    return F.cross_entropy(logits, batch["labels"], reduction="sum")
+
+
+# ---- Evaluation and export -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
+    """The loss, and the confusion matrix (C, C): images of class i that were taken for class j."""
+    logits = model(pixel_values=batch["pixel_values"]).logits.float()
+    loss = F.cross_entropy(logits, batch["labels"], reduction="sum")
+    true, guess = (F.one_hot(i, logits.shape[1]) for i in (batch["labels"], logits.argmax(1)))
+    return {"loss": loss, "confusion": true.T.float() @ guess.float()}
+
+
+def metrics(sums: Batch) -> dict[str, float]:
+    """Loss in nats an image; macro F1 is the mean over classes that were there, or guessed."""
+    loss = float(sums["loss"] / sums["confusion"].sum())
+    return {"loss": loss, **confusion.scores(sums["confusion"])}
+
+
+def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
+    """The scores of each class, which were taken for which, and some images."""
+    names = [model.config.id2label[i] for i in range(model.config.num_labels)]
+    found = confusion.report(sums["confusion"], names, folder)
+    return found | {"samples": draw_samples(model, names, folder / "samples.png")}
+
+
+@torch.no_grad()
+def draw_samples(model: Any, names: list[str], path: Path) -> Path:
+    """Sixteen out of 256 validation images, evenly spread, first those that are taken wrongly."""
+    from matplotlib.figure import Figure
+
+    last = len(model.validation) - 1
+    rows = [model.validation[i] for i in np.linspace(0, last, min(256, last + 1)).astype(int)]
+    shown = []
+    for start in range(0, len(rows), 16):
+        part = rows[start : start + 16]
+        pixels = collate(part)["pixel_values"].to(model.device)
+        guesses = model(pixel_values=pixels).logits.argmax(1).tolist()
+        shown += zip(part, guesses, strict=True)
+    shown.sort(key=lambda pair: pair[0][1] == pair[1])
+    wrong = sum(label != guess for (_, label, _), guess in shown)
+    figure = Figure((8, 9), dpi=150, layout="constrained")
+    figure.suptitle(f"{wrong} of {len(rows)} validation images wrong")
+    panels = figure.subplots(4, 4).flat
+    for axes, ((image, label, _), guess) in zip(panels, shown, strict=False):
+        axes.imshow(image)
+        said, color = shorten(names[label]), "black"
+        if guess != label:
+            said, color = f"predicted {shorten(names[guess])}\ntrue {said}", "#D55E00"
+        axes.set_title(said, fontsize=9, color=color, parse_math=False)
+    for axes in figure.axes:
+        axes.set_axis_off()
+    figure.savefig(path)
+    return path
+
+
+def shorten(name: str) -> str:
+    return name if len(name) <= 20 else f"{name[:19]}…"
+
+
+def export(model: Any, folder: Path) -> None:
+    """Files that pipeline("image-classification", folder) loads.
+
+    The processor crops as `square` does, whatever that of a pretrained model did: a pipeline sees
+    images as the model has seen them here.
+    """
+    seen = model.validation.seen
+    with pretrained.quiet():  # without torchvision it says that it takes Pillow
+        from transformers import BitImageProcessor
+
+        processor = BitImageProcessor(
+            size={"shortest_edge": seen["side"]},
+            crop_size={"height": seen["side"], "width": seen["side"]},
+            resample=Image.Resampling.BICUBIC,
+            image_mean=seen["mean"],
+            image_std=seen["std"],
+        )
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+
+# ---- Preparation ---------------------------------------------------------------------------------
+
+
+def prepared_folder(cfg: TaskConfig) -> Path:
+    """Its name stands for all that shapes the data: settings, files and the code from here on.
+
+    Images that a table names are not looked at: remove cache_dir when they have changed.
+    """
+    settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt]
+    used = [] if cfg.data == "digits" else sources.used_files(cfg, (*sources.TABLES, *IMAGES))
+    code = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
+    return sources.cache_folder(cfg, settings, used, code)
+
+
+def stored_side(cfg: TaskConfig) -> int:
+    side = look(cfg)["side"]
+    return cfg.stored_size or (side if cfg.min_crop == 1 else math.ceil(side * 8 / 7))
+
+
+def build(cfg: TaskConfig, folder: Path) -> None:
+    """Writes images.npy (N, side, side, 3), labels.npy (N,), their names, and each part's rows."""
+    train, validation = read(cfg)
+    rows = train + (validation or [])
+    label = [row["label"] for row, _ in rows]
+    known = sorted({*label[: len(train)]})
+    for row, place in validation or []:
+        if row["label"] not in known:
+            raise ValueError(
+                f"task.validation_data: {place}: class {row['label']!r:.60} is not one of the "
+                f"training data, {', '.join(known[:20])}{', ...' * (len(known) > 20)}"
+            )
+    shape = (len(rows), *[stored_side(cfg)] * 2, 3)
+    needed, free = math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
+    print(
+        f"Preparing data: {len(rows):,} images of {cfg.data}, {len(known):,} classes; "
+        f"{needed:,.1f} MB in {folder.parent}",
+        flush=True,
+    )
+    if needed > free:
+        raise ValueError(
+            f"task.cache_dir: the disk of {folder.parent} has room for {free:,.1f} MB of them; "
+            "name another, or lower --task.stored_size"
+        )
+    images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
+
+    def store(number: int) -> tuple[str, str]:
+        """A hash of what is stored, and what is wrong with the image."""
+        try:
+            images[number] = square(rows[number][0]["image"], shape[1])
+        except UnidentifiedImageError:
+            return "", "not an image"
+        except Exception as error:  # each decoder has its own
+            return "", sources.one_line(error)
+        return hashlib.sha256(images[number]).hexdigest(), ""
+
+    with ThreadPool(min(os.cpu_count() or 1, 32)) as pool:  # decoders let other threads run
+        stored = pool.imap(store, range(len(rows)), chunksize=16)
+        found = list(tqdm(stored, "images", len(rows), leave=False, disable=None))
+    good = [number for number, (key, _) in enumerate(found) if key]
+    problems = [f"{rows[n][1]}: {problem}" for n, (_, problem) in enumerate(found) if problem]
+    parts = [[n for n in good if n < len(train)], [n for n in good if n >= len(train)]]
+    if problems and cfg.corrupt == "refuse":
+        field = "data" if len(parts[0]) < len(train) else "validation_data"
+        raise ValueError(
+            f"task.{field}: cannot read {problems[0]}; images like that: {len(problems):,} of "
+            f"{len(rows):,}; --task.corrupt skip leaves them out"
+        )
+    for problem in problems[:10]:
+        print(f"left out: {problem}")
+    if problems[10:]:
+        print(f"and {len(problems) - 10:,} more")
+
+    names = sorted({label[number] for number in parts[0]})
+    if len(names) < 2:
+        raise ValueError(
+            f"task.data: {cfg.data} has {len(parts[0])} images, of {len(names)} classes, "
+            f"{', '.join(names)}; it takes two classes to tell them apart"
+        )
+    if validation is None:
+        share = cfg.validation_fraction
+        parts = sources.hold_out(parts[0], share, lambda n: found[n][0], lambda n: label[n])
+    if not parts[1]:
+        raise ValueError(
+            f"task.validation_data: no images to evaluate on among the {len(rows)} of {cfg.data}; "
+            "give --task.validation_data PATH"
+        )
+    place = {name: i for i, name in enumerate(names)}
+    np.save(folder / "labels.npy", [place.get(name, -1) for name in label])
+    np.save(folder / "train.npy", np.sort(parts[0]))
+    np.save(folder / "validation.npy", np.sort(parts[1]))
+    (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
+    """Rows of an image and a label, to train on and, where there are such, to evaluate on."""
+    columns = {"image": cfg.image_column, "label": cfg.label_column}
+    validation = None
+    if cfg.data == "digits":
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = [Image.fromarray(i) for i in (digits.images * 255 / 16).round().astype(np.uint8)]
+        pairs = zip(images, digits.target.tolist(), strict=True)
+        train = [({"image": image, "label": label}, "digits") for image, label in pairs]
+    elif sources.on_hub(cfg.data):
+        elsewhere = dataclasses.replace(cfg, validation_data="")  # may be a folder of images
+        train, validation = sources.read(elsewhere, columns)
+    else:
+        train = local_rows(cfg.data, columns, "data")
+    if cfg.validation_data:
+        validation = local_rows(cfg.validation_data, columns, "validation_data")
+    for row, place in train + (validation or []):
+        if not isinstance(row["label"], (str, int)) or row["label"] == "":
+            raise ValueError(f"task.label_column: {place}: {row['label']!r:.60} is no class")
+        row["label"] = str(row["label"])
+    return train, validation
+
+
+def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.Row]:
+    """The rows of the tables at a path; without a table, the images in its folders."""
+    root, rows = Path(data).expanduser(), []
+    files = sources.files(data, (*sources.TABLES, *IMAGES), field)
+    tables = [file for file in files if file.suffix.lower() in sources.TABLES]
+    for table in tables:
+        for row, place in sources.rows_of(table, columns, field):
+            image = row["image"]
+            if isinstance(image, dict) and not image.get("bytes"):
+                image = image.get("path")
+            if isinstance(image, str):
+                image, place = table.parent / image, f"{place}: {image}"
+            rows.append(({**row, "image": image}, place))
+    for file in [] if tables else files:
+        folders = file.relative_to(root).parts[:-1]
+        if len(folders) == 1 and not folders[0].startswith("."):  # as .ipynb_checkpoints does
+            rows.append(({"image": file, "label": folders[0]}, str(file)))
+        elif not any(folder.startswith(".") for folder in folders):
+            raise ValueError(
+                f"task.{field}: {file} is not in the folder of its class; it should be "
+                f"{root / 'CLASS' / file.name}"
+            )
+    return rows
+
+
+def square(image: Any, side: int) -> np.ndarray:
+    """The middle of an image, uint8 (side, side, 3): of a path, {"bytes": ...}, or Pillow's own."""
+    if not isinstance(image, Image.Image):
+        image = Image.open(BytesIO(image["bytes"]) if isinstance(image, dict) else image)
+        image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a part of its size
+    if image.mode.startswith(("I", "F")):  # RGB would cut them off at 255
+        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
+    image = ImageOps.exif_transpose(image).convert("RGB")
+    return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))

@@ -1,0 +1,543 @@
+"""What is trained: a model that puts texts into classes, gives them labels, or a number.
+
+train.py calls the names below and nothing else. Rewrite this file for a task of your own: around a
+plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
+
+TaskConfig               A dataclass: each field is a flag --task.FIELD, its docstring the help.
+prepare_data(cfg)        What has to happen once: download, tokenise. All processes call it at the
+                         same time, before they can talk to each other. Settings and data that
+                         cannot work should end here, in a ValueError of one line: what is wrong,
+                         where, what to write instead.
+datasets(cfg)            (train, validation), map-style: len(), [i] and, where that is faster,
+                         __getitems__([i, j, ...]). Row i is the same in every process and run.
+collate(rows)            A batch of these B rows: a dict of CPU tensors, B their first dimension.
+count(batch)             int: its loss terms, from the labels alone. UNIT names them: throughput is
+                         logged as UNIT_per_second; without it, as samples_per_second.
+build_model(cfg)         nn.Module with new weights, on the CPU; torch is already seeded.
+loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over count(batch) terms;
+                         train.py divides by the count of the whole step. Call model(...) itself,
+                         which accelerate has wrapped; the batch is on its device.
+eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
+metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
+export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
+                         exists.
+
+It may also have:
+
+augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
+                         of this row in this epoch, so that no worker and no rank changes them.
+sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
+                         it, so that micro-batches hold rows alike and have less padding.
+report(model, sums, folder)  dict of what people want to see of an evaluation: texts, and pictures
+                         as paths of files that it has written in the folder.
+"""
+
+import ast
+import json
+import math
+import re
+import sysconfig
+import textwrap
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import confusion
+import pretrained
+import sources
+from pretrained import ModelConfig
+from sources import DataConfig, Row, check_fields
+
+# transformers takes 4 s to import, datasets and scikit-learn 1 s: they wait for what needs them.
+
+Batch = dict[str, torch.Tensor]
+ENDINGS = (".txt", *sources.TABLES)
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
+HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
+
+
+# ---- Config --------------------------------------------------------------------------------------
+
+
+@dataclass
+class TaskConfig(DataConfig, ModelConfig):
+    data: str = "stdlib"
+    """Rows to train on: stdlib (functions of Python's library, by the area they belong to), a
+    .jsonl, .csv or .parquet file, a folder of them, a folder of .txt files in one folder for each
+    class, or a data set on the Hub."""
+    text_column: str = "text"
+    """Column of the text."""
+    label_column: str = "label"
+    """Column of the label, text or number. For several: a list, or text with ; between them."""
+    problem_type: Literal[
+        "single_label_classification", "multi_label_classification", "regression"
+    ] = "single_label_classification"
+    """What a text has: one class, any number of labels, or a number. The loss of numbers is their
+    squared error, so that they are best scaled to about -3 to 3."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """Weight of a row's loss in training. balanced: inverse to how frequent its class is, 1 on the
+    average row, so that rare classes count as much as frequent ones."""
+    max_length: int = 256
+    """Tokens of a text that the model sees; the end of longer ones is cut off."""
+    token_dropout: float = 0.0
+    """Share of its tokens that a text loses in training, others in each epoch: so that the answer
+    does not hang on a few names."""
+    vocab_size: int = 4096
+    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
+    hidden_size: int = 128
+    """New model: its width."""
+    num_layers: int = 1
+    """New model: transformer layers. With few texts to learn from, more of them do not help."""
+    num_heads: int = 4
+    """New model: attention heads in a layer."""
+    dropout: float = 0.2
+    """New model: dropout on embeddings, attention weights, layers, and before the classes."""
+
+
+def check(cfg: TaskConfig) -> None:
+    """Refuse settings that cannot work before anything is read."""
+    unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
+    nearest = max(1, round(cfg.hidden_size / unit)) * unit
+    single = cfg.problem_type == SINGLE
+    rules = [
+        ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
+        ("problem_type", single or cfg.data != "stdlib", f"{SINGLE} for task.data stdlib"),
+        ("class_weights", single or cfg.class_weights == "none", f"none, or the type {SINGLE}"),
+        ("max_length", cfg.max_length >= 3, "at least 3, for a token and what stands around it"),
+        ("token_dropout", 0 <= cfg.token_dropout < 1, "at least 0 and below 1"),
+    ]
+    if not cfg.model_name_or_path:
+        rules += [
+            ("vocab_size", cfg.vocab_size >= 260, "at least 260, for 256 bytes and 3 marks"),
+            ("num_layers", cfg.num_layers >= 1, "at least 1"),
+            ("num_heads", cfg.num_heads >= 1, "at least 1"),
+            ("hidden_size", cfg.hidden_size == nearest, f"a multiple of 2 x num_heads, {nearest}"),
+            ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
+        ]
+    check_fields(cfg, rules)
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+def prepare_data(cfg: TaskConfig) -> None:
+    """Split and tokenise the rows, once, into `prepared_folder(cfg)`."""
+    check(cfg)
+    check_model(cfg)
+    sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+
+
+def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
+    """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding."""
+    from datasets import load_from_disk
+
+    parts = [load_from_disk(prepared_folder(cfg) / part) for part in ("train", "validation")]
+    return parts[0].with_format("numpy"), parts[1].with_format("numpy")
+
+
+def sizes(dataset: Any) -> np.ndarray:
+    """Tokens of each row."""
+    return dataset["length"][:]
+
+
+def augment(row: dict, draw: torch.Generator) -> dict:
+    """The row without some of its tokens; the first stays."""
+    if not row["token_dropout"]:
+        return row
+    kept = (torch.rand(len(row["input_ids"]), generator=draw) >= row["token_dropout"]).numpy()
+    kept[0] = True
+    return {**row, "input_ids": row["input_ids"][kept], "length": kept.sum()}
+
+
+def collate(rows: list[dict]) -> Batch:
+    """input_ids and attention_mask, int64 (B, longest of these rows), with labels and weights (B,).
+
+    Labels are classes, int64 (B,); labels, 0 or 1, float32 (B, C); or numbers, float32 (B,).
+    """
+    lengths = torch.tensor([int(row["length"]) for row in rows])
+    ids = torch.full((len(rows), int(lengths.max())), int(rows[0]["pad"]))
+    for line, row in zip(ids, rows, strict=True):
+        line[: len(row["input_ids"])] = torch.as_tensor(row["input_ids"])
+    batch = {"input_ids": ids}
+    batch["attention_mask"] = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    for name in rows[0].keys() - {"input_ids", "length", "pad", "token_dropout"}:
+        batch[name] = torch.as_tensor(np.stack([row[name] for row in rows]))
+    return batch
+
+
+def count(batch: Batch) -> int:
+    return len(batch["labels"])
+
+
+# ---- Model and loss ------------------------------------------------------------------------------
+
+
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
+    """A model to start from, with new weights for the classes where it needs them, or a ModernBERT.
+
+    It has what `report` and `export` need besides it.
+    """
+    from transformers import AutoModelForSequenceClassification, ModernBertConfig
+
+    folder = prepared_folder(cfg)
+    tokenizer = load_tokenizer(cfg, folder)
+    names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
+    about = {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+        "problem_type": cfg.problem_type,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    auto: Any = AutoModelForSequenceClassification
+    if cfg.model_name_or_path:
+        model = pretrained.load_model(auto, cfg, HEAD, ignore_mismatched_sizes=True, **about)
+    else:
+        config = ModernBertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=cfg.hidden_size,
+            intermediate_size=2 * cfg.hidden_size,
+            num_hidden_layers=cfg.num_layers,
+            num_attention_heads=cfg.num_heads,
+            layer_types=["full_attention"] * cfg.num_layers,
+            max_position_embeddings=cfg.max_length,
+            embedding_dropout=cfg.dropout,
+            attention_dropout=cfg.dropout,
+            mlp_dropout=cfg.dropout,
+            classifier_dropout=cfg.dropout,
+            classifier_pooling="mean",
+            bos_token_id=tokenizer.cls_token_id,
+            eos_token_id=tokenizer.sep_token_id,
+            cls_token_id=tokenizer.cls_token_id,
+            sep_token_id=tokenizer.sep_token_id,
+            **about,
+        )
+        try:
+            model = auto.from_config(config, attn_implementation=cfg.attn_implementation)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"task.attn_implementation: {sources.one_line(error)}") from None
+    model.tokenizer = tokenizer
+    return model
+
+
+def outputs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """What the model says: float32 (B, C), of numbers (B, 1)."""
+    found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    return found.logits.float()
+
+
+def is_class(batch: Batch) -> bool:
+    return not batch["labels"].is_floating_point()
+
+
+def losses(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """One loss a row, (B,): cross entropy in nats, that of the labels' mean, or squared error."""
+    labels = batch["labels"]
+    if is_class(batch):
+        found = F.cross_entropy(logits, labels, reduction="none")
+    elif labels.ndim == 2:
+        found = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+    else:
+        found = (logits[:, 0] - labels).square()
+    return found * batch["weight"]
+
+
+def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The weighted losses of the rows, of which each is one term."""
+    return losses(outputs(model, batch), batch).sum()
+
+
+# ---- Evaluation and export -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
+    """The loss, the padding, and either errors or tables of what was right and what was said.
+
+    `table`: (C, C), rows of class i that were taken for j; or of labels (C, 2, 2), one table each.
+    """
+    logits, labels = outputs(model, batch), batch["labels"]
+    mask = batch["attention_mask"]
+    sums = {"loss": losses(logits, batch).sum(), "tokens": mask.sum()}
+    sums |= {"rows": torch.ones_like(batch["weight"]).sum(), "slots": torch.ones_like(mask).sum()}
+    if is_class(batch):
+        right, said = (F.one_hot(i, logits.shape[1]) for i in (labels, logits.argmax(1)))
+        return sums | {"table": right.float().T @ said.float()}
+    if labels.ndim == 2:
+        right, said = (torch.stack([1 - x, x]) for x in (labels, (logits > 0).float()))
+        return sums | {"table": torch.einsum("ibc,jbc->cij", right, said)}
+    return sums | {"error": (logits[:, 0] - labels).abs().sum(), "spread": batch["spread"].sum()}
+
+
+def metrics(sums: Batch) -> dict[str, float]:
+    """Mean loss of a row, scores, and the share of the tokens in the batches that is no padding."""
+    total = {name: float(value) for name, value in sums.items() if name != "table"}
+    scores = {"loss": total["loss"] / total["rows"]}
+    if "table" in sums:
+        scores |= confusion.scores(sums["table"])
+    else:
+        scores["mae"] = total["error"] / total["rows"]
+        # Of rows that all have the same number nothing can be explained.
+        scores["r2"] = 1 - total["loss"] / total["spread"] if total["spread"] else 0.0
+    return {**scores, "useful_share": total["tokens"] / total["slots"]}
+
+
+def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
+    """The scores of each class, and a picture of which were taken for which; or errors."""
+    if "table" in sums:
+        return confusion.report(sums["table"], [*model.config.id2label.values()], folder)
+    scores, spread = metrics(sums), math.sqrt(float(sums["spread"] / sums["rows"]))
+    text = f"{math.sqrt(scores['loss']):.4g} root mean square, {scores['mae']:.4g} mean"
+    return {"errors": f"{text}; of always saying the mean: {spread:.4g} root mean square"}
+
+
+def export(model: Any, folder: Path) -> None:
+    """Files that AutoModelForSequenceClassification and AutoTokenizer load."""
+    with pretrained.quiet():
+        model.save_pretrained(folder)
+        model.tokenizer.save_pretrained(folder)
+
+
+# ---- Preparation ---------------------------------------------------------------------------------
+
+# Packages and modules of Python 3.10 and later, by what they are for.
+AREAS = {
+    **{name: name for name in "asyncio email encodings importlib multiprocessing xml".split()},
+    "testing": "unittest doctest",
+    "numbers": "_pydecimal colorsys fractions numbers random statistics",
+    "debugging": "bdb cProfile dis inspect pdb profile pstats trace traceback",
+    "archives": "_compression bz2 gzip lzma tarfile zipfile",
+}
+
+
+def prepared_folder(cfg: TaskConfig) -> Path:
+    """Its name stands for all that shapes the data: settings, files and the code from here on."""
+    names = """text_column label_column problem_type class_weights max_length token_dropout
+        vocab_size model_name_or_path revision""".split()
+    shipped = [file for *_, file in shipped_files()] if cfg.data == "stdlib" else None
+    used = sources.used_files(cfg, ENDINGS, *pretrained.used_files(cfg), shipped=shipped)
+    code = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
+    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
+
+
+def shipped_files() -> list[tuple[str, str, Path]]:
+    """The files of Python's library in each area: the area, the path in the library, the file."""
+    library, found = Path(sysconfig.get_path("stdlib")), []
+    for area, names in AREAS.items():
+        for name in names.split():
+            files = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
+            places = [(file.relative_to(library).parts, file) for file in files if file.is_file()]
+            found += [(area, "/".join(p), f) for p, f in places if not {"test", "tests"} & {*p}]
+    return found
+
+
+def shipped_rows() -> Iterator[Row]:
+    """Functions of three lines and more, each under the first line of its class; place: the file.
+
+    What is the same in several files, but for strings and numbers, counts once, or not at all if
+    they belong to different areas: encodings hold the same functions a hundred times over.
+    """
+    found: dict[str, list[Row]] = {}
+    for area, place, file in shipped_files():
+        with tokenize.open(file) as source:  # heeds the coding line of what is not UTF-8
+            text = source.read()
+        for function, owner in functions(ast.parse(text), text.split("\n")):
+            row = {"text": f"{owner}\n{function}".lstrip(), "label": area}
+            same = re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", function)
+            found.setdefault(same, []).append((row, place))
+    for rows in found.values():
+        if len({row["label"] for row, _ in rows}) == 1:
+            yield rows[0]
+
+
+def functions(node: ast.AST, lines: list[str], owner: str = "") -> Iterator[tuple[str, str]]:
+    """The source of each function below a node, and the first line of the class it stands in."""
+    for child in ast.iter_child_nodes(node):
+        kept = lines[child.lineno - 1].strip() if isinstance(child, ast.ClassDef) else owner
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = lines[child.lineno - 1 : child.end_lineno]
+            if len(own) >= 3:
+                yield textwrap.dedent("\n".join(own)), owner
+        yield from functions(child, lines, kept)
+
+
+def check_model(cfg: TaskConfig) -> None:
+    """Refuse a model to start from that cannot be read, or was made for shorter texts."""
+    if not cfg.model_name_or_path:
+        return
+    from transformers import AutoConfig
+
+    most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
+    most = min(most or math.inf, load_tokenizer(cfg, None, keep_length=True).model_max_length)
+    check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
+
+
+def load_tokenizer(cfg: TaskConfig, folder: Path | None, keep_length: bool = False) -> Any:
+    """The tokenizer of the model to start from, or the one in the folder of prepared data.
+
+    It cuts at max_length.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if cfg.model_name_or_path:
+        tokenizer = pretrained.load(AutoTokenizer, cfg)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        if tokenizer.pad_token is None:
+            name = cfg.model_name_or_path
+            raise ValueError(f"task.model_name_or_path: the tokenizer of {name} has no pad token")
+    else:
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "tokenizer.json"),
+            **dict(zip(("pad_token", "cls_token", "sep_token"), SPECIAL, strict=True)),
+            model_input_names=["input_ids", "attention_mask"],
+        )
+    if not keep_length:
+        tokenizer.model_max_length = cfg.max_length
+    return tokenizer
+
+
+def build(cfg: TaskConfig, folder: Path) -> None:
+    """Save the rows of training and validation, the labels' names, and a new vocabulary."""
+    from datasets import Dataset, disable_progress_bars
+
+    train, validation, names = read(cfg)
+    if not cfg.model_name_or_path:
+        learn_vocabulary([row["text"] for row, _ in train], cfg, folder)
+    tokenizer = load_tokenizer(cfg, folder)
+    numbers, cut = {name: i for i, name in enumerate(names)}, 0
+    disable_progress_bars()
+    for part, rows in (("train", train), ("validation", validation)):
+        texts, labels = [row["text"] for row, _ in rows], [row["label"] for row, _ in rows]
+        ids = tokenizer(texts, add_special_tokens=True, verbose=False).input_ids
+        for i, tokens in enumerate(ids):
+            if len(tokens) > cfg.max_length:
+                ids[i] = tokenizer(texts[i], truncation=True).input_ids
+                cut += 1
+        columns: dict[str, Any] = {"input_ids": [np.array(tokens, np.int32) for tokens in ids]}
+        columns["length"] = np.array([len(tokens) for tokens in ids])
+        columns["pad"] = np.full(len(ids), tokenizer.pad_token_id)
+        columns["token_dropout"] = np.full(len(ids), cfg.token_dropout, np.float32)
+        columns["weight"] = np.ones(len(ids), np.float32)
+        if cfg.problem_type == SINGLE:
+            columns["labels"] = np.array([numbers[label] for label in labels])
+            if cfg.class_weights == "balanced" and part == "train":
+                often = np.bincount(columns["labels"], minlength=len(names))
+                weights = len(ids) / (often > 0).sum() / np.maximum(often, 1)
+                columns["weight"] = weights[columns["labels"]].astype(np.float32)
+        elif cfg.problem_type == MULTI:
+            columns["labels"] = np.zeros((len(ids), len(names)), np.float32)
+            for i, label in enumerate(labels):
+                columns["labels"][i, [numbers[name] for name in label]] = 1
+        else:
+            columns["labels"] = np.array(labels, np.float32)
+            # For r2: sums of the squares of large numbers would not have the digits for it.
+            spread = (np.array(labels) - np.mean(labels)) ** 2 * (min(labels) < max(labels))
+            columns["spread"] = spread.astype(np.float32)
+        Dataset.from_dict(columns).save_to_disk(folder / part)
+    print(
+        f"Prepared: {cut:,} texts are cut, as they have more than {cfg.max_length} tokens",
+        flush=True,
+    )
+    (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+def learn_vocabulary(texts: list[str], cfg: TaskConfig, folder: Path) -> None:
+    """Save a byte-level BPE of these texts, which puts [CLS] before and [SEP] after a text."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import BertProcessing
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        texts, cfg.vocab_size, special_tokens=SPECIAL, show_progress=False
+    )
+    _, cls, sep = ((name, tokenizer.token_to_id(name)) for name in SPECIAL)
+    tokenizer._tokenizer.post_processor = BertProcessing(sep, cls)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+# ---- Preparation: rows ---------------------------------------------------------------------------
+
+
+def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
+    """The rows to train and to evaluate on, with labels that can be learnt, and the labels' names.
+
+    A number has one name, that of its column.
+    """
+    columns, stdlib = {"text": cfg.text_column, "label": cfg.label_column}, cfg.data == "stdlib"
+    rows, given = sources.read(cfg, columns, ENDINGS, shipped_rows() if stdlib else None)
+    field = "validation_data" if cfg.validation_data else "validation_split"
+    for name, part in (("data", rows), (field, given)):
+        if part == []:
+            raise ValueError(f"task.{name}: there are no rows in {getattr(cfg, name)}")
+        for row, place in part or []:
+            try:
+                if not isinstance(row["text"], str) or not row["text"].strip():
+                    raise ValueError(f"no text but {row['text']!r:.60}")
+                row["label"] = label_of(row["label"], cfg.problem_type)
+            except ValueError as error:
+                raise ValueError(f"task.{name}: {place}: {error}") from None
+    if given is None:
+        # Functions of one file are alike, so that they stay together; so do equal texts.
+        train, validation = sources.hold_out(
+            rows,
+            cfg.validation_fraction,
+            lambda row: row[1] if stdlib else row[0]["text"],
+            lambda row: row[0]["label"] if cfg.problem_type == SINGLE else None,
+        )
+    else:
+        train, validation = rows, given
+    if not validation:
+        raise ValueError(f"task.data: {cfg.data} has no second text to hold out; add rows")
+    size = f"{len(train):,} rows of {cfg.data} to train and {len(validation):,} to evaluate on"
+    if cfg.problem_type == "regression":
+        values = [row["label"] for row, _ in train]
+        about = f"numbers of {np.mean(values):.4g} on average, {np.std(values):.4g} around it"
+        print(f"Preparing data: {size}; {about}", flush=True)
+        return train, validation, [cfg.label_column]
+    names = sorted({name for row, _ in rows for name in names_in(row)})
+    names = sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+    if len(names) < 2:
+        found = f"only the label {names[0]}" if names else "no label"
+        raise ValueError(f"task.data: {cfg.data} has {found}; there is nothing to learn")
+    known = {*names}
+    for row, place in validation:
+        for name in names_in(row):
+            if name not in known:
+                some = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+                raise ValueError(f"task.{field}: {place}: {name} is no label of training: {some}")
+    often = Counter(name for row, _ in train for name in names_in(row))
+    name, most = often.most_common(1)[0]
+    kind = "classes" if cfg.problem_type == SINGLE else "labels"
+    about = f"{len(names)} {kind}, the largest {name} with {most / len(train):.1%} of the rows"
+    print(f"Preparing data: {size}; {about}", flush=True)
+    return train, validation, names
+
+
+def names_in(row: dict) -> list[str]:
+    return row["label"] if isinstance(row["label"], list) else [row["label"]]
+
+
+def label_of(value: Any, problem_type: str) -> Any:
+    """A class's name, a list of names, or a finite number; raises ValueError for anything else."""
+    if problem_type == SINGLE and isinstance(value, str | int) and str(value).strip():
+        return str(value).strip()
+    if problem_type == MULTI:
+        parts = value.split(";") if isinstance(value, str) else value
+        if isinstance(parts, list) and all(isinstance(part, str | int) for part in parts):
+            return sorted({str(part).strip() for part in parts} - {""})
+    if problem_type == "regression" and isinstance(value, str | int | float):
+        try:
+            if not isinstance(value, bool) and math.isfinite(float(value)):
+                return float(value)
+        except ValueError:
+            pass
+    wanted = {SINGLE: "text or whole number", MULTI: "list of names, or text with ; between them"}
+    raise ValueError(f"no label, a {wanted.get(problem_type, 'finite number')}, but {value!r:.60}")

@@ -1,0 +1,541 @@
+"""The task image_classification: what it reads, that nothing but the seed shapes a batch, and what
+it answers to bad input.
+"""
+
+import importlib.util
+import io
+import json
+import pickle
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import ROOT, bake, lines
+
+SOURCE = ROOT / "templates" / "tasks" / "image_classification.py"
+COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
+TINY = ["--task.hidden_size", "64", "--task.num_layers", "1", "--task.patch_size", "16"]
+SHORT = ["--global_batch_size", "16", "--warmup_steps", "2", "--log_every", "1", *TINY]
+CUT = [*SHORT, "--max_steps", "6", "--task.flip", "true", "--max_grad_norm", "0"]
+CONTINUED = [*SHORT, "--max_steps", "8", "--save_every", "4", "--keep_checkpoints", "0"]
+CONTINUED += ["--task.dropout", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory):
+    return bake(tmp_path_factory.mktemp("images"), task="image_classification", tracker="none")
+
+
+@pytest.fixture(scope="module")
+def task(baked):
+    """The task file, with the modules of the project that it imports."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(baked.path))
+    spec = importlib.util.spec_from_file_location("image_classification", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["image_classification"] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path.remove(str(baked.path))
+    for name in set(sys.modules) - before:
+        if str(baked.path) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def config(task, tmp_path):
+    """Settings of a very small task, with the data given as keywords."""
+
+    def make(data="digits", **fields):
+        small = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_layers": 1}
+        small |= {"min_crop": 1.0, "cache_dir": str(tmp_path / "cache")}
+        return task.TaskConfig(data=str(data), **{**small, **fields})
+
+    return make
+
+
+def picture(color, number=0, size=(12, 12)):
+    """An image of one color, and a little noise that is its own."""
+    noise = np.random.default_rng([number, *color]).integers(0, 20, (*size, 3))
+    return Image.fromarray((np.array(color) + noise).astype(np.uint8))
+
+
+def folders(root, each=8, kinds=("png",)):
+    """A folder of images for each color."""
+    for name, color in COLORS.items():
+        (root / name).mkdir(parents=True)
+        for i in range(each):
+            picture(color, i).save(root / name / f"{i}.{kinds[i % len(kinds)]}")
+    return root
+
+
+def table(root, kind, each=8):
+    """The same images, with a table that names or holds them."""
+    folders(root / "images", each)
+    files = sorted((root / "images").rglob("*.png"))
+    rows = [(str(file.relative_to(root)), file.parent.name) for file in files]
+    path = root / f"rows.{kind.split()[0]}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"image": i, "label": c}) for i, c in rows))
+    elif kind == "csv":
+        path.write_text("image,label\n" + "".join(f"{i},{c}\n" for i, c in rows))
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        images = [image for image, _ in rows]
+        if kind == "parquet of bytes":
+            images = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+        columns = {"image": images, "label": [label for _, label in rows]}
+        pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def names(task, cfg):
+    return json.loads((task.prepared_folder(cfg) / "labels.json").read_text())
+
+
+def check_colors(task, cfg, count):
+    """Whether both parts together have all images, each with the color of its class."""
+    task.prepare_data(cfg)
+    parts = task.datasets(cfg)
+    assert names(task, cfg) == sorted(COLORS)
+    assert sum(map(len, parts)) == count and min(map(len, parts)) >= 3
+    for part in parts:
+        for i in range(len(part)):
+            image, label, _ = part[i]
+            color = COLORS[sorted(COLORS)[label]]
+            assert image.shape == (8, 8, 3) and image.dtype == np.uint8
+            assert np.abs(image.mean((0, 1)) - np.array(color) - 9.5).max() < 8
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+KINDS = ["jsonl", "csv", "parquet", "parquet of bytes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_name_or_hold_images(task, config, tmp_path, kind):
+    check_colors(task, config(table(tmp_path, kind)), 24)
+
+
+def test_a_folder_of_images_for_each_class(task, config, tmp_path, monkeypatch):
+    folders(tmp_path / "a", 10, ("png", "jpg", "JPEG", "bmp", "webp"))
+    (tmp_path / "a" / ".ipynb_checkpoints").mkdir()
+    picture((0, 0, 0)).save(tmp_path / "a" / ".ipynb_checkpoints" / "1.png")
+    check_colors(task, config(tmp_path / "a"), 30)
+    monkeypatch.chdir(tmp_path)
+    check_colors(task, config("a"), 30)
+    folders(tmp_path / "b", 4)
+    cfg = config(tmp_path / "a", validation_data=str(tmp_path / "b"))
+    check_colors(task, cfg, 42)
+    assert list(map(len, task.datasets(cfg))) == [30, 12]
+
+
+def test_a_data_set_of_the_hub(task, config, tmp_path, monkeypatch):
+    import datasets
+
+    images = [picture(color, i) for color in COLORS.values() for i in range(8)]
+    kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
+    columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
+    hub = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    monkeypatch.setattr(task.sources, "hub_dataset", lambda *_: hub)
+    check_colors(task, config("somebody/colors", data_revision="0" * 40), 24)
+
+
+def test_the_middle_of_an_upright_image_is_stored(task):
+    wide = np.zeros((20, 60, 3), np.uint8)
+    wide[:, 20:40] = 255
+    assert task.square(Image.fromarray(wide), 10)[:, 1:-1].min() > 200
+    image = Image.fromarray(np.vstack([np.full((9, 18), 255), np.zeros((9, 18))]).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    file = io.BytesIO()
+    image.save(file, "png", exif=exif)
+    turned = task.square({"bytes": file.getvalue()}, 6)
+    assert turned[:, 0].max() < 40 and turned[:, -1].min() > 215
+    palette = picture(COLORS["red"]).convert("P")
+    assert task.square(palette, 6).shape == task.square(palette.convert("LA"), 6).shape == (6, 6, 3)
+
+
+def test_equal_images_are_in_one_part_and_each_class_is_in_both(task, config, tmp_path):
+    folders(tmp_path / "a", 20)
+    for i in range(20):
+        shutil.copy(tmp_path / "a" / "red" / f"{i}.png", tmp_path / "a" / "red" / f"copy{i}.png")
+    cfg = config(tmp_path / "a", validation_fraction=0.2)
+    task.prepare_data(cfg)
+    seen = [{part[i][0].tobytes() for i in range(len(part))} for part in task.datasets(cfg)]
+    assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 60
+    labels = [part.labels[part.numbers] for part in task.datasets(cfg)]
+    assert np.bincount(labels[1]).tolist() == [4, 4, 8]
+
+
+def test_preparation_is_done_once_and_says_what_it_takes(task, config, tmp_path, capsys):
+    task.prepare_data(config(folders(tmp_path / "a")))
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert printed.startswith(f"Preparing data: 24 images of {tmp_path / 'a'}, 3 classes; 0.0 MB")
+    task.prepare_data(config(tmp_path / "a"))
+    assert capsys.readouterr().out == ""
+    picture((0, 0, 0)).save(tmp_path / "a" / "red" / "new.png")
+    task.prepare_data(config(tmp_path / "a"))
+    assert "25 images" in capsys.readouterr().out
+
+
+def test_a_disk_without_room_is_known_before_anything_is_written(
+    task, config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(task.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
+    with pytest.raises(ValueError, match=r"^task.cache_dir: .* has room for 0.0 MB"):
+        task.prepare_data(config(folders(tmp_path / "a")))
+
+
+def test_unreadable_images_are_refused_or_named_and_left_out(task, config, tmp_path, capsys):
+    root = folders(tmp_path / "a", 16)
+    for i in range(12):
+        (root / "red" / f"{i}.png").write_bytes(b"no image")
+    whole = (root / "green" / "3.png").read_bytes()
+    (root / "green" / "3.png").write_bytes(whole[: len(whole) // 2])
+    deep = np.full((9, 9), 40_000, np.uint16)
+    Image.fromarray(deep).save(root / "blue" / "0.png")
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(root))
+    message = str(error.value)
+    assert message.startswith(f"task.data: cannot read {root}/blue/0.png: its pixels have more")
+    assert "14 of 48" in message and "--task.corrupt skip" in message and "\n" not in message
+    capsys.readouterr()
+    cfg = config(root, corrupt="skip")
+    task.prepare_data(cfg)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 12 and printed[-1] == "and 4 more"
+    assert printed[2].startswith(f"left out: {root}/green/3.png: ")
+    assert printed[3] == f"left out: {root}/red/0.png: not an image"
+    assert sum(map(len, task.datasets(cfg))) == 34
+
+
+# ---- Batches -------------------------------------------------------------------------------------
+
+
+def augmented(task, dataset, seed):
+    rows = [task.augment(dataset[i], torch.Generator().manual_seed(seed + i)) for i in range(8)]
+    return task.collate(rows)["pixel_values"]
+
+
+def test_augmentation_depends_on_its_generator_alone(task, config):
+    cfg = config(min_crop=0.5, flip=True, image_size=12)
+    task.prepare_data(cfg)
+    train, validation = task.datasets(cfg)
+    assert train[0][0].shape == (14, 14, 3)
+    torch.manual_seed(1)
+    once = augmented(task, train, 5)
+    torch.manual_seed(2)
+    assert torch.equal(once, augmented(task, pickle.loads(pickle.dumps(train)), 5))
+    assert len(pickle.dumps(train)) < 10_000
+    other = augmented(task, train, 500)
+    assert once.shape == (8, 3, 12, 12) and all(
+        not torch.equal(a, b) for a, b in zip(once, other, strict=True)
+    )
+    batch = task.collate([validation[i] for i in range(4)])
+    assert batch["pixel_values"].shape == (4, 3, 12, 12) and task.count(batch) == 4
+    assert batch["pixel_values"].is_contiguous() and batch["labels"].dtype == torch.int64
+
+
+def test_without_crops_and_flips_rows_stay_as_they_are(task, config):
+    cfg = config()
+    task.prepare_data(cfg)
+    train, _ = task.datasets(cfg)
+    plain = task.collate([train[i] for i in range(8)])
+    assert torch.equal(augmented(task, train, 0), plain["pixel_values"])
+    assert plain["pixel_values"].min() == -1 and plain["pixel_values"].max() == 1
+    seen = train.seen | {"channels_last": True, "flip": True}
+    rows = [(image, label, seen) for image, label, _ in (train[i] for i in range(8))]
+    batch = task.collate(rows)
+    assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch["pixel_values"], plain["pixel_values"])
+    flips = [task.augment(rows[0], torch.Generator().manual_seed(i))[0] for i in range(200)]
+    mirrored = sum(np.array_equal(image, rows[0][0][:, ::-1]) for image in flips)
+    assert 70 < mirrored < 130 and any(np.array_equal(image, rows[0][0]) for image in flips)
+
+
+# ---- Models and metrics --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["vit", "resnet"])
+def test_metrics_are_those_of_scikit_learn_over_all_images(task, config, architecture, tmp_path):
+    from sklearn import metrics
+
+    size = {"hidden_size": 64} if architecture == "resnet" else {}
+    cfg = config(architecture=architecture, **size)
+    task.prepare_data(cfg)
+    _, rows = task.datasets(cfg)
+    torch.manual_seed(0)
+    model = task.build_model(cfg).eval()
+    rows = [rows[i] for i in range(len(rows))]
+    cuts = [task.eval_sums(model, task.collate(rows[i : i + 50])) for i in range(0, len(rows), 50)]
+    sums = {name: sum(cut[name].double() for cut in cuts) for name in cuts[0]}
+    scores = task.metrics(sums)
+    batch = task.collate(rows)
+    with torch.no_grad():
+        answer = model(**batch)
+    assert scores["loss"] == pytest.approx(answer.loss.item(), rel=1e-5)
+    assert task.loss_sum(model, batch).item() == pytest.approx(scores["loss"] * len(rows), rel=1e-5)
+    guesses = answer.logits.argmax(1)
+    assert scores["accuracy"] == pytest.approx(metrics.accuracy_score(batch["labels"], guesses))
+    wanted = metrics.f1_score(batch["labels"], guesses, average="macro", zero_division=0)
+    assert scores["macro_f1"] == pytest.approx(wanted)
+    shown = task.report(model, sums, tmp_path)
+    wanted = metrics.precision_recall_fscore_support(batch["labels"], guesses, zero_division=0)
+    table = [line.split() for line in shown["classes"].splitlines()[2:]]
+    assert [name for name, *_ in table] == [str(i) for i in range(10)]
+    for row, *numbers in zip(table, *wanted, strict=True):
+        assert [float(word) for word in row[1:]] == pytest.approx(numbers, abs=5e-4)
+    for name in ("confusion", "samples"):
+        with Image.open(shown[name]) as drawn:
+            assert min(drawn.size) > 500
+
+
+def test_pictures_of_many_classes_with_odd_names(task, config, tmp_path):
+    matrix = np.random.default_rng(0).integers(0, 3, (120, 120)).astype(float)
+    odd = [f"$class_{i} with a long name {'x' * 60}" for i in range(120)]
+    shown = task.confusion.report(torch.tensor(matrix), odd, tmp_path)
+    with Image.open(shown["confusion"]) as drawn:
+        assert 1000 < max(drawn.size) < 4000
+    assert "the 30 of 120 classes with most mistakes" in shown["classes"]
+    assert len(shown["classes"].splitlines()) == 32
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+
+BAD = [
+    ("missing", {}, "nothing to read at"),
+    ("empty", {"empty": None}, "nothing to read at"),
+    ("a", {"a/red/1.png": "red"}, "two classes"),
+    ("a", {"a/1.png": "red", "a/red/1.png": "red"}, "it should be {root}/a/CLASS/1.png"),
+    ("a", {"a/train/red/1.png": "red"}, "not in the folder of its class"),
+    ("a", {"a/red/1.png": "red", "a/blue/1.png": "blue"}, "no images to evaluate on"),
+    ("a.csv", {"a.csv": "image,label\n1.png,\n"}, "a.csv, line 2: 1.png: '' is no class"),
+    ("a.csv", {"a.csv": "file,label\n1.png,a\n"}, "--task.image_column"),
+    ("a.csv", {"a.csv": "image,label\nno.png,a\nno.png,b\n"}, "line 2: no.png: [Errno 2]"),
+    ("a.jsonl", {"a.jsonl": '{"image": 5, "label": 1.5}'}, "a.jsonl, line 1: 1.5 is no class"),
+    ("a.jsonl", {"a.jsonl": '{"image": 5, "label": "a"}'}, "a.jsonl, line 1: "),
+    ("a.parquet", {"a.parquet": "PAR1 but truncated"}, "cannot read"),
+]
+
+
+@pytest.mark.parametrize("data, files, said", BAD)
+def test_bad_data_is_answered_in_one_line(task, config, tmp_path, data, files, said):
+    for name, content in files.items():
+        path = tmp_path / name
+        (path if content is None else path.parent).mkdir(parents=True, exist_ok=True)
+        if content in COLORS:
+            picture(COLORS[content]).save(path)
+        elif content:
+            path.write_text(content)
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(tmp_path / data))
+    message = str(error.value)
+    assert message.startswith("task.") and said.format(root=tmp_path) in message
+    assert "\n" not in message and str(tmp_path) in message
+
+
+def test_a_class_that_training_does_not_know_is_refused(task, config, tmp_path):
+    folders(tmp_path / "a")
+    (tmp_path / "b" / "pink").mkdir(parents=True)
+    picture((250, 150, 150)).save(tmp_path / "b" / "pink" / "1.png")
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(tmp_path / "a", validation_data=str(tmp_path / "b")))
+    message = str(error.value)
+    assert message.startswith(f"task.validation_data: {tmp_path}/b/pink/1.png: class 'pink'")
+    assert "blue, green, red" in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("validation_fraction", 1.0), ("image_size", 0), ("image_size", 10), ("stored_size", -1),
+        ("min_crop", 0.0), ("min_crop", 1.5), ("patch_size", 0), ("hidden_size", 18),
+        ("hidden_size", 0), ("num_layers", 0), ("num_heads", 0), ("dropout", 1.0),
+        ("validation_data", "somewhere"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
+    with pytest.raises(ValueError, match=f"^task.{field} is .* but must be"):
+        task.prepare_data(config(**{field: value}))
+    with pytest.raises(ValueError, match="^task.hidden_size is 96 but must be a multiple of 64"):
+        task.prepare_data(config(architecture="resnet", hidden_size=96))
+
+
+def test_a_folder_without_a_model_is_refused_at_once(task, config, tmp_path):
+    with pytest.raises(ValueError, match="^task.model_name_or_path: .* holds no model"):
+        task.prepare_data(config(model_name_or_path=str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="^task.model_name_or_path: cannot load") as error:
+        task.prepare_data(config(model_name_or_path=str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(baked, tmp_path_factory):
+    """What runs of one process printed, by their name; their folders are runs/NAME."""
+    from transformers import ConvNextImageProcessor, ResNetConfig, ResNetForImageClassification
+
+    folder = tmp_path_factory.mktemp("norms")
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
+    ResNetForImageClassification(config).save_pretrained(folder / "resnet")
+    ConvNextImageProcessor(size={"shortest_edge": 16}).save_pretrained(folder / "resnet")
+    colors = folders(folder / "colors", 10)
+    (colors / "white").mkdir()
+    for i in range(10):
+        picture((230, 230, 230), i).save(colors / "white" / f"{i}.png")
+
+    model = "--task.model_name_or_path"
+    learnt = ["--max_steps", "300", "--warmup_steps", "30", "--eval_every", "0"]
+    half = "import shutil; shutil.copytree(*(f'runs/{n}/checkpoints/step-00000004' for n in NAMES))"
+    cases = {
+        "trained": [*learnt, "--save_every", "0"],
+        "tuned": ["--max_steps", "2", "--learning_rate", "0", model, "runs/trained/model"],
+        "alone": CUT,
+        "workers": [*CUT, "--num_workers", "2"],
+        "whole": CONTINUED,
+        "half": CONTINUED,
+        "norms": [*SHORT, "--max_steps", "2", model, folder / "resnet", "--task.data", colors],
+    }
+    before = {"half": half.replace("NAMES", "('whole', 'half')")}
+    results = baked.forked(
+        [
+            {"flags": [*flags, "--output_dir", f"runs/{name}"], "before": before.get(name, "")}
+            for name, flags in cases.items()
+        ]
+    )
+    assert [code for code, *_ in results] == [0] * len(cases), results
+    return {name: out + err for name, (_, out, err) in zip(cases, results, strict=True)}
+
+
+def test_the_digits_are_learnt(baked, runs):
+    output, printed = baked.path / "runs" / "trained", runs["trained"]
+    score = lines(output, "eval_loss")[-1]
+    assert score["accuracy"] > 0.93 and score["macro_f1"] > 0.93
+    assert "precision" in printed and "BatchNorm" not in printed
+    for name in ("confusion.png", "samples.png"):
+        assert (output / name).stat().st_size > 10_000
+
+
+def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monkeypatch):
+    from transformers import pipeline
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    output = baked.path / "runs" / "trained"
+    monkeypatch.chdir(baked.path)
+    _, rows = task.datasets(task.TaskConfig(stored_size=32))  # as in the default recipe
+    files = []
+    for i in range(len(rows)):
+        files.append(str(tmp_path / f"{i}.png"))
+        Image.fromarray(rows[i][0]).save(files[-1])
+    answer = pipeline("image-classification", str(output / "model"))
+    guesses = [found[0]["label"] for found in answer(files, batch_size=16)]
+    right = sum(guess == str(row[1]) for guess, row in zip(guesses, rows, strict=True))
+    assert right / len(rows) == pytest.approx(lines(output, "eval_loss")[-1]["accuracy"])
+    inputs = answer.image_processor([Image.open(files[0])], return_tensors="pt")["pixel_values"]
+    assert torch.allclose(inputs, task.collate([rows[0]])["pixel_values"], atol=1e-5)
+
+    result = baked.run("python", "predict.py", "--model", output / "model", "--json", *files[:3])
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [each["classes"][0]["label"] for each in found] == guesses[:3]
+
+
+def test_processes_and_workers_change_nothing(baked, runs):
+    printed = baked.train(2, *CUT, "--output_dir", "runs/two")
+    assert "2 x cpu" in printed
+    outputs = [baked.path / "runs" / name for name in ("alone", "two", "workers")]
+    for one, two, other in zip(*(lines(output, "loss") for output in outputs), strict=True):
+        assert one["batch_hash"] == two["batch_hash"] == other["batch_hash"]
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
+        assert one["loss"] == other["loss"] and one["grad_norm"] == other["grad_norm"]
+    scores = [lines(output, "eval_loss")[-1] for output in outputs]
+    assert scores[0] == scores[2]
+    for name in ("eval_loss", "accuracy", "macro_f1"):
+        assert scores[0][name] == pytest.approx(scores[1][name], rel=1e-6)
+
+
+def test_workers_give_the_same_bits_and_epochs_differ(baked, task, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "task", task)
+    import data_order
+
+    cfg = config(min_crop=0.5, flip=True)
+    task.prepare_data(cfg)
+    train, _ = task.datasets(cfg)
+    size = len(train)
+    rows = data_order.Rows(train, seed=3)
+
+    def batches(workers, processes, rank):
+        slices = data_order.Slices(size - 64, size + 64, 16, processes)
+        mine = [part for i, part in enumerate(slices) if i % processes == rank]
+        loader = torch.utils.data.DataLoader(
+            rows, batch_sampler=mine, collate_fn=data_order.collate, num_workers=workers
+        )
+        return [batch["pixel_values"] for batch, _ in loader]
+
+    alone = batches(0, 1, 0)
+    shares = [batches(2, 2, rank) for rank in range(2)]
+    assert all(torch.equal(alone[i], shares[i % 2][i // 2]) for i in range(8))
+    places = {i: p for p, i in enumerate(rows.ids(range(size)))}
+    later = dict(zip(rows.ids(range(size, 2 * size)), range(size, 2 * size), strict=True))
+    pairs = [(places[i], later[i]) for i in range(20)]
+    for first, second in pairs:
+        (a, one), (b, two) = rows.__getitems__([first, second])
+        assert a == b and one[1] == two[1] and not np.array_equal(one[0], two[0])
+
+
+def test_a_continued_run_is_an_unbroken_one(baked, runs):
+    assert "continuing from" in runs["half"] and "continuing from" not in runs["whole"]
+    whole, half = (baked.path / "runs" / name for name in ("whole", "half"))
+    for name in ("checkpoints/step-00000008/model.safetensors", "model/model.safetensors"):
+        assert (whole / name).read_bytes() == (half / name).read_bytes()
+
+
+def test_fine_tuning_goes_on_from_a_trained_model(baked, runs):
+    first, then = (
+        lines(baked.path / "runs" / name, "eval_loss")[-1] for name in ("trained", "tuned")
+    )
+    assert then["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-6)
+    assert "new weights" not in runs["tuned"]
+
+
+def test_batch_norm_is_warned_of_and_a_new_head_is_named(baked, runs):
+    assert runs["norms"].count("warning: the model has BatchNorm") == 1
+    assert "new weights for classifier.1.bias, classifier.1.weight" in runs["norms"]
+    found = json.loads((baked.path / "runs/norms/model/config.json").read_text())
+    assert sorted(found["label2id"]) == ["blue", "green", "red", "white"]
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_pictures_and_texts_of_an_evaluation_go_to_the_tracker(baked, tmp_path, tracker):
+    output = tmp_path / "run"
+    flags = ["--max_steps", "2", "--eval_every", "0", "--tracker", tracker, "--project", "pictures"]
+    env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
+    baked.train(1, *SHORT, *flags, "--output_dir", output, **env)
+    drawn = (output / "confusion.png").read_bytes()
+    if tracker == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = max(output.rglob("events.*"), key=lambda path: path.stat().st_size)
+        found = EventAccumulator(str(events)).Reload()
+        assert {"confusion", "samples"} <= {*found.Tags()["images"]}
+        with Image.open(output / "confusion.png") as picture:
+            assert found.Images("confusion")[0].width == picture.width
+        assert any(tag.startswith("classes") for tag in found.Tags()["tensors"])
+    elif tracker == "wandb":
+        media = [path.read_bytes() for path in (output / "wandb").rglob("confusion_*.png")]
+        assert media == [drawn]
+    else:
+        assert len([*(tmp_path / "trackio").rglob("*.png")]) == 2

@@ -1,0 +1,376 @@
+"""The task text_classification: what it reads and counts, how well it learns, what it refuses."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, r2_score
+
+from conftest import bake, lines, load_task
+
+TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
+ROWS = [
+    (f"the {words[i % 5]} and the {words[(i // 5 + 1) % 5]} number {i}", name)
+    for i in range(40)
+    for words, name in [(TREES, "tree") if i % 4 else (FISH, "fish")]
+]
+
+
+@pytest.fixture(scope="module")
+def task():
+    return load_task("text_classification")
+
+
+@pytest.fixture
+def config(task, tmp_path):
+    """Settings of a very small task, with the data given as keywords."""
+
+    def make(data, **fields):
+        small = {"max_length": 32, "vocab_size": 300, "hidden_size": 16, "num_heads": 2}
+        small |= {"cache_dir": str(tmp_path / "cache"), "dropout": 0.0}
+        return task.TaskConfig(data=str(data), **{**small, **fields})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return bake(tmp_path_factory.mktemp("texts"), task="text_classification", tracker="none")
+
+
+def write(folder, rows, kind="jsonl", names=("text", "label")):
+    """Rows of a text and a label as a file, or a folder of files, of this kind."""
+    path = folder / f"rows.{kind}"
+    dicts = [dict(zip(names, row, strict=True)) for row in rows]
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, dicts)), encoding="utf-8")
+    elif kind == "csv":
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, names)
+            table.writeheader()
+            table.writerows(dicts)
+    elif kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pa.parquet.write_table(pa.Table.from_pylist(dicts), path)
+    else:
+        for i, (text, label) in enumerate(rows):
+            (path / label).mkdir(parents=True, exist_ok=True)
+            (path / label / f"{i}.txt").write_text(text, encoding="utf-8")
+    return path
+
+
+def batch_of(task, dataset):
+    return task.collate([dataset[i] for i in range(len(dataset))])
+
+
+def texts_of(task, cfg, dataset):
+    tokenizer = task.load_tokenizer(cfg, task.prepared_folder(cfg))
+    return [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in dataset]
+
+
+# ---- What is read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
+def test_every_row_is_in_one_part_with_its_class(task, config, tmp_path, kind):
+    cfg = config(write(tmp_path, ROWS, kind), validation_fraction=0.2)
+    task.prepare_data(cfg)
+    parts = task.datasets(cfg)
+    found = [
+        (text, ["fish", "tree"][row["labels"]])
+        for part in parts
+        for text, row in zip(texts_of(task, cfg, part), part, strict=True)
+    ]
+    assert sorted(found) == sorted(ROWS)
+    assert np.bincount([row["labels"] for row in parts[1]]).tolist() == [2, 6]
+
+
+def test_equal_texts_are_on_one_side_and_columns_have_any_name(task, config, tmp_path):
+    path = write(tmp_path, ROWS * 3, names=("body", "kind"))
+    cfg = config(path, text_column="body", label_column="kind")
+    task.prepare_data(cfg)
+    train, validation = (set(texts_of(task, cfg, part)) for part in task.datasets(cfg))
+    assert train and validation and not train & validation
+
+
+def test_numbers_and_truths_are_classes_too(task, config, tmp_path):
+    for labels, names in (([2, 10, 1], ["1", "2", "10"]), ([True, False], ["False", "True"])):
+        rows = [(f"text {i}", labels[i % len(labels)]) for i in range(30)]
+        cfg = config(write(tmp_path, rows))
+        task.prepare_data(cfg)
+        assert list(task.build_model(cfg).config.id2label.values()) == names
+
+
+def test_given_validation_rows_are_taken_and_long_texts_are_cut_aloud(
+    task, config, tmp_path, capsys
+):
+    (tmp_path / "more").mkdir()
+    given = write(tmp_path / "more", [("word " * 100, "fish"), ("short", "tree")])
+    cfg = config(write(tmp_path, ROWS), validation_data=str(given))
+    task.prepare_data(cfg)
+    train, validation = task.datasets(cfg)
+    assert (len(train), len(validation)) == (40, 2)
+    assert validation[0]["length"] == 32 and task.sizes(validation).max() == 32
+    printed = capsys.readouterr().out
+    assert "1 texts are cut" in printed and "tree with 75.0%" in printed
+    tokenizer = task.load_tokenizer(cfg, task.prepared_folder(cfg))
+    assert validation[0]["input_ids"][-1] == tokenizer.sep_token_id
+
+
+def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
+    rows = list(task.shipped_rows())
+    assert len({row["label"] for row, _ in rows}) == 10
+    assert len({row["text"] for row, _ in rows}) == len(rows) > 3000
+    label = lambda row: row[0]["label"]  # noqa: E731
+    train, held = task.sources.hold_out(rows, 0.1, lambda row: row[1], label)
+    assert not {place for _, place in train} & {place for _, place in held}
+    assert len({row["label"] for row, _ in held}) >= 8
+
+
+# ---- Loss and metrics ----------------------------------------------------------------------------
+
+LABELS = {
+    "single_label_classification": [name for _, name in ROWS],
+    "multi_label_classification": [[["oak"], [], ["carp", "eel"], ["oak", "eel"]][i % 4]
+                                   for i in range(40)],
+    "regression": [1000.0 + i % 7 for i in range(40)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, config, tmp_path, kind):
+    rows = [(text, label) for (text, _), label in zip(ROWS, LABELS[kind], strict=True)]
+    cfg = config(write(tmp_path, rows), problem_type=kind, validation_fraction=0.5)
+    task.prepare_data(cfg)
+    _, rows = task.datasets(cfg)
+    torch.manual_seed(0)
+    model = task.build_model(cfg).eval()
+    whole = batch_of(task, rows)
+    with torch.no_grad():
+        inputs = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
+        mean, logits = model(**inputs, return_dict=True).to_tuple()[:2]
+    assert task.count(whole) == len(rows)
+    assert task.loss_sum(model, whole).item() / len(rows) == pytest.approx(mean.item(), rel=1e-5)
+
+    halves = [task.collate([rows[i] for i in part]) for part in (range(7), range(7, len(rows)))]
+    sums = [task.eval_sums(model, half) for half in halves]
+    sums = {name: sum(part[name].double() for part in sums) for name in sums[0]}
+    scores = task.metrics(sums)
+    assert scores["loss"] == pytest.approx(mean.item(), rel=1e-5)
+    truth, said = whole["labels"].numpy(), (logits > 0).int().numpy()
+    if kind == "regression":
+        said = logits[:, 0].numpy()
+        assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
+        assert scores["r2"] == pytest.approx(r2_score(truth, said), rel=1e-4)
+        assert "of always saying the mean" in task.report(model, sums, tmp_path)["errors"]
+        return
+    if kind == "single_label_classification":
+        said = logits.argmax(1).numpy()
+        assert scores["accuracy"] == pytest.approx((truth == said).mean())
+        assert task.report(model, sums, tmp_path)["confusion"].stat().st_size > 5000
+    else:
+        micro = f1_score(truth, said, average="micro", zero_division=0)
+        assert scores["micro_f1"] == pytest.approx(micro)
+    macro = f1_score(truth, said, average="macro", zero_division=0)
+    assert scores["macro_f1"] == pytest.approx(macro)
+    text = task.report(model, sums, tmp_path)["classes"]
+    assert all(name in text for name in model.config.label2id)
+
+
+def test_equal_numbers_leave_nothing_to_explain(task, config, tmp_path):
+    rows = [(text, 0.1) for text, _ in ROWS]
+    cfg = config(write(tmp_path, rows), problem_type="regression")
+    task.prepare_data(cfg)
+    batch = batch_of(task, task.datasets(cfg)[0])
+    assert task.metrics(task.eval_sums(task.build_model(cfg).eval(), batch))["r2"] == 0
+
+
+def test_balanced_weights_give_each_class_the_same_share(task, config, tmp_path):
+    cfg = config(write(tmp_path, ROWS), class_weights="balanced")
+    task.prepare_data(cfg)
+    train, validation = (batch_of(task, part) for part in task.datasets(cfg))
+    shares = [train["weight"][train["labels"] == i].sum().item() for i in (0, 1)]
+    assert shares[0] == pytest.approx(shares[1])
+    assert train["weight"].mean().item() == pytest.approx(1)
+    assert (validation["weight"] == 1).all()
+
+
+def test_padding_changes_nothing_and_dropped_tokens_are_the_rows_own(task, config, tmp_path):
+    cfg = config(write(tmp_path, ROWS), token_dropout=0.5)
+    task.prepare_data(cfg)
+    rows, _ = task.datasets(cfg)
+    model = task.build_model(cfg).eval()
+    alone = sum(task.loss_sum(model, task.collate([rows[i]])).item() for i in range(8))
+    together = task.loss_sum(model, task.collate([rows[i] for i in range(8)])).item()
+    assert alone == pytest.approx(together, rel=1e-5)
+    draws = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    first, same, other = (task.augment(rows[0], draw)["input_ids"].tolist() for draw in draws)
+    assert first == same != other and len(first) < len(rows[0]["input_ids"])
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+MULTI, NUMBER = ({"problem_type": kind} for kind in list(LABELS)[1:])
+BAD = [
+    ([("a", "x"), (" ", "y")], {}, "line 2: no text but ' '"),
+    ([("a", "x"), (3, "y")], {}, "line 2: no text but 3"),
+    ([("a", "x"), ("b", None)], {}, "line 2: no label, a text or whole number, but None"),
+    ([("a", "x"), ("b", 1.5)], {}, "line 2: no label, a text or whole number, but 1.5"),
+    ([("a", "x"), ("b", "x")], {}, "only the label x"),
+    ([("a", "x")], {}, "no second text"),
+    ([], {}, "no rows"),
+    ([("a", ["x"]), ("b", [1.5])], MULTI, "line 2: no label, a list of names"),
+    ([("a", []), ("b", [])], MULTI, "has no label"),
+    ([("a", 1), ("b", float("nan"))], NUMBER, "line 2: no label, a finite number, but nan"),
+    ([("a", 1), ("b", "many")], NUMBER, "line 2: no label, a finite number, but 'many'"),
+    ([("a", 1), ("b", True)], NUMBER, "line 2: no label, a finite number, but True"),
+    (ROWS, {"label_column": "kind"}, "line 1: no column kind among text, label"),
+]
+
+
+@pytest.mark.parametrize("rows, fields, said", BAD)
+def test_bad_rows_are_answered_in_one_line(task, config, tmp_path, rows, fields, said):
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(write(tmp_path, rows), **fields))
+    message = str(error.value)
+    assert message.startswith("task.data: ") and said in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "rows, said",
+    [
+        ([("a", "tree"), ("b", "bird")], "line 2: bird is no label of training: fish, tree"),
+        ([], "there are no rows in"),
+        ([("a", 0.5)], "line 1: no label"),
+    ],
+)
+def test_bad_validation_rows_are_answered_in_one_line(task, config, tmp_path, rows, said):
+    (tmp_path / "more").mkdir()
+    given = write(tmp_path / "more", rows)
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(write(tmp_path, ROWS), validation_data=str(given)))
+    message = str(error.value)
+    assert message.startswith("task.validation_data: ") and said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("validation_fraction", 1.0), ("max_length", 2), ("vocab_size", 259), ("num_layers", 0),
+        ("num_heads", 0), ("hidden_size", 15), ("dropout", 1.0), ("token_dropout", 1.0),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
+    with pytest.raises(ValueError, match=f"task.{field} is .* but must be"):
+        task.prepare_data(config("no such file", **{field: value}))
+
+
+def test_settings_that_exclude_each_other_are_refused(task, config, tmp_path):
+    with pytest.raises(ValueError, match="task.problem_type is .* for task.data stdlib"):
+        task.prepare_data(config("stdlib", problem_type="regression"))
+    with pytest.raises(ValueError, match="task.class_weights is 'balanced' but must be none"):
+        task.prepare_data(config("x.csv", problem_type="regression", class_weights="balanced"))
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        with pytest.raises(ValueError, match="^task.model_name_or_path: .*"):
+            folder = str(tmp_path / name)
+            task.prepare_data(config(write(tmp_path, ROWS), model_name_or_path=folder))
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+STEPS = ["--max_steps", 6, "--eval_every", 3, "--save_every", 3, "--log_every", 1]
+STEPS += ["--global_batch_size", 8, "--micro_batch_size", 2, "--keep_checkpoints", 0]
+TINY = ["--task.hidden_size", 16, "--task.num_heads", 2, "--task.vocab_size", 300]
+TINY += ["--task.max_length", 32]
+
+
+@pytest.fixture(scope="module")
+def learnt(project):
+    """A run on the functions of Python's library, shorter than the default recipe's."""
+    short = ["--max_steps", 40, "--warmup_steps", 15, "--eval_every", 0, "--save_every", 0]
+    short += ["--task.max_length", 64, "--output_dir", "runs/learnt"]
+    project.train(1, *short)
+    return project.path / "runs" / "learnt"
+
+
+def test_areas_of_the_library_are_told_apart(learnt):
+    (scores,) = lines(learnt, "eval_loss")
+    assert scores["accuracy"] > 0.6 and scores["macro_f1"] > 0.5  # the largest class has 18 %
+    assert scores["useful_share"] > 0.9
+    assert (learnt / "confusion.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(project, tmp_path):
+    data = ["--task.data", write(tmp_path, ROWS), "--task.token_dropout", 0.2, *TINY, *STEPS]
+    one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
+    project.train(1, *data, "--output_dir", one)
+    project.train(2, *data, "--output_dir", two)
+    for key in ("loss", "eval_loss"):
+        for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
+            assert mine.get("batch_hash") == theirs.get("batch_hash")
+    shutil.copytree(one / "checkpoints", again / "checkpoints")
+    shutil.rmtree(again / "checkpoints" / "step-00000006")
+    assert "continuing from" in project.train(1, *data, "--output_dir", again)
+    name = "model/model.safetensors"
+    assert (one / name).read_bytes() == (again / name).read_bytes()
+
+
+def test_the_exported_model_answers_as_the_evaluation_did(task, learnt, project):
+    from transformers import pipeline
+
+    answer = pipeline("text-classification", str(learnt / "model"))
+    assert answer.tokenizer.model_max_length == 64
+    rows = [(row, place) for row, place in task.shipped_rows() if row["label"] == "xml"][:8]
+    texts = [row["text"] for row, _ in rows]
+    tokens = answer.tokenizer(texts, truncation=True).input_ids
+    batch = [
+        {"input_ids": np.array(ids), "length": len(ids), "pad": 0, "labels": np.int64(0)}
+        | {"weight": np.float32(1)}
+        for ids in tokens
+    ]
+    with torch.no_grad():
+        scores = task.outputs(answer.model, task.collate(batch)).softmax(1)
+    for row, result in zip(scores, answer(texts, truncation=True, batch_size=8), strict=True):
+        assert result["label"] == answer.model.config.id2label[int(row.argmax())]
+        assert result["score"] == pytest.approx(row.max().item(), rel=1e-4)
+    given = "class Codec(codecs.Codec): def encode(self, input, errors='strict'):"
+    command = ["python", "predict.py", "--json", "--model", "runs/learnt/model", given]
+    printed = json.loads(project.run(*command).stdout)
+    (best,) = answer([given], truncation=True)
+    assert printed["classes"][0]["label"] == best["label"] == "encodings"
+
+
+@pytest.mark.parametrize("kind", list(LABELS)[1:])
+def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt, tmp_path, kind):
+    """Labels stand with ; between them in the CSV, and numbers as they are."""
+    rows = [
+        (text, "tree;living" if name == "tree" else "living")
+        if kind.startswith("multi")
+        else (text, 1.0 if name == "tree" else -1.0)
+        for text, name in ROWS
+    ]
+    flags = ["--task.problem_type", kind, "--task.data", write(tmp_path, rows, "csv")]
+    flags += ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
+    flags += ["--output_dir", f"runs/{kind}", *STEPS, "--max_steps", 20, "--warmup_steps", 2]
+    flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
+    printed = project.train(1, *flags)
+    assert "new weights for classifier" in printed
+    model = f"runs/{kind}/model"
+    given = ["the oak and the elm", "the carp and the eel"]
+    command = ["python", "predict.py", "--json", "--model", model, *given]
+    answers = [json.loads(line) for line in project.run(*command).stdout.splitlines()]
+    if kind == "regression":
+        assert answers[0]["value"] > answers[1]["value"] + 0.1
+        return
+    answers = [answer["classes"] for answer in answers]
+    scores = [{each["label"]: each["score"] for each in answer} for answer in answers]
+    assert scores[0]["tree"] > scores[1]["tree"] + 0.1
+    assert [set(each) for each in scores] == [{"living", "tree"}] * 2
