@@ -333,7 +333,7 @@ def test_what_is_too_long_is_split_or_cut_and_said(task, config, tmp_path, capsy
     cfg = config(file, **fields)
     tokenizer, train = packed(task, cfg)
     said = capsys.readouterr().out
-    assert f"27 of 27 rows are longer than 24 tokens and were {policy}" in said
+    assert f"27 of 27 texts are longer than 24 tokens and were {policy}" in said
     if policy == "cut":
         assert task.count(train) == 27 * 24
         return
@@ -356,10 +356,31 @@ def test_a_template_of_ones_own_and_one_that_cannot_work(task, config, tmp_path)
     assert tokenizer.decode(inputs).startswith("<system>Be brief.<user>")
     assert tokenizer.decode(labels[labels != -100]).startswith("that is ")
     (tmp_path / "odd.jinja").write_text("{{ messages | length }}" + own)
-    for file, said in (("odd.jinja", "in another way when others"), ("none.jinja", "no file")):
+    for file, said in (("odd.jinja", "no beginning of the answered"), ("none.jinja", "no file")):
         with pytest.raises(ValueError, match="task.chat_template") as error:
             task.prepare_data(config(rows, chat_template=str(tmp_path / file), **fields))
         assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(
+    task, config, tmp_path
+):
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{% if loop.last and m['role'] == 'assistant' %}(thinks){% endif %}"
+        "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (tmp_path / "thinks.jinja").write_text(template)
+    fields = {"context_length": 128, "rows": "chat"}
+    rows = write_rows(tmp_path, CHATS)
+    cfg = config(rows, chat_template=str(tmp_path / "thinks.jinja"), **fields)
+    tokenizer, batch = packed(task, cfg)
+    texts = list(segments(batch))
+    assert len(texts) == 2 * 54
+    for inputs, labels in texts:
+        learnt = tokenizer.decode(labels[labels != -100])
+        assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
+        assert tokenizer.decode(inputs).count("<assistant>") == (2 if "yes" in learnt else 1)
 
 
 def test_rows_of_prompts_and_chats_come_from_every_kind_of_table(task, config, tmp_path):

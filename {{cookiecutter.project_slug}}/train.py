@@ -339,7 +339,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if cfg.eval_only:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say(f"{checkpoint}: " + "  ".join(f"{name} {n:.5g}" for name, n in scores.items()))
-        ranks.alone(report, accelerator.unwrap_model(model), sums, output)
+        bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
+        ranks.alone(report, bare_model, sums, output)
         return 0
 
     log = Log(accelerator, fields, first_step, max_steps)

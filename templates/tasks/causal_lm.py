@@ -279,14 +279,14 @@ def metrics(sums: Batch) -> dict[str, float]:
 @torch.no_grad()
 def report(model: Any, sums: Batch, folder: Path) -> dict[str, str]:
     """Texts of the model: what it makes of the sample prompt, and of prompts held out."""
-    longest, shown = model.config.max_position_embeddings, {}
+    longest, shown = getattr(model.config, "max_position_embeddings", None) or 1024, {}
     for name, prompt in model.prompts.items():
         tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
         # Greedy, since sampling would use up random numbers; the penalty keeps it out of loops.
         answer = model.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
-            max_length=min(longest, tokens.shape[1] + 100),
+            max_new_tokens=min(longest - tokens.shape[1], 100),
             do_sample=False,
             repetition_penalty=1.2,
         )
@@ -422,7 +422,7 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     stream = cfg.rows == "text" and cfg.packing != "best_fit"
     parts = {}
     for part, rows in (("train", train), ("validation", validation)):
-        encoded = [encode(row, cfg, tokenizer) for row in rows]
+        encoded = [text for row in rows for text in encode(row, cfg, tokenizer)]
         parts[part] = pack_stream(encoded, cfg) if stream else pack_best_fit(encoded, cfg, part)
     share = parts["train"]["used"].sum() / parts["train"]["labels"].size
     size = f"{len(parts['train']['labels']):,} rows of {cfg.context_length} tokens to train on"
@@ -498,8 +498,8 @@ def problem_of(row: dict, cfg: TaskConfig) -> str | None:
     return None
 
 
-def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> tuple[array, array]:
-    """The tokens of a row, and for each whether it is to be learnt: 1 or 0."""
+def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array]]:
+    """The tokens of a row's texts, and for each token whether it is to be learnt: 1 or 0."""
     (values, place), end = row, tokenizer.eos_token_id
     plain = {"add_special_tokens": False, "verbose": False}
     if cfg.rows == "text":
@@ -509,44 +509,51 @@ def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> tuple[array, array]:
             # A text that spells a special token must not end there.
             tokens.extend(tokenizer(piece, split_special_tokens=True, **plain).input_ids)
         tokens.append(end)
-        return tokens, array("b", [1]) * len(tokens)
+        return [(tokens, array("b", [1]) * len(tokens))]
+    begin, close = [], []
     if cfg.rows == "prompt":
+        begin, close = tokenizer("").input_ids, [end]
         text = values["prompt"] + values["completion"]
-        answers = [(len(values["prompt"]), len(text))]
+        texts = [(text, [(len(values["prompt"]), len(text))])]
     else:
-        text, answers = render(values["messages"], place, tokenizer)
-    encoded = tokenizer(text, return_offsets_mapping=True, **plain)
-    spans = encoded["offset_mapping"]
-    learnt = array("b", (any(b > first and a < last for first, last in answers) for a, b in spans))
-    tokens = array("i", encoded["input_ids"])
-    if cfg.rows == "prompt":
-        begin = tokenizer("").input_ids
-        tokens, learnt = array("i", begin) + tokens, array("b", [0] * len(begin)) + learnt
-        tokens.append(end)
-        learnt.append(1)
-    return tokens, learnt
+        texts = render(values["messages"], place, tokenizer)
+    found = []
+    for text, answers in texts:
+        encoded = tokenizer(text, return_offsets_mapping=True, **plain)
+        learnt = [
+            any(last > start and first < stop for start, stop in answers)
+            for first, last in encoded["offset_mapping"]
+        ]
+        learnt = [False] * len(begin) + learnt + [True] * len(close)
+        found.append((array("i", begin + encoded["input_ids"] + close), array("b", learnt)))
+    return found
 
 
-def render(messages: list[dict], place: str, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """A chat as the text that the model sees, and where in it the assistant's answers stand."""
+def render(messages: list[dict], place: str, tokenizer: Any) -> list[tuple[str, list[tuple]]]:
+    """A chat as the model sees it, and where in the text the assistant's answers stand.
+
+    Some templates change a turn when others follow, as they leave its reasoning out: then each
+    answer is learnt from a text of its own, which ends with it.
+    """
     from jinja2 import TemplateError
 
     def text_of(part: list[dict], **options) -> str:
         return tokenizer.apply_chat_template(part, tokenize=False, **options)
 
     try:
-        whole, answers = text_of(messages), []
+        whole, texts = text_of(messages), []
         for i, message in enumerate(messages):
             if i and message["role"] == "assistant":
                 before = text_of(messages[:i], add_generation_prompt=True)
                 until = text_of(messages[: i + 1])
-                if not (until.startswith(before) and whole.startswith(until)):
-                    problem = "renders a turn in another way when others follow"
-                    raise ValueError(f"the template {problem}; give one of your own")
-                answers.append((len(before), len(until)))
+                if not until.startswith(before):
+                    raise ValueError("what asks for an answer is no beginning of the answered chat")
+                texts.append((until, [(len(before), len(until))]))
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(f"task.chat_template: {place}: {sources.one_line(error)}") from None
-    return whole, answers
+    if all(whole.startswith(until) for until, _ in texts):
+        return [(whole, [answer for _, answers in texts for answer in answers])]
+    return texts
 
 
 def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
@@ -636,7 +643,7 @@ def pack_best_fit(encoded: list[tuple], cfg: TaskConfig, part: str) -> dict[str,
                 empty += 1
     if long or empty:
         print(
-            f"Prepared {part}: {long:,} of {len(encoded):,} rows are longer than {longest} tokens "
+            f"Prepared {part}: {long:,} of {len(encoded):,} texts are longer than {longest} tokens "
             f"and were {cfg.too_long}; {empty:,} pieces without anything to learn were left out",
             flush=True,
         )

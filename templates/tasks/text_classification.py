@@ -90,7 +90,7 @@ class TaskConfig(DataConfig, ModelConfig):
     token_dropout: float = 0.0
     """Share of its tokens that a text loses in training, others in each epoch: so that the answer
     does not hang on a few names."""
-    vocab_size: int = 4096
+    vocab_size: int = 8192
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
     hidden_size: int = 128
     """New model: its width."""
