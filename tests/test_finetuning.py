@@ -286,5 +286,89 @@ def test_an_adapter_or_another_kind_of_model_is_no_beginning(project, tuned):
     assert "is for something else: it has no weights for lm_head.weight" in refused("runs/other")
 
 
+# ---- Other models, other data --------------------------------------------------------------------
+
+
+def make_model(project, name, program):
+    """A model folder made by a piece of code, with the tokenizer of runs/base."""
+    folder = project.path / "runs" / name
+    shutil.copytree(project.path / "runs" / "base" / "model", folder)
+    (folder / "model.safetensors").unlink()
+    before = "import sys, torch, transformers\nfrom transformers import *\ntorch.manual_seed(0)\n"
+    project.run("python", "-c", f"{before}{program}.save_pretrained(sys.argv[1])", folder)
+    return ["--task.model_name_or_path", f"runs/{name}", "--output_dir", f"runs/{name}-run"]
+
+
+GPT2 = "GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64))"
+OPT = (
+    "OPTForCausalLM(OPTConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, ffn_dim=32, "
+    "num_attention_heads=2, max_position_embeddings=64, word_embed_proj_dim=32))"
+)
+
+
+def test_adapters_of_a_model_with_tied_weights_make_small_checkpoints(project):
+    """The embedding has two names there; as gpt2's own classes do, predict.py knows its task."""
+    flags = [*recipe_of("lora"), *make_model(project, "gpt2", GPT2), "--max_steps", "3"]
+    project.train(2, *flags)
+    output = project.path / "runs" / "gpt2-run"
+    saved = load_file(checkpoint(output, 3) / "model.safetensors")
+    assert all("lora_" in name or "frozen" in name for name in saved)
+    printed = project.train(1, *flags, "--task.merge_lora", "--max_steps", "4", "--accept_changes")
+    assert "continuing from" in printed
+    files = {path.name for path in (output / "model").iterdir()}
+    assert "model.safetensors" in files and "adapter_config.json" not in files
+    answer = project.run("python", "predict.py", "--model", "runs/gpt2-run/model", "--json", "1 +")
+    assert "text" in json.loads(answer.stdout)
+    assert "pipeline_tag: text-generation" in (output / "model" / "README.md").read_text()
+
+
+def test_a_model_that_cannot_keep_packed_texts_apart_is_refused(project):
+    flags = [*recipe_of("prompts"), *make_model(project, "opt", OPT)]
+    [(code, _, printed)] = project.forked([{"flags": flags}])
+    assert code == 2 and "a opt model cannot keep packed texts apart" in printed
+
+
+def test_other_data_would_change_the_vocabulary_and_is_refused(project):
+    """Its weights stand for tokens that would be others; no accepted change makes up for it."""
+    rows = [{"text": f"{i} + {i} = {2 * i}"} for i in range(200)]
+    for name, part in (("some", rows[:150]), ("more", rows)):
+        (project.path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    flags = [*recipe_of("base"), "--output_dir", "runs/words", "--max_steps", "3"]
+    project.train(1, *flags, "--task.data", "some.jsonl")
+    cases = [{"flags": [*flags, "--task.data", "more.jsonl", "--accept_changes"]}]
+    [(code, _, printed)] = project.forked(cases)
+    assert code == 2 and printed.count("\n") == 1
+    assert "was made with another vocabulary or other classes" in printed
+
+
+def test_other_validation_rows_are_noticed(project, tuned):
+    (project.path / "held.jsonl").write_text("\n".join(map(json.dumps, PROMPTS[:50])))
+    flags = [*recipe_of("prompts"), "--task.validation_data", "held.jsonl", "--eval_only"]
+    [(code, _, printed)] = project.forked([{"flags": flags}])
+    assert code == 2 and "data validation: " in printed and "--accept_changes" in printed
+    assert "eval_loss" in project.train(1, *flags, "--accept_changes")
+    drawn = tuned["prompts"] / "evaluation"
+    assert drawn.is_dir()
+
+
+def test_the_digest_of_frozen_weights_is_the_same_for_any_number_of_threads(project):
+    program = (
+        "import sys, torch, process\n"
+        "torch.set_num_threads(int(sys.argv[1]))\n"
+        "draw = torch.Generator().manual_seed(0)\n"
+        "model = torch.nn.Linear(4096, 2048)\n"
+        "model.weight.data = torch.randn(2048, 4096, generator=draw)\n"
+        "model.bias.data.zero_()\n"
+        "model.weight.requires_grad_(False)\n"
+        "if sys.argv[2:]:\n    model.weight.data[5, 7] += 1e-6\n"
+        "state = process.trained_weights(model)\n"
+        "print([*state], bytes(state[process.FROZEN].tolist()).hex())\n"
+    )
+    one, two, other = (
+        project.run("python", "-c", program, *words).stdout for words in ("1", "2", "1x")
+    )
+    assert one == two != other and one.startswith("['bias', 'frozen_weights_sha256']")
+
+
 def test_the_run_folder_says_that_it_is_finished(tuned):
     assert status(tuned["lora"])["state"] == "finished"

@@ -96,7 +96,7 @@ def table(root, kind, each=8):
 
 
 def names(task, cfg):
-    return json.loads((task.prepared_folder(cfg) / "labels.json").read_text())
+    return json.loads((cfg.folder / "labels.json").read_text())
 
 
 def check_colors(task, cfg, count):
@@ -436,7 +436,9 @@ def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monk
     logging.set_verbosity_error()
     output = baked.path / "runs" / "trained"
     monkeypatch.chdir(baked.path)
-    _, rows = task.datasets(task.TaskConfig(stored_size=32))  # as in the default recipe
+    cfg = task.TaskConfig(stored_size=32)  # as in the default recipe
+    task.prepare_data(cfg)
+    _, rows = task.datasets(cfg)
     files = []
     for i in range(len(rows)):
         files.append(str(tmp_path / f"{i}.png"))

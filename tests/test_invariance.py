@@ -174,4 +174,5 @@ print(data_order.ids_of_step(1000001, 8, 37, 0) + data_order.ids_of_step(1000002
     printed = tiny.run("python", "-c", program, *flags).stdout.splitlines()
     code, read, number = printed[-2].split(" ", 1)[0], *printed[-2].split(" ", 1)[1].rsplit(" ", 1)
     assert code == "0" and read == printed[-1]
-    assert int(number) < 37 + 16 + 11 + 2  # the fingerprint's rows, two steps, one evaluation
+    # The fingerprints of training and validation, two steps, one evaluation.
+    assert int(number) < 37 + 11 + 16 + 11 + 2

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,34 @@ def test_a_text_file_is_a_row_with_the_name_of_its_folder(tmp_path):
         {"text": "good/1.txt", "label": "good"},
         {"text": "good/2.txt", "label": "good"},
     ]
+
+
+def test_linked_folders_count_and_hidden_copies_do_not(tmp_path, monkeypatch):
+    for name in ("data/a/1.txt", "elsewhere/2.txt", "data/.copies/3.txt", "data/a/._1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
+    data = tmp_path / "data"
+    assert sources.files(str(data), (".txt",)) == [data / "a" / "1.txt", data / "b" / "2.txt"]
+    monkeypatch.chdir(data)
+    assert sources.files(".", (".txt",)) == [Path("a/1.txt"), Path("b/2.txt")]
+    (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data")
+    with pytest.raises(ValueError, match="is a link to a folder above itself"):
+        sources.files(str(data), (".txt",))
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"data_revision": "abc"}, "task.data_revision is for data sets on the Hub; task.data is"),
+        ({"validation_split": "test"}, "task.validation_split is for data sets on the Hub"),
+        ({"data_config": "easy"}, "task.data_config is for data sets on the Hub"),
+    ],
+)
+def test_fields_of_the_hub_do_not_go_with_files(tmp_path, fields, said):
+    path = write(tmp_path, ".csv")
+    with pytest.raises(ValueError, match=said):
+        sources.used_files(sources.DataConfig(data=str(path), **fields), sources.TABLES)
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,24 @@ def flat(config: dict) -> dict:
     return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}
 
 
+def fresh_folder(folder: Path) -> Path:
+    """An empty folder beside this one, to be filled and then to take its place."""
+    fresh = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    return fresh
+
+
+def swap(fresh: Path, folder: Path) -> None:
+    """Puts the fresh folder in the place of the other, of which nothing stays."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def compare(path: Path, manifest: dict, facts: dict) -> list[str]:
     """What differs from the config and the data of a checkpoint, as `name: before -> now`.
 
@@ -264,6 +282,11 @@ def compare(path: Path, manifest: dict, facts: dict) -> list[str]:
         | {f"data {n}": fact for n, fact in each.get("data", {}).items()}
         for each in (manifest, facts)
     ]
+    if manifest.get("identity", "") != facts.get("identity", ""):
+        raise ValueError(
+            f"{path} was made with another vocabulary or other classes, which its weights stand "
+            "for: give the data that it was made with, or another --output_dir"
+        )
     names = [name for name in {**before, **after} if name not in HARMLESS]
     pairs = [(name, before.get(name), after.get(name)) for name in names]
     changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]

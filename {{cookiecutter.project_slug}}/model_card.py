@@ -12,8 +12,8 @@ from predict import task_of
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
-def write(folder: Path, facts: dict) -> None:
-    """Writes the card of the model in the folder.
+def write(folder: Path, place: Path, facts: dict) -> None:
+    """Writes the card of the model in the folder, which is going to be called `place`.
 
     `facts`: step, scores (a dict of floats), config (the run's, resolved) and data (samples,
     fingerprint).
@@ -37,10 +37,10 @@ def write(folder: Path, facts: dict) -> None:
     settings = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
     reads = ", image_processor" if task == "image-classification" else ", tokenizer"
-    use = f'answer = pipeline("{task}", "{folder}"{reads}="{folder}")'
+    use = f'answer = pipeline("{task}", "{place}"{reads}="{place}")'
     parts = [
         f"---\n{yaml.safe_dump(about)}---" if about else "",
-        f"# {config['project']}: {folder.parent.name}",
+        f"# {config['project']}: {place.parent.name}",
         f"Trained for {facts['step']:,} steps of {config['global_batch_size']} samples, out of "
         f"{data['samples']:,}, from {config['task'].get('data') or 'the data of task.py'} (data "
         f"fingerprint {data['fingerprint']}).",

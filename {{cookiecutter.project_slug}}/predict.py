@@ -16,9 +16,11 @@ from pathlib import Path
 
 # transformers takes 4 s to import: after the arguments are known to be right.
 
-# The end of a class's name in config.json, and what transformers calls such a task.
+# A part of a class's name in config.json, and what transformers calls such a task.
 TASKS = {
     "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForConditionalGeneration": "text-generation",
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
 }
@@ -36,7 +38,7 @@ def task_of(folder: Path) -> str | None:
         name = config["architectures"][0]
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return None
-    return next((task for end, task in TASKS.items() if name.endswith(end)), None)
+    return next((task for end, task in TASKS.items() if end in name), None)
 
 
 def parse() -> argparse.Namespace:

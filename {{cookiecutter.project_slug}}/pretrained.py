@@ -44,7 +44,7 @@ def load(auto: Any, cfg: ModelConfig, **options) -> Any:
     if folder.is_dir() and not (folder / "config.json").exists():
         kind = "no model, since it has no config.json"
         if (folder / "adapter_config.json").exists():
-            kind = "a LoRA adapter alone; save a whole model with --task.merge_lora"
+            kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
         raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
     where = str(folder) if folder.is_dir() else name
     options |= {"trust_remote_code": cfg.trust_remote_code}
@@ -79,6 +79,17 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     if fresh:
         say(f"{cfg.model_name_or_path}: new weights for {', '.join(sorted(fresh))}")
     return model
+
+
+def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
+    """A model with new weights; raises ValueError where it has no such attention."""
+    options = {}
+    if cfg.attn_implementation != "sdpa":
+        options["attn_implementation"] = cfg.attn_implementation
+    try:
+        return auto.from_config(config, **options)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import checkpoints
@@ -219,6 +220,7 @@ def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
 
 
 FROZEN = "frozen_weights_sha256"  # an entry of model.safetensors: 32 bytes
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def save_bare_models(accelerator) -> None:
@@ -236,18 +238,31 @@ def save_bare_models(accelerator) -> None:
 
     def load_bare(models: list, folder: str) -> None:
         models[:] = [bare(model) for model in models]
-        frozen = trained_weights(models[0]).get(FROZEN)
-        if frozen is not None:
-            weights = load_file(Path(folder, "model.safetensors"))
-            if not torch.equal(weights.pop(FROZEN), frozen):
-                raise UserError(
-                    f"{folder} was trained on other pretrained weights; give those, or another "
-                    "--output_dir"
-                )
-            models.pop().load_state_dict(weights, strict=False)  # accelerate loads what is left
+        file, state = Path(folder, "model.safetensors"), trained_weights(models[0])
+        with safe_open(file, "pt") as saved:
+            names = {*saved.keys()}
+        if FROZEN in names or FROZEN in state:  # else accelerate loads them
+            load_trained(models.pop(), state, file)
 
     accelerator.register_save_state_pre_hook(save_bare)
     accelerator.register_load_state_pre_hook(load_bare)
+
+
+def load_trained(model: torch.nn.Module, state: dict, file: Path) -> None:
+    """Loads the weights that train; raises UserError where the others are not those of then."""
+    weights = load_file(file)
+    digests = [each.pop(FROZEN, torch.empty(0)) for each in (weights, state)]
+    if odd := sorted(weights.keys() ^ state.keys()):
+        raise UserError(
+            f"{file.parent} and the model do not have the same weights to train, for example "
+            f"{odd[0]}; go on with the task.py it was made with, or give another --output_dir"
+        )
+    if not torch.equal(*digests):
+        raise UserError(
+            f"{file.parent} was trained on other pretrained weights; give those, or another "
+            "--output_dir"
+        )
+    model.load_state_dict(weights, strict=False)
 
 
 def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -259,8 +274,9 @@ def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         digest = hashlib.sha256()
         for name, values in frozen:
             state.pop(name, None)
-            # Sums of 64 slices find another model, and read each weight once.
-            sums = torch.stack([part.double().sum() for part in values.flatten().chunk(64)])
+            # Sums of 64 slices, of the bits as integers: the same on any device, in any order.
+            bits = values.flatten().view(BITS[values.element_size()])
+            sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
             digest.update(name.encode() + sums.cpu().numpy().tobytes())
         state[FROZEN] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     return state
@@ -346,6 +362,11 @@ def judge(error: BaseException) -> tuple[int, str | None]:
         return 1, f"{error}; the same command continues from the newest checkpoint"
     if isinstance(error, OSError) and error.errno in checkpoints.DISK_FULL:
         return 2, f"{error}: free some space; what was saved is kept"
+    if isinstance(error, RuntimeError) and "Expected to have finished reduction" in str(error):
+        return 2, (
+            "some weights of the model get no gradient, which several processes wait for; call "
+            "requires_grad_(False) on them in build_model of task.py, or train with one process"
+        )
     if isinstance(error, SystemExit) and error.code == STOPPED:
         return STOPPED, None
     return 1, None

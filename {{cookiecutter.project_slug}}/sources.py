@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -78,8 +79,15 @@ def files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
     Raises ValueError if there is none.
     """
     path = Path(data).expanduser()
-    found = [file for file in sorted(path.rglob("*")) or [path] if file.is_file()]
-    found = [file for file in found if file.suffix.lower() in endings]
+    found = [path] if path.is_file() else []
+    for folder, folders, names in os.walk(path, followlinks=True):
+        # Hidden ones are copies that notebooks and file managers keep.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        here = Path(folder).parent.resolve()
+        if Path(folder) != path and Path(folder).resolve() in (here, *here.parents):
+            raise ValueError(f"task.{field}: {folder} is a link to a folder above itself")
+    found = sorted(file for file in found if file.suffix.lower() in endings and file.is_file())
     if not found or not data:
         kinds = ", ".join(endings)
         raise ValueError(
@@ -216,10 +224,13 @@ def hub_rows(cfg: DataConfig, split: str, columns: dict[str, str], field: str) -
     for column in dataset.column_names:  # images as their bytes: decoded they would fill the memory
         if type(dataset.features[column]).__name__ == "Image":
             dataset = dataset.cast_column(column, datasets.Image(decode=False))
-    names = {c: getattr(dataset.features[c], "names", None) for c in dataset.column_names}
+    features = {c: dataset.features[c] for c in dataset.column_names}
+    names = {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
     for number, row in enumerate(dataset):
         for column, known in names.items():
-            if known and isinstance(row[column], int) and row[column] >= 0:
+            if known and isinstance(row[column], list):
+                row[column] = [known[i] for i in row[column]]
+            elif known and isinstance(row[column], int) and row[column] >= 0:
                 row[column] = known[row[column]]
         yield roles(row, columns), f"{place}, row {number}"
 
@@ -275,10 +286,9 @@ def hold_out(
     for members in strata.values():
         wanted, taken = fraction * sum(map(len, members)), 0
         for group in members[:-1]:
-            taken += len(group)
-            if taken - len(group) / 2 > wanted:
-                break
-            held.add(id(group))
+            if taken + len(group) / 2 <= wanted:
+                held.add(id(group))
+                taken += len(group)
     largest = max(strata.values(), key=len)
     if not held and len(largest) > 1:
         held.add(id(largest[0]))
@@ -298,6 +308,7 @@ def used_files(
     What comes from the Hub is named by its commit, and checked here to be. `shipped`: the files of
     data that has a name of the task's own.
     """
+    check_hub_fields(cfg, shipped is None and on_hub(cfg.data))
     found = [*more, *(shipped or [])]
     if shipped is not None:
         pass
@@ -308,6 +319,25 @@ def used_files(
     if cfg.validation_data:
         found += files(cfg.validation_data, endings, "validation_data")
     return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found]
+
+
+def check_hub_fields(cfg: DataConfig, from_hub: bool) -> None:
+    """Raises ValueError for a field that nothing would read."""
+    name = next(
+        (n for n in ("data_config", "data_revision", "validation_split") if getattr(cfg, n)), ""
+    )
+    if name and not from_hub:
+        raise ValueError(f"task.{name} is for data sets on the Hub; task.data is {cfg.data}")
+    if cfg.validation_data and cfg.validation_split:
+        raise ValueError("task.validation_data and task.validation_split: give one of them")
+
+
+def digest(*files: Path) -> str:
+    """16 hex digits that stand for the content of files."""
+    found = hashlib.sha256()
+    for file in files:
+        found.update(hashlib.sha256(file.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
 def cache_folder(cfg: DataConfig, settings: list, used: list[list], code: str) -> Path:
@@ -322,13 +352,13 @@ def cache_folder(cfg: DataConfig, settings: list, used: list[list], code: str) -
     return Path(cfg.cache_dir).expanduser() / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def prepare(folder: Path, build: Callable[[Path], None]) -> None:
+def prepare(folder: Path, build: Callable[[Path], None]) -> Path:
     """Has `build` fill the folder, unless it is there; safe when many processes ask together.
 
-    What a killed process has left does not count, and is removed by the next.
+    Gives the folder. What a killed process has left does not count, and is removed by the next.
     """
     if folder.exists():
-        return
+        return folder
     from filelock import FileLock
 
     unfinished = folder.with_suffix(".unfinished")
@@ -343,3 +373,4 @@ def prepare(folder: Path, build: Callable[[Path], None]) -> None:
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets it back
         raise ValueError(f"task.cache_dir: cannot write {folder}: {error}") from None
+    return folder

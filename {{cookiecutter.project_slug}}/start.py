@@ -91,9 +91,13 @@ def prepare_run(config_class: type, about: str) -> Start:
             "on; it needs one of each"
         )
     max_steps = cfg.max_steps or math.ceil(cfg.num_epochs * len(train_data) / cfg.global_batch_size)
-    digest = data_order.fingerprint(train_data)
     facts = {"config": dataclasses.asdict(cfg)}
-    facts["data"] = {"samples": len(train_data), "fingerprint": digest}
+    facts["data"] = {
+        "samples": len(train_data),
+        "fingerprint": data_order.fingerprint(train_data),
+        "validation": data_order.fingerprint(eval_data),
+    }
+    facts["identity"] = ask(task.identity, cfg.task) if hasattr(task, "identity") else ""
     start = Start(cfg, output, lock, micro, accumulation, data, max_steps, facts)
     if IS_MAIN:  # to find a checkpoint every byte of it is read: once is enough
         folder = output / "checkpoints"

@@ -229,9 +229,10 @@ def export(model: torch.nn.Module, sums: dict, output: Path, log: Log, facts: di
     """Saves the trained model with its card, shows what it can do, and draws the curves."""
     from plot import draw
 
-    (output / "model").mkdir(exist_ok=True)
-    task.export(model.eval(), output / "model")
-    model_card.write(output / "model", facts)
+    fresh = checkpoints.fresh_folder(output / "model")
+    task.export(model.eval(), fresh)
+    model_card.write(fresh, output / "model", facts)
+    checkpoints.swap(fresh, output / "model")
     log.show(report(model, sums, output), facts["step"])
 
     try:  # a picture is not worth a run
@@ -340,7 +341,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say(f"{checkpoint}: " + "  ".join(f"{name} {n:.5g}" for name, n in scores.items()))
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        ranks.alone(report, bare_model, sums, output)
+        (output / "evaluation").mkdir(exist_ok=True)
+        ranks.alone(report, bare_model, sums, output / "evaluation")
         return 0
 
     log = Log(accelerator, fields, first_step, max_steps)

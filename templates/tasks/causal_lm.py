@@ -24,6 +24,8 @@ export(model, folder)    Saves the trained model, unwrapped and in eval mode, in
 
 It may also have:
 
+identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
+                         checkpoint with another one is never continued.
 augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
                          of this row in this epoch, so that no worker and no rank changes them.
 sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
@@ -58,6 +60,7 @@ Batch = dict[str, torch.Tensor]
 END_OF_TEXT = "<|endoftext|>"
 IGNORED = -100  # the label that cross entropy leaves out
 UNIT = "tokens"
+CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 ENDINGS = (".txt", *sources.TABLES)
 SHIPPED = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
 # For tokenizers without a template of their own: it needs no tokens that they do not have.
@@ -143,6 +146,7 @@ def check(cfg: TaskConfig) -> None:
             not (cfg.lora_rank and new),
             "0, or task.model_name_or_path a model to adapt",
         ),
+        ("lora_alpha", cfg.lora_alpha >= 0, "at least 0"),
         ("lora_dropout", 0 <= cfg.lora_dropout < 1, "at least 0 and below 1"),
     ]
     if new:
@@ -163,14 +167,19 @@ def prepare_data(cfg: TaskConfig) -> None:
     """Split, tokenise and pack the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
     longest_text(cfg)
-    sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+    cfg.folder = sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+
+
+def identity(cfg: TaskConfig) -> str:
+    """The vocabulary of a new model, which is learnt from the data."""
+    return "" if cfg.model_name_or_path else sources.digest(cfg.folder / "tokenizer.json")
 
 
 def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
     """Memory-mapped rows of context_length tokens; validation rows have three more columns."""
     from datasets import load_from_disk
 
-    parts = [load_from_disk(prepared_folder(cfg) / part) for part in ("train", "validation")]
+    parts = [load_from_disk(cfg.folder / part) for part in ("train", "validation")]
     return parts[0].with_format("torch"), parts[1].with_format("torch")
 
 
@@ -194,8 +203,7 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     """A model to start from, or a new Llama, with what `report` and `export` need besides it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    folder = prepared_folder(cfg)
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = load_tokenizer(cfg, cfg.folder)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
     else:
@@ -210,15 +218,39 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
         )
-        attention = {"attn_implementation": cfg.attn_implementation}
-        model = AutoModelForCausalLM.from_config(config, **attention)
+        model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
+    if cfg.rows != "text" or cfg.packing == "best_fit":
+        check_apart(model)
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:  # some say how to sample, but not that they do, and could not be saved
+        model.generation_config.do_sample = True
     # Not in the config: Llama never trains the embedding of its pad token, and ours is END_OF_TEXT.
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     if cfg.lora_rank:
         model = add_adapters(model, cfg)
     model.task, model.tokenizer = cfg, tokenizer
-    model.prompts = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
+    held_out = json.loads((cfg.folder / "prompts.json").read_text(encoding="utf-8"))
+    model.prompts = {"sample": prompt_of(cfg.sample_prompt, cfg, tokenizer), **held_out}
     return model
+
+
+@torch.no_grad()
+def check_apart(model: Any) -> None:
+    """Raises ValueError for a model in which a packed text sees the one before it."""
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    rows = [torch.tensor([[*first, 3, 5, 7, 9]]) for first in ([3, 4, 5, 6], [7, 8, 9, 10])]
+    try:
+        given = {"position_ids": places, "use_cache": False}
+        found = [model.eval()(input_ids=row, **given).logits[:, 4:] for row in rows]
+        apart = torch.allclose(*found, atol=1e-5)
+    except TypeError:  # it takes no positions
+        apart = False
+    if not apart:
+        raise ValueError(
+            f"task.model_name_or_path: a {model.config.model_type} model cannot keep packed texts "
+            "apart; take another, or texts with --task.packing stream"
+        )
 
 
 def add_adapters(model: torch.nn.Module, cfg: TaskConfig) -> torch.nn.Module:
@@ -226,6 +258,12 @@ def add_adapters(model: torch.nn.Module, cfg: TaskConfig) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     targets = [name.strip() for name in cfg.lora_targets.split(",")]
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if tied and cfg.merge_lora and {"lm_head", "embed_tokens", "wte"} & {*targets}:
+        raise ValueError(
+            "task.lora_targets: input and output embeddings of this model are the same weights, "
+            "into which adapters of one cannot be merged; leave them out, or merge_lora"
+        )
     lora = LoraConfig(
         r=cfg.lora_rank,
         lora_alpha=cfg.lora_alpha or 2 * cfg.lora_rank,
@@ -235,7 +273,7 @@ def add_adapters(model: torch.nn.Module, cfg: TaskConfig) -> torch.nn.Module:
     )
     try:
         with pretrained.quiet():
-            return get_peft_model(model, lora)
+            return get_peft_model(model, lora, revision=cfg.revision)
     except ValueError as error:
         raise ValueError(f"task.lora_targets: {sources.one_line(error)}") from None
 
@@ -316,11 +354,10 @@ def merged(model: Any) -> Any:
 def prepared_folder(cfg: TaskConfig) -> Path:
     """Its name stands for all that shapes the data: settings, files and the code from here on."""
     names = """rows text_column prompt_column completion_column messages_column context_length
-        packing too_long vocab_size model_name_or_path revision sample_prompt""".split()
+        packing too_long vocab_size model_name_or_path revision""".split()
     files = [*pretrained.used_files(cfg), *filter(None, [template_file(cfg)])]
     used = sources.used_files(cfg, ENDINGS, *files, shipped=shipped_files(cfg.data))
-    code = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
+    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, CODE)
 
 
 def template_file(cfg: TaskConfig) -> Path | None:
@@ -438,7 +475,7 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     disable_progress_bars()
     for part, columns in parts.items():
         Dataset.from_dict(columns).save_to_disk(folder / part)
-    prompts = {"sample": prompt_of(cfg.sample_prompt, cfg, tokenizer)}
+    prompts = {}
     for number, (row, _) in enumerate(validation[: 0 if cfg.rows == "text" else 2], 1):
         prompts[f"held out {number}"] = prompt_of(row, cfg, tokenizer)
     (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
@@ -488,14 +525,24 @@ def problem_of(row: dict, cfg: TaskConfig) -> str | None:
         except ValueError as error:
             return f"no messages, since {error},"
     if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        isinstance(m, dict)
+        and isinstance(m.get("role"), str)
+        and (isinstance(m.get("content"), str) or m.get("tool_calls"))
         for m in messages
     ):
         return "no messages, a list of objects with role and content,"
-    row["messages"] = messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-    if not any(m["role"] == "assistant" and m["content"] for m in messages[1:]):
+    # Tables have all keys in all messages; those without a value are not there for a template.
+    messages = [{key: m[key] for key in m if m[key] is not None} for m in messages]
+    row["messages"] = [{"content": "", **m} for m in messages]
+    answers = [m for m in messages[1:] if m["role"] == "assistant"]
+    if not any(m.get("content") or m.get("tool_calls") for m in answers):
         return "no answer: no message after the first has the role assistant"
     return None
+
+
+def begin_of(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text: one token or none."""
+    return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
 
 
 def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array]]:
@@ -503,7 +550,7 @@ def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array
     (values, place), end = row, tokenizer.eos_token_id
     plain = {"add_special_tokens": False, "verbose": False}
     if cfg.rows == "text":
-        tokens = array("i", (tokenizer("").input_ids or [end])[:1])
+        tokens = array("i", begin_of(tokenizer) or [end])
         for cut in range(0, len(values["text"]), 1_000_000):  # bounds the memory of one call
             piece = values["text"][cut : cut + 1_000_000]
             # A text that spells a special token must not end there.
@@ -512,7 +559,7 @@ def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array
         return [(tokens, array("b", [1]) * len(tokens))]
     begin, close = [], []
     if cfg.rows == "prompt":
-        begin, close = tokenizer("").input_ids, [end]
+        begin, close = begin_of(tokenizer), [end]
         text = values["prompt"] + values["completion"]
         texts = [(text, [(len(values["prompt"]), len(text))])]
     else:
@@ -535,30 +582,32 @@ def render(messages: list[dict], place: str, tokenizer: Any) -> list[tuple[str, 
     Some templates change a turn when others follow, as they leave its reasoning out: then each
     answer is learnt from a text of its own, which ends with it.
     """
-    from jinja2 import TemplateError
-
-    def text_of(part: list[dict], **options) -> str:
-        return tokenizer.apply_chat_template(part, tokenize=False, **options)
-
-    try:
-        whole, texts = text_of(messages), []
-        for i, message in enumerate(messages):
-            if i and message["role"] == "assistant":
-                before = text_of(messages[:i], add_generation_prompt=True)
-                until = text_of(messages[: i + 1])
-                if not until.startswith(before):
-                    raise ValueError("what asks for an answer is no beginning of the answered chat")
-                texts.append((until, [(len(before), len(until))]))
-    except (TemplateError, ValueError, TypeError) as error:
-        raise ValueError(f"task.chat_template: {place}: {sources.one_line(error)}") from None
+    whole, texts = chat_text(messages, place, tokenizer), []
+    for i, message in enumerate(messages):
+        if i and message["role"] == "assistant":
+            before = chat_text(messages[:i], place, tokenizer, add_generation_prompt=True)
+            until = chat_text(messages[: i + 1], place, tokenizer)
+            if not until.startswith(before):
+                problem = "what asks for an answer is no beginning of the answered chat"
+                raise ValueError(f"task.chat_template: {place}: {problem}")
+            texts.append((until, [(len(before), len(until))]))
     if all(whole.startswith(until) for until, _ in texts):
         return [(whole, [answer for _, answers in texts for answer in answers])]
     return texts
 
 
+def chat_text(messages: list[dict], place: str, tokenizer: Any, **options) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(f"task.chat_template: {place}: {sources.one_line(error)}") from None
+
+
 def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
     """The tokens after which the model is to answer: of a row, or of a text or message."""
-    begin, text = tokenizer("").input_ids, row
+    begin, text = begin_of(tokenizer), row
     if cfg.rows == "text":
         begin = begin or [tokenizer.eos_token_id]
     elif cfg.rows == "prompt":
@@ -568,8 +617,9 @@ def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
         if not isinstance(row, str):
             turns = [i for i, m in enumerate(row["messages"]) if i and m["role"] == "assistant"]
             asked = row["messages"][: turns[0]]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    return [*begin, *tokenizer(text, add_special_tokens=False, verbose=False).input_ids]
+        text = chat_text(asked, "task.sample_prompt", tokenizer, add_generation_prompt=True)
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    return [*begin, *tokens] or [tokenizer.eos_token_id]
 
 
 # ---- Preparation: tokens -------------------------------------------------------------------------

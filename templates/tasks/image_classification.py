@@ -24,6 +24,8 @@ export(model, folder)    Saves the trained model, unwrapped and in eval mode, in
 
 It may also have:
 
+identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
+                         checkpoint with another one is never continued.
 augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
                          of this row in this epoch, so that no worker and no rank changes them.
 sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
@@ -58,6 +60,7 @@ import sources
 
 Batch = dict[str, torch.Tensor]
 Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and what `look` gives
+CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
@@ -123,7 +126,11 @@ def prepare_data(cfg: TaskConfig) -> None:
         ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
     ]
     sources.check_fields(cfg, rules)
-    sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+    cfg.folder = sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+
+
+def identity(cfg: TaskConfig) -> str:
+    return sources.digest(cfg.folder / "labels.json")
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -150,8 +157,8 @@ class Squares(torch.utils.data.Dataset):
 
 
 def datasets(cfg: TaskConfig) -> tuple[Squares, Squares]:
-    folder, seen = prepared_folder(cfg), look(cfg)
-    return Squares(folder, "train", seen), Squares(folder, "validation", seen)
+    seen = look(cfg)
+    return Squares(cfg.folder, "train", seen), Squares(cfg.folder, "validation", seen)
 
 
 def look(cfg: TaskConfig) -> dict[str, Any]:
@@ -222,11 +229,11 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     """A new or a pretrained model, with what `report` and `export` need besides its weights."""
     import transformers
 
-    names = json.loads((prepared_folder(cfg) / "labels.json").read_text(encoding="utf-8"))
+    names = json.loads((cfg.folder / "labels.json").read_text(encoding="utf-8"))
     classes = {"num_labels": len(names), "id2label": dict(enumerate(names))}
     classes["label2id"] = {name: i for i, name in enumerate(names)}
+    auto, config = transformers.AutoModelForImageClassification, None
     if cfg.model_name_or_path:
-        auto = transformers.AutoModelForImageClassification
         classes["ignore_mismatched_sizes"] = True  # the head may be for other classes
         model = pretrained.load_model(auto, cfg, head=("classifier",), **classes)
     elif cfg.architecture == "vit":
@@ -240,10 +247,8 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
             hidden_dropout_prob=cfg.dropout,
             attention_probs_dropout_prob=cfg.dropout,
             initializer_range=cfg.hidden_size**-0.5,  # the usual 0.02 is too little when narrow
-            attn_implementation=cfg.attn_implementation,
             **classes,
         )
-        model = transformers.ViTForImageClassification(config)
     else:
         config = transformers.BitConfig(
             embedding_size=cfg.hidden_size // 8,
@@ -253,7 +258,8 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
             drop_path_rate=cfg.dropout,
             **classes,
         )
-        model = transformers.BitForImageClassification(config)
+    if config:
+        model = pretrained.new_model(auto, config, cfg)
     model.validation = datasets(cfg)[1]
     return model
 
@@ -354,8 +360,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     """
     settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt]
     used = [] if cfg.data == "digits" else sources.used_files(cfg, (*sources.TABLES, *IMAGES))
-    code = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-    return sources.cache_folder(cfg, settings, used, code)
+    return sources.cache_folder(cfg, settings, used, CODE)
 
 
 def stored_side(cfg: TaskConfig) -> int:

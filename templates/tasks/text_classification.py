@@ -24,6 +24,8 @@ export(model, folder)    Saves the trained model, unwrapped and in eval mode, in
 
 It may also have:
 
+identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
+                         checkpoint with another one is never continued.
 augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
                          of this row in this epoch, so that no worker and no rank changes them.
 sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
@@ -58,6 +60,7 @@ from sources import DataConfig, Row, check_fields
 # transformers takes 4 s to import, datasets and scikit-learn 1 s: they wait for what needs them.
 
 Batch = dict[str, torch.Tensor]
+CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 ENDINGS = (".txt", *sources.TABLES)
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
@@ -132,14 +135,20 @@ def prepare_data(cfg: TaskConfig) -> None:
     """Split and tokenise the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
     check_model(cfg)
-    sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+    cfg.folder = sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+
+
+def identity(cfg: TaskConfig) -> str:
+    """The classes, and the vocabulary of a new model."""
+    files = ["names.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
+    return sources.digest(*(cfg.folder / name for name in files))
 
 
 def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
     """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding."""
     from datasets import load_from_disk
 
-    parts = [load_from_disk(prepared_folder(cfg) / part) for part in ("train", "validation")]
+    parts = [load_from_disk(cfg.folder / part) for part in ("train", "validation")]
     return parts[0].with_format("numpy"), parts[1].with_format("numpy")
 
 
@@ -149,11 +158,11 @@ def sizes(dataset: Any) -> np.ndarray:
 
 
 def augment(row: dict, draw: torch.Generator) -> dict:
-    """The row without some of its tokens; the first stays."""
+    """The row without some of its tokens; the first and the last stay."""
     if not row["token_dropout"]:
         return row
     kept = (torch.rand(len(row["input_ids"]), generator=draw) >= row["token_dropout"]).numpy()
-    kept[0] = True
+    kept[[0, -1]] = True
     return {**row, "input_ids": row["input_ids"][kept], "length": kept.sum()}
 
 
@@ -187,9 +196,8 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     """
     from transformers import AutoModelForSequenceClassification, ModernBertConfig
 
-    folder = prepared_folder(cfg)
-    tokenizer = load_tokenizer(cfg, folder)
-    names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(cfg, cfg.folder)
+    names = json.loads((cfg.folder / "names.json").read_text(encoding="utf-8"))
     about = {
         "num_labels": len(names),
         "id2label": dict(enumerate(names)),
@@ -220,10 +228,7 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
             sep_token_id=tokenizer.sep_token_id,
             **about,
         )
-        try:
-            model = auto.from_config(config, attn_implementation=cfg.attn_implementation)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"task.attn_implementation: {sources.one_line(error)}") from None
+        model = pretrained.new_model(auto, config, cfg)
     model.tokenizer = tokenizer
     return model
 
@@ -324,8 +329,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
         vocab_size model_name_or_path revision""".split()
     shipped = [file for *_, file in shipped_files()] if cfg.data == "stdlib" else None
     used = sources.used_files(cfg, ENDINGS, *pretrained.used_files(cfg), shipped=shipped)
-    code = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
+    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, CODE)
 
 
 def shipped_files() -> list[tuple[str, str, Path]]:
@@ -375,8 +379,12 @@ def check_model(cfg: TaskConfig) -> None:
         return
     from transformers import AutoConfig
 
-    most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
-    most = min(most or math.inf, load_tokenizer(cfg, None, keep_length=True).model_max_length)
+    config = pretrained.load(AutoConfig, cfg)
+    most = getattr(config, "max_position_embeddings", None) or -1
+    if re.search("roberta|camembert|longformer|mpnet|data2vec", config.model_type):
+        most -= 2  # their positions begin after that of padding
+    lengths = most, load_tokenizer(cfg, None, keep_length=True).model_max_length
+    most = min((length for length in lengths if length > 0), default=math.inf)
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
 
 
@@ -416,12 +424,18 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     disable_progress_bars()
     for part, rows in (("train", train), ("validation", validation)):
         texts, labels = [row["text"] for row, _ in rows], [row["label"] for row, _ in rows]
-        ids = tokenizer(texts, add_special_tokens=True, verbose=False).input_ids
-        for i, tokens in enumerate(ids):
-            if len(tokens) > cfg.max_length:
-                ids[i] = tokenizer(texts[i], truncation=True).input_ids
-                cut += 1
-        columns: dict[str, Any] = {"input_ids": [np.array(tokens, np.int32) for tokens in ids]}
+        ids = []
+        for start in range(0, len(texts), 1000):  # bounds the memory of one call
+            for text, tokens in zip(
+                texts[start : start + 1000],
+                tokenizer(texts[start : start + 1000], verbose=False).input_ids,
+                strict=True,
+            ):
+                if len(tokens) > cfg.max_length:
+                    tokens = tokenizer(text, truncation=True).input_ids
+                    cut += 1
+                ids.append(np.array(tokens, np.int32))
+        columns: dict[str, Any] = {"input_ids": ids}
         columns["length"] = np.array([len(tokens) for tokens in ids])
         columns["pad"] = np.full(len(ids), tokenizer.pad_token_id)
         columns["token_dropout"] = np.full(len(ids), cfg.token_dropout, np.float32)
