@@ -192,6 +192,21 @@ def test_eval_only_says_what_the_last_evaluation_said_and_changes_nothing(projec
     assert "there is no checkpoint in runs/none/checkpoints; train first" in printed
 
 
+def test_a_run_that_died_before_its_export_evaluates_and_exports(project, tuned):
+    """Only its last checkpoint is left; a lower max_steps then changes nothing but that."""
+    for steps in ("6", "4"):
+        output = project.path / "runs" / f"died-{steps}"
+        shutil.copytree(checkpoint(tuned["prompts"], 6), checkpoint(output, 6))
+        flags = ["--output_dir", output, "--max_steps", steps, "--accept_changes"]
+        project.train(1, *recipe_of("prompts"), *flags)
+        card = (output / "model" / "README.md").read_text()
+        assert "Trained for 6 steps" in card
+        assert (
+            f"| eval_loss | {lines(tuned['prompts'], 'eval_loss')[-1]['eval_loss']:.5g} |" in card
+        )
+        assert status(output)["state"] == "finished"
+
+
 def test_the_card_says_what_the_model_is(tuned):
     folder = tuned["prompts"] / "model"
     card = (folder / "README.md").read_text(encoding="utf-8")

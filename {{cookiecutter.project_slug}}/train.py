@@ -437,10 +437,10 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if stopped:
         say(f"stopped after step {done}; the same command continues the run")
     else:
-        if first_step == max_steps:  # a run that ended between its last checkpoint and here
+        if first_step >= max_steps:  # a run that ended between its last checkpoint and here
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        facts = {"step": max_steps, "scores": scores, **start.facts}
+        facts = {"step": max(first_step, max_steps), "scores": scores, **start.facts}
         ranks.alone(export, bare_model, sums, output, log, facts)
     accelerator.wait_for_everyone()
     accelerator.end_training()

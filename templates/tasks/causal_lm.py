@@ -414,7 +414,8 @@ def longest_text(cfg: TaskConfig) -> int:
         return cfg.context_length
     from transformers import AutoConfig
 
-    most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", cfg.context_length)
+    most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
+    most = most or cfg.context_length
     streamed = cfg.rows == "text" and cfg.packing != "best_fit"
     right = not streamed or cfg.context_length <= most
     check_fields(cfg, [("context_length", right, f"at most {most}, which the model can see")])
