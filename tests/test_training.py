@@ -212,6 +212,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = 'The "with" statement\\n'
 assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+task.prepare_data(cfg)
 _, data = task.datasets(cfg)
 batch = task.collate([data[i] for i in range(len(data))])
 print(task.metrics(task.eval_sums(model, batch))["loss"])

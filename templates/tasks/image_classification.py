@@ -4,10 +4,11 @@ train.py calls the names below and nothing else. Rewrite this file for a task of
 plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
 
 TaskConfig               A dataclass: each field is a flag --task.FIELD, its docstring the help.
-prepare_data(cfg)        What has to happen once: download, tokenise. All processes call it at the
-                         same time, before they can talk to each other. Settings and data that
-                         cannot work should end here, in a ValueError of one line: what is wrong,
-                         where, what to write instead.
+prepare_data(cfg)        What has to happen once: download, tokenise. It is called first, with the
+                         cfg that the others get, and by all processes at the same time, before
+                         they can talk to each other. Settings and data that cannot work should end
+                         here, in a ValueError of one line: what is wrong, where, what to write
+                         instead.
 datasets(cfg)            (train, validation), map-style: len(), [i] and, where that is faster,
                          __getitems__([i, j, ...]). Row i is the same in every process and run.
 collate(rows)            A batch of these B rows: a dict of CPU tensors, B their first dimension.
