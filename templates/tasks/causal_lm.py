@@ -127,20 +127,28 @@ class TaskConfig(DataConfig, ModelConfig):
     """Beginning of the text, or the message, that the trained model answers."""
 
 
+def best_fit(cfg: TaskConfig) -> bool:
+    """Whether rows hold whole texts, which do not see each other."""
+    return cfg.rows != "text" or cfg.packing == "best_fit"
+
+
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work before anything is read."""
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
     nearest = max(1, round(cfg.hidden_size / unit)) * unit
     new, text = not cfg.model_name_or_path, cfg.rows == "text"
     fits = cfg.data not in SHIPPED or text != (cfg.data == "docstrings")
-    apart = not text or cfg.packing == "best_fit"
     flash = cfg.attn_implementation == "flash_attention_2"
     rules = [
         ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
         ("context_length", cfg.context_length >= 2, "at least 2"),
         ("packing", text or cfg.packing != "stream", "best_fit for prompts and chats"),
         ("data", fits, f"something else, or task.rows, which is {cfg.rows}"),
-        ("attn_implementation", not (flash and apart), "sdpa or eager, to keep packed texts apart"),
+        (
+            "attn_implementation",
+            not (flash and best_fit(cfg)),
+            "sdpa or eager, to keep packed texts apart",
+        ),
         ("lora_rank", cfg.lora_rank >= 0, "at least 0"),
         (
             "lora_rank",
@@ -220,7 +228,7 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
             eos_token_id=tokenizer.eos_token_id,
         )
         model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
-    if cfg.rows != "text" or cfg.packing == "best_fit":
+    if best_fit(cfg):
         check_apart(model)
     try:
         model.generation_config.validate(strict=True)
@@ -335,18 +343,11 @@ def report(model: Any, sums: Batch, folder: Path) -> dict[str, str]:
 
 def export(model: Any, folder: Path) -> None:
     """Files that AutoModelForCausalLM and AutoTokenizer load."""
-    if model.task.lora_rank and model.task.merge_lora:
-        model = merged(model)
     with pretrained.quiet():
-        model.save_pretrained(folder)
         model.tokenizer.save_pretrained(folder)
-
-
-def merged(model: Any) -> Any:
-    """The model that adapters were added to, with them in its weights."""
-    bare = model.merge_and_unload()
-    bare.tokenizer = model.tokenizer
-    return bare
+        if model.task.lora_rank and model.task.merge_lora:
+            model = model.merge_and_unload()  # the bare model, with adapters in its weights
+        model.save_pretrained(folder)
 
 
 # ---- Preparation ---------------------------------------------------------------------------------
@@ -417,8 +418,7 @@ def longest_text(cfg: TaskConfig) -> int:
 
     most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
     most = most or cfg.context_length
-    streamed = cfg.rows == "text" and cfg.packing != "best_fit"
-    right = not streamed or cfg.context_length <= most
+    right = best_fit(cfg) or cfg.context_length <= most
     check_fields(cfg, [("context_length", right, f"at most {most}, which the model can see")])
     return min(most, cfg.context_length)
 
@@ -458,11 +458,12 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     if not cfg.model_name_or_path:
         learn_vocabulary(train, cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
-    stream = cfg.rows == "text" and cfg.packing != "best_fit"
     parts = {}
     for part, rows in (("train", train), ("validation", validation)):
         encoded = [text for row in rows for text in encode(row, cfg, tokenizer)]
-        parts[part] = pack_stream(encoded, cfg) if stream else pack_best_fit(encoded, cfg, part)
+        parts[part] = (
+            pack_best_fit(encoded, cfg, part) if best_fit(cfg) else pack_stream(encoded, cfg)
+        )
     share = parts["train"]["used"].sum() / parts["train"]["labels"].size
     size = f"{len(parts['train']['labels']):,} rows of {cfg.context_length} tokens to train on"
     print(f"Prepared: {size}, {share:.1%} of them useful, the rest padding", flush=True)
