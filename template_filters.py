@@ -1,19 +1,42 @@
 """What the template needs beyond Jinja: checked answers, quoted text, a task's source as it is."""
 
+import difflib
 import json
 import keyword
+import os
 import re
+import reprlib
 import sys
 import unicodedata
 from pathlib import Path
 
+import click
+from cookiecutter.cli import main as cookiecutter_command
+from cookiecutter.config import get_user_config
 from cookiecutter.exceptions import FailedHookException
 from jinja2.ext import Extension
 from slugify import slugify
 
 ROOT = Path(__file__).resolve().parent
+FOLDER = "{{cookiecutter.project_slug}}"
+OWN = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+QUESTIONS = [name for name in OWN if not name.startswith("_")]
+# Read by cookiecutter itself: how it renders, and what it copies as it is.
+SETTINGS = ["_copy_without_render", "_extensions", "_jinja2_env_vars", "_new_lines"]
 LONGEST = {"project_name": 60, "project_slug": 60, "author_name": 100}
 JINJA = re.compile(r"\{[{%#]")
+# An emoji may end in a variation selector, and joiners make one emoji of several.
+PICTURE = "[\u2190-\u27ff\u2900-\u2bff\U0001f000-\U0001faff]\ufe0f?"
+EMOJI = re.compile(f"{PICTURE}(\u200d{PICTURE})*|[0-9#*]\ufe0f\u20e3")
+# Letters, marks and symbols that show nothing; `is_plain` knows the others by their category.
+INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\ufffc\ufffd"
+    "\U00016fe4\U0001d159\U000e0100-\U000e01ef]"
+)
+# Windows opens a device under these names, in every folder.
+DEVICES = {"con", "prn", "aux", "nul"} | {
+    f"{port}{n}" for port in ("com", "lpt") for n in range(10)
+}
 # A folder or distribution of one of these names would hide or replace what the project imports.
 TAKEN = {
     *sys.stdlib_module_names,
@@ -28,38 +51,78 @@ TAKEN = {
 
 def default_slug(name):
     """Return a valid project slug for any name: `My Training` gives `my_training`."""
-    slug = slugify(name, separator="_", max_length=LONGEST["project_slug"] - len("project_"))
+    slug = slugify(str(name), separator="_", max_length=LONGEST["project_slug"] - len("project_"))
     if not slug:
         return "my_training"
     if not slug[0].isalpha():
         return f"project_{slug}"
-    return f"{slug}_project" if slug in TAKEN else slug
+    return f"{slug}_project" if slug in TAKEN | DEVICES else slug
 
 
 def check_answers(answers):
+    """Refuse the answers of a command line and those given so far, as soon as they are there."""
+    check_command()
+    check_each(answers)
+    return ""
+
+
+def check_context(context):
+    """Refuse answers of any origin before the folder is made: a replay file skips the questions."""
+    for question in QUESTIONS:
+        if question not in context:
+            refuse(question, None, "is no answer", "Write one.")
+    check_each(context)
+    for name in SETTINGS:
+        if context.get(name) != OWN.get(name):
+            advice = "Leave it out, or answer the questions again."
+            refuse(name, context.get(name), "is not what this template says", advice)
+    if not re.fullmatch("[0-9]{4}", str(context.get("__year"))):
+        refuse("__year", context.get("__year"), "is not a year", "Leave it out.")
+    if "_output_dir" in context:  # cruft does not say where
+        check_folder(context["_output_dir"], context["project_slug"])
+    return ""
+
+
+def check_each(answers):
     """Refuse the first answer that no project can be made of, in one line."""
     for question, answer in answers.items():
-        if not question.startswith("_"):
-            check_text(question, answer)
+        if question.startswith("_"):
+            continue
+        if question not in QUESTIONS:
+            refuse("Answers", question, "is not a question", choose(question, QUESTIONS))
+        if isinstance(OWN[question], list):
+            if answer not in OWN[question]:
+                refuse(question, answer, "is not a choice", choose(answer, OWN[question]))
+            continue
+        check_text(question, answer)
         if question == "project_slug":
             check_slug(answer)
-    return ""
 
 
 def check_text(question, answer):
     """Refuse what cannot stand in a file name, TOML, YAML and Markdown alike."""
-    if not isinstance(answer, str) or not answer.strip():
+    if not isinstance(answer, str):
+        refuse(question, answer, "is not text", "Write it in quotes.")
+    if not answer.strip():
         refuse(question, answer, "holds no text", "Write some.")
-    for character in answer:
-        # Control characters, halves of surrogate pairs, line and paragraph separators.
-        if unicodedata.category(character) in {"Cc", "Cs", "Zl", "Zp"}:
-            problem = f"contains the character U+{ord(character):04X}"
+    for character in EMOJI.sub("", answer):
+        if not is_plain(character):
+            name = unicodedata.name(character, "")
+            problem = f"contains the character U+{ord(character):04X} {name}".rstrip()
             refuse(question, answer, problem, "Write one line of plain text.")
     if JINJA.search(answer):
         refuse(question, answer, "contains Jinja code", "Write it without {{, {% and {#.")
     longest = LONGEST.get(question, 100)
     if len(answer) > longest:
         refuse(question, answer, f"has {len(answer)} characters", f"Write at most {longest}.")
+
+
+def is_plain(character):
+    """Whether a character shows, or is a space, everywhere and in its place."""
+    category = unicodedata.category(character)
+    # C: control, zero-width and right-to-left marks, private, unassigned, halves of pairs.
+    # Zl, Zp: line and paragraph separators.
+    return category[0] != "C" and category not in {"Zl", "Zp"} and not INVISIBLE.match(character)
 
 
 def check_slug(slug):
@@ -70,12 +133,68 @@ def check_slug(slug):
         refuse("project_slug", slug, problem, advice)
     if slug.replace("-", "_") in TAKEN:
         refuse("project_slug", slug, "is the name of a Python module or keyword", advice)
+    if slug in DEVICES:
+        refuse("project_slug", slug, "is the name of a device on Windows", advice)
+
+
+def check_folder(output_dir, slug):
+    """Refuse a place where cookiecutter would stop half-way; it renders the path as Jinja too."""
+    advice = "Choose another folder."
+    if JINJA.search(output_dir):
+        refuse("--output-dir", output_dir, "contains Jinja code", advice)
+    target = Path(output_dir, slug)
+    for source in [ROOT / FOLDER, *(ROOT / FOLDER).rglob("*")]:
+        path = target / source.relative_to(ROOT / FOLDER)
+        kind, fits = ("folder", path.is_dir) if source.is_dir() else ("file", path.is_file)
+        if os.path.lexists(path) and not fits():
+            refuse("--output-dir", str(path), f"is not a {kind}", advice)
+    try:
+        if not target.exists():
+            target.mkdir(parents=True)
+            target.rmdir()
+    except OSError as error:
+        refuse("--output-dir", str(target), f"cannot be made ({error.strerror})", advice)
+
+
+def check_command():
+    """Refuse what cookiecutter's command line would leave out or change, and go on.
+
+    It ignores an unknown question. Of a config file it only warns about a choice that does not
+    exist, ignores all answers after that one, and makes text of numbers and dates. Who is asked
+    sees what became of it.
+    """
+    command = click.get_current_context(silent=True)
+    if command is None or command.command is not cookiecutter_command:
+        return  # cruft or a Python program
+    for question in command.params["extra_context"] or {}:
+        if question not in OWN:
+            refuse("Answers", question, "is not a question", choose(question, QUESTIONS))
+    if command.params["no_input"]:
+        config = get_user_config(command.params["config_file"], command.params["default_config"])
+        answers = config["default_context"] or {}
+        check_each({name: answers[name] for name in QUESTIONS if name in answers})
+
+
+def choose(wrong, names):
+    """Advise one of some names, first one that is near, whatever was given instead."""
+    given = wrong.casefold() if isinstance(wrong, str) else ""
+    near = difflib.get_close_matches(given, map(str.casefold, names), n=1, cutoff=0.4)
+    *others, last = sorted(names, key=lambda name: name.casefold() not in near)
+    return f"Write {', '.join(others)} or {last}."
+
+
+class Refused(SystemExit, FailedHookException):
+    """Cookiecutter prints a FailedHookException as one line, Python a SystemExit (for cruft)."""
 
 
 def refuse(question, answer, problem, advice):
-    """Stop cookiecutter with one line, before it has written anything."""
-    shown = repr(answer) if len(str(answer)) <= 60 else f"{str(answer)[:50]!r}..."
-    raise FailedHookException(f"{question}: {shown} {problem}. {advice}")
+    """Stop with one line, before anything is written."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    short.maxlevel, short.maxlist, short.maxdict = 1, 2, 2
+    line = f"{question}: {short.repr(answer)} {problem}. {advice}"
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    raise Refused(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def quoted(text):
@@ -91,10 +210,9 @@ def task_source(name):
 
 def own_templates():
     """Yield the unnamed templates that are the template's own, not somebody's answer."""
-    questions = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
-    yield from (text for text in questions.values() if isinstance(text, str))
+    yield from (text for text in OWN.values() if isinstance(text, str))
     yield from (hook.read_text(encoding="utf-8") for hook in (ROOT / "hooks").glob("*.py"))
-    yield "{{cookiecutter.project_slug}}"
+    yield FOLDER
 
 
 class TemplateFilters(Extension):
@@ -102,7 +220,7 @@ class TemplateFilters(Extension):
 
     def __init__(self, environment):
         super().__init__(environment)
-        for function in (check_answers, default_slug, quoted, task_source):
+        for function in (check_answers, check_context, default_slug, quoted, task_source):
             environment.filters[function.__name__] = function
         self.own_templates = set(own_templates())
         # `cruft update` bakes the old template and the new one in one process and would keep
@@ -111,6 +229,8 @@ class TemplateFilters(Extension):
 
     def preprocess(self, source, name, filename=None):
         """Refuse Jinja in an answer before it runs; files have a name, answers have none."""
+        if source == FOLDER:  # rendered once all answers are there, before the folder is made
+            return "{{ cookiecutter | check_context }}" + source
         if name is None and JINJA.search(source) and source not in self.own_templates:
             refuse("An answer", source, "contains Jinja code", "Write it without {{, {% and {#.")
         return source

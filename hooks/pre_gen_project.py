@@ -1,5 +1,11 @@
-"""Check the answers again: a replay file and an overridden `__check` skip the first check.
+"""Refuse a replay file that turns the template's own filters off, and its checks with them.
 
-The check runs while this file is rendered, so that no answer ever becomes part of any code.
-{{ cookiecutter | check_answers }}
+They check all answers before the folder is made; see check_context in template_filters.py.
 """
+
+import sys
+
+if "{{ 'check_context' is filter }}" != "True":
+    sys.exit(
+        "_extensions: not what this template says. Leave it out, or answer the questions again."
+    )

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
+from cookiecutter.cli import main as cookiecutter_command
+from cookiecutter.exceptions import FailedHookException
 
 from conftest import DEFAULT_SLUG, ROOT, SOURCE, bake, copy_template, template
 
@@ -27,6 +30,7 @@ else:
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 VERBATIM = QUESTIONS["_copy_without_render"]
 GOLDEN = ROOT / "tests" / "golden_tree.txt"
+CHOICES = [name for name in QUESTIONS if isinstance(QUESTIONS[name], list) and name[0] != "_"]
 LICENSE_WORDS = {
     "MIT": "Permission is hereby granted, free of charge",
     "Apache-2.0": "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION",
@@ -217,6 +221,9 @@ def test_every_import_is_a_declared_dependency(bakes, task):
         ("123 go", "project_123_go"),
         ("Torch", "torch_project"),
         ("class", "class_project"),
+        ("CON", "con_project"),
+        ("com¹", "com1_project"),
+        (None, "none"),  # refused in the next moment, in one line
         ("x" * 100, "x" * 52),
     ],
 )
@@ -243,7 +250,14 @@ ACCEPTED = [
     ("author_name", "Robert\\nTables, O'Neil <bob@example.org>"),
     ("author_name", "}} %} #}"),
     ("author_name", "x" * 100),
+    ("project_name", "no"),
+    ("project_name", "1.0e3"),
+    ("project_name", "👨🏽‍🚀 ❤️‍🔥 1️⃣ 🏳️‍🌈"),
+    ("author_name", "  two spaces  "),
+    ("author_name", "2024-01-01"),
     ("project_slug", "a"),
+    ("project_slug", "null"),
+    ("project_slug", "on"),
     ("project_slug", "my-training-2"),
     ("project_slug", "x" * 60),
 ]
@@ -265,6 +279,7 @@ REFUSED = [
     ("project_slug", "accelerate", "is the name of a Python module"),
     ("project_slug", "docstring-parser", "is the name of a Python module"),
     ("project_slug", INJECTION, "not a plain name"),
+    ("project_slug", "nul", "Write for example: nul_project"),
     ("project_slug", "x\n", "contains the character U+000A"),
     ("project_slug", "", "holds no text"),
     ("project_slug", "x" * 61, "Write at most 60"),
@@ -285,6 +300,8 @@ REFUSED = [
     ("author_name", "nul\0", "contains the character U+0000"),
     ("author_name", "next\x85line", "contains the character U+0085"),
     ("author_name", "line\u2028separator", "contains the character U+2028"),
+    ("author_name", "zero\u200bwidth", "contains the character U+200B ZERO WIDTH SPACE"),
+    ("project_name", "right\u202etfel", "the character U+202E RIGHT-TO-LEFT OVERRIDE"),
     ("author_name", b"\xff".decode("utf-8", "surrogateescape"), "contains the character U+DCFF"),
     ("author_name", "x" * 101, "Write at most 100"),
 ]
@@ -303,6 +320,8 @@ def test_hostile_answers_that_are_accepted(tmp_path):
             "author_name": metadata["project"]["authors"][0]["name"],
         }
         assert told[question] == answer
+        for recipe in project.glob("configs/train/*.yaml"):
+            assert yaml.safe_load(recipe.read_text())["project"] == told["project_slug"]
     check_ruff(tmp_path)
     assert not list(tmp_path.rglob("pwned")) and files(template()) == before
 
@@ -352,20 +371,217 @@ def test_next_steps_are_printed_and_caches_dropped(tmp_path):
     assert files(tmp_path / "new" / DEFAULT_SLUG) == files(bake(tmp_path / "clean").path)
 
 
-def test_replayed_answers_are_checked_again(tmp_path):
-    """A replay skips the questions and so the first check: what it writes is removed again."""
-    bake(tmp_path / "first")
-    context = json.loads((template().parent / "template.json").read_text(encoding="utf-8"))
-    context["cookiecutter"]["author_name"] = "two\nlines"
-    replay = tmp_path / "replay.json"
-    replay.write_text(json.dumps(context), encoding="utf-8")
-    result = subprocess.run(
-        [sys.executable, "-m", "cookiecutter", str(template()), "--replay-file", str(replay)]
-        + ["--output-dir", str(tmp_path / "second")],
-        env=os.environ | {"HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 1
-    assert "author_name: 'two\\nlines' contains the character U+000A" in result.stdout
-    assert not files(tmp_path / "second")
+# ---- Answers that nobody is asked for ------------------------------------------------------------
+
+
+@pytest.fixture
+def cook(tmp_path):
+    """Run the command `cookiecutter`: its exit code, what it printed, and the files it wrote."""
+
+    def cook(*arguments, **config):
+        config |= {"replay_dir": str(tmp_path / "replay"), "cookiecutters_dir": str(tmp_path)}
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        new = tmp_path / "new"
+        command = [
+            str(template()),
+            "--config-file",
+            str(file),
+            "-o",
+            str(new),
+            *map(str, arguments),
+        ]
+        result = CliRunner().invoke(cookiecutter_command, command)
+        return result.exit_code, result.output, files(new) if new.exists() else []
+
+    return cook
+
+
+@pytest.fixture
+def replay(tmp_path, cook):
+    """Replay the default answers with changes; what is changed to `...` is left out."""
+
+    def replay(**changes):
+        bake(tmp_path / "first")
+        context = json.loads((template().parent / "template.json").read_text(encoding="utf-8"))
+        answers = context["cookiecutter"] | changes
+        context["cookiecutter"] = {k: v for k, v in answers.items() if v is not ...}
+        file = tmp_path / "replay.json"
+        file.write_text(json.dumps(context), encoding="utf-8")
+        return cook("--replay-file", file)
+
+    return replay
+
+
+def is_one_line(ended, words):
+    """Whether cookiecutter ended with one line that holds these words, and without a file."""
+    code, output, written = ended
+    assert code == 1 and written == []
+    assert output.count("\n") == 1 and words in output and len(output) < 300, output
+
+
+WRONG_CHOICES = [
+    ("license", "GPL", "Write MIT, Apache-2.0, BSD-3-Clause or Proprietary."),
+    ("license", "apache", "Write Apache-2.0, MIT, BSD-3-Clause or Proprietary."),
+    ("license", ["MIT"], "is not a choice"),
+    ("license", [], "is not a choice"),
+    ("tracker", "mlflow", "'mlflow' is not a choice. Write wandb, trackio, tensorboard or none."),
+    ("tracker", "none, seed: 5", "Write none, wandb, trackio or tensorboard."),
+    ("tracker", False, "tracker: False is not a choice"),
+    ("task", None, "task: None is not a choice"),
+    *((name, "../x", f"{name}: '../x' is not a choice") for name in CHOICES),
+]
+
+
+@pytest.mark.parametrize("question, answer, words", WRONG_CHOICES)
+@pytest.mark.filterwarnings("ignore:Invalid default received")  # all that cookiecutter does
+def test_choices_that_do_not_exist_are_refused(cook, replay, question, answer, words):
+    is_one_line(replay(**{question: answer}), words)
+    answers = {"author_name": "Somebody", question: answer, "email": 5}
+    is_one_line(cook("--no-input", default_context=answers), words)
+
+
+def test_config_file_that_is_sound_is_taken(cook):
+    """Also where it holds answers to the questions of other templates."""
+    answers = {"email": 5, "license": "BSD-3-Clause", "tracker": "none", "project_name": "1e3"}
+    code, output, written = cook("--no-input", default_context=answers)
+    assert (code, output) == (0, "") and Path("project_1e3/train.py") in written
+
+
+@pytest.mark.parametrize(
+    "answer, shown",
+    [
+        (8, "8"),
+        (True, "True"),
+        (None, "None"),
+        (datetime(2024, 1, 1).date(), "datetime.date(2024, 1, 1)"),
+        (["a", "b"], "['a', 'b']"),
+        ({"a": "b"}, "{'a': 'b'}"),
+        ([[["x" * 1000] * 10] * 10], "[[...]]"),
+    ],
+)
+def test_answers_that_are_not_text_are_refused(cook, replay, answer, shown):
+    """YAML reads `010` as 8 and `on` as True: what stood there is lost."""
+    words = f"project_name: {shown} is not text. Write it in quotes."
+    is_one_line(cook("--no-input", default_context={"project_name": answer}), words)
+    if not shown.startswith("datetime"):  # JSON has no dates
+        is_one_line(replay(project_name=answer), words)
+
+
+@pytest.mark.parametrize(
+    "word, words",
+    [
+        ("licence=MIT", "'licence' is not a question. Write license, project_name, project_slug,"),
+        ("_jinja2_env_vars=x", "'_jinja2_env_vars' is not a question"),
+        ("two\nlines=x", "'two\\nlines' is not a question"),
+        ("__year=x", "__year: 'x' is not a year"),
+        ("__year={{ 7*7 }}", "contains Jinja code"),
+    ],
+)
+def test_unknown_questions_are_refused(cook, word, words):
+    is_one_line(cook("--no-input", word), words)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"author_name": "two\nlines"}, "'two\\nlines' contains the character U+000A"),
+        ({"project_slug": "../../x"}, "is not a plain name"),
+        ({"project_name": "{{ 7*7 }}"}, "contains Jinja code"),
+        ({"cluster": "slurm"}, "'cluster' is not a question"),
+        ({"_copy_without_render": []}, "_copy_without_render: [] is not what this template says"),
+        ({"_copy_without_render": VERBATIM[1:]}, "is not what this template says"),
+        ({"_extensions": QUESTIONS["_extensions"] * 2}, "_extensions: ["),
+        ({"_jinja2_env_vars": {"trim_blocks": True}}, "_jinja2_env_vars: {"),
+        ({"_new_lines": "x"}, "_new_lines: 'x' is not what this template says"),
+        ({"__year": "{{ 7*7 }}"}, "__year: '{{ 7*7 }}' is not a year"),
+    ],
+)
+def test_replayed_answers_are_checked_again(replay, changes, words):
+    """A replay skips the questions and so the first check."""
+    is_one_line(replay(**changes), words)
+
+
+def test_replay_without_the_filters_leaves_nothing(replay):
+    """Nothing of the template runs before its folder is made; cookiecutter adds a traceback."""
+    code, output, written = replay(_extensions=[])
+    assert (code, written) == (1, []) and "Hook script failed" in output
+
+
+@pytest.mark.parametrize("missing", [n for n in QUESTIONS if n[0] != "_"])
+def test_questions_that_a_replay_lacks_are_asked(replay, missing):
+    code, output, written = replay(**{missing: ...})
+    assert (code, written) == (1, []) and output.endswith("Aborted!\n"), output
+
+
+def test_replay_gives_the_same_project(tmp_path, replay):
+    """Also without what the template says itself, and in another year."""
+    code, _, written = replay(_copy_without_render=..., __check_project=..., __year="2019")
+    assert code == 0 and written == files(tmp_path / "first")
+    for name in written:
+        old, new = tmp_path / "first" / name, tmp_path / "new" / name
+        text = new.read_bytes()
+        if name.name == "LICENSE":
+            text = text.replace(b"2019", str(datetime.now(timezone.utc).year).encode())
+        assert text == old.read_bytes(), name
+
+
+@pytest.mark.parametrize("name", sorted(template_filters.DEVICES))
+def test_devices_of_windows_name_no_project(name):
+    with pytest.raises(FailedHookException, match=f"Write for example: {name}_project"):
+        template_filters.check_slug(name)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        *"\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180e\u180f\u200b\u200c\u200e"
+        "\u200f\u202a\u202e\u2060\u2063\u2066\u2069\u206f\u2800\u3164\ufe00\ufeff\uffa0\ufffc\ufff9"
+        "\ufffe\ufdd0\ue000\U0001d173\U000e0041\U000e0100\U000f0000\U0010ffff",
+        *("a\u200db", "\u200d🚀", "🚀\u200d", "🚀\u200d\u200d🚀", "a\ufe0f", "🚀\ufe0f\ufe0f"),
+    ],
+    ids=ascii,
+)
+def test_characters_that_show_nothing_are_refused(hidden):
+    for question in ("project_name", "author_name"):
+        with pytest.raises(FailedHookException, match=r"contains the character U\+[0-9A-F]{4,6}"):
+            template_filters.check_text(question, f"x{hidden}y")
+
+
+# ---- Folders that exist --------------------------------------------------------------------------
+
+
+def test_folder_that_cannot_take_the_project_is_refused(tmp_path, cook):
+    """Before a file is written; cookiecutter would stop in the middle."""
+    project = tmp_path / "new" / DEFAULT_SLUG
+    is_one_line(cook("--no-input", "-o", tmp_path / "{{x}}"), "contains Jinja code")
+    is_one_line(cook("--no-input", "-o", tmp_path / "config.yaml"), "cannot be made (Not a dir")
+    is_one_line(cook("--no-input", "-o", tmp_path / ("x" * 300)), "cannot be made (File name too")
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "replay"}
+    (project / "train.py").mkdir(parents=True)
+    is_one_line(cook("--no-input", "-f"), "train.py' is not a file. Choose another folder.")
+    (project / "train.py").rmdir()
+    (project / "configs").symlink_to("nowhere")
+    is_one_line(cook("--no-input", "-f"), "configs' is not a folder. Choose another folder.")
+
+
+def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):
+    cook("--no-input")
+    project = tmp_path / "new" / DEFAULT_SLUG
+    (project / ".models_cache").mkdir()
+    (project / ".models_cache" / "weights").write_bytes(b"1")
+    (project / "configs" / "train" / "mine.yaml").write_bytes(b"# \xe9\n")
+    (project / "tests" / "__pycache__").symlink_to(tmp_path)
+    code, _, written = cook("--no-input", "-f", "task=image_classification")
+    assert code == 0 and Path(DEFAULT_SLUG, ".models_cache", "weights") in written
+    recipes = sorted(path.name for path in (project / "configs" / "train").iterdir())
+    assert recipes == ["default.yaml", "mine.yaml", "smoke.yaml"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_project_stays_if_the_next_steps_cannot_be_printed(tmp_path):
+    home = {"HOME": str(tmp_path), "PWD": str(tmp_path)}
+    command = [sys.executable, "-m", "cookiecutter", str(template()), "--no-input"]
+    with open("/dev/full", "w") as full:
+        subprocess.run(command, cwd=tmp_path, env=os.environ | home, stdout=full, check=True)
+    assert (tmp_path / DEFAULT_SLUG / "train.py").exists()

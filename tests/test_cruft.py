@@ -67,3 +67,24 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     assert not list(project.rglob("*.rej")) and not list(project.rglob("*.orig"))
     changed = run(project, "git", "status", "--porcelain").split()[1::2]
     assert changed == [".cruft.json", ".gitignore", "train.py"]
+
+
+def test_refusal_is_one_line_of_cruft_too(tmp_path, run):
+    """Cruft knows nothing of cookiecutter's exceptions and would print a traceback."""
+    template = copy_template(tmp_path / "template")
+    commit(run, template)
+    command = [str(Path(sys.executable).with_name("cruft")), "create", str(template), "--no-input"]
+    for answers, words in (
+        ({"project_slug": "con"}, "Write for example: con_project"),
+        ({"__year": "x"}, "__year: 'x' is not a year"),
+    ):
+        result = subprocess.run(
+            [*command, "--extra-context", json.dumps(answers)],
+            cwd=tmp_path,
+            env=os.environ | {"HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr.count("\n") == 1 and words in result.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["template"]
