@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -128,14 +129,24 @@ class BakedProject:
 
 def lines(output, key):
     """The lines of a run's metrics.jsonl that hold this key."""
-    text = (Path(output) / "metrics.jsonl").read_text(encoding="utf-8")
+    text = (Path(output) / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
     found = []
     for line in text.splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:  # torn: the run was killed, or is writing it now
+        except (ValueError, RecursionError):  # torn: the run was killed, or is writing it now
             continue
-    return [line for line in found if key in line]
+    return [line for line in found if isinstance(line, dict) and key in line]
+
+
+def reseal(checkpoint, **facts):
+    """Changes facts of a checkpoint's manifest, and its digest with them."""
+    file = checkpoint / "manifest.json"
+    manifest = {**json.loads(file.read_text()), **facts}
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    manifest["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    file.write_text(json.dumps(manifest))
 
 
 def status(output):

@@ -1,13 +1,17 @@
 """checkpoints.py on its own: crashes at each step of a commit, damage of every kind, pruning."""
 
+import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
-from conftest import ROOT, SOURCE
+from conftest import ROOT, SOURCE, reseal
 
 spec = importlib.util.spec_from_file_location("checkpoints", ROOT / SOURCE / "checkpoints.py")
 checkpoints = importlib.util.module_from_spec(spec)
@@ -73,7 +77,7 @@ def run_until(folder, limit):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in [
             (os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename"),
-            (checkpoints.json, "dump"), (checkpoints, "describe"),
+            (checkpoints.json, "dump"), (checkpoints, "hash_blocks"),
         ]:  # fmt: skip
             patch.setattr(owner, name, counted(getattr(owner, name)))
         try:
@@ -133,6 +137,32 @@ def damages():
             (p / "x").rename(p / "inner" / "rng.pkl"),
         ),
     )
+    yield "another step", at(manifest, lambda content: content.replace(b'"step": 2', b'"step": 3'))
+    yield (
+        "fewer files",
+        lambda p: reseal(p, files=dict([*json.load(open(p / manifest))["files"].items()][:2])),
+    )
+    yield "no files", lambda p: reseal(p, files={})
+    yield "files that are a list", lambda p: reseal(p, files=[])
+    yield "a file outside", lambda p: reseal(p, files={"../x": {"bytes": 0, "sha256": ""}})
+    yield "a step that is a text", lambda p: reseal(p, step="2")
+    yield "a step that is true", lambda p: reseal(p, step=True)
+    yield "a step below zero", lambda p: reseal(p, step=-2)
+    yield "the name of another step", lambda p: reseal(p, step=3)
+    yield "a config that is a list", lambda p: reseal(p, config=[1])
+    yield "brackets without end", at(manifest, lambda _: b"[" * 200_000)
+    yield "a number of 10,000 digits", at(manifest, lambda _: b'{"step": ' + b"9" * 10_000 + b"}")
+    yield "a manifest that is a folder", lambda p: ((p / manifest).unlink(), (p / manifest).mkdir())
+    yield "a manifest that is a pipe", lambda p: ((p / manifest).unlink(), os.mkfifo(p / manifest))
+    yield (
+        "a manifest without an end",
+        lambda p: ((p / manifest).unlink(), (p / manifest).symlink_to("/dev/zero")),
+    )
+    yield "a file more", lambda p: (p / "scheduler.bin").write_bytes(b"")
+    yield "a file more in a folder", lambda p: (p / "inner" / "model.safetensors").write_bytes(b"x")
+    yield "a pipe more", lambda p: os.mkfifo(p / "pipe")
+    yield "a link to nothing", lambda p: (p / "link").symlink_to("nothing")
+    yield "a file in the place of the checkpoint", lambda p: (shutil.rmtree(p), p.write_bytes(b""))
     yield "file of another", lambda p: shutil.copy(p.parent / "step-00000001" / "optimizer.bin", p)
     yield (
         "a folder in place of a file",
@@ -152,10 +182,111 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_kept(tmp_path, damage):
     broken = save(tmp_path, 2)
     DAMAGES[damage](broken)
     before = sorted(str(p) for p in broken.rglob("*"))
+    checkpoints.KNOWN.clear()  # as in the next process
     found, manifest, passed_over = checkpoints.find(tmp_path, "auto")
     assert manifest["step"] == 1 and found.name == "step-00000001"
     assert len(passed_over) == 1 and str(broken) in passed_over[0] and "\n" not in passed_over[0]
     assert before == sorted(str(p) for p in broken.rglob("*"))
+
+
+def test_each_bit_of_a_manifest_counts(tmp_path):
+    """One bit flipped anywhere: the manifest is refused, or says the very same."""
+    path = save(tmp_path, 2, samples=56, config={"seed": 3, "task": {"data": "a"}}, eval_loss=2.5)
+    content, manifest = (path / "manifest.json").read_bytes(), checkpoints.read(path)
+    refused = 0
+    for bit in range(8 * len(content)):
+        spoilt = bytearray(content)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        (path / "manifest.json").write_bytes(spoilt)
+        try:
+            assert checkpoints.read(path) == manifest
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 0.8 * 8 * len(content)  # the rest is white space
+
+
+def test_damage_after_a_checkpoint_was_read_is_seen(tmp_path):
+    """What has been hashed is not hashed again, unless a byte may have changed."""
+    path = save(tmp_path, 2)
+    hashed, hash_blocks = [], checkpoints.hash_blocks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "hash_blocks", lambda *a: hashed.append(a) or hash_blocks(*a))
+        for _ in range(3):
+            checkpoints.read(path)
+        assert hashed == []
+        file = path / "optimizer.bin"
+        times, content = file.stat(), file.read_bytes()
+        file.write_bytes(bytes(len(content)))
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(ValueError, match="optimizer.bin is not the file that was saved"):
+            checkpoints.read(path)
+        assert len(hashed) == 1
+
+
+def test_what_the_check_has_hashed_is_handed_over(tmp_path, monkeypatch):
+    save(tmp_path / "run", 2)
+    monkeypatch.setenv(checkpoints.HANDED_OVER, str(tmp_path / "verified"))
+    checkpoints.hand_over()
+    program = "import checkpoints, pathlib, sys\n"
+    program += "checkpoints.hash_blocks = lambda *a: sys.exit('hashed again')\n"
+    program += "print(checkpoints.find(pathlib.Path(sys.argv[1]), 'auto')[1]['step'])"
+
+    def find():
+        command = [sys.executable, "-c", program, str(tmp_path / "run")]
+        return subprocess.run(command, cwd=ROOT / SOURCE, capture_output=True, text=True)
+
+    assert find().stdout == "2\n"
+    for junk in ("", "[]", "{", '{"a": 3}'):
+        (tmp_path / "verified").write_text(junk)
+        assert "hashed again" in find().stderr
+
+
+@pytest.mark.parametrize("block, shares", [(1, 1), (4, 3), (1000, 2), (6999, 4)])
+def test_blocks_dealt_to_any_number_of_processes_vouch_for_the_same(
+    tmp_path, monkeypatch, block, shares
+):
+    monkeypatch.setattr(checkpoints, "BLOCK", block)
+    partial, manifest = write(tmp_path, 3)
+    (partial / "empty").write_bytes(b"")
+    digests = {}
+    for share in range(shares):
+        part = checkpoints.vouch(partial, share, shares)
+        assert not {*part} & {*digests}
+        digests |= part
+    for (name, number), digest in digests.items():
+        content = (partial / name).read_bytes()[number * block : (number + 1) * block]
+        assert digest == hashlib.sha256(content).hexdigest()
+    path = checkpoints.commit(partial, manifest, digests)
+    checkpoints.KNOWN.clear()
+    assert checkpoints.read(path)["files"]["optimizer.bin"]["bytes"] == 8
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[5000] ^= 1
+    (path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="model.safetensors is not the file"):
+        checkpoints.read(path)
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path):
+    """Else the run would start from the beginning. Tried as a user without rights."""
+    folder = tmp_path / "checkpoints"
+    save(folder, 2)
+    program = "import os, checkpoints, pathlib, sys\nos.setuid(65534)\n"
+    program += "print(checkpoints.find(pathlib.Path(sys.argv[1]), 'auto'))"
+    command = [sys.executable, "-c", program, str(folder)]
+    for each in (tmp_path, *tmp_path.parents):
+        if each.stat().st_uid == os.getuid() and each != each.parent:
+            each.chmod(each.stat().st_mode | 0o055)
+    if os.getuid():
+        program = program.replace("os.setuid(65534)", "")
+    folder.chmod(0)
+    result = subprocess.run(command, cwd=ROOT / SOURCE, capture_output=True, text=True)
+    folder.chmod(0o700)
+    assert re.search("checkpoints cannot be read: Permission denied", result.stderr), result
+    shutil.rmtree(folder)
+    folder.write_text("a file")
+    with pytest.raises(ValueError, match="checkpoints cannot be read: Not a directory"):
+        checkpoints.find(folder, "auto")
 
 
 def test_when_none_is_valid_the_run_does_not_start_from_zero(tmp_path):
@@ -179,6 +310,28 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     save(tmp_path, 6, keep=0)
     assert len(names(tmp_path)) == 4
+
+
+def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
+    """Neither that of the best nor that of one to keep; it is left for people to look at."""
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+        save(tmp_path, step, keep=0, eval_loss=loss)
+    (tmp_path / "step-00000002" / "optimizer.bin").write_bytes(b"broken!!")
+    (tmp_path / "step-00000003" / "manifest.json").write_text("[]")
+    checkpoints.KNOWN.clear()
+    save(tmp_path, 4, keep=1, eval_loss=4.0)
+    assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 4)]
+    save(tmp_path, 5, keep=2, eval_loss=5.0)
+    save(tmp_path, 6, keep=2, eval_loss=6.0)
+    assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5, 6)]
+    assert checkpoints.read(tmp_path / "step-00000001")["eval_loss"] == 2.0
+
+
+def test_what_a_crash_left_is_no_hindrance_whatever_it_is(tmp_path):
+    tmp_path.joinpath(".step-00000003.partial").write_text("a file")
+    tmp_path.joinpath(".step-00000001.partial").symlink_to("nothing")
+    assert save(tmp_path, 3, keep=1) == tmp_path / "step-00000003"
+    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_pruning_never_takes_the_checkpoint_that_was_just_committed(tmp_path):

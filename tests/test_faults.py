@@ -162,6 +162,40 @@ assert named() == "bias"
     tiny.run("python", "-c", program)
 
 
+def test_one_bad_value_among_a_million_is_seen_in_any_type(tiny):
+    """Wherever it stands; integers, empty and complex tensors are looked at too."""
+    program = """
+import torch, health
+def finite(values):
+    return bool(health.extremes(values).isfinite().all())
+for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, 1, 54321, 99_999):
+            values = torch.randn(100_000).to(dtype)
+            assert finite(values)
+            values[place] = bad
+            assert not finite(values) and not finite(values.view(100, 1000).T)
+values = torch.randn(100).to(torch.float8_e5m2)
+assert finite(values) and not finite(torch.full((3,), float("inf")).to(torch.float8_e5m2))
+assert finite(torch.zeros(0)) and finite(torch.arange(3)) and finite(torch.tensor([True]))
+"""
+    tiny.run("python", "-c", program)
+
+
+def test_seeds_are_those_of_torch_manual_seed(tiny):
+    """The same random numbers, without its stack trace."""
+    program = """
+import torch, process
+for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
+    torch.manual_seed(seed)
+    expected = torch.rand(3)
+    torch.rand(7)
+    process.seed_generators(seed, torch.device("cpu"))
+    assert torch.equal(expected, torch.rand(3)), seed
+"""
+    tiny.run("python", "-c", program)
+
+
 def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
     """Losses of the demo's shape, with noise: no alarm in 2,000 steps."""
     program = """
@@ -273,6 +307,41 @@ def test_a_write_that_fails_half_way_leaves_nothing_half(tiny, tmp_path):
     assert checkpoint(output, 8).exists()
 
 
+def test_a_disk_without_inodes_is_called_full(tiny, tmp_path):
+    """torch says only that a file cannot be opened."""
+    program = """
+import os, sys
+statvfs = os.statvfs
+class Full:
+    f_files, f_ffree = 1000, 0
+    def __getattr__(self, name):
+        return getattr(statvfs("/"), name)
+def fail(*_):
+    raise RuntimeError("Parent directory does not exist, or file cannot be opened")
+import train
+train.Accelerator.save_state = fail
+os.statvfs = lambda _: Full()
+sys.argv = ["train.py", *sys.argv[1:]]
+train.process.run(train.main, train.prepare)
+"""
+    result = tiny.run("python", "-c", program, "--output_dir", tmp_path / "run", check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert "No space left on device after 0.0 MB" in result.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_few_file_descriptors(tiny, tmp_path, processes):
+    """Twenty are too few for gloo and for loaders."""
+    program = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
+    program += "import sys, train; sys.argv = ['train.py', *sys.argv[1:]]\n"
+    program += "train.process.run(train.main, train.prepare)"
+    (tiny.path / "few.py").write_text(program)
+    flags = ["--output_dir", tmp_path / "run", "--num_workers", 4]
+    printed = tiny.train(processes, *flags, program="few.py", codes=[2], timeout=60)
+    assert printed.count("train.py: ") == 1 and "Traceback" not in printed, printed
+    assert "ulimit -n" in printed
+
+
 def test_what_a_run_writes_is_its_owners(tiny, tmp_path):
     output = tmp_path / "run"
     tiny.train(2, "--output_dir", output)
@@ -356,8 +425,9 @@ def test_harmful_changes_are_refused_and_harmless_ones_are_not(tiny, tmp_path):
     tiny.train(1, "--output_dir", output, "--max_steps", 4)
     cases = [(name, value, 2) for name, value in HARMFUL.items()]
     cases += [(name, value, 0) for name, value in HARMLESS.items()]
-    base = ["--output_dir", output, "--check", "--max_steps", 4]
-    results = tiny.forked([{"flags": [*base, f"--{name}", value]} for name, value, _ in cases])
+    base = {"output_dir": output, "check": "true", "max_steps": 4}
+    flags = [{**base, name: value} for name, value, _ in cases]
+    results = tiny.forked([{"flags": [f"--{n}={v}" for n, v in each.items()]} for each in flags])
     for (name, _, expected), (code, printed, errors) in zip(cases, results, strict=True):
         assert code == expected, (name, printed, errors)
         if expected:

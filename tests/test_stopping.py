@@ -215,7 +215,7 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, 
     run.wait()
     try:
         held = "import checkpoints, pathlib, sys; checkpoints.PATIENCE = 2;"
-        held += "checkpoints.lock(pathlib.Path(sys.argv[1]))"
+        held += "checkpoints.Lock(pathlib.Path(sys.argv[1]))"
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
         tiny.run("python", "-c", held, output)
     finally:

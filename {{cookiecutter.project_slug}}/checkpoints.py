@@ -7,10 +7,11 @@
         .step-00000200.partial/  being written, or left by a run that was killed; never read
 
 A checkpoint is written into a hidden folder, flushed to the disk and renamed at last. Its manifest
-lists the size and SHA-256 of every file; a folder whose manifest does not fit is not a checkpoint.
-Paths and bytes only: no torch, no accelerate.
+has the step, the settings, the size and SHA-256 of every file, and a digest of its own; a folder
+whose manifest does not fit is not a checkpoint. Paths and bytes only: no torch, no accelerate.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -20,15 +21,14 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-# Settings that a continued run may change: the result does not depend on them.
-HARMLESS = """output_dir resume accept_changes check config_file eval_only timeout micro_batch_size
-    num_workers max_skipped_steps eval_every save_every keep_checkpoints log_every tracker project
-    upload_code compile gradient_checkpointing task.cache_dir task.sample_prompt task.merge_lora
-    task.attn_implementation task.channels_last task.trust_remote_code""".split()
+BLOCK = 64 << 20  # bytes that one thread of one process hashes at a time
+NAME = re.compile(r"step-\d{8,}")
 PATIENCE = 40  # tenths of a second to wait for the lock of a run folder
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -56,7 +56,7 @@ def check_room(folder: Path, size: float = 0, written: float = 0) -> None:
 def begin(partial: Path) -> None:
     """Makes that folder, empty; called by one process alone, before any writes into it."""
     for left in partial.parent.glob(".step-*.partial"):  # by a run that was killed
-        shutil.rmtree(left, ignore_errors=True)
+        remove(left)
     check_room(partial.parent)
     partial.mkdir(parents=True)
 
@@ -71,41 +71,46 @@ def write(partial: Path, function, *arguments) -> None:
     except Exception as error:
         number = re.search(r"os error (\d+)", str(error))  # as safetensors says it
         number = int(number[1]) if number else getattr(error, "errno", None)
-        written = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file())
+        written = size_of(partial)
         check_room(partial.parent, written + 1e6, written)
+        disk = os.statvfs(partial.parent)
+        if disk.f_files and not disk.f_ffree:  # torch says only that a file cannot be opened
+            number = errno.ENOSPC
         if number in DISK_FULL:
             raise ValueError(
                 f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of a "
-                "checkpoint; free some space; what was saved is kept"
+                "checkpoint; free some space, or remove files; what was saved is kept"
             ) from error
         raise
 
 
-def vouch(partial: Path, share: int = 0, shares: int = 1) -> dict:
-    """Brings files to the disk; their sizes and SHA-256 by their names, for the manifest.
+def vouch(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int], str]:
+    """Brings files to the disk; the SHA-256 of their blocks, by name and number, for the manifest.
 
-    Each of several processes takes a share of the files, once all have been written.
+    Each of several processes takes a share of the blocks, once all files have been written.
     """
-    files = {}
-    for path in sorted(p for p in partial.rglob("*") if p.is_file())[share::shares]:
-        flush(path)
-        files[path.relative_to(partial).as_posix()] = describe(path)
-    return files
+    files = file_sizes(partial)
+    for name in list(files)[share::shares]:
+        flush(partial / name)
+    return hash_blocks(partial, blocks_of(files)[share::shares])
 
 
-def commit(partial: Path, manifest: dict, files: dict) -> Path:
+def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -> Path:
     """Turns a folder that every process has finished writing into a checkpoint; returns its path.
 
     Called by one process alone, with what `vouch` has said of all its files. The order matters:
     contents reach the disk first, then the manifest that vouches for them, then the name under
     which the checkpoint is found.
     """
-    found = {p.relative_to(partial).as_posix() for p in partial.rglob("*") if p.is_file()}
-    if found != set(files):
-        odd = sorted(found ^ set(files))[0]
-        raise ValueError(f"{partial / odd} is not seen by every process: output_dir must be shared")
+    files = file_sizes(partial)
+    if odd := sorted({*blocks_of(files)} ^ {*digests}):
+        name = partial / odd[0][0]
+        raise ValueError(f"{name} is not seen by every process: output_dir must be shared")
+    # As JSON gives it back: the digest is that of what will be read.
+    manifest = json.loads(json.dumps({**manifest, "files": describe(files, digests)}))
+    manifest["sha256"] = digest_of(manifest)
     with open(partial / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump({**manifest, "files": files}, file, indent=2)
+        json.dump(manifest, file, indent=2)
     flush(partial / MANIFEST)
     for inner in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
         flush(inner)
@@ -118,6 +123,7 @@ def commit(partial: Path, manifest: dict, files: dict) -> Path:
         final.rename(target)
     partial.rename(final)
     flush(partial.parent)
+    remember(final, manifest)
     return final
 
 
@@ -130,47 +136,192 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
+def remove(path: Path) -> None:
+    """Deletes a folder or a file, as far as that goes: a reader on a network disk may keep some."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+
+
+# ---- Manifests -----------------------------------------------------------------------------------
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file below a folder, by its path in it, in order of the paths.
+
+    The manifest is left out, and so is what file managers and network disks hide there. A pipe, a
+    device or a link to nothing has -1 bytes. Raises OSError where a folder cannot be read.
+    """
+    found = {}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir():
+            inner = file_sizes(folder / entry.name)
+            found |= {f"{entry.name}/{name}": size for name, size in inner.items()}
+        elif entry.name != MANIFEST and not entry.name.startswith("."):
+            found[entry.name] = entry.stat().st_size if entry.is_file() else -1
+    return found
+
+
 def size_of(path: Path) -> int:
     """Bytes of a checkpoint's files."""
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return sum(file_sizes(path).values())
 
 
-def describe(path: Path) -> dict:
-    """A file's size in bytes and its SHA-256."""
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+def blocks_of(files: dict[str, int]) -> list[tuple[str, int]]:
+    """The blocks of files of these sizes, by name and number; an empty file has one."""
+    return [(name, i) for name, size in files.items() for i in range(max(-(-size // BLOCK), 1))]
+
+
+def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """SHA-256 of these blocks of files in a folder, as hex digits."""
+
+    def hash_block(block: tuple[str, int]) -> str:
+        name, number = block
+        digest, left = hashlib.sha256(), BLOCK
+        with open(folder / name, "rb") as file:
+            file.seek(number * BLOCK)
+            while left and (part := file.read(min(left, 1 << 20))):
+                digest.update(part)
+                left -= len(part)
+        return digest.hexdigest()
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, min(8, (os.cpu_count() or 1) // local, len(blocks)))
+    with ThreadPoolExecutor(threads) as pool:  # hashing lets other threads run
+        return dict(zip(blocks, pool.map(hash_block, blocks), strict=True))
+
+
+def describe(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
+    """Size and SHA-256 of each file; of a file of several blocks, the SHA-256 of their digests."""
+    blocks: dict[str, list[str]] = {}
+    for name, number in blocks_of(files):
+        blocks.setdefault(name, []).append(digests[name, number])
+    return {
+        name: {
+            "bytes": files[name],
+            "sha256": own[0]
+            if len(own) == 1
+            else hashlib.sha256("".join(own).encode()).hexdigest(),
+        }
+        for name, own in blocks.items()
+    }
+
+
+def digest_of(manifest: dict) -> str:
+    """SHA-256 of a manifest's content, its own digest apart."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of a run; ValueError for what is none: a pipe would be waited for."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is no regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def read_manifest(path: Path) -> dict:
+    """The manifest of a checkpoint; ValueError with the reason if it is not as it was written."""
+    try:
+        manifest = json.loads(read_text(path / MANIFEST))
+        step, sealed = manifest["step"], manifest["sha256"] == digest_of(manifest)
+        files = [
+            (name, saved["bytes"], saved["sha256"]) for name, saved in manifest["files"].items()
+        ]
+        flat(manifest.get("config", {}))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} has no {MANIFEST}") from None
+    except Exception as error:  # whatever it holds, an older checkpoint may be valid
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{path / MANIFEST} cannot be read ({reason})") from None
+    if not sealed:
+        raise ValueError(f"{path / MANIFEST} is not the file that was saved")
+    if type(step) is not int or step < 0 or not files:
+        raise ValueError(f"{path / MANIFEST} names no step, or no files")
+    if NAME.fullmatch(path.name) and step_of(path) != step:
+        raise ValueError(f"{path} is called by another step than its manifest names, {step}")
+    return manifest
 
 
 def read(path: Path) -> dict:
-    """The manifest of a checkpoint whose every file is as it was saved.
+    """The manifest of a checkpoint whose every file is as it was saved, and no file more.
 
     Raises ValueError, with the reason, for anything else: nothing in a folder is deserialised
     before its bytes are known to be those that were written.
     """
+    manifest = read_manifest(path)
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        files, step = manifest["files"].items(), manifest["step"]
-        flat(manifest.get("config", {}))
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} has no {MANIFEST}") from None
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST} cannot be read ({error})") from None
-    if not isinstance(step, int):
-        raise ValueError(f"{path / MANIFEST} names no step")
-    for name, saved in files:
-        if not (path / name).is_file():
-            raise ValueError(f"{path / name} is missing")
-        if describe(path / name) != saved:
-            raise ValueError(f"{path / name} is not the file that was saved")
+        sizes, saved = file_sizes(path), manifest["files"]
+        for name in sorted({*sizes} ^ {*saved}):
+            problem = "is missing" if name in saved else f"is not named by its {MANIFEST}"
+            raise ValueError(f"{path / name} {problem}")
+        for name, size in sizes.items():
+            if size != saved[name]["bytes"]:
+                raise ValueError(f"{path / name} is not the file that was saved")
+        if not is_known(path, manifest):
+            found = describe(sizes, hash_blocks(path, blocks_of(sizes)))
+            for name in sizes:
+                if found[name] != saved[name]:
+                    raise ValueError(f"{path / name} is not the file that was saved")
+            remember(path, manifest)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     return manifest
 
 
+def is_valid(path: Path) -> bool:
+    """Whether a checkpoint is as it was saved."""
+    try:
+        return bool(read(path))
+    except ValueError:
+        return False
+
+
+# Checkpoints whose bytes have been hashed, by path, with what would change if one byte did: none is
+# read twice for that, not even by the run that launch.py starts after its check.
+KNOWN: dict[str, list] = {}
+HANDED_OVER = "VERIFIED_FILE"  # environment: the file in which the check leaves KNOWN
+
+
+def signature(path: Path, manifest: dict) -> list:
+    """The manifest's digest, and of every file its inode, size and times of change."""
+    facts = [(name, os.stat(path / name)) for name in manifest["files"]]
+    return [
+        manifest["sha256"],
+        *([name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in facts),
+    ]
+
+
+def is_known(path: Path, manifest: dict) -> bool:
+    """Whether its files have been hashed, by this process or by the check before it."""
+    if not KNOWN and HANDED_OVER in os.environ:
+        KNOWN.update(read_object(Path(os.environ[HANDED_OVER])))
+    return KNOWN.get(str(path.resolve())) == signature(path, manifest)
+
+
+def remember(path: Path, manifest: dict) -> None:
+    """Notes that its files are those of the manifest."""
+    KNOWN[str(path.resolve())] = signature(path, manifest)
+
+
+def hand_over() -> None:
+    """Leaves what has been hashed for the run that launch.py starts."""
+    if HANDED_OVER in os.environ:
+        Path(os.environ[HANDED_OVER]).write_text(json.dumps(KNOWN), encoding="utf-8")
+
+
+# ---- Checkpoints of a run ------------------------------------------------------------------------
+
+
 def committed(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, whole or not."""
-    found = [p for p in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", p.name)]
+    """The checkpoints in a folder, newest first, whole or not; raises ValueError if it is none."""
+    try:
+        found = [folder / name for name in os.listdir(folder) if NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # it may hold checkpoints: no reason to start from the beginning
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -223,29 +374,29 @@ def find(
 def prune(newest: Path, keep: int) -> None:
     """Deletes all but the `keep` newest checkpoints (0: none) and the one with the best eval_loss.
 
-    Called with the checkpoint that was just committed, which stays in any case. What has a higher
-    step was passed over as broken when the run began, and is left for people to look at.
+    Called with the checkpoint that was just committed, which stays in any case. One that is broken
+    takes the place of none, and is left for people to look at.
     """
+    if not keep:
+        return
     older = [p for p in committed(newest.parent) if step_of(p) <= step_of(newest)]
-    scores = {p: score for p in older if (score := eval_loss(p)) is not None}
+    valid = [p for p in older if is_valid(p)]
+    scores = {p: score for p in valid if (score := eval_loss(p)) is not None}
     best = min(scores, key=scores.get, default=newest)
-    for path in older[keep:] if keep else []:
+    for path in valid[keep:]:
         if path == best:
             continue
         # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
         doomed = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove(doomed)
         path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)  # a reader on a network disk may keep a file
+        remove(doomed)
 
 
 def eval_loss(path: Path) -> float | None:
     """The evaluation loss that a checkpoint's manifest names, if the step was evaluated."""
-    try:
-        loss = json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("eval_loss")
-        return float(loss) if loss is not None and math.isfinite(loss) else None
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
+    loss = read_manifest(path).get("eval_loss")
+    return loss if isinstance(loss, float | int) and math.isfinite(loss) else None
 
 
 def flat(config: dict) -> dict:
@@ -257,92 +408,191 @@ def flat(config: dict) -> dict:
 def fresh_folder(folder: Path) -> Path:
     """An empty folder beside this one, to be filled and then to take its place."""
     fresh = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(fresh, ignore_errors=True)
+    remove(fresh)
     fresh.mkdir()
     return fresh
 
 
 def swap(fresh: Path, folder: Path) -> None:
-    """Puts the fresh folder in the place of the other, of which nothing stays."""
+    """Puts the fresh folder in the place of the other, of which nothing stays.
+
+    Its files are on the disk before that: no power cut leaves a folder of empty ones.
+    """
+    for path in [*fresh.rglob("*"), fresh]:
+        flush(path)
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    flush(folder.parent)
+    remove(old)
 
 
-def compare(path: Path, manifest: dict, facts: dict) -> list[str]:
+def comparable(facts: dict, changes: dict) -> dict:
+    """Of the facts in a manifest those that change the result: settings, and `data NAME`.
+
+    `changes` says for a field what a change of it does: nothing, rounding, shape (of the weights)
+    or result, which is that of other fields too.
+    """
+    config = flat(facts.get("config", {}))
+    found = {n: v for n, v in config.items() if changes.get(n) not in ("nothing", "rounding")}
+    found |= {f"data {name}": fact for name, fact in facts.get("data", {}).items()}
+    return json.loads(json.dumps(found))  # as a manifest gives it back
+
+
+def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool) -> list[str]:
     """What differs from the config and the data of a checkpoint, as `name: before -> now`.
 
-    Raises ValueError where such a change would change the result, and was not accepted.
+    Raises ValueError where the result would be another and that was not accepted, and where the
+    weights would not fit. For `changes` see `comparable`.
     """
-    before, after = [
-        flat(each.get("config", {}))
-        | {f"data {n}": fact for n, fact in each.get("data", {}).items()}
-        for each in (manifest, facts)
-    ]
     if manifest.get("identity", "") != facts.get("identity", ""):
         raise ValueError(
             f"{path} was made with another vocabulary or other classes, which its weights stand "
             "for: give the data that it was made with, or another --output_dir"
         )
-    names = [name for name in {**before, **after} if name not in HARMLESS]
-    pairs = [(name, before.get(name), after.get(name)) for name in names]
-    changed = [f"{name}: {old} -> {new}" for name, old, new in pairs if old != new]
-    if changed and not facts["config"]["accept_changes"]:
+    before, after = comparable(manifest, changes), comparable(facts, changes)
+    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    changed = {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
+    if shapes := "; ".join(text for n, text in changed.items() if changes.get(n) == "shape"):
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(changed)}): give those, or another "
-            "--output_dir, or --accept_changes true to go on with the new ones"
+            f"{path} has weights of other shapes ({shapes}), which no flag makes fit: give those "
+            "settings, or another --output_dir"
         )
-    return changed
+    if changed and not accept:
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(changed.values())}): give those, or "
+            "another --output_dir, or --accept_changes to go on with the new ones"
+        )
+    return list(changed.values())
 
 
-def lock(output: Path, hold: bool = True):
-    """Makes the run folder and, to `hold` it, keeps other runs out until the result is closed.
+# ---- The run folder ------------------------------------------------------------------------------
+
+
+class Lock:
+    """A run folder, made if need be, kept from other runs until this process ends.
 
     The lock goes with its process, however that ends; one whose launcher was killed may still be
-    saving, so this waits a little. Raises ValueError that says who holds it.
+    saving, so a start waits a little. Raises ValueError that says who holds it, or what is in the
+    way. A check does not `hold` it: on other machines the processes of the same run may.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        file = open(output / "lock", "a", encoding="utf-8")
-        os.register_at_fork(after_in_child=file.close)  # or worker processes would hold it too
-    except OSError as error:
-        raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
-    if not hold:
-        return file
-    for _ in range(PATIENCE):
+
+    def __init__(self, output: Path, hold: bool = True):
+        self.output, self.path, self.made = output, output / "lock", []
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            time.sleep(0.1)
-        except OSError as error:  # as some network disks say
-            raise ValueError(f"{output}: no locks on this disk: {error.strerror}") from None
-    holder = {"pid": "?", "host": "?", "since": "?", **read_status(output)}
-    who = "process {pid} on {host}, since {since}".format_map(holder)
-    raise ValueError(f"{output} is in use by {who}; wait for its end, or give another --output_dir")
+            self.made = [p for p in (self.path, output, *output.parents) if not p.exists()]
+            output.mkdir(parents=True, exist_ok=True)
+            check_kinds(output)
+            self.open()
+        except OSError as error:
+            self.undo()
+            raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
+        if hold:
+            self.acquire()
+
+    def open(self) -> None:
+        self.file = open(self.path, "a", encoding="utf-8")
+        os.register_at_fork(after_in_child=self.file.close)  # or worker processes would hold it too
+
+    def acquire(self) -> None:
+        for _ in range(PATIENCE):
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.is_there():
+                    self.file.truncate(0)
+                    self.file.write(json.dumps(owner()))
+                    self.file.flush()
+                    return
+                self.file.close()  # whoever held it has removed it at last
+                self.open()
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError as error:  # as some network disks say
+                reason = error.strerror
+                raise ValueError(f"{self.output}: no locks on this disk: {reason}") from None
+        holder = {"pid": "?", "host": "?", "since": "?", **read_object(self.path)}
+        raise ValueError(
+            "{0} is in use by process {pid} on {host}, since {since}: there, `tail -f "
+            "{0}/metrics.jsonl` shows what it does, and `kill {pid}` saves and stops it; or give "
+            "another --output_dir".format(self.output, **holder)
+        )
+
+    def check(self) -> None:
+        """Raises FileNotFoundError if the run folder was removed, or replaced by another."""
+        if not self.is_there():
+            raise FileNotFoundError(errno.ENOENT, REMOVED, str(self.output))
+
+    def is_there(self) -> bool:
+        """Whether the run folder is still the one that was locked."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def undo(self) -> None:
+        """Removes what was made here, as long as nothing else is in it."""
+        with contextlib.suppress(OSError):  # another run has just begun there
+            for path in self.made:
+                if path == self.path and os.listdir(self.output) == [path.name]:
+                    path.unlink()
+                elif path.is_dir() and not os.listdir(path):
+                    path.rmdir()
+
+
+REMOVED = "the run folder was removed while the run was writing to it"
+FILES = ("config.yaml", "metrics.jsonl", "status.json", "wandb_run_id", "lock")
+FOLDERS = ("checkpoints", "model", "evaluation")
+
+
+def check_kinds(output: Path) -> None:
+    """Raises ValueError for a file of a run that is none: a pipe would be waited for, for ever."""
+    for name, kind, right in (
+        *((name, "file", stat.S_ISREG) for name in FILES),
+        *((name, "folder", stat.S_ISDIR) for name in FOLDERS),
+    ):
+        path = output / name
+        if path.exists() and not right(path.stat().st_mode):
+            raise ValueError(f"{path} is no {kind}: move it away, or give another --output_dir")
+
+
+def owner() -> dict:
+    """Who writes: this process, its machine, and now."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def read_object(path: Path) -> dict:
+    """A JSON object in a file; empty where there is none, or none that is whole."""
+    try:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_status(output: Path, state: str, **more) -> None:
     """Replaces status.json of a run folder: what its run is doing, or how it ended."""
-    status = {"state": state, "pid": os.getpid(), "host": socket.gethostname()}
-    status |= {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more}
     partial = output / ".status.json.partial"
-    partial.write_text(json.dumps(status) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps({"state": state, **owner(), **more}) + "\n", encoding="utf-8")
+    flush(partial)
     partial.replace(output / "status.json")
+    flush(output)
 
 
-def end_status(output: Path, state: str, reason: str, exit_code: int) -> None:
-    """Writes how a run ended, unless the status is that of another run in the same folder."""
-    if read_status(output).get("pid") == os.getpid():
-        write_status(output, state, reason=reason, exit_code=exit_code)
+def end_status(output: Path, state: str, reason: str, exit_code: int) -> bool:
+    """Writes how a run ended; False if another of its processes has done so.
+
+    The status of another run in the same folder stays as it is.
+    """
+    status = read_status(output)
+    own = status.get("pid") == os.getpid()
+    if own or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
+        write_status(output, state, reason=reason, exit_code=exit_code, run=status["pid"])
+    return own or status.get("run") != os.getpid()
 
 
 def read_status(output: Path) -> dict:
     """What status.json of a run folder says; empty where there is none, or none that is whole."""
-    try:
-        return json.loads((output / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_object(output / "status.json")

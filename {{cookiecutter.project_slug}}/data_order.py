@@ -52,9 +52,31 @@ def sample_ids(positions, size: int, seed: int) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def ids_of_step(step: int, batch: int, size: int, seed: int) -> list[int]:
-    """Sample ids of the step with this number, from 1, in the order of their positions."""
-    return sample_ids(np.arange((step - 1) * batch, step * batch), size, seed).tolist()
+class Order:
+    """`sample_ids` of one run, in blocks: a block of thousands costs no more than a few calls."""
+
+    block = 8192  # positions
+
+    def __init__(self, size: int, seed: int):
+        self.size, self.seed = size, seed
+        self.blocks: dict[int, np.ndarray] = {}  # those of the last call, two at most
+
+    def ids(self, positions) -> np.ndarray:
+        """Sample ids at these positions: int64, shape of positions (N,)."""
+        positions = np.asarray(positions, np.uint64)
+        number, place = np.divmod(positions, np.uint64(self.block))
+        needed = np.unique(number).tolist() if len(positions) else []
+        if len(needed) > 2:
+            return sample_ids(positions, self.size, self.seed)
+        self.blocks = {n: self.blocks[n] for n in needed if n in self.blocks}
+        for n in needed:
+            if n not in self.blocks:
+                whole = np.arange(self.block, dtype=np.uint64) + np.uint64(n * self.block)
+                self.blocks[n] = sample_ids(whole, self.size, self.seed)
+        ids = np.empty(len(positions), np.int64)
+        for n in needed:
+            ids[number == n] = self.blocks[n][place[number == n]]
+        return ids
 
 
 class Slices:
@@ -93,6 +115,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __init__(self, dataset, seed: int | None = None):
         self.dataset, self.seed = dataset, seed
+        self.order = None if seed is None else Order(len(dataset), seed)
         self.sizes = np.asarray(task.sizes(dataset)) if hasattr(task, "sizes") else None
         self.augment = getattr(task, "augment", None) if seed is not None else None
 
@@ -101,9 +124,9 @@ class Rows(torch.utils.data.Dataset):
 
     def ids(self, positions) -> list[int]:
         """The sample ids at these positions."""
-        if self.seed is None:
+        if self.order is None:
             return [p if p < len(self) else -1 for p in positions]
-        return sample_ids(positions, len(self), self.seed).tolist()
+        return self.order.ids(positions).tolist()
 
     def sort(self, positions) -> list[int]:
         """These positions in the order of their rows' `task.sizes`, for `Slices`: less padding."""
@@ -126,21 +149,24 @@ class Rows(torch.utils.data.Dataset):
         return list(zip(ids, rows, strict=True))
 
 
-def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int]]:
-    """The task's batch, with its number of loss terms and the sum of its hashed sample ids.
+def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int, int]]:
+    """The task's batch, its number of loss terms, the sum of its hashed sample ids, its rows.
 
-    The two are Python's integers (within 64 bits), so that reading them waits for no device.
+    The three are Python's integers (within 64 bits), so that reading them waits for no device. The
+    batch beyond the end of the data, one row with the id -1, has no terms and no rows.
     """
     ids = np.array([i for i, _ in pairs])
     batch = task.collate([row for _, row in pairs])
-    terms = task.count(batch) if ids[0] >= 0 else 0
-    return batch, (terms, int(mix(ids).view(np.int64).sum()))
+    filler = ids[0] < 0
+    terms = 0 if filler else task.count(batch)
+    return batch, (terms, int(mix(ids).view(np.int64).sum()), 0 if filler else len(ids))
 
 
 def fingerprint(dataset) -> str:
     """16 hex digits that stand for the data: its number of rows, and 64 of them, evenly spread.
 
-    The tensors of their batch count, with names, types and shapes.
+    The tensors of their batch count, with names, types and shapes. A change of another row is not
+    seen: a task that can say more has the function `digest`.
     """
     ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
     batch, _ = collate(Rows(dataset).__getitems__(ids))

@@ -42,18 +42,29 @@ def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimize
     A buffer may hold infinities on purpose, as masks do.
     """
     bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    good = {name: ~buffer.isnan().any() for name, buffer in bare.named_buffers()}
+    good = {name: ~extremes(buffer).isnan().any() for name, buffer in bare.named_buffers()}
     for name, parameter in bare.named_parameters():
-        good[name] = parameter.isfinite().all()
+        good[name] = extremes(parameter.detach()).isfinite().all()
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
-                good[f"{key} of {name}"] = value.isfinite().all()
+                good[f"{key} of {name}"] = extremes(value).isfinite().all()
     if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
         name = next(name for name, each in good.items() if not each)
         raise ValueError(
             f"{name} is not finite, so nothing was saved; go on from the newest checkpoint with "
             "--accept_changes and another learning_rate, or look at the data"
         )
+
+
+def extremes(values: torch.Tensor) -> torch.Tensor:
+    """Smallest and largest value, (2,): NaN where one is. Far faster than isfinite().all()."""
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point() or not values.numel():
+        return torch.zeros(2, device=values.device)  # finite
+    if values.element_size() == 1:  # float8 has no aminmax
+        values = values.float()
+    return torch.stack(values.aminmax())
 
 
 class Watch:

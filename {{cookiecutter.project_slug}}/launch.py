@@ -32,17 +32,21 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     sys.exit(f"launch.py: name a program, such as train.py\n{__doc__.splitlines()[2].strip()}")
 
 
-def check(launcher: list[str], program: list[str], asked: list[int]) -> int:
+def check(launcher: list[str], program: list[str], asked: list[int], env: dict) -> int:
     """Exit code of the program's own check, told what the launcher would tell its processes."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config_file", default="")
     for name in ("num_processes", "num_machines"):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default="")
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     known, _ = parser.parse_known_args(launcher)
-    command = [sys.executable, *program, "--check"]
-    command += ["--config_file", known.config_file] if known.config_file else []
+    command = [sys.executable, *program]
+    given = [word.partition("=")[0] for word in program]
+    command += ["--check"] if "--check" not in given else []
+    if known.config_file and "--config_file" not in given:
+        command += ["--config_file", known.config_file]
     told = {"LAUNCH_PROCESSES": known.num_processes, "LAUNCH_MACHINES": known.num_machines}
-    checking = subprocess.Popen(command, env={**os.environ, **told}, preexec_fn=deaf)
+    told = {name: value for name, value in told.items() if value is not None}
+    checking = subprocess.Popen(command, env={**env, **told}, preexec_fn=deaf)
     while checking.poll() is None:
         time.sleep(0.05)
         if asked:
@@ -80,13 +84,17 @@ def main() -> int:
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
             signal.signal(number, lambda n, _: asked.append(n))
-    if code := check(launcher, program, asked):
-        return code
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "exit_code")
-        heard = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1"  # what torchelastic passes on
-        env = {"PET_SIGNALS_TO_HANDLE": heard, **os.environ, "EXIT_CODE_FILE": str(told)}
+        env = {
+            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1",  # of torchelastic
+            **os.environ,
+            "VERIFIED_FILE": str(Path(folder, "verified")),  # checkpoints that the check has read
+        }
+        if code := check(launcher, program, asked, env):
+            return code
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+        env["EXIT_CODE_FILE"] = str(told)
         run = subprocess.Popen([*command, *launcher, *program], env=env, preexec_fn=deaf)
         training, stopping = [], False
         while run.poll() is None:

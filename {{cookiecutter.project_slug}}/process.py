@@ -3,9 +3,12 @@
 import atexit
 import contextlib
 import datetime
+import errno
 import hashlib
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import socket
 import sys
@@ -23,10 +26,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import checkpoints
-from tracking import IS_MAIN, say
+from tracking import IS_MAIN, one_line, protect_output, say
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
+NOT_MAIN = "no answer from process 0"
 STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
+# What a disk or a network says that may answer next time: a crash, which is tried again.
+TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.EBUSY)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -59,11 +65,34 @@ class Failed(RuntimeError):
 
 
 def ask(function, *arguments):
-    """Calls a function whose ValueError is meant for whoever started the run."""
+    """Calls a function whose ValueError is meant for whoever started the run.
+
+    So is what its input makes too large, too deep or impossible to read.
+    """
     try:
         return function(*arguments)
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(str(error)) from error
+    except OSError as error:
+        if error.errno in TRANSIENT:
+            raise
+        raise UserError(about(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not (is_full_memory(error) or "overflow" in str(error)):  # of a size in bytes
+            raise
+        raise UserError(f"there is not enough memory for these settings: {error}") from error
+
+
+def about(error: OSError) -> str:
+    """What the system refused, and for which file."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def is_full_memory(error: BaseException) -> bool:
+    """Whether the memory of the machine or of a GPU ran out."""
+    words = r"out of memory|not enough memory|allocate memory"
+    full = isinstance(error, RuntimeError) and re.search(words, str(error))
+    return bool(full) or isinstance(error, MemoryError)
 
 
 def attempt(function, *arguments) -> tuple:
@@ -219,6 +248,58 @@ def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
     return model
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds the random numbers of the CPU and of this device, from which dropout draws.
+
+    torch.manual_seed does it for all devices, and costs 180 us where CUDA is not in use: it formats
+    a stack trace.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    elif device.type == "cuda":
+        torch.default_generator.manual_seed(seed)
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Each group's settings, as the optimizer was built: its class, weight_decay, betas, ..."""
+    kind = {"class": type(optimizer).__name__}
+    return [
+        kind | {n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups
+    ]
+
+
+def as_text(settings: list[dict]) -> list[dict[str, str]]:
+    """An optimizer's settings for a manifest, which has no tensors and no tuples."""
+    return [{name: repr(value) for name, value in group.items()} for group in settings]
+
+
+def load_checkpoint(
+    accelerator, optimizer, settings: list[dict], path: Path, manifest: dict
+) -> None:
+    """Restores weights, optimizer and random numbers; raises ValueError where they do not fit.
+
+    Loading an optimizer brings its old settings back: those that it is built with now take their
+    place where they differ. The others stay, since some optimizers keep a state among them.
+    """
+    before, now = manifest["optimizer"], as_text(settings)
+    kinds = [[group["class"] for group in each] for each in (before, now)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{path} was trained with {' and '.join(kinds[0])}, and build_optimizer gives "
+            f"{' and '.join(kinds[1])}, a group each; go back to that, or give another --output_dir"
+        )
+    if accelerator.scaler and not (path / "scaler.pt").exists():
+        raise ValueError(f"{path} was not trained in fp16; go on with a YAML like its own")
+    accelerator.load_state(path)
+    accelerator.step = 0  # counts micro-batches of another cut, perhaps; here a step begins
+    for group, built, old in zip(optimizer.param_groups, settings, before, strict=True):
+        changed = {n: v for n, v in built.items() if n != "class" and repr(v) != old.get(n)}
+        group.update(changed)
+
+
 FROZEN = "frozen_weights_sha256"  # an entry of model.safetensors: 32 bytes
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -239,25 +320,39 @@ def save_bare_models(accelerator) -> None:
     def load_bare(models: list, folder: str) -> None:
         models[:] = [bare(model) for model in models]
         file, state = Path(folder, "model.safetensors"), trained_weights(models[0])
-        with safe_open(file, "pt") as saved:
-            names = {*saved.keys()}
-        if FROZEN in names or FROZEN in state:  # else accelerate loads them
+        check_fit(models[0], state, file)
+        if FROZEN in state:  # else accelerate loads them
             load_trained(models.pop(), state, file)
 
     accelerator.register_save_state_pre_hook(save_bare)
     accelerator.register_load_state_pre_hook(load_bare)
 
 
+def check_fit(model: torch.nn.Module, state: dict, file: Path) -> None:
+    """Raises UserError unless a file has the weights of a model's state, in their shapes."""
+    with safe_open(file, "pt") as saved:
+        shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}
+    # Of tied weights, which have several names, the file has one.
+    kept = {state[name].data_ptr() for name in shapes if name in state}
+    wanted = {
+        name: tuple(values.shape)
+        for name, values in state.items()
+        if name in shapes or values.data_ptr() not in kept
+    }
+    for name in sorted({**shapes, **wanted}):
+        if shapes.get(name) != wanted.get(name):
+            found = [str(each.get(name, "not there")) for each in (shapes, wanted)]
+            raise UserError(
+                f"{file.parent} does not fit the model: {name} is {found[0]} in the checkpoint and "
+                f"{found[1]} in the model; give the settings and the task.py that it was made "
+                "with, or another --output_dir"
+            )
+
+
 def load_trained(model: torch.nn.Module, state: dict, file: Path) -> None:
     """Loads the weights that train; raises UserError where the others are not those of then."""
     weights = load_file(file)
-    digests = [each.pop(FROZEN, torch.empty(0)) for each in (weights, state)]
-    if odd := sorted(weights.keys() ^ state.keys()):
-        raise UserError(
-            f"{file.parent} and the model do not have the same weights to train, for example "
-            f"{odd[0]}; go on with the task.py it was made with, or give another --output_dir"
-        )
-    if not torch.equal(*digests):
+    if not torch.equal(weights.pop(FROZEN), state[FROZEN]):
         raise UserError(
             f"{file.parent} was trained on other pretrained weights; give those, or another "
             "--output_dir"
@@ -332,9 +427,11 @@ def run(main, prepare) -> None:
     run has written there.
     """
     os.umask(0o077)  # what a run writes is its owner's
+    protect_output()
     stop, start, ranks = StopRequest(), None, None
     try:
-        start, problem = attempt(prepare)
+        allow_files()
+        start, problem = attempt(ask, prepare)
         ranks, missing = attempt(Ranks, start.cfg.timeout if start else 600)
         if missing:
             raise problem or missing
@@ -344,13 +441,18 @@ def run(main, prepare) -> None:
         stop.training = True  # the launcher's answer to the end of another process comes too late
         error = ranks.blame(error) if ranks else error
         code, line = judge(error)
-        if IS_MAIN and start:
+        # Who does not answer cannot say so: another process does, and it stays at that one line.
+        speaks = IS_MAIN or NOT_MAIN in (line or "")
+        if speaks and start:
             state = "stopped" if code == STOPPED else "failed"
-            attempt(checkpoints.end_status, start.output, state, line or repr(error), code)
-        if line and (IS_MAIN or "no answer from process 0" in line):
-            print(f"train.py: {line}", file=sys.stderr)
-        if not line and code != STOPPED:
+            ended = attempt(checkpoints.end_status, start.output, state, line or repr(error), code)
+            speaks = ended[0] is not False
+        if line and speaks:
+            print(f"train.py: {one_line(line, 1000)}", file=sys.stderr)
+        if not line and code not in (0, STOPPED):
             traceback.print_exception(error)
+    if IS_MAIN and start:
+        start.lock.undo()
     leave(code)
 
 
@@ -367,9 +469,27 @@ def judge(error: BaseException) -> tuple[int, str | None]:
             "some weights of the model get no gradient, which several processes wait for; call "
             "requires_grad_(False) on them in build_model of task.py, or train with one process"
         )
-    if isinstance(error, SystemExit) and error.code == STOPPED:
-        return STOPPED, None
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return 2, f"{about(error)}: let this process open more of them, with ulimit -n"
+    if isinstance(error, FileNotFoundError) and error.strerror == checkpoints.REMOVED:
+        return 1, about(error)
+    if is_full_memory(error):
+        return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
+    if isinstance(error, SystemExit) and error.code in (None, 0, STOPPED):
+        return error.code or 0, None
     return 1, None
+
+
+def allow_files() -> None:
+    """Lets this process open more files, as loaders need many; raises UserError if it may not."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < 64:
+        raise UserError(
+            f"no more than {wanted} files may be open at once; first say ulimit -n 1024"
+        )
 
 
 def tell(code: int) -> None:

@@ -1,32 +1,100 @@
 """Where numbers go: metrics.jsonl, the tracker and the screen, from the main process alone."""
 
 import importlib.util
+import io
 import json
 import math
 import os
+import re
 import secrets
 import sys
 import time
+import unicodedata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from checkpoints import flat
 
+if TYPE_CHECKING:  # they take 2 s to import, for which plot.py and predict.py would wait
+    import torch
+    from accelerate import Accelerator
+
 IS_MAIN = os.environ.get("RANK", "0") == "0"  # known before there is a process group
+
+
+class Output(io.FileIO):
+    """Standard output or error that a run outlives.
+
+    The reader of a pipe may leave (`make train | head`) and the disk of a log may fill up: what
+    cannot be written then goes nowhere, and the run goes on.
+    """
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def protect_output() -> None:
+    """Makes printing safe: it never fails, whatever stands behind it and whatever is printed.
+
+    Characters that the terminal's encoding lacks are escaped. A closed descriptor gets /dev/null,
+    or the next file that is opened would take its number and get what is printed.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        if stream is not None:
+            stream.flush()
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        raw = io.BufferedWriter(Output(number, "w", closefd=False))
+        safe = {"encoding": encoding, "errors": "backslashreplace", "line_buffering": True}
+        setattr(sys, name, io.TextIOWrapper(raw, **safe))
+
+
+def escaped(text: str, kept: str = "") -> str:
+    """Text in which nothing moves the cursor, hides or reverses what is shown.
+
+    Control characters, marks of the direction of writing and halves of surrogate pairs become
+    their codes, as \\x1b, but for those to be kept.
+    """
+    hidden = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    return "".join(
+        c.encode("unicode_escape").decode()
+        if unicodedata.category(c) in hidden and c not in kept
+        else c
+        for c in text
+    )
+
+
+def one_line(text: object, longest: int = 300) -> str:
+    """Text from outside (a label, a path, an error of a library) as one line that can be shown.
+
+    Line breaks become spaces, control characters are escaped, and of a longer text the middle is
+    left out. An error without a text is called by its type.
+    """
+    found = escaped(" ".join(str(text)[: 100 * longest].split()))  # of megabytes, the beginning
+    if not found and isinstance(text, BaseException):
+        found = type(text).__name__
+    if len(found) > longest:
+        end = longest // 3
+        found = f"{found[: longest - end - 3]}...{found[-end:]}"
+    return found
 
 
 def say(text: str) -> None:
     """Prints once, not once per rank, and above the progress bar."""
     if IS_MAIN:
-        try:
-            tqdm.write(text)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `make train | head`: who reads has left, and the run goes on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tqdm.write(escaped(text, kept="\n"))
+        sys.stdout.flush()
 
 
 class Log:
@@ -35,7 +103,7 @@ class Log:
     untracked = ("batch_hash", "sample_ids")
     unsaid = ("samples", "epoch", "data_wait", *untracked)  # in the file, not on the screen
 
-    def __init__(self, accelerator: Accelerator, config: dict, first_step: int, max_steps: int):
+    def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
         self.accelerator, self.first_step, self.max_steps = accelerator, first_step, max_steps
         # W&B drops lines whose `step=` a killed run had passed; there, step is one more metric.
         self.passes_step = config["tracker"] != "wandb"
@@ -44,11 +112,14 @@ class Log:
         )
         if IS_MAIN:
             path = Path(config["output_dir"]) / "metrics.jsonl"
-            torn = path.exists() and not path.read_bytes().endswith(b"\n")
-            self.file = open(path, "a", encoding="utf-8")
-            self.file.write("\n" if torn else "")  # ends the line at which a run was killed
+            self.file = open(path, "ab+")
+            if self.file.tell():
+                self.file.seek(-1, os.SEEK_END)
+                self.file.write(
+                    b"" if self.file.read() == b"\n" else b"\n"
+                )  # a kill tore that line
 
-    def advance(self, step: int, about: str, result: torch.Tensor) -> None:
+    def advance(self, step: int, about: str, result: "torch.Tensor") -> None:
         """Counts a step; early in a run, says how long it will take, waiting for `result` then.
 
         The first step, which warms up, is no measure of the others.
@@ -69,8 +140,10 @@ class Log:
         if not IS_MAIN:
             return
         odd = {n: None for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
-        self.file.write(json.dumps(line | odd) + "\n")
+        self.file.write(json.dumps(line | odd).encode() + b"\n")
         self.file.flush()
+        if "save_seconds" in line:  # what a checkpoint continues is on the disk as it is
+            os.fsync(self.file.fileno())
         self.track(
             {name: v for name, v in line.items() if name not in self.untracked}, line["step"]
         )
@@ -108,11 +181,12 @@ class Log:
         """Closes the file and the bar; the tracker is closed by accelerator.end_training."""
         self.bar.close()
         if IS_MAIN:
+            os.fsync(self.file.fileno())
             self.file.close()
 
 
-def check(tracker: str) -> None:
-    """Raises ValueError where the tracker is not installed, or W&B refuses its key."""
+def check(tracker: str, project: str) -> None:
+    """Raises ValueError where the tracker is not installed, or W&B refuses its key or the name."""
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
             f"tracker is {tracker}, which is not installed; pip install {tracker}, or give "
@@ -120,6 +194,11 @@ def check(tracker: str) -> None:
         )
     if tracker == "wandb" and IS_MAIN:
         log_in_to_wandb()
+        if re.search(r"[/\\#?%:]", project) or not 0 < len(project) <= 128:
+            raise ValueError(
+                f"project is {one_line(project, 60)!r}; W&B takes 1 to 128 characters, none of "
+                "them / \\ # ? % or :"
+            )
 
 
 def log_in_to_wandb() -> bool:
@@ -132,7 +211,7 @@ def log_in_to_wandb() -> bool:
         raise ValueError(f"W&B: {' '.join(str(error).split())}") from None
 
 
-def start_tracker(accelerator: Accelerator, config: dict) -> None:
+def start_tracker(accelerator: "Accelerator", config: dict) -> None:
     """Starts the tracker on the main process, and says where to look.
 
     A continued run goes on as the same run.
@@ -144,7 +223,7 @@ def start_tracker(accelerator: Accelerator, config: dict) -> None:
     if tracker == "wandb":
         start_wandb(accelerator, config, output)
     elif tracker == "trackio":
-        options = {"name": output.name, "resume": "allow"}
+        options = {"name": one_line(output.name, 100), "resume": "allow"}
         accelerator.init_trackers(project, config, {"trackio": options})
         say(f"trackio: `trackio show --project {project}` shows the run")
     else:
@@ -152,18 +231,22 @@ def start_tracker(accelerator: Accelerator, config: dict) -> None:
         say(f"TensorBoard: `tensorboard --logdir {output / project}` shows the run")
 
 
-def start_wandb(accelerator: Accelerator, config: dict, output: Path) -> None:
+def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     """Starts W&B: online with a key, else offline; nobody is asked, and no outage ends a run."""
     import wandb
 
-    upload, run_id = config["upload_code"], output / "wandb_run_id"
-    if not run_id.exists():
-        run_id.write_text(secrets.token_hex(4), encoding="utf-8")
+    upload, file = config["upload_code"], output / "wandb_run_id"
+    known = file.read_bytes().strip() if file.exists() else b""
+    if not re.fullmatch(rb"[\w-]{1,64}", known):
+        if known:
+            say(f"{file} holds no id of W&B: the run goes on there as a new one")
+        known = secrets.token_hex(4).encode()
+        file.write_bytes(known)
     options = {
         "mode": os.environ.get("WANDB_MODE") or ("online" if log_in_to_wandb() else "offline"),
-        "id": run_id.read_text(encoding="utf-8").strip(),
+        "id": known.decode(),
         "resume": "allow",
-        "name": output.name,
+        "name": one_line(output.name, 100),
         "dir": output,
         "settings": wandb.Settings(
             silent=True, init_timeout=30, disable_git=not upload, save_code=upload

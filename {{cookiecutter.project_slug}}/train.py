@@ -36,60 +36,68 @@ import model_card
 import process
 import task
 import tracking
-from data_order import Rows, Slices, collate, ids_of_step, mix
+from command_line import BatchSize, DecayRate, Seconds, Workers
+from data_order import Rows, Slices, collate, mix
 from process import Ranks, StopRequest, UserError, ask, attempt
 from start import Start, prepare_run
 from task import TaskConfig
-from tracking import IS_MAIN, Log, say
+from tracking import IS_MAIN, Log, one_line, say
 
 # ---- Config --------------------------------------------------------------------------------------
+
+# What a change of a field does to a run that continues: metadata of the field. Without it, another
+# result: such a change has to be accepted.
+NOTHING = {"changes": "nothing"}
+ROUNDING = {"changes": "rounding"}  # the same result, but for the last digits and dropout's masks
+UNSAVED = {"changes": "nothing", "saved": False}  # of one start alone: not in config.yaml
+OCCASION = {**UNSAVED, "occasion": True}  # nor in a recipe: a flag
 
 
 @dataclass
 class Config:
     """Fields of a recipe, each also a flag; what they say holds on any hardware."""
 
-    output_dir: str = ""
+    output_dir: str = field(default="", metadata=NOTHING)
     """Folder of the run; empty: runs/ and the recipe's file name."""
     seed: NonNegativeInt = 0
     """Seed of the weights, the sample order and dropout."""
-    resume: str = "auto"
+    resume: str = field(default="auto", metadata=UNSAVED)
     """auto: go on from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
-    accept_changes: bool = False
+    accept_changes: bool = field(default=False, metadata=OCCASION)
     """Go on from a checkpoint although the data, or fields that change the result, are not those it
     was made with."""
-    check: bool = False
+    check: bool = field(default=False, metadata=OCCASION)
     """Check all that can be known without a model, say in one line what was found, and stop."""
-    config_file: str = ""
+    config_file: str = field(default="", metadata=OCCASION)
     """With check: the accelerate YAML to check too."""
-    eval_only: bool = False
+    eval_only: bool = field(default=False, metadata=OCCASION)
     """Evaluate the newest checkpoint, or the one that resume names, and stop; train nothing."""
-    timeout: PositiveInt = 1800
+    timeout: Seconds = field(default=1800, metadata=NOTHING)
     """Seconds that a process waits for the others before the run ends with an error."""
 
     max_steps: NonNegativeInt = 800
     """Optimizer steps to train; 0: num_epochs decides."""
     num_epochs: NonNegativeFloat = 0.0
     """Passes over the training data; needs max_steps 0."""
-    global_batch_size: PositiveInt = 32
+    global_batch_size: BatchSize = 32
     """Samples in an optimizer step, over all processes."""
-    micro_batch_size: PositiveInt = 32
-    """Most samples a device takes at once; lower it when memory runs out. The result stays the
-    same, but for what dropout drops."""
-    num_workers: NonNegativeInt = 0
+    micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
+    """Most samples a device takes at once; lower it when memory runs out. The result stays the same
+    to rounding, but for what dropout drops."""
+    num_workers: Workers = field(default=0, metadata=NOTHING)
     """Processes that load data for each training process; 0: it loads its own."""
 
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
     """AdamW's decay of matrices; biases and norms have none."""
-    beta1: ClosedUnitInterval = 0.9
+    beta1: DecayRate = 0.9
     """AdamW's decay rate of the first moment."""
-    beta2: ClosedUnitInterval = 0.99
+    beta2: DecayRate = 0.99
     """AdamW's decay rate of the second moment."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
-    max_skipped_steps: NonNegativeInt = 10
+    max_skipped_steps: NonNegativeInt = field(default=10, metadata=NOTHING)
     """Steps in a row that may be skipped, as their loss or gradient is not finite, before the run
     ends; 0: any number."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -102,29 +110,31 @@ class Config:
     """Learning rate at the end, as a share of the peak."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the peak grows with global_batch_size / reference_batch_size."""
-    reference_batch_size: PositiveInt = 32
+    reference_batch_size: BatchSize = 32
     """Global batch size for which learning_rate was chosen; read by lr_scaling."""
 
-    eval_every: NonNegativeInt = 100
+    eval_every: NonNegativeInt = field(default=100, metadata=NOTHING)
     """Steps between evaluations; there is one at the end; 0: only that one."""
-    save_every: NonNegativeInt = 200
+    save_every: NonNegativeInt = field(default=200, metadata=NOTHING)
     """Steps between checkpoints; there is one at the end; 0: only that one."""
-    keep_checkpoints: NonNegativeInt = 2
+    keep_checkpoints: NonNegativeInt = field(default=2, metadata=NOTHING)
     """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
-    log_every: PositiveInt = 10
+    log_every: PositiveInt = field(default=10, metadata=NOTHING)
     """Steps between lines of metrics.jsonl."""
-    tracker: Literal["wandb", "trackio", "tensorboard", "none"] = "none"
+    tracker: Literal["wandb", "trackio", "tensorboard", "none"] = field(
+        default="none", metadata=NOTHING
+    )
     """Where metrics go besides metrics.jsonl."""
-    project: str = "accelerate"
+    project: str = field(default="accelerate", metadata=NOTHING)
     """The tracker's project."""
-    upload_code: bool = False
+    upload_code: bool = field(default=False, metadata=NOTHING)
     """W&B: also upload the code, the git commit and the uncommitted changes."""
 
     compile: bool = False
-    """torch.compile: slower to start, faster to run; for GPUs."""
+    """torch.compile: slower to start, faster to run; for GPUs. Dropout's masks are others then."""
     deterministic: bool = False
     """On a GPU: slower kernels, but a continued run is bit-identical to an unbroken one."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -185,10 +195,10 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=int) -
             model.train()
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
-        batch, (terms, _) = fetched
+        batch, (_, _, rows) = fetched
         for name, value in task.eval_sums(model, batch).items():
             value = value.to(home).double()
-            totals[name] = totals.get(name, 0.0) + (value if terms else torch.zeros_like(value))
+            totals[name] = totals.get(name, 0.0) + (value if rows else torch.zeros_like(value))
     totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
     model.train()
     scores = task.metrics(totals)
@@ -198,20 +208,21 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=int) -
 # ---- Saving --------------------------------------------------------------------------------------
 
 
-def save(accelerator: Accelerator, ranks: Ranks, folder: Path, manifest: dict, keep: int) -> None:
+def save(accelerator: Accelerator, ranks: Ranks, start: Start, manifest: dict) -> None:
     """Commits a checkpoint: all processes write, then the main one makes it count.
 
     What fails on one of them ends all with its reason, and older checkpoints stay.
     """
-    partial = checkpoints.partial_path(folder, manifest["step"])
+    partial = checkpoints.partial_path(start.output / "checkpoints", manifest["step"])
     try:
+        ranks.alone(start.check_folder)
         ranks.alone(ask, checkpoints.begin, partial)
         ranks.together(ask, checkpoints.write, partial, accelerator.save_state, partial)
         place = (accelerator.process_index, accelerator.num_processes)
         shares = ranks.gather(ranks.together(checkpoints.vouch, partial, *place))
-        files = {name: facts for share in shares for name, facts in share.items()}
-        committed = ranks.alone(ask, checkpoints.commit, partial, manifest, files)
-        ranks.alone(checkpoints.prune, committed, keep)
+        digests = {block: digest for share in shares for block, digest in share.items()}
+        committed = ranks.alone(ask, checkpoints.commit, partial, manifest, digests)
+        ranks.alone(ask, checkpoints.prune, committed, start.cfg.keep_checkpoints)
     finally:
         if IS_MAIN:  # a full disk gets back what did not become a checkpoint
             shutil.rmtree(partial, ignore_errors=True)
@@ -219,15 +230,19 @@ def save(accelerator: Accelerator, ranks: Ranks, folder: Path, manifest: dict, k
 
 def report(model: torch.nn.Module, sums: dict, output: Path) -> dict:
     """Shows on the screen what the task has to show of an evaluation: texts, and pictures."""
-    shown = task.report(model.eval(), sums, output) if hasattr(task, "report") else {}
-    for name, value in shown.items():
+    if not hasattr(task, "report"):
+        return {}
+    shown, problem = attempt(task.report, model.eval(), sums, output)
+    if problem:  # it is not worth a run
+        say(f"no report: {type(problem).__name__}: {one_line(problem)}")
+    for name, value in (shown or {}).items():
         say(f"{name}: {value}")
-    return shown
+    return shown or {}
 
 
 def export(model: torch.nn.Module, sums: dict, output: Path, log: Log, facts: dict) -> None:
     """Saves the trained model with its card, shows what it can do, and draws the curves."""
-    from plot import draw
+    from plot import attempt_picture, draw
 
     fresh = checkpoints.fresh_folder(output / "model")
     task.export(model.eval(), fresh)
@@ -235,10 +250,8 @@ def export(model: torch.nn.Module, sums: dict, output: Path, log: Log, facts: di
     checkpoints.swap(fresh, output / "model")
     log.show(report(model, sums, output), facts["step"])
 
-    try:  # a picture is not worth a run
-        say(f"model: {output / 'model'}  curves: {draw([output], output / 'curves.png')}")
-    except (ValueError, OSError) as error:
-        say(f"model: {output / 'model'}  no curves: {error}")
+    curves = attempt_picture(draw, [output], output / "curves.png")
+    say(f"model: {output / 'model'}  curves: {curves}")
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -267,23 +280,24 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
 
 def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
-    cfg, output, max_steps = start.cfg, start.output, start.max_steps
+    cfg, output = start.cfg, start.output
     train_data, eval_data = start.data
     micro, accumulation, processes = start.micro, start.accumulation, process.PROCESSES
-    folder, fields = output / "checkpoints", start.facts["config"]
+    fields = start.facts["config"]
 
     # Find where to start; a finished run has nothing left to do.
-    known = (start.checkpoint, start.manifest, start.finished)
-    checkpoint, manifest, finished = ranks.gather(known)[0]
-    first_step = manifest.get("step", 0)
+    known = (start.checkpoint, start.manifest, start.finished, start.max_steps)
+    checkpoint, manifest, finished, max_steps = ranks.gather(known)[0]
+    first_step, first_sample = manifest.get("step", 0), manifest.get("samples", 0)
     if cfg.check:
+        ranks.alone(checkpoints.hand_over)
         where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
         where = "is finished" if finished else where
         samples = f"{cfg.global_batch_size} of {len(train_data):,} samples"
         say(f"checked: {output} {where}; {max_steps:,} steps, each with {samples}")
         return 0
     if finished:
-        say(f"{output} is finished: {first_step} steps; for a new run give another --output_dir")
+        say(f"{output} is finished: {finished}; for a new run give another --output_dir")
         return 0
 
     # Say what runs on what, and from where.
@@ -295,7 +309,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         f"samples = {processes} x {accumulation} x {micro} (processes x micro-batches x samples)"
     )
     for remark in start.remarks:
-        say(f"passed over: {remark}")
+        say(remark)
     if IS_MAIN and not cfg.eval_only:
         with open(output / "config.yaml", "w", encoding="utf-8") as file:
             yaml.safe_dump(fields, file, sort_keys=False, allow_unicode=True)
@@ -310,10 +324,10 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if cfg.gradient_checkpointing:
         ask(process.enable_gradient_checkpointing, model)
     model = process.sync_batch_norms(model, accelerator)
-    first = first_step * cfg.global_batch_size
-    last = max(first, max_steps * cfg.global_batch_size)
+    last_sample = first_sample + max(max_steps - first_step, 0) * cfg.global_batch_size
     train_rows, eval_rows = Rows(train_data, cfg.seed), Rows(eval_data)
-    train_slices = Slices(first, last, micro, processes, cfg.global_batch_size, train_rows.sort)
+    step_size = cfg.global_batch_size
+    train_slices = Slices(first_sample, last_sample, micro, processes, step_size, train_rows.sort)
     eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes, 0, eval_rows.sort)
     loading = {
         "collate_fn": collate,
@@ -323,20 +337,21 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         "worker_init_fn": process.ignore_signals,
         "generator": torch.Generator(),  # or a loader draws from the generator of dropout
     }
+    optimizer = build_optimizer(model, cfg)
+    settings = process.settings_of(optimizer)
+    start.facts["optimizer"] = process.as_text(settings)
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         model,
-        build_optimizer(model, cfg),
+        optimizer,
         DataLoader(train_rows, batch_sampler=train_slices, **loading),
         DataLoader(eval_rows, batch_sampler=eval_slices, **loading),
     )
     if checkpoint:
-        if accelerator.scaler and not (checkpoint / "scaler.pt").exists():
-            raise UserError(f"{checkpoint} was not trained in fp16; go on with a YAML like its own")
-        ranks.together(accelerator.load_state, checkpoint)
-        accelerator.step = 0  # counts micro-batches of another cut, perhaps; here a step begins
+        restore = process.load_checkpoint
+        ranks.together(ask, restore, accelerator, optimizer, settings, checkpoint, manifest)
         say(f"continuing from {checkpoint}")
     else:  # AdamW will keep two moments of each weight
-        ranks.alone(ask, checkpoints.check_room, folder, 3 * size)
+        ranks.alone(ask, checkpoints.check_room, output / "checkpoints", 3 * size)
     if cfg.eval_only:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say(f"{checkpoint}: " + "  ".join(f"{name} {n:.5g}" for name, n in scores.items()))
@@ -363,8 +378,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         began = time.perf_counter()
         window, problem = attempt(lambda: [next(batches) for _ in range(accumulation)])
         waited += time.perf_counter() - began
-        counted = np.array([numbers for _, numbers in window or [(None, (0, 0))]]).sum(axis=0)
-        terms, step_hash, stopped = ranks.agree(*counted, stop.asked(), problem=problem)
+        counted = np.array([numbers for _, numbers in window or [(None, (0, 0, 0))]]).sum(axis=0)
+        terms, step_hash, _, stopped = ranks.agree(*counted, stop.asked(), problem=problem)
         terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
 
         # Sum the gradients of the micro-batches, and update the weights.
@@ -375,7 +390,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         for turn, (batch, _) in enumerate(window):
             # Dropout depends on the place of the micro-batch in the step, not on the rank.
             place = turn * processes + accelerator.process_index
-            torch.manual_seed(int(mix(cfg.seed, step, place)[0]))
+            process.seed_generators(int(mix(cfg.seed, step, place)[0]), accelerator.device)
             with accelerator.accumulate(model):
                 loss = task.loss_sum(model, batch)
                 # accelerate divides by the micro-batches, and DDP by the processes: both undone,
@@ -399,13 +414,13 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         stopped = stopped and not final  # the last step ends the run anyway
         evaluating = due(done, cfg.eval_every, final) and not stopped
         saving = due(done, cfg.save_every, final or stopped)
-        samples = done * cfg.global_batch_size
+        samples = first_sample + (done - first_step) * step_size
         if due(done, cfg.log_every, evaluating or saving):  # so a continued run begins a line
             loss, grad_norm, notes, reason = watch.read()
             seconds = time.perf_counter() - clock
             for note in notes:
-                ids = ids_of_step(note["step"], cfg.global_batch_size, len(train_data), cfg.seed)
-                log.write({**note, "sample_ids": ids})
+                end = samples - (done - note["step"]) * step_size
+                log.write({**note, "sample_ids": train_rows.ids(range(end - step_size, end))})
             line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
             line |= {"loss": loss, "lr": lr, "grad_norm": grad_norm}
             line |= {f"{unit}_per_second": terms_seen / seconds, "data_wait": waited / seconds}
@@ -426,7 +441,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
             if saving or stopped:
                 began = time.perf_counter()
                 ranks.together(ask, health.check_finite, accelerator, model, optimizer)
-                save(accelerator, ranks, folder, facts, cfg.keep_checkpoints)
+                save(accelerator, ranks, start, facts)
                 log.write({"step": done, "save_seconds": time.perf_counter() - began})
             clock += time.perf_counter() - paused  # throughput is that of training alone
         if stopped:
@@ -441,12 +456,14 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         facts = {"step": max(first_step, max_steps), "scores": scores, **start.facts}
+        ranks.alone(start.check_folder)
         ranks.alone(export, bare_model, sums, output, log, facts)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     code = process.STOPPED if stopped else 0
     if IS_MAIN:
-        checkpoints.write_status(output, "stopped" if stopped else "finished", exit_code=code)
+        state = "stopped" if stopped else "finished"
+        checkpoints.write_status(output, state, exit_code=code, settings=start.settings)
     return code
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,6 +42,12 @@ class TaskConfig:
     """Sample id at which a process stops answering."""
     seed: int = 0
     """Of the data."""
+    silent: int = 0
+    """Rows without loss terms: those whose id this number divides; 0: none."""
+    width: int = field(default=32, metadata={"changes": "shape"})
+    """Of the hidden layer."""
+    fail_report: bool = False
+    """Whether `report` fails."""
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -61,7 +67,10 @@ class Numbers(torch.utils.data.Dataset):
         x = torch.randn(8, generator=draw)
         poison = float(self.cfg.poison) if i == self.cfg.poisoned else 0.0
         # 1 to 4 loss terms: their number differs between samples.
-        return {"x": x, "y": x[:4] * x[4:], "counted": torch.arange(4) <= i % 4, "poison": poison}
+        counted = torch.arange(4) <= i % 4
+        if self.cfg.silent and i % self.cfg.silent == 0:
+            counted = torch.zeros(4, dtype=torch.bool)
+        return {"x": x, "y": x[:4] * x[4:], "counted": counted, "poison": poison}
 
 
 def fail(cfg: TaskConfig, where: str, now: bool = True) -> None:
@@ -92,12 +101,12 @@ def count(batch: dict) -> int:
 def build_model(cfg: TaskConfig) -> torch.nn.Module:
     fail(cfg, "build_model")
     model = torch.nn.Sequential(
-        torch.nn.Linear(8, 32),
+        torch.nn.Linear(8, cfg.width),
         torch.nn.Tanh(),
         torch.nn.Dropout(cfg.dropout),
-        torch.nn.Linear(32, 4),
+        torch.nn.Linear(cfg.width, 4),
     )
-    model.poison_rank = cfg.poison_rank
+    model.poison_rank, model.fail_report = cfg.poison_rank, cfg.fail_report
     return model
 
 
@@ -122,6 +131,12 @@ def eval_sums(model: torch.nn.Module, batch: dict) -> dict:
 
 def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["terms"]), "rows": float(sums["rows"])}
+
+
+def report(model: torch.nn.Module, sums: dict, folder: Path) -> dict:
+    if model.fail_report:
+        raise TypeError("no picture\nof this")
+    return {}
 
 
 def export(model: torch.nn.Module, folder: Path) -> dict:

@@ -1,0 +1,440 @@
+"""What a continued run goes on with, what it refuses, and what it finds in its folder."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from conftest import lines, status, trained, wait_until
+
+# All fields of the schedule are read, so that each of them can show.
+BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_share", 0.9, "--lr_scaling", "sqrt"]
+BASE += ["--reference_batch_size", 16, "--max_grad_norm", 0.5, "--weight_decay", 0.5]
+
+
+NO_PICTURE = "import plot; plot.draw = lambda *_: 'none'"  # it takes most of the time
+
+
+def checkpoint(output, step):
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def weights(output, step):
+    return load_file(checkpoint(output, step) / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """A run of eight steps with checkpoints at 4 and 8."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    tiny.train(1, "--output_dir", output, *BASE)
+    return output
+
+
+def half(whole, output):
+    """A run folder as it was after step 4, of the run in `whole`."""
+    shutil.copytree(checkpoint(whole, 4), checkpoint(output, 4))
+    return output
+
+
+# ---- Changed settings ----------------------------------------------------------------------------
+
+OTHER = {"lr_schedule": "cosine", "lr_scaling": "linear", "num_epochs": 2, "seed": 5}
+# Kernels of GPUs; torch.compile takes a minute; faults to order are no settings.
+NOT_SHOWN = {"deterministic", "compile", "task"}
+TINY = {"samples": 36, "held_out": 10, "dropout": 0.5, "seed": 1, "silent": 3}
+
+
+def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
+    """Every field that changes the result: it is refused, and accepted it shows in the numbers."""
+    program = "import json, start, train; c = train.Config(); "
+    program += "print(json.dumps([start.effects(train.Config), start.resolved(c)]))"
+    effects, defaults = json.loads(tiny.run("python", "-c", program).stdout)
+    fields = [n for n, effect in effects.items() if effect == "result" and "." not in n]
+    assert NOT_SHOWN < {*fields} and len(fields) > 15
+    config = yaml.safe_load((whole / "config.yaml").read_text())
+    cases = {}
+    for name in sorted({*fields} - NOT_SHOWN):
+        value = OTHER.get(name, config[name] * 2 if config[name] else 1)
+        if name in ("beta1", "beta2", "final_lr_share", "decay_share"):
+            value = config[name] / 2
+        cases[name] = [f"--{name}", value] + (["--max_steps", 0] if name == "num_epochs" else [])
+    cases |= {f"task.{name}": [f"--task.{name}", value] for name, value in TINY.items()}
+    flags = []
+    for name, changed in cases.items():
+        given = [w for w in changed if str(w).startswith("--")]
+        given += ["--decay_share"] if name == "lr_schedule" else []  # that another does not read
+        kept = [w for i in range(0, len(BASE), 2) if BASE[i] not in given for w in BASE[i : i + 2]]
+        flags.append([*kept, *changed, "--output_dir", half(whole, tmp_path / name)])
+    refused = tiny.forked([{"flags": [*each, "--check"]} for each in flags])
+    accepted = [{"flags": [*each, "--accept_changes"], "before": NO_PICTURE} for each in flags]
+    accepted = tiny.forked(accepted)
+    expected = [line for line in lines(whole, "step") if line["step"] > 4]
+    for name, (code, _, errors), (done, _, problem) in zip(cases, refused, accepted, strict=True):
+        assert code == 2 and f"{name}: " in errors + name and errors.count("\n") == 1, (
+            name,
+            errors,
+        )
+        assert done == 0, (name, problem)
+        output = tmp_path / name
+        event = lines(output, "event")[0]["changes"]
+        assert name in event or name.startswith("task."), (name, event)
+        keys = ("loss", "lr", "grad_norm", "eval_loss", "batch_hash")
+        mine, theirs = (
+            [[line.get(k) for k in keys] for line in each if "save_seconds" not in line]
+            for each in (lines(output, "step")[1:], expected)
+        )
+        assert mine != theirs, f"{name} was accepted and changed nothing"
+        if name.startswith(("beta", "weight", "max_grad", "learning", "lr_", "task.dropout")):
+            last = max(line["step"] for line in lines(output, "loss"))
+            pairs = zip(weights(output, last).values(), weights(whole, 8).values(), strict=True)
+            assert any((a != b).any() for a, b in pairs), name
+
+
+def test_compile_and_deterministic_count_as_changes(tiny, whole, tmp_path):
+    output = half(whole, tmp_path / "run")
+    cases = [["--compile"], ["--deterministic"]]
+    base = [*BASE, "--output_dir", output, "--check"]
+    for code, _, errors in tiny.forked([{"flags": [*base, *case]} for case in cases]):
+        assert code == 2 and "False -> True" in errors
+
+
+def test_settings_that_the_optimizer_has_restored_are_those_of_now(tiny, whole, tmp_path):
+    """Those that were not changed stay as restored: some optimizers keep a state among them."""
+    program = """
+import json, sys, types, torch, process
+path, = sys.argv[1:]
+def build(**settings):
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **settings)
+old = build(betas=(0.9, 0.99), weight_decay=0.1)
+before = json.loads(json.dumps(process.as_text(process.settings_of(old))))
+old.param_groups[0]["state_of_its_own"] = 7
+old.param_groups[0]["eps"] = 0.5  # changed while it trained
+state = old.state_dict()
+new = build(betas=(0.5, 0.99), weight_decay=0.2)
+settings = process.settings_of(new)
+accelerator = types.SimpleNamespace(scaler=None, load_state=lambda _: new.load_state_dict(state))
+process.load_checkpoint(accelerator, new, settings, path, {"optimizer": before})
+group = new.param_groups[0]
+assert group["betas"] == (0.5, 0.99) and group["weight_decay"] == 0.2, group
+assert group["state_of_its_own"] == 7 and group["eps"] == 0.5, group
+sgd = process.settings_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+try:
+    process.load_checkpoint(accelerator, new, sgd, path, {"optimizer": before})
+except ValueError as error:
+    assert "was trained with 'AdamW', and build_optimizer gives 'SGD'" in str(error)
+else:
+    raise SystemExit("another optimizer was accepted")
+"""
+    tiny.run("python", "-c", program, tmp_path)
+
+
+def test_shapes_are_never_accepted(tiny, whole, tmp_path):
+    """Neither those that the settings name nor those that only the weights show."""
+    output = half(whole, tmp_path / "run")
+    base = [*BASE, "--output_dir", output, "--accept_changes"]
+    other = "import task\nbuild = task.build_model\n"
+    other += "task.build_model = lambda cfg: (setattr(cfg, 'width', 16), build(cfg))[1]"
+    one_more = "import task, torch\nbuild = task.build_model\n"
+    one_more += "task.build_model = lambda cfg: build(cfg).append(torch.nn.Linear(4, 4))"
+    results = tiny.forked(
+        [
+            {"flags": [*base, "--task.width", 16]},
+            {"flags": base, "before": other},
+            {"flags": base, "before": one_more},
+        ]
+    )
+    said = ["task.width: 32 -> 16), which no flag makes fit"]
+    said += ["0.bias is (32,) in the checkpoint and (16,) in the model"]
+    said += ["4.bias is not there in the checkpoint and (4,) in the model"]
+    for (code, _, errors), line in zip(results, said, strict=True):
+        assert code == 2 and line in errors and errors.count("\n") == 1, errors
+        assert "--accept_changes" not in errors
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path, processes):
+    """32 samples were seen; steps of 6 go on from the 33rd, also through a second break."""
+    output = half(whole, tmp_path / "run")
+    flags = ["--output_dir", output, *BASE, "--global_batch_size", 6]
+    tiny.train(processes, *flags, "--accept_changes", "--save_every", 2)
+    assert [line["samples"] for line in lines(output, "loss")] == [38, 44, 50, 56]
+    program = """
+import data_order as d, sys
+ids = d.sample_ids(range(56), 37, 0)
+for step in range(4):
+    part = ids[32 + 6 * step: 38 + 6 * step]
+    print(f"{int(d.mix(part).sum()) % 2**64:016x}")
+"""
+    expected = tiny.run("python", "-c", program).stdout.split()
+    hashes = [line["batch_hash"] for line in lines(output, "loss")]
+    assert hashes == expected
+    manifest = json.loads((checkpoint(output, 8) / "manifest.json").read_text())
+    assert manifest["samples"] == 56
+    # The second break: no change is left to accept.
+    again = tmp_path / "again"
+    shutil.copytree(checkpoint(output, 6), checkpoint(again, 6))
+    flags[1] = again
+    tiny.train(processes, *flags)
+    assert [line["batch_hash"] for line in lines(again, "loss")] == expected[2:]
+    mine, theirs = ((checkpoint(o, 8) / "model.safetensors").read_bytes() for o in (again, output))
+    assert mine == theirs
+
+
+def test_epochs_count_samples_when_the_global_batch_changes(tiny, tmp_path):
+    """Two epochs of 37 samples: ten steps of 8, or four and then seven of 6."""
+    output, flags = tmp_path / "run", ["--max_steps", 0, "--num_epochs", 2, "--keep_checkpoints", 0]
+    tiny.train(1, "--output_dir", output, *flags)
+    assert lines(output, "loss")[-1]["step"] == 10
+    other = half(output, tmp_path / "other")
+    flags += ["--output_dir", other, "--global_batch_size", 6, "--accept_changes"]
+    tiny.train(1, *flags)
+    assert [line["step"] for line in lines(other, "loss")] == list(range(5, 12))
+    assert lines(other, "loss")[-1]["samples"] == 74
+
+
+def test_flags_of_one_occasion_are_not_settings(tiny, whole, tmp_path):
+    """A recipe made from a run accepts nothing by itself."""
+    output = half(whole, tmp_path / "run")
+    flags = ["--output_dir", output, *BASE, "--learning_rate", 0.02]
+    tiny.train(1, *flags, "--accept_changes", "--resume", "auto")
+    config = yaml.safe_load((output / "config.yaml").read_text())
+    manifest = json.loads((checkpoint(output, 8) / "manifest.json").read_text())
+    for saved in (config, manifest["config"]):
+        assert not {"accept_changes", "check", "eval_only", "resume", "config_file"} & {*saved}
+        assert saved["learning_rate"] == 0.02
+    again = half(whole, tmp_path / "again")
+    flags = ["--config", output / "config.yaml", "--output_dir", again]
+    assert "learning_rate: 0.01 -> 0.02" in tiny.train(1, *flags, codes=[2])
+
+
+# ---- Finished runs -------------------------------------------------------------------------------
+
+
+def test_a_finished_run_without_its_checkpoints_does_not_train_again(tiny, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "checkpoints")
+    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
+    base = ["--output_dir", output, *BASE]
+    assert "is finished: its checkpoints are gone" in tiny.train(1, *base)
+    for more in (["--seed", 3], ["--max_steps", 9], ["--task.dropout", 0.1]):
+        printed = tiny.train(1, *base, *more, codes=[2]) if more[0] != "--max_steps" else ""
+        printed = printed or tiny.train(1, *base[:2], *more, codes=[2])
+        assert "holds a finished run, whose checkpoints are gone" in printed
+    assert "is finished" in tiny.train(1, *base, "--log_every", 2)  # another result it is not
+    after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
+    assert before == after
+    (output / "status.json").unlink()  # nor where only the model is left
+    assert "holds a finished run" in tiny.train(1, *base, codes=[2])
+    assert (output / "model" / "weights.pt").read_bytes() == before[output / "model" / "weights.pt"]
+
+
+def test_a_finished_run_that_lost_its_model_exports_it_again(tiny, whole, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "model")
+    tiny.train(1, "--output_dir", output, *BASE)
+    mine, theirs = ((each / "model" / "weights.pt").read_bytes() for each in (output, whole))
+    assert mine == theirs and status(output)["state"] == "finished"
+
+
+def test_what_a_finished_run_leaves_is_on_the_disk_before_it_says_so(tiny, tmp_path):
+    """Every file of model/, metrics.jsonl and status.json itself are flushed, in this order."""
+    program = """
+import os, sys
+flushed, sync = [], os.fsync
+def fsync(handle):
+    flushed.append(os.readlink(f"/proc/self/fd/{handle}"))
+    sync(handle)
+os.fsync = fsync
+sys.argv = ["train.py", *sys.argv[1:]]
+import train
+train.process.leave = lambda code: print("\\n".join(["flushed", *flushed]))
+train.process.run(train.main, train.prepare)
+"""
+    output = tmp_path / "run"
+    printed = tiny.run("python", "-c", program, "--output_dir", output, *BASE).stdout
+    flushed = [
+        each.replace(str(output) + "/", "") for each in printed.split("flushed\n")[1].split()
+    ]
+    last = len(flushed) - 1 - flushed[::-1].index(".status.json.partial")
+    for name in ("metrics.jsonl", ".model.partial/weights.pt", ".model.partial/README.md"):
+        assert name in flushed[:last], (name, flushed)
+    assert flushed[last - 1 : last + 2][0] != ".status.json.partial"
+    assert str(output) in flushed[last:]
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tiny, tmp_path):
+    output = tmp_path / "run"
+    printed = tiny.train(1, "--output_dir", output, *BASE, "--task.fail_report")
+    assert "no report: TypeError: no picture of this" in printed
+    assert status(output)["state"] == "finished" and (output / "model" / "weights.pt").exists()
+
+
+# ---- The run folder ------------------------------------------------------------------------------
+
+VALUES = ["", "[]", "null", "3", '"text"', "{}", "[" * 100_000, '{"state": 3, "pid": []}', "\xff"]
+NAMES = ["status.json", "wandb_run_id", "metrics.jsonl", "config.yaml", "lock"]
+
+
+def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
+    cases = []
+    for i, value in enumerate(VALUES):
+        output = half(whole, tmp_path / str(i))
+        for name in NAMES:
+            (output / name).write_bytes(value.encode("latin-1"))
+        cases.append({"flags": [*BASE, "--output_dir", output], "before": NO_PICTURE})
+    cases[0]["before"] = ""
+    for i, (code, _, errors) in enumerate(tiny.forked(cases)):
+        assert code == 0, (VALUES[i][:30], errors)
+        mine, theirs = weights(tmp_path / str(i), 8), weights(whole, 8)
+        assert all((mine[name] == theirs[name]).all() for name in theirs)
+        assert status(tmp_path / str(i))["state"] == "finished"
+        assert [line["step"] for line in lines(tmp_path / str(i), "loss")] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_is_no_file_is_refused_in_one_line(tiny, whole, tmp_path, kind):
+    """A pipe would be waited for, for ever."""
+    cases = []
+    for name in [*NAMES, "checkpoints", "model"]:
+        output = tmp_path / name
+        output.mkdir()
+        make = os.mkfifo if kind == "pipe" else os.mkdir
+        if kind == "folder" and name in ("checkpoints", "model"):
+            (output / name).write_text("a file")
+        else:
+            make(output / name)
+        cases.append({"flags": [*BASE, "--output_dir", output]})
+    for case, (code, printed, errors) in zip(cases, tiny.forked(cases), strict=True):
+        assert code == 2 and printed == "" and errors.count("\n") == 1, errors
+        assert "move it away" in errors
+        assert len(list(case["flags"][-1].iterdir())) == 1
+
+
+def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
+    """Nor does a check; a folder that was there stays."""
+    (tmp_path / "there").mkdir()
+    mistakes = [["--task.fail_where", "prepare_data", "--task.fail_rank", 0], ["--resume", "none"]]
+    mistakes += [["--eval_only"], ["--check"], ["--task.samples", 0], ["--tracker", "mlflow"]]
+    flags = [["--output_dir", tmp_path / name, *m] for m in mistakes for name in ("a/b/c", "there")]
+    for code, _, _ in tiny.forked([{"flags": each} for each in flags]):
+        assert code in (0, 2)
+    assert [p.name for p in tmp_path.rglob("*")] == ["there"]
+
+
+@pytest.mark.parametrize("when", ["in the middle", "at the end"])
+def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(tiny, tmp_path, when):
+    output, flags = tmp_path / "run", ["--task.row_seconds", 0.003, "--eval_every", 0]
+    every = 20 if when == "in the middle" else 0
+    (run,) = tiny.start(1, "--output_dir", output, "--max_steps", 60, "--save_every", every, *flags)
+    wait_until(lambda: trained(output, 3), run)
+    shutil.rmtree(output)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1 and errors.count("\n") == 1 and not output.exists()
+    assert f"train.py: {output}: the run folder was removed" in errors
+
+
+def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, tmp_path):
+    """Also while that run has not yet a status of its own, and one of a run before is there."""
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "status.json").write_text('{"state": "finished", "pid": 1}')
+    (run,) = tiny.start(1, "--output_dir", output, "--task.prepare_seconds", 60)
+    wait_until(lambda: (output / "lock").exists() and (output / "lock").stat().st_size, run)
+    printed = tiny.train(1, "--output_dir", output, codes=[2])
+    assert f"is in use by process {run.pid} on " in printed and f"`kill {run.pid}` saves" in printed
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=30) == 75
+
+
+def test_a_killed_launcher_leaves_a_run_that_its_restart_names(tiny, tmp_path):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--max_steps", 10_000, "--task.row_seconds", 0.03]
+    launcher = tiny.launch("launch.py", "cpu", *flags)
+    wait_until(lambda: trained(output, 3), launcher)
+    launcher.kill()
+    again = tiny.launch("launch.py", "cpu", *flags)
+    printed = again.communicate(timeout=60)[0]
+    pid = status(output)["pid"]
+    assert again.returncode == 2 and f"is in use by process {pid} on " in printed
+    os.kill(pid, signal.SIGTERM)  # as the line says
+    deadline = time.monotonic() + 30
+    while status(output)["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert status(output)["exit_code"] == 75
+
+
+def test_the_line_of_another_process_is_not_contradicted(tiny, tmp_path):
+    """The main process is stopped beyond the time-out, told to end, and wakes up again."""
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--max_steps", 100_000, "--timeout", 12, "--save_every", 0]
+    runs = tiny.start(2, *flags, "--task.row_seconds", 0.003)
+    try:
+        wait_until(lambda: trained(output, 3), runs[0])
+        runs[0].send_signal(signal.SIGSTOP)
+        second = runs[1].communicate(timeout=60)
+        runs[0].send_signal(signal.SIGTERM)
+        runs[0].send_signal(signal.SIGCONT)
+        first = runs[0].communicate(timeout=60)
+    finally:
+        for run in runs:
+            run.kill()
+    errors = second[1] + first[1]
+    assert errors.count("train.py: ") == 1 and "no answer from process 0" in errors, errors
+    assert "Traceback" not in errors and runs[0].returncode == runs[1].returncode == 1
+    assert "no answer from process 0" in status(output)["reason"]
+
+
+# ---- Output that cannot be written ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["> /dev/full", ">&-", "2>&-", "> /dev/full 2>&1", "| head -1"])
+def test_a_run_outlives_its_output(tiny, tmp_path, where):
+    """Also `head -1` while the data is prepared, whose print finds nobody there."""
+    program = "import time, task\nold = task.prepare_data\n"
+    program += (
+        "def prepare(cfg):\n    print('preparing'); time.sleep(0.3); print('prepared'); old(cfg)\n"
+    )
+    program += (
+        "task.prepare_data = prepare\nimport sys, train\nsys.argv = ['train.py', *sys.argv[1:]]\n"
+    )
+    program += "train.process.run(train.main, train.prepare)\n"
+    (tmp_path / "program.py").write_text(program)
+    flags = ["--output_dir", tmp_path / "run", *BASE]
+    shell = f'python {tmp_path / "program.py"} "$@" {where}; exit ${{PIPESTATUS[0]}}'
+    result = tiny.run("bash", "-c", shell, "bash", *flags, check=False, PYTHONPATH=str(tiny.path))
+    assert result.returncode == 0 and "Traceback" not in result.stderr
+    assert status(tmp_path / "run")["state"] == "finished"
+
+
+def test_names_that_the_terminal_cannot_show(tiny, tmp_path):
+    """Without UTF-8 they are escaped; a name that is not UTF-8 itself is refused."""
+    output = tmp_path / "größe"
+    printed = tiny.train(1, "--output_dir", output, *BASE, PYTHONIOENCODING="ascii")
+    assert "gr\\xf6\\xdfe" in printed and (output / "curves.png").exists()
+    (code, _, errors), *_ = tiny.forked([{"flags": ["--output_dir", tmp_path / "a\n\u202eb"]}])
+    assert code == 2 and "a \\u202eb, which a terminal cannot show" in errors
+    for flags in (["--output_dir", b"runs/caf\xe9"], ["--project", b"caf\xe9"]):
+        result = tiny.run(
+            "bash", "-c", 'python train.py "$@"', "bash", *map(os.fsdecode, flags), check=False
+        )
+        assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+        assert "UTF-8" in result.stderr
+
+
+def test_a_line_is_one_line_whatever_is_in_it(tiny, tmp_path):
+    """Line breaks, escape sequences, marks that turn text round, ten thousand characters."""
+    evil = "a\nb\x1b[31m\u202e" + "x" * 10_000
+    before = f"import task\ndef fail(cfg): raise ValueError({evil!r})\ntask.prepare_data = fail"
+    case = {"flags": ["--output_dir", tmp_path / "run"], "before": before}
+    ((code, _, errors),) = tiny.forked([case])
+    assert code == 2 and errors.count("\n") == 1 and len(errors) < 1200
+    assert "a b\\x1b[31m\\u202e" in errors
