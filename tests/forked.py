@@ -17,7 +17,7 @@ def run(case):
         if child == 0:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+            sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))
             os.environ.update(case.get("env", {}))
             sys.argv = ["train.py", *case["flags"]]
             code = 1

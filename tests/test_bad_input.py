@@ -3,12 +3,16 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from conftest import ROOT, SOURCE
+from conftest import ROOT, SOURCE, load_task
 
+command_line = load_task("command_line")
 CPU = "configs/accelerate/cpu.yaml"
 
 
@@ -56,12 +60,83 @@ CASES = {
     "fraction for a number": (["--max_steps", "2.5"], "max_steps"),
     "float notation for a number": (["--max_steps", "1e3"], "max_steps"),
     "word for true or false": (["--compile", "perhaps"], "compile"),
-    "list for a number in a recipe": (recipe("seed: [1]\n"), "seed"),
+    "list for a number in a recipe": (recipe("seed: [1]\n"), "seed: expected a whole number"),
+    "mapping for a number in a recipe": (recipe("seed: {a: 1}\n"), "got a mapping"),
+    "nothing for a number in a recipe": (recipe("seed:\n"), "got nothing"),
+    "nothing for text in a recipe": (recipe("project: null\n"), "expected text; got nothing"),
+    "empty text for a number": (["--seed="], "seed: expected a whole number, at least 0; got ''"),
+    "truth for a number": (["--seed", "true"], "got 'true'"),
+    "whole number with a point": (["--seed", "1.0"], "seed: expected a whole number"),
+    "underscores in a number": (["--seed", "1_000"], "got '1_000'"),
+    "minutes and seconds for a number": (["--max_steps", "1:30"], "got '1:30'"),
+    "hexadecimal number": (recipe("seed: 0x10\n"), "got '0x10'"),
+    "digits of another script": (["--seed", "\u0663"], "seed: expected a whole number"),
+    "number of 10,000 digits": (recipe(f"seed: {'9' * 10_000}\n"), "give a number below 2**63"),
+    "fraction of 400 digits": (["--learning_rate", "9" * 400], "float32 holds"),
+    "more than float32 holds": (["--max_grad_norm", "1e39"], "float32 holds, up to 3.4e38"),
+    "more than float32 holds in the task": (["--task.dropout", "1e39"], "task.dropout: give"),
+    "flag twice": (["--seed", "1", "--seed=1"], "--seed is given twice"),
+    "switch twice": (["--compile", "--compile"], "--compile is given twice"),
+    "recipe twice": (["--config", CPU, "--config", CPU], "--config is given twice"),
+    "flag for a section": (["--task", "task.yaml"], "give them one by one, as --task."),
+    "JSON for a section": (["--task", '{"data": "a", "data": "b"}'], "give them one by one"),
+    "duplicate in a flow": (recipe("task: {data: a, data: b}\n"), "data is given twice"),
+    "duplicate in JSON": (recipe('{"seed": 1, "seed": 2}'), "seed is given twice"),
+    "dotted beside nested": (
+        recipe("task.data: a\ntask:\n  data: b\n"),
+        "task.data is given twice, in line 1 and line 3",
+    ),
+    "section that is a list": (recipe("task: [1]\n"), "task: expected lines of the form"),
+    "section that is text": (recipe("task: text\n"), "task: expected lines of the form"),
+    "key that is a list": (recipe("? [a, b]\n: 1\n"), "line 1: a key is a name"),
+    "key that is a mapping": (recipe("seed: 1\n? {a: b}\n: 1\n"), "line 2: a key is a name"),
+    "key that is a number": (recipe("1: 2\n"), "there is no field 1"),
+    "key that is null": (recipe("task: {null: 3}\n"), "there is no field task.null"),
+    "key that is true": (recipe("yes: 1\n"), "there is no field yes"),
+    "key that is empty": (recipe("'': 1\n"), "there is no field without a name"),
+    "merge key": (recipe("<<: {seed: 1}\n"), "line 1: a key is a name, and not <<"),
+    "two documents": (recipe("seed: 1\n---\nseed: 2\n"), "line 2: found another document"),
+    "tag of Python": (recipe("seed: !!python/name:os.system\n"), "line 1: there is the tag"),
+    "binary tag": (recipe("project: !!binary aGk=\n"), "line 1: there is the tag"),
+    "set": (recipe("task: !!set {data}\n"), "line 1: there is the tag"),
+    "date for a number": (recipe("seed: 2024-13-45\n"), "got '2024-13-45'"),
+    "anchor": (recipe("seed: &a 1\nmax_steps: *a\n"), "line 1: there is & or *"),
+    "aliases that multiply": (
+        recipe("a: &a [x, x]\n" + "".join(f"{c}: &{c} [*a, *a]\n" for c in "bcdefghij")),
+        "line 1: there is & or *",
+    ),
+    "deep nesting": (recipe("seed: " + "[" * 5000), "more than 20 lists or mappings"),
+    "deep blocks": (recipe("- " * 5000), "more than 20 lists or mappings"),
+    "large recipe": (recipe("seed: 1\n" + "# much\n" * 20_000), "more than 100,000 bytes"),
+    "endless recipe": (["--config", "/dev/zero"], "/dev/zero: this is a pipe or a device"),
+    "recipe with a NUL": (recipe("seed: \0\n"), "bad.yaml: unacceptable character #x0000"),
+    "text with a NUL": (recipe('output_dir: "a\\0b"\n'), "output_dir: expected UTF-8 without NUL"),
+    "half of a surrogate pair": (recipe('project: "\\ud800"\n'), "expected UTF-8 without NUL"),
+    "long path of a recipe": (["--config", "x" * 5000], "File name too long"),
+    "recipe in a recipe": (recipe("config: other.yaml\n"), "give it as a flag, --config"),
+    "accept_changes in a recipe": (recipe("accept_changes: false\n"), "flag, --accept_changes"),
+    "check in a recipe": (recipe("check: true\n"), "give it as a flag, --check"),
+    "eval_only in a recipe": (recipe("eval_only: true\n"), "give it as a flag, --eval_only"),
+    "config_file in a recipe": (recipe("config_file: x\n"), "give it as a flag, --config_file"),
+    "unread flag": (["--decay_share", "0.5"], "with lr_schedule cosine nothing reads it"),
+    "unread field": (recipe("reference_batch_size: 8\n"), "with lr_scaling none nothing reads it"),
+    "unread end of the schedule": (
+        ["--lr_schedule", "constant", "--final_lr_share", "0"],
+        "with lr_schedule constant nothing reads it",
+    ),
     "NaN": (["--learning_rate", "nan"], "learning_rate"),
     "infinity": (["--learning_rate", "inf"], "learning_rate"),
     "NaN in the task": (["--task.dropout", "nan"], "task.dropout"),
     "negative learning rate": (["--learning_rate", "-1"], "learning_rate"),
     "share above one": (["--beta2", "1.5"], "beta2"),
+    "decay rate of one": (["--beta1", "1"], "beta1: expected a number from 0 to 0.9999999"),
+    "decay rate of one in float32": (["--beta2", "0.99999999"], "beta2: expected a number from"),
+    "time-out beyond a year": (["--timeout", "31536001"], "from 1 to 31,536,000; got"),
+    "huge batch": (["--global_batch_size", str(10**12)], "from 1 to 10,000,000; got"),
+    "huge micro-batch": (["--micro_batch_size", str(10**12)], "from 1 to 10,000,000; got"),
+    "many workers": (["--num_workers", "100000"], "from 0 to 256; got"),
+    "steps beyond 2**63": (["--max_steps", str(2**63)], "give a number below 2**63"),
+    "task's number beyond 2**63": (["--task.num_layers", str(-(2**63))], "below 2**63"),
     "zero batch": (["--global_batch_size", "0"], "global_batch_size"),
     "seed too large": (["--seed", str(2**63)], "give a number below 2**63"),
     "unknown schedule": (["--lr_schedule", "cosin"], "expected one of 'cosine', 'linear'"),
@@ -102,6 +177,46 @@ CASES = {
         "no key num_process; did you mean num_processes?",
     ),
     "YAML with a duplicate key": (hardware(NO_GPU + "num_processes: 2\n"), "is given twice"),
+    "YAML with a key that is a number": (hardware(NO_GPU + "1: 2\n"), "there is no key 1"),
+    "YAML with a key that is a list": (hardware(NO_GPU + "? [1]\n: 2\n"), "a key is a name"),
+    "YAML with aliases": (hardware("a: [&a [1], *a]\n"), "line 1: there is & or *"),
+    "YAML with deep nesting": (hardware("[" * 5000), "more than 20 lists or mappings"),
+    "YAML with a tag": (hardware(NO_GPU + "debug: !!bool true\n"), "there is the tag"),
+    "YAML with a date that is none": (hardware(NO_GPU + "debug: 2024-13-45\n"), "month must be"),
+    "YAML with a number of 10,000 digits": (
+        hardware(NO_GPU + f"machine_rank: {'9' * 10_000}\n"),
+        "a number or a date that none can be",
+    ),
+    "YAML with a number for text": (hardware(NO_GPU + "gpu_ids: 1\n"), "give text, in quotes"),
+    "YAML with text for a mapping": (hardware(NO_GPU + "fsdp_config: x\n"), "give a mapping"),
+    "YAML with a word for a port": (hardware(NO_GPU + "main_process_port: x\n"), "whole number"),
+    "YAML for the cloud": (
+        hardware(NO_GPU + "compute_environment: AMAZON_SAGEMAKER\n"),
+        "compute_environment must be LOCAL_MACHINE",
+    ),
+    "YAML without num_processes": (
+        hardware("distributed_type: MULTI_GPU\ngpu_ids: '-1,-1'\n"),
+        "num_processes is missing; give a number",
+    ),
+    "machines that cannot share the processes": (
+        hardware("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n"),
+        "num_processes is 3; give a number that the machines, 2, can share",
+    ),
+    "YAML without an end": (["--config_file", "/dev/zero"], "this is a pipe or a device"),
+    **{
+        f"launcher's {name} {number!r}": (
+            with_env(["--config_file", CPU], **{f"LAUNCH_{name}": number}),
+            f"is {number}; give a whole number from 1",
+        )
+        for name, number in [
+            ("PROCESSES", "0"),
+            ("PROCESSES", "abc"),
+            ("PROCESSES", "-1"),
+            ("PROCESSES", "1e3"),
+            ("MACHINES", "0"),
+            ("MACHINES", "\u0663"),
+        ]
+    },
     "YAML without a type": (hardware("num_processes: 1\n"), "distributed_type"),
     "YAML with an unknown type": (hardware("distributed_type: DDP\n"), "DDP"),
     "YAML with NO for a type": (hardware("distributed_type: NO\n"), "write 'NO' in quotes"),
@@ -135,12 +250,12 @@ def parts(case):
 
 @pytest.fixture(scope="module")
 def answers(project, tmp_path_factory):
-    """Exit code, stdout and stderr of each case, checked and, where no YAML is in it, trained."""
+    """Exit codes, stdouts and stderrs of each case: checked and, without a YAML, trained."""
     path = tmp_path_factory.mktemp("bad") / "project"
     shutil.copytree(project.path, path)
     bad = type(project)(path)
-    cases = []
-    for i, (case, _) in enumerate(CASES.values()):
+    cases, names = [], []
+    for i, (name, (case, _)) in enumerate(CASES.items()):
         flags, files, env = parts(case)
         write = [f"from pathlib import Path\nPath({n!r}).write_bytes({c!r})" for n, c in (
             (name, content if isinstance(content, bytes) else content.encode())
@@ -152,13 +267,17 @@ def answers(project, tmp_path_factory):
         flags += [] if "--tracker" in flags else ["--tracker", "none"]
         flags += [] if "--output_dir" in flags else ["--output_dir", f"runs/{i}"]
         each = {"before": "\n".join(write), "env": {"HOME": str(path), **env}}
-        cases += [{**each, "flags": [*flags, "--check"]}, {**each, "flags": flags}]
-    results = bad.forked(cases)
-    return dict(zip(CASES, zip(results[::2], results[1::2], strict=True), strict=True))
+        ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
+        cases += [{**each, "flags": [*flags, *way]} for way in ways]
+        names += [name] * len(ways)
+    found = {name: [] for name in CASES}
+    for name, result in zip(names, bad.forked(cases), strict=True):
+        found[name].append(result)
+    return found
 
 
 def test_there_are_enough_cases():
-    assert len(CASES) >= 60
+    assert len(CASES) >= 140
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,12 +291,175 @@ def test_bad_input_is_one_line(answers, name):
         assert printed == []
 
 
+# What a module is named by, wherever a recipe or a flag can name anything.
+IMPORTS = {
+    "class_path": recipe("task: {class_path: spy.Spy}\n"),
+    "class_path with init_args": recipe("task:\n  class_path: spy.Spy\n  init_args: {data: a}\n"),
+    "class alone": recipe("task: spy.Spy\n"),
+    "dotted class_path": recipe("task.class_path: spy.Spy\n"),
+    "class_path of all": recipe("class_path: spy.Spy\ninit_args: {}\n"),
+    "class_path in text": recipe("task:\n  data: {class_path: spy.Spy}\n"),
+    "class_path for a number": recipe("seed: {class_path: spy.Spy}\n"),
+    "class_path for truth": recipe("compile: {class_path: spy.Spy}\n"),
+    "class_path for a choice": recipe("tracker: [{class_path: spy.Spy}]\n"),
+    "tag": recipe("task: !!python/object/apply:spy.Spy []\n"),
+    "tag in the hardware": hardware("debug: !!python/object/apply:spy.Spy []\n"),
+    "flag": ["--task", "spy.Spy"],
+    "flag with JSON": ["--task", '{"class_path": "spy.Spy"}'],
+    "flag of class_path": ["--task.class_path", "spy.Spy"],
+    "flag of init_args": ["--task", "spy.Spy", "--task.init_args.data", "a"],
+    "flag of help": ["--task.help", "spy.Spy"],
+    "flag of help with =": ["--task.help=spy.Spy"],
+    "flag for a number": ["--seed", '{"class_path": "spy.Spy"}'],
+    "flag for a choice": ["--lr_schedule", "spy.Spy"],
+}
+
+
+def test_nothing_that_is_given_is_imported(tiny, tmp_path):
+    """A module that leaves a file behind leaves none, checked or trained."""
+    left = tmp_path / "left"
+    names, cases = [], []
+    for name, case in IMPORTS.items():
+        flags, files, _ = parts(case)
+        before = "import os, sys\nfrom pathlib import Path\n"
+        before += f"os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(tmp_path)!r})\n"
+        before += "".join(f"Path({n!r}).write_text({text!r})\n" for n, text in files.items())
+        flags = flags if files else [*flags, "--config", "empty.yaml"]
+        flags = [*flags, "--config", "empty.yaml"] if "--config_file" in flags else flags
+        for way in ([], ["--check"]):
+            names.append(name)
+            cases.append({"flags": [*flags, "--output_dir", "run", *way], "before": before})
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "spy.py").write_text(f"open({str(left)!r}, 'w')\nclass Spy:\n    pass\n")
+    for name, (code, printed, errors) in zip(names, tiny.forked(cases), strict=True):
+        assert code == 2 and printed == "" and errors.count("\n") == 1, (name, printed, errors)
+    assert not left.exists() and not (tmp_path / "run").exists()
+
+
+@dataclass
+class Own:
+    """Fields of an owner's task, of types that the shipped ones do not have."""
+
+    hidden: list[int] = field(default_factory=lambda: [64])
+    name: str | None = "a"
+    depth: int | Literal["auto"] = "auto"
+    scale: tuple[float, float] = (0.0, 1.0)
+    weights: dict[str, float] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+    extra: Any = None
+    kind: type = int
+    flag: bool = False
+
+
+@dataclass
+class Outer:
+    own: Own = field(default_factory=lambda: Own(depth=3))
+
+
+def parsed(tmp_path, text="", *flags):
+    (tmp_path / "own.yaml").write_text(text)
+    arguments = ["--config", str(tmp_path / "own.yaml"), *flags]
+    return command_line.parse(Outer, arguments, "")[0].own
+
+
+GIVEN = {  # a field: what is written, and what it is
+    "hidden": ("[1, 2]", [1, 2]),
+    "name": ("null", None),
+    "depth": ("auto", "auto"),
+    "scale": ("[1, 2.5]", (1.0, 2.5)),
+    "weights": ('{"a": 1e3}', {"a": 1000.0}),
+    "tags": ("[yes, 007, 2024-01-01]", ["yes", "007", "2024-01-01"]),
+    "extra": ("{class_path: [os.system, 1]}", {"class_path": ["os.system", 1]}),
+    "flag": ("true", True),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_fields_of_other_types(tmp_path, name):
+    """A flag means what the same text means in a recipe; nothing else is changed."""
+    text, value = GIVEN[name]
+    expected = Own(**{"depth": 3, name: value})
+    assert parsed(tmp_path, f"own: {{{name}: {text}}}") == expected
+    assert parsed(tmp_path, f"own.{name}: {text}") == expected
+    assert parsed(tmp_path, "", f"--own.{name}", text) == expected
+    assert parsed(tmp_path, "own:", f"--own.{name}={text}") == expected
+
+
+BOMB = "[&a [1, 1], &b [*a, *a], &c [*b, *b]]"
+REFUSED = [
+    ("hidden", BOMB, "there is & or *"),
+    ("hidden", f"['{BOMB}']", "expected a whole number; got '[&a"),
+    ("extra", BOMB, "there is & or *"),
+    ("weights", "{a: 1, a: 2}", "a is given twice"),
+    ("weights", "{a: {b: 1}}", "expected a number; got a mapping"),
+    ("hidden", "[1, 2.5]", "expected a whole number; got '2.5'"),
+    ("hidden", "[" * 5000, "more than 20 lists"),
+    ("hidden", "3", "expected a list; got '3'"),
+    ("scale", "[1]", "expected a list of 2; got a list"),
+    ("depth", "deep", "expected a whole number or one of 'auto'; got 'deep'"),
+    ("extra", "!!python/name:os.system", "there is the tag"),
+    ("kind", "os.system", "can be set in the code alone; got 'os.system'"),
+]
+
+
+@pytest.mark.parametrize("name, text, said", REFUSED)
+def test_fields_of_other_types_with_wrong_values(tmp_path, name, text, said):
+    for arguments in ([f"own.{name}: {text}"], ["", f"--own.{name}", text]):
+        with pytest.raises(ValueError) as error:
+            parsed(tmp_path, *arguments)
+        assert said in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_pipe_is_no_recipe(tmp_path):
+    """It may never begin."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="this is a pipe or a device; give a file"):
+        command_line.parse(Outer, ["--config", str(tmp_path / "pipe")], "")
+    with pytest.raises(ValueError, match="this is a pipe or a device; give a file"):
+        command_line.read_hardware(tmp_path / "pipe")
+
+
+@dataclass
+class Schedule:
+    lr_schedule: str = "cosine"
+    decay_share: float = 0.2
+    check: bool = field(default=False, metadata={"saved": False})
+
+
+WSD, COSINE = "lr_schedule: wsd\ndecay_share: 0.5\n", "lr_schedule: cosine\ndecay_share: 0.5\n"
+
+
+@pytest.mark.parametrize(
+    "text, flags, fine",
+    [
+        (WSD, [], True),
+        (WSD, ["--lr_schedule", "linear"], True),  # the recipe can stay as it is
+        (COSINE, [], True),  # it names all fields, as the config.yaml of a run does
+        (COSINE, ["--decay_share", "0.1"], False),
+        (COSINE, ["--lr_schedule", "wsd", "--decay_share", "0.1"], True),
+        ("decay_share: 0.5\n", [], False),
+        ("decay_share: 0.5\n", ["--lr_schedule", "wsd"], True),
+        ("", ["--decay_share", "0.2"], False),
+    ],
+)
+def test_fields_that_nothing_reads(tmp_path, text, flags, fine):
+    (tmp_path / "mine.yaml").write_text(text)
+    with nullcontext() if fine else pytest.raises(ValueError, match="decay_share is given, but"):
+        command_line.parse(Schedule, ["--config", str(tmp_path / "mine.yaml"), *flags], "")
+
+
+def test_help_names_every_flag_and_no_other(project):
+    printed = project.run("python", "train.py", "--help")
+    assert printed.stderr == "" and "\n  --config CONFIG " in printed.stdout
+    assert "\n  --task.data DATA " in printed.stdout and "--task " not in printed.stdout
+
+
 def test_good_input_is_one_line_too_and_a_check_trains_nothing(project, tmp_path):
     flags = ["--output_dir", tmp_path / "run", "--tracker", "none"]
     checked = project.run("python", "train.py", *flags, "--check", "--config_file", CPU)
     assert checked.stderr == "" and checked.stdout.endswith("\n")
     assert "starts from the beginning; 400 steps" in checked.stdout.splitlines()[-1]
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["lock"]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
@@ -198,13 +480,17 @@ def test_checkpoints_in_the_way(tiny, tmp_path):
     whole = manifest.read_text()
     base = ["--output_dir", output, "--max_steps", 4]
 
+    def saved():  # the lock says who was there last
+        files = [p for p in output.rglob("*") if p.is_file() and p.name != "lock"]
+        return {p: p.read_bytes() for p in files}
+
     def refused(said, text, *flags):
         manifest.write_text(text)
-        before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+        before = saved()
         for more in ([], ["--check"]):
             ((code, printed, errors),) = tiny.forked([{"flags": [*base, *flags, *more]}])
             assert code == 2 and errors.count("\n") == 1 and said in errors and printed == ""
-        assert before == {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+        assert before == saved()
 
     refused("holds checkpoints and resume is never", whole, "--resume", "never")
     refused("no checkpoint in ", whole[:-20])

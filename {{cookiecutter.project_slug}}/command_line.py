@@ -1,125 +1,402 @@
 """A dataclass from a recipe and flags, strictly: every mistake is one line that says what to write.
 
-Parsing itself is jsonargparse's; this file only joins recipe and flags, refuses a YAML key that is
-given twice, and turns long error messages into short ones. For `--check` it also reads the YAML of
-the hardware, which accelerate's launcher reads otherwise.
+Only fields can be given, and a value is read as the type of its field says. jsonargparse prints the
+help and has the types of numbers. It does not read values: in them it looks for names of classes,
+which it imports, and for YAML, whose aliases multiply. For `--check` this file also reads the YAML
+of the hardware, which accelerate's launcher reads otherwise.
 """
 
 import argparse
 import dataclasses
 import difflib
-import math
+import functools
 import os
 import re
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import PrecisionType
-from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse.typing import restricted_number_type
+
+from tracking import one_line
+
+RECIPE = "configs/train/default.yaml"  # without --config
+LARGEST_FILE = 100_000  # bytes, for which PyYAML takes a second
+DEEPEST = 20  # lists and mappings inside each other
+NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "merge"))
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """PyYAML's safe loader, except that of a key given twice the last one does not win silently."""
+# ---- YAML ----------------------------------------------------------------------------------------
 
-    def construct_mapping(self, node, deep=False):
-        lines = {}
+
+class Strict(yaml.SafeLoader):
+    """PyYAML's safe loader for YAML that is what it looks like.
+
+    Of a key given twice the last one does not win silently. What can grow beyond its text, or is
+    meant for programs, is refused: anchors and aliases, tags, merge keys, deep nesting.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        if getattr(event, "anchor", None):
+            raise ValueError(f"line {line}: there is & or *; quote it, or write the value itself")
+        if getattr(event, "tag", None):
+            raise ValueError(
+                f"line {line}: there is the tag {event.tag}; quote it, or leave it out"
+            )
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise ValueError(f"line {line}: more than {DEEPEST} lists or mappings in each other")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor):
+        node, lines = super().compose_mapping_node(anchor), {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                raise ValueError(f"line {line}: a key is a name, and not <<, a list or a mapping")
             if key.value in lines:
                 first = lines[key.value]
                 raise ValueError(f"{key.value} is given twice, in line {first} and line {line}")
             lines[key.value] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
-def parse(config_class: type, arguments: list[str], usage: str) -> tuple[object, Path]:
+def compose(text: str) -> yaml.Node:
+    """YAML as PyYAML's nodes, which have lines; raises ValueError."""
+    try:
+        return yaml.compose(text, Strict) or yaml.ScalarNode(NULL, "")
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def plain(node: yaml.Node) -> Any:
+    """What YAML takes a node for; raises ValueError for a month 13, and such."""
+    try:
+        return yaml.SafeLoader("").construct_document(node)
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        raise ValueError(f"there is a number or a date that none can be: {error}") from None
+
+
+def read(path: Path) -> str:
+    """The text of a small file; raises OSError, or ValueError for any other."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # it may never end, or never begin
+        raise ValueError("this is a pipe or a device; give a file")
+    with open(path, "rb") as file:
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"the file has more than {LARGEST_FILE:,} bytes; give a YAML of fields")
+    return content.decode()
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+# Tensors hold integers below 2**63, and optimizers take their numbers as float32.
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
+
+
+def numbers(name: str, base: type, first: float, last: float) -> Any:
+    """The type of numbers from `first` to `last`."""
+    text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
+    return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
+
+
+BatchSize = numbers("BatchSize", int, 1, 10_000_000)
+Workers = numbers("Workers", int, 0, 256)
+Seconds = numbers("Seconds", int, 1, 31_536_000)  # a year
+DecayRate = numbers("DecayRate", float, 0, 0.9999999)  # what is nearer to 1 may be 1 in float32
+# How jsonargparse's own types of numbers read in an error.
+WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ": "a number, "}
+WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
+
+
+def convert(kind: Any, node: yaml.Node) -> Any:
+    """The value of a field of this type; raises ValueError that says what was expected.
+
+    The type decides what a value is, and not YAML: in a field of text, 007 and yes are text.
+    """
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
+    if len(members(kind)) > 1:
+        for each in members(kind):
+            with suppress(ValueError):  # the next may fit
+                return convert(each, node)
+    elif kind is NoneType and node.tag == NULL:
+        return None
+    elif kind in (Any, list, dict):
+        value = plain(node)
+        if kind is Any or isinstance(value, kind):
+            return value
+    elif origin in (list, tuple) and isinstance(node, yaml.SequenceNode):
+        repeated = origin is list or inner[1:] == (...,)
+        kinds = inner[:1] * len(node.value) if repeated else inner
+        if len(kinds) == len(node.value):
+            return origin(map(convert, kinds, node.value))
+    elif origin is dict and isinstance(node, yaml.MappingNode):
+        return {convert(inner[0], key): convert(inner[1], each) for key, each in node.value}
+    elif text is None:
+        pass
+    elif origin is Literal:
+        options = {str(option): option for option in inner}
+        if text in options:
+            return options[text]
+    elif kind is str:
+        if "\0" not in text and not re.search("[\ud800-\udfff]", text):
+            return text
+        raise ValueError(f"expected UTF-8 without NUL; got {shown(node)}")
+    elif kind is bool:
+        if text.lower() in yaml.SafeLoader.bool_values:
+            return yaml.SafeLoader.bool_values[text.lower()]
+    elif isinstance(kind, type) and issubclass(kind, (int, float)):
+        return number(kind, node)
+    raise ValueError(f"expected {describe(kind)}; got {shown(node)}")
+
+
+def number(kind: type, node: yaml.ScalarNode) -> int | float:
+    """A number of Python's own types, as checkpoints hold no others; raises ValueError."""
+    text, wrong = node.value, ValueError(f"expected {describe(kind)}; got {shown(node)}")
+    if not re.fullmatch(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        raise wrong
+    if issubclass(kind, float):
+        value = float(text)
+        if abs(value) > LARGEST_FLOAT:
+            raise ValueError(f"give a number that float32 holds, up to 3.4e38; got {shown(node)}")
+    elif not text.lstrip("+-").isdecimal():
+        raise wrong
+    elif len(text) > 20 or abs(value := int(text)) > LARGEST_INT:
+        raise ValueError(f"give a number below 2**63; got {shown(node)}")
+    try:
+        kind(value)
+    except ValueError:
+        raise wrong from None
+    return value
+
+
+def members(kind: Any) -> tuple:
+    """The types of a union; of any other type, that one."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def describe(kind: Any) -> str:
+    """What a value of this type is, in words."""
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    words |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, inner))
+    if len(members(kind)) > 1:
+        return " or ".join(map(describe, members(kind)))
+    if origin is tuple and inner[1:] != (...,):
+        return f"a list of {len(inner)}"
+    if isinstance(kind, type) and issubclass(kind, (int, float)) and kind not in words:
+        text = kind.__doc__ or kind.__name__
+        return functools.reduce(lambda text, pair: text.replace(*pair), WORDS.items(), text)
+    return words.get(origin) or "nothing, as fields of its type can be set in the code alone"
+
+
+def shown(node: yaml.Node) -> str:
+    """A value, for the end of an error."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+    return "nothing" if node.tag == NULL else one_line(repr(node.value), 60)
+
+
+# ---- Fields --------------------------------------------------------------------------------------
+
+
+def fields_of(config_class: type, prefix: str = "") -> dict[str, tuple[Any, Mapping]]:
+    """Names of all fields, those of dataclasses inside it with dots, their types and metadata."""
+    kinds, found = get_type_hints(config_class), {}
+    for field in dataclasses.fields(config_class):
+        name, kind = prefix + field.name, kinds[field.name]
+        if dataclasses.is_dataclass(kind):
+            found |= fields_of(kind, f"{name}.")
+        elif field.init:
+            found[name] = (kind, field.metadata)
+    return found
+
+
+def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
+    """The flags, by name; raises ValueError for what is no flag of a field, or is given twice."""
+    words, given = list(arguments), {}
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in fields:
+            raise ValueError(unknown(name if name and word.startswith("--") else word, fields))
+        kind = fields[name][0]
+        if not equals:
+            if words and not words[0].startswith("--"):
+                text = words.pop(0)
+            elif kind is bool:  # --check is short for --check true
+                text = "true"
+            else:
+                raise ValueError(f"--{name}: expected one argument")
+        if name in given:
+            raise ValueError(f"--{name} is given twice")
+        listed = any((get_origin(k) or k) in (list, tuple, dict, Any) for k in members(kind))
+        null = NoneType in members(kind) and text == "null"
+        given[name] = compose(text) if listed else yaml.ScalarNode(NULL if null else TEXT, text)
+    return given
+
+
+def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, yaml.Node]:
+    """The fields of a recipe, by name; raises ValueError for what is none, or is given twice."""
+    given: dict[str, yaml.Node] = {}
+    if node.tag == NULL:  # an empty recipe or section
+        return given
+    if not isinstance(node, yaml.MappingNode):
+        place = f"{prefix[:-1]}: " if prefix else ""
+        raise ValueError(f"{place}expected lines of the form 'field: value'")
+    for key, value in node.value:
+        name = prefix + key.value
+        if any(field.startswith(f"{name}.") for field in fields):
+            found = read_recipe(value, fields, f"{name}.")
+        elif name not in fields:
+            raise ValueError(unknown(name, fields))
+        elif name == "config" or fields[name][1].get("occasion"):
+            raise ValueError(f"{name} is for one command; give it as a flag, --{name}")
+        else:
+            found = {name: value}
+        for twice in given.keys() & found.keys():
+            lines = (each[twice].start_mark.line + 1 for each in (given, found))
+            raise ValueError("{} is given twice, in line {} and line {}".format(twice, *lines))
+        given |= found
+    return given
+
+
+def unknown(wrong: str, fields: dict) -> str:
+    """An error with the nearest right name for an unknown field."""
+    group = [name for name in fields if name.startswith(f"{wrong}.")]
+    if group:
+        return f"{wrong} has fields of its own; give them one by one, as --{group[0]}"
+    near = [name for name in fields if name.endswith(f".{wrong}")]
+    near = near or difflib.get_close_matches(wrong[:100], fields, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
+    return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
+
+
+def convert_all(given: dict[str, yaml.Node], fields: dict) -> dict[str, Any]:
+    """The values of the fields that were given; raises ValueError with the name of a wrong one."""
+    values = {}
+    for name, node in given.items():
+        try:
+            values[name] = convert(fields[name][0], node)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return values
+
+
+def replaced(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """The config with these values, by dotted name."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = replaced(value, values, f"{name}.")
+        elif name in values:
+            changes[field.name] = values[name]
+    return dataclasses.replace(config, **changes)
+
+
+def check_unread(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
+    """Raises ValueError for a field that was given, but that nothing reads.
+
+    A recipe may stay as it is where a flag switches off what would read its fields. And one that
+    names all fields was written by a run.
+    """
+    if flags.get("config_file") and not cfg.check:
+        raise ValueError(
+            "config_file is read by --check alone; to train, give it to the launcher: "
+            "accelerate launch --config_file FILE train.py"
+        )
+    rules = [
+        ("decay_share", "lr_schedule", lambda schedule: schedule == "wsd"),
+        ("final_lr_share", "lr_schedule", lambda schedule: schedule != "constant"),
+        ("reference_batch_size", "lr_scaling", lambda scaling: scaling != "none"),
+    ]
+    saved = {name for name, (_, about) in fields.items() if about.get("saved", True)}
+    by_hand = not saved - {"config"} <= recipe.keys()
+    for name, switch, reads in rules:
+        written = by_hand and name in recipe and switch not in flags
+        if (name in flags or written) and not reads(getattr(cfg, switch)):
+            raise ValueError(
+                f"{name} is given, but with {switch} {getattr(cfg, switch)} nothing reads it; "
+                f"leave it out, or give another {switch}"
+            )
+
+
+def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Path]:
     """A config from defaults, then the recipe after --config, then flags; and the recipe's path.
 
-    Raises ValueError with one line that names the place of a mistake.
+    Raises ValueError with one line that names the place of a mistake; ends after --help.
     """
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    settings = {"prog": "train.py", "allow_abbrev": False, "exit_on_error": False}
-    recipes = argparse.ArgumentParser(add_help=False, **settings)  # sees --config alone
-    parser = ArgumentParser(usage=usage, print_config=None, **settings)
-    for each in (recipes, parser):
-        each.add_argument(
-            "--config",
-            default="configs/train/default.yaml",
-            help="The recipe; it goes before the defaults below.",
-        )
-    parser.add_class_arguments(config_class)
-
-    switches = switches_of(config_class)
-    for i, word in enumerate(arguments):  # --check is short for --check true
-        if word in switches and (arguments[i + 1 : i + 2] or ["--"])[0].startswith("--"):
-            arguments = [*arguments[:i], f"{word}=true", *arguments[i + 1 :]]
-
+    if {"-h", "--help"} & {*arguments}:
+        show_help(config_class, usage)
+        raise SystemExit(0)
+    fields = {"config": (str, {}), **fields_of(config_class)}
     place = "command line"
     try:
-        recipe = Path(recipes.parse_known_args(arguments)[0].config)
-        place = str(recipe)
-        fields = yaml.load(recipe.read_text(encoding="utf-8"), UniqueKeys) or {}
-        if not isinstance(fields, dict):
-            raise ValueError("expected lines of the form 'field: value'")
-        given = parser.parse_object(fields)
-        place = "command line"
-        values = vars(parser.instantiate(parser.parse_args(arguments, namespace=given)))
+        flags = convert_all(read_flags(arguments, fields), fields)
+        path = Path(flags.pop("config", RECIPE))
+        place = str(path)
+        recipe = convert_all(read_recipe(compose(read(path)), fields), fields)
     except OSError as error:
-        raise ValueError(
-            f"{place}: {error.strerror}; --config takes the path of a recipe"
-        ) from None
-    except (ArgumentError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{place}: {one_line(str(error), parser)}") from None
-    del values["config"]
-    return plain(config_class(**values)), recipe
+        line = f"{error.strerror}; --config takes the path of a recipe"
+        raise ValueError(f"{one_line(place, 100)}: {line}") from None
+    except ValueError as error:
+        raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
+    cfg = replaced(config_class(), recipe | flags)
+    check_unread(cfg, flags, recipe, fields)
+    return cfg, path
 
 
-def switches_of(config_class: type, prefix: str = "--") -> list[str]:
-    """The flags of the fields that are true or false."""
-    flags = []
-    for field in dataclasses.fields(config_class):
-        if field.type is bool:
-            flags.append(prefix + field.name)
-        elif dataclasses.is_dataclass(field.type):
-            flags += switches_of(field.type, f"{prefix}{field.name}.")
-    return flags
+def show_help(config_class: type, usage: str) -> None:
+    """Prints all flags, their docstrings, types and defaults."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="train.py", usage=usage, print_config=None)
+    about = "The recipe; it goes before the defaults below."
+    parser.add_argument("--config", default=RECIPE, help=about)
+    parser.add_class_arguments(config_class)
+    names = fields_of(config_class)
+    for action in parser._actions:
+        if any(name.startswith(f"{action.dest}.") for name in names):  # its fields are the flags
+            action.help = argparse.SUPPRESS
+    parser.print_help()
 
 
-def plain(config):
-    """Makes int and float of jsonargparse's numbers, which no checkpoint could hold."""
-    for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value):
-            plain(value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise ValueError(f"{name} is {value}; give a finite number")
-            setattr(config, name, int(value) if isinstance(value, int) else float(value))
-    return config
+# ---- Hardware ------------------------------------------------------------------------------------
 
 
-def one_line(message: str, parser: ArgumentParser) -> str:
-    """jsonargparse's message as one line, with the nearest right name for an unknown field."""
-    message = re.sub(r'Parser key "([^"]+)":', r"\1:", " ".join(message.split()))
-    message = re.sub(r"Expected a <class '(\w+)'>", r"expected a value of type \1", message)
-    message = re.sub(r"Expected a typing\.Literal\[(.+?)\]", r"expected one of \1", message)
-    unknown = re.search(
-        r"unrecognized arguments: (?:--)?([^\s=]+)"
-        r"|Group '(?P<group>.+?)' does not accept option '(.+?)'"
-        r"|Option '(.+?)' is not accepted",
-        message,
-    )
-    if not unknown:
-        return message
-    wrong = next(filter(None, (unknown[1], unknown[3], unknown[4])))
-    wrong = f"{unknown['group']}.{wrong}" if unknown["group"] else wrong
-    names = [option[2:] for action in parser._actions for option in action.option_strings]
-    near = [name for name in names if name.endswith(f".{wrong}")]
-    near = near or difflib.get_close_matches(wrong, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
-    return f"there is no field {wrong}; {hint}"
+def launched(name: str, otherwise: int) -> int:
+    """The number that launch.py was given as --name, or else that of the YAML.
+
+    Raises ValueError where it is none.
+    """
+    text = os.environ.get({"num_processes": "LAUNCH_PROCESSES"}.get(name, "LAUNCH_MACHINES"))
+    if text is None:
+        return otherwise
+    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:
+        raise ValueError(f"--{name} is {one_line(text, 60)}; give a whole number from 1")
+    return int(text)
 
 
 def read_hardware(path: Path) -> int:
@@ -128,40 +405,52 @@ def read_hardware(path: Path) -> int:
     Raises ValueError where accelerate would not understand it, or this machine cannot do it.
     """
     try:
-        fields = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+        fields = plain(compose(read(path)))
         if not isinstance(fields, dict):
             raise ValueError("expected lines of the form 'key: value'")
-        keys = list(ClusterConfig.__dataclass_fields__)
+        kinds = get_type_hints(ClusterConfig)
         for key in fields:
-            if key not in keys:
-                near = difflib.get_close_matches(key, keys, n=1)
+            if key not in kinds:
+                near = difflib.get_close_matches(str(key), kinds, n=1)
                 hint = f"did you mean {near[0]}?" if near else "accelerate knows no such key"
                 raise ValueError(f"there is no key {key}; {hint}")
-        for key in ("num_processes", "num_machines"):
-            number = fields.get(key, 1)
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{key} is {number}; give a whole number from 1")
+        for key, first in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0)):
+            value = fields.get(key, first)
+            if type(value) is not int or value < first:
+                raise ValueError(f"{key} is {value}; give a whole number from {first}")
+        for key, value in fields.items():
+            kind = members(kinds[key])  # those of true or false may be words: 'no'
+            if key != "mixed_precision" and kind[0] in (int, str, dict) and type(value) not in kind:
+                quotes = ", in quotes" if kind[0] is str else ""
+                raise ValueError(f"{key} is {value}; give {describe(kind[0])}{quotes}")
+        if fields.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+            raise ValueError("compute_environment must be LOCAL_MACHINE")
         hardware = ClusterConfig(**ClusterConfig.process_config(fields))
         if not isinstance(hardware.distributed_type, Enum):
             raise ValueError(
                 f"distributed_type is {hardware.distributed_type}; write 'NO' in quotes"
             )
     except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror}; --config_file takes the path of a YAML"
-        ) from None
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+        line = f"{error.strerror}; --config_file takes the path of a YAML"
+        raise ValueError(f"{one_line(path, 100)}: {line}") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None
 
-    kind, processes = hardware.distributed_type.value, hardware.num_processes
-    # launch.py was told otherwise, perhaps.
-    processes = int(os.environ.get("LAUNCH_PROCESSES") or processes)
-    machines = int(os.environ.get("LAUNCH_MACHINES") or hardware.num_machines)
+    kind, path = hardware.distributed_type.value, one_line(path, 100)
+    processes = launched("num_processes", hardware.num_processes)
+    machines = launched("num_machines", hardware.num_machines)
+    if processes < 1 or processes % machines:
+        number = processes if processes > 0 else "missing"
+        raise ValueError(
+            f"{path}: num_processes is {number}; give a number that the machines, {machines}, "
+            "can share equally"
+        )
     precision, precisions = hardware.mixed_precision or "no", PrecisionType.list()
     if str(precision) not in precisions:
         known = ", ".join(precisions)
         raise ValueError(
-            f"{path}: mixed_precision is {precision}; give one of {known} (no in quotes)"
+            f"{path}: mixed_precision is {one_line(precision, 60)}; give one of {known} "
+            "(no in quotes)"
         )
     if kind == "NO" and processes > 1 or kind == "MULTI_CPU":
         raise ValueError(
