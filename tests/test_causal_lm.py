@@ -404,7 +404,8 @@ def test_rows_of_prompts_and_chats_come_from_every_kind_of_table(task, config, t
     for kind, rows in (("p", "prompt"), ("c", "chat")):
         found = []
         for ending in ("jsonl", "csv", "parquet"):
-            fields = {"context_length": 128, "rows": rows, "messages_column": "talk"}
+            fields = {"context_length": 128, "rows": rows}
+            fields |= {"messages_column": "talk"} if rows == "chat" else {}
             _, batch = packed(task, config(tmp_path / f"{kind}.{ending}", **fields))
             found.append(batch["labels"])
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -1,24 +1,33 @@
 """Where data comes from: files, folders, the Hub; the part held out; a task of one's own."""
 
+import dataclasses
 import json
+import math
 import os
 import random
 import re
 import shutil
+import signal
+import socket
 import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 import hub
 from conftest import ROOT, SOURCE, bake, lines, load_task, status
+from test_cache import open_to_all, unprivileged
 
 sources = load_task("sources")
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
+ROLES = ("user", "assistant")
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -88,18 +97,169 @@ def test_linked_folders_count_and_hidden_copies_do_not(tmp_path, monkeypatch):
         sources.files(str(data), (".txt",))
 
 
-@pytest.mark.parametrize(
-    "fields, said",
-    [
-        ({"data_revision": "abc"}, "task.data_revision is for data sets on the Hub; task.data is"),
-        ({"validation_split": "test"}, "task.validation_split is for data sets on the Hub"),
-        ({"data_config": "easy"}, "task.data_config is for data sets on the Hub"),
-    ],
-)
-def test_fields_of_the_hub_do_not_go_with_files(tmp_path, fields, said):
-    path = write(tmp_path, ".csv")
-    with pytest.raises(ValueError, match=said):
-        sources.used_files(sources.DataConfig(data=str(path), **fields), sources.TABLES)
+def refused(function, *arguments):
+    """The one line that a ValueError says."""
+    with pytest.raises(ValueError) as error:
+        function(*arguments)
+    text = str(error.value)
+    assert text.isprintable() and len(text) < 500, text
+    return text
+
+
+def bound_socket(path):
+    found = socket.socket(socket.AF_UNIX)
+    found.bind(path.name)  # the path itself may be too long for one
+    found.close()
+
+
+UNREACHABLE = {
+    "a link to nothing": (lambda path: path.symlink_to("none"), "is a link to nothing"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "is a link to nothing"),
+    "a pipe": (os.mkfifo, "is neither file nor folder"),
+    "a socket": (bound_socket, "is neither file nor folder"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither file nor folder"),
+    "a folder again": (lambda path: path.symlink_to("cats"), "is the same folder as"),
+}
+
+
+@pytest.mark.parametrize("ending", ["", ".txt", ".md"])
+@pytest.mark.parametrize("kind", UNREACHABLE)
+def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, ending):
+    make, said = UNREACHABLE[kind]
+    (tmp_path / "data" / "cats").mkdir(parents=True)
+    (tmp_path / "data" / "cats" / "1.txt").write_text("a cat")
+    monkeypatch.chdir(tmp_path / "data")
+    make(tmp_path / "data" / f"dogs{ending}")
+    text = refused(sources.files, str(tmp_path / "data"), (".txt",), "validation_data")
+    assert text.startswith("task.validation_data: ") and said in text and "dogs" in text
+    if kind != "a folder again":  # and by itself
+        assert "dogs" in refused(sources.files, f"dogs{ending}", (".txt",))
+
+
+def test_links_in_circles_end(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "1.txt").write_text(name)
+    (tmp_path / "data" / "a" / "to").symlink_to(tmp_path / "data" / "b")
+    (tmp_path / "data" / "b" / "to").symlink_to(tmp_path / "data" / "a")
+    assert "remove one" in refused(sources.files, str(tmp_path / "data"), (".txt",))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("inside", ["dogs", "dogs/1.txt"])
+def test_what_may_not_be_read_is_never_left_out(tmp_path, inside):
+    for name in ("cats", "dogs"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "1.txt").write_text(name)
+    cfg = sources.DataConfig(data=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
+    open_to_all(tmp_path / "data")
+    assert unprivileged(lambda: len(sources.used_files(cfg, (".txt",)))) == ["3", ""]
+    (tmp_path / "data" / inside).chmod(0)
+    _, said = unprivileged(lambda: sources.used_files(cfg, (".txt",)))
+    assert "dogs" in said and "Permission denied" in said and "\n" not in said
+
+
+def test_other_files_are_counted_and_said(tmp_path, capsys):
+    for name in ("a.jsonl", "b.JSONL", "c.jsonl.gz", "d.jsonl.gz", "e.json", "LICENSE", ".hidden"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    cfg = sources.DataConfig(data=str(tmp_path))
+    rows, _ = sources.read(cfg, {"text": "text"})
+    assert len(rows) == 2
+    said = "(passed over 4 other files: 2 .jsonl.gz, 1 .json, 1 no ending)"
+    assert said in " ".join(sorted(capsys.readouterr().out.split("\n")))
+    for name in "ab":
+        next(tmp_path.glob(f"{name}.*")).unlink()
+    assert said in refused(sources.files, str(tmp_path), sources.TABLES)
+
+
+def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    with open(folder + b"/1.txt", "w") as file:
+        file.write("text")
+    assert "is not UTF-8" in refused(sources.files, str(tmp_path), (".txt",))
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 3000, "a\0b", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize("field", ["data", "validation_data", "cache_dir", "model_name_or_path"])
+@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, path):
+    task = load_task(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    data = "digits" if name == "image_classification" and field != "validation_data" else "x.csv"
+    cfg = task.TaskConfig(**{"data": data, field: path})
+    text = refused(task.prepare_data, cfg)
+    assert text.startswith(f"task.{field}: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+def test_sizes_without_sense_are_refused_before_anything_is_read(tmp_path, monkeypatch, name):
+    task = load_task(name)
+    monkeypatch.chdir(tmp_path)
+    base = {"data": "none.csv", "cache_dir": "cache"}
+    numbers = [f for f in dataclasses.fields(task.TaskConfig) if f.type in (int, float)]
+    assert len(numbers) >= 8
+    for field in numbers:
+        for value in (10**12, -(10**12), 2**63, 10**400)[: 4 if field.type is int else 0] + (
+            () if field.type is int else (math.nan, math.inf, -math.inf, 1e39, -1.0)
+        ):
+            text = refused(task.prepare_data, task.TaskConfig(**base, **{field.name: value}))
+            assert text.startswith(f"task.{field.name} is "), (field.name, value, text)
+    width = {"hidden_size": 2**16, "num_layers": 1000}
+    text = refused(task.prepare_data, task.TaskConfig(**base, **width))
+    assert "this machine has" in text and "task.hidden_size" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+HUB = {"data_config": "a", "data_split": "b", "data_revision": "c", "validation_split": "d"}
+UNREAD = [
+    *(("causal_lm", {name: value}) for name, value in HUB.items()),
+    ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
+    ("causal_lm", {"prompt_column": "a"}), ("causal_lm", {"completion_column": "a"}),
+    ("causal_lm", {"messages_column": "a"}), ("causal_lm", {"rows": "chat", "text_column": "a"}),
+    ("causal_lm", {"too_long": "cut"}), ("causal_lm", {"lora_alpha": 2.0}),
+    ("causal_lm", {"lora_dropout": 0.1}), ("causal_lm", {"lora_targets": "q_proj"}),
+    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"revision": "v1"}),
+    ("causal_lm", {"trust_remote_code": True}),
+    ("text_classification", {"data": "stdlib", "text_column": "a"}),
+    ("text_classification", {"data": "stdlib", "data_split": "a"}),
+    ("text_classification", {"trust_remote_code": True}),
+    ("image_classification", {"data": "digits", "image_column": "a"}),
+    ("image_classification", {"data": "digits", "corrupt": "skip"}),
+    ("image_classification", {"revision": "v1"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, fields", UNREAD)
+def test_fields_that_nothing_reads_are_refused(tmp_path, monkeypatch, name, fields):
+    task = load_task(name)
+    monkeypatch.chdir(tmp_path)
+    cfg = task.TaskConfig(**{"data": "none.csv", **fields})
+    text = refused(task.prepare_data, cfg)
+    wrong = list(fields)[-1]
+    assert text.startswith(f"task.{wrong} is ") and "nothing reads it" in text
+    assert "leave it out, or give its default" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fields_of_models_on_the_hub_are_not_read_elsewhere(tmp_path):
+    """Sizes of a new model may stay in a recipe that goes on from a model."""
+    pretrained, task = load_task("pretrained"), load_task("causal_lm")
+    cfg = task.TaskConfig(model_name_or_path=str(tmp_path), revision="v1")
+    assert "without a model on the Hub" in refused(pretrained.check_unread, cfg)
+    pretrained.check_unread(task.TaskConfig(model_name_or_path="a/b", revision="v1"))
+    pretrained.check_unread(task.TaskConfig(model_name_or_path=str(tmp_path), hidden_size=64))
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
+    task = load_task(name)
+    for recipe in (ROOT / "templates" / "recipes" / name).glob("*.yaml"):
+        lines = [line for line in recipe.read_text().splitlines() if "{{" not in line]
+        fields = yaml.safe_load("\n".join(lines)).get("task") or {}
+        task.check(task.TaskConfig(**fields))
 
 
 @pytest.mark.parametrize(
@@ -114,6 +274,13 @@ def test_fields_of_the_hub_do_not_go_with_files(tmp_path, fields, said):
         ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.txt", b"\xff", "cannot read"),
+        ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
+        ("a.jsonl", b'{"body": ' + b"[" * 900 + b"]" * 900 + b', "kind": 1}', "line 1: "),
+        ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
+        ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
+        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
+        ("a.csv", b"bo\rdy\n", "cannot read"),
+        ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )
 def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
@@ -121,8 +288,8 @@ def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
     with pytest.raises(ValueError) as error:
         list(sources.rows_of(tmp_path / name, COLUMNS))
     text = str(error.value)
-    assert text.startswith("task.data: cannot read ") and said in text and "\n" not in text
-    assert str(tmp_path / name) in text
+    assert text.startswith("task.data: cannot read ") and said in text and len(text) < 700
+    assert text.isprintable() and name[-20:] in text
 
 
 def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand(tmp_path):
@@ -144,6 +311,132 @@ def test_what_is_taken_for_a_name_on_the_hub(data, hub, tmp_path, monkeypatch):
     if hub:
         (tmp_path / data).mkdir(parents=True)
         assert not sources.on_hub(data)
+
+
+# ---- What rows hold, and what is done with it --------------------------------------------------
+
+
+LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+TEMPLATES = {
+    "a loop": (LOOP, "it takes longer than"),
+    "a power": ("{{ 9 ** (9 ** 9) }}", "it takes longer than"),
+    "a division": ("{{ 1 // 0 }}", "division"),
+    "a format": ("{{ '%d' % 'a' }}", "%d format"),
+    "an index": ("{{ messages[99]['role'] }}", "has no element 99"),
+    "an exception": ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
+    "a syntax error": ("{% for %}", "Expected"),
+    "depth": ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "recursion"),
+    "half a character": ("{{ '\\ud800' }}", "surrogates not allowed"),
+    "much text": ("{{ 'x' * 60000000 }}", "it gives 60,000,000 characters"),
+    "no memory": ("{{ 'x' * 10 ** 18 }}", ""),
+    "not UTF-8": (b"\xff", "cannot read"),
+    "a large file": ("x" * 2_000_000, "has more than 1 MB"),
+    "a folder": (None, "there is no file"),
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind):
+    task, (template, said) = load_task("causal_lm"), TEMPLATES[kind]
+    limit = sources.time_limit
+    monkeypatch.setattr(sources, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
+    chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 3)
+    if template is not None:
+        template = template if isinstance(template, bytes) else template.encode()
+        (tmp_path / "a.jinja").write_bytes(template)
+    cfg = task.TaskConfig(
+        data=str(tmp_path / "a.jsonl"), rows="chat", cache_dir=str(tmp_path / "cache"),
+        chat_template=str(tmp_path / ("a.jinja" if template else "")), vocab_size=300,
+    )  # fmt: skip
+    text = refused(task.prepare_data, cfg)
+    assert text.startswith("task.chat_template: ") and said in text
+    assert "line 1" in text or kind in ("not UTF-8", "a large file", "a folder")
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+LABELS = [
+    ("1" + "0" * 400, "regression", "is too large: scale the labels"),
+    ("1e39", "regression", "is too large: scale the labels"),
+    ('"1e39"', "regression", "is too large: scale the labels"),
+    ("-1e300", "regression", "is too large: scale the labels"),
+    ("1e400", "regression", "no label, a finite number, but inf"),
+    ("NaN", "regression", "no label, a finite number, but nan"),
+    ('"\\u001b[31m\\n' + "x" * 9999 + '"', "regression", "no label, a finite number"),
+    ("9" * 5000, "regression", "Exceeds the limit"),
+    ("[" * 100_000, "multi_label_classification", "recursion"),
+    ("{}", "single_label_classification", "no label, a text or whole number, but {}"),
+]
+
+
+@pytest.mark.parametrize("label, kind, said", LABELS, ids=range(len(LABELS)))
+def test_labels_that_cannot_be_learnt_are_one_line(tmp_path, label, kind, said):
+    task = load_task("text_classification")
+    good = "1" if kind == "regression" else '"a"'
+    rows = [f'{{"text": "text {i}", "label": {good if i else label}}}\n' for i in range(5)]
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    cfg = task.TaskConfig(
+        data=str(tmp_path / "a.jsonl"), problem_type=kind, cache_dir=str(tmp_path / "cache")
+    )
+    text = refused(task.prepare_data, cfg)
+    assert "a.jsonl, line 1: " in text and said in text
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
+    """A folder and labels with line breaks, escape sequences and 10,000 characters."""
+    task, odd = load_task(name), "\x1b[31m\n\u202e" + "x" * 10_000
+    folder = tmp_path / ("\x1b[2J\n\u200b" + "y" * 200)
+    folder.mkdir()
+    rows = [{"text": f"text {i} of many", "label": f"{odd}{i % 2}"} for i in range(40)]
+    if name == "image_classification":
+        rows = [{"image": f"{i % 5}.png", "label": row["label"]} for i, row in enumerate(rows)]
+        for i in range(5):
+            pixels = np.random.default_rng(i).integers(0, 255, (9, 9, 3)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{i}.png")
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "b.\n\x1b[31m").write_text("")
+    (folder / ".c").write_text("")
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
+    sizes |= {"image_size": 8} if name == "image_classification" else {"vocab_size": 300}
+    sizes |= {"context_length": 8} if name == "causal_lm" else {}
+    cfg = task.TaskConfig(data=str(folder), cache_dir=str(tmp_path / "cache"), **sizes)
+    task.prepare_data(cfg)
+    printed = capsys.readouterr().out
+    assert "passed over" in printed and printed.count("\n") <= 5
+    assert all(line.isprintable() and len(line) < 500 for line in printed.splitlines()), printed
+    if name != "causal_lm":
+        with open(folder / "a.jsonl", "a") as file:
+            row = {"text": "one more", "image": "0.png", "label": [odd]}
+            file.write(json.dumps(row))
+        refused(task.prepare_data, cfg)
+
+
+def test_messages_from_parquet_and_halves_of_characters_in_them(tmp_path):
+    """Dates have no JSON, and text inside text may hold half a surrogate pair."""
+    import datetime
+
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    task = load_task("causal_lm")
+    chat = [{"role": r, "content": "a", "at": datetime.date(2026, 1, 1)} for r in ROLES]
+    pa.parquet.write_table(pa.table({"messages": [chat] * 4}), tmp_path / "a.parquet")
+    chat = '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]'
+    row = json.dumps({"messages": chat}) + "\n"
+    (tmp_path / "a.jsonl").write_text(row + row.replace('b\\"', 'c\\"'))
+    for name in ("a.parquet", "a.jsonl"):
+        cfg = task.TaskConfig(
+            data=str(tmp_path / name), rows="chat", cache_dir=str(tmp_path / "cache"),
+            hidden_size=16, num_heads=2, vocab_size=300,
+        )  # fmt: skip
+        if name == "a.parquet":  # equal rows cannot be divided
+            pa.parquet.write_table(
+                pa.table({"messages": [[{**m, "content": str(i)} for m in
+                    [{"role": r, "at": datetime.date(2026, 1, 1)} for r in ROLES]]
+                    for i in range(4)]}), tmp_path / name)  # fmt: skip
+        task.prepare_data(cfg)
+        assert all(len(part) for part in task.datasets(cfg))
 
 
 # ---- Held out ------------------------------------------------------------------------------------
@@ -211,7 +504,8 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(project, tmp_
 
         floating = refused(*small(data[0]), *data[1:])
         assert f"write --task.data_revision {hub.COMMIT}, which is main of owner/rows" in floating
-        assert "BuilderConfig 'none' not found" in refused(*flags, "--task.data_config", "none")
+        bare = [*small(hub.DATA), *pinned]
+        assert "BuilderConfig 'none' not found" in refused(*bare, "--task.data_config", "none")
         assert 'Unknown split "none"' in refused(*flags, "--task.data_split", "none")
         column = refused(*flags, "--task.text_column", "words")
         assert "owner/rows, split train: no column words among text" in column

@@ -3,12 +3,14 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sources import one_line
-from tracking import say
+import psutil
+
+from sources import NOTHING, check_read, local_path
+from tracking import one_line, say
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -22,33 +24,62 @@ class ModelConfig:
     weights, and a model of the sizes below."""
     revision: str = "main"
     """Of a model on the Hub: its branch, tag or commit."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = field(default=False, metadata=NOTHING)
     """Of a model on the Hub: run the code that its owner has put there."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """How attention is computed; flash_attention_2 needs its package, a GPU, and bf16 or fp16."""
 
 
+def folder_of(cfg: ModelConfig) -> Path | None:
+    """The folder here that the model to start from is in; None: it is on the Hub, or new."""
+    folder = local_path(cfg.model_name_or_path, "model_name_or_path")
+    return folder if cfg.model_name_or_path and folder.is_dir() else None
+
+
+def check_unread(cfg: ModelConfig) -> None:
+    """Raises ValueError for fields that are set and that nothing would read.
+
+    Sizes of a new model may stand beside a model to start from: its own recipe names them.
+    """
+    hub = bool(cfg.model_name_or_path and not folder_of(cfg))
+    fields = "revision trust_remote_code"
+    check_read(cfg, [(fields, hub, "without a model on the Hub to start from")])
+
+
+def check_memory(weights: int) -> None:
+    """Raises ValueError for a new model whose weights, 4 bytes each, this machine cannot hold."""
+    there = psutil.virtual_memory().total
+    if 4 * weights > there:
+        raise ValueError(
+            f"task.hidden_size, task.num_layers: a model of these sizes has about {weights:.1g} "
+            f"weights, {4 * weights / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of "
+            "memory: give smaller ones"
+        )
+
+
 def used_files(cfg: ModelConfig) -> list[Path]:
     """The files that shape a tokenizer or an image processor, of a model in a folder here."""
-    folder = Path(cfg.model_name_or_path).expanduser()
-    if not cfg.model_name_or_path or not folder.is_dir():
-        return []
-    endings = (".json", ".jinja", ".txt", ".model")
-    return [file for file in sorted(folder.iterdir()) if file.suffix in endings]
+    folder, endings = folder_of(cfg), (".json", ".jinja", ".txt", ".model", ".py")
+    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
+    return sorted(file for file in found if file.suffix in endings)
 
 
 def load(auto: Any, cfg: ModelConfig, **options) -> Any:
     """`auto.from_pretrained` of the model that the fields name; a ValueError of one line."""
-    name = cfg.model_name_or_path
-    folder = Path(name).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
+    name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)
+    for file in folder.iterdir() if folder else []:
+        if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for
+            raise ValueError(
+                f"task.model_name_or_path: {one_line(file, 100)} is no file: remove it"
+            )
+    if folder and not (folder / "config.json").exists():
         kind = "no model, since it has no config.json"
         if (folder / "adapter_config.json").exists():
             kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
         raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
-    where = str(folder) if folder.is_dir() else name
+    where = str(folder or cfg.model_name_or_path)
     options |= {"trust_remote_code": cfg.trust_remote_code}
-    options |= {} if folder.is_dir() else {"revision": cfg.revision}
+    options |= {} if folder else {"revision": cfg.revision}
     try:
         with quiet():
             return auto.from_pretrained(where, **options)
@@ -73,11 +104,12 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     alien = sorted(name for name in fresh if not any(part in name for part in head))
     if alien:
         raise ValueError(
-            f"task.model_name_or_path: {cfg.model_name_or_path} is for something else: it has no "
-            f"weights for {', '.join(alien[:3])}"
+            f"task.model_name_or_path: {one_line(cfg.model_name_or_path, 100)} is for something "
+            f"else: it has no weights for {one_line(', '.join(alien[:3]), 200)}"
         )
     if fresh:
-        say(f"{cfg.model_name_or_path}: new weights for {', '.join(sorted(fresh))}")
+        names = one_line(", ".join(sorted(fresh)))
+        say(f"{one_line(cfg.model_name_or_path, 100)}: new weights for {names}")
     return model
 
 

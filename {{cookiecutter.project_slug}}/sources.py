@@ -5,6 +5,7 @@ place where it stands, for whoever has to mend it. What is wrong with data is a 
 line. Rows are held in memory until a task has prepared them, and are not read again after that.
 """
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -12,16 +13,33 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
+import stat
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from checkpoints import flush
+from tracking import one_line
 
 # datasets takes 1 s to import: it waits for the function that needs it.
 
 Row = tuple[dict[str, Any], str]
 TABLES = (".jsonl", ".csv", ".parquet")
 COMMIT = re.compile("[0-9a-f]{40}")
+STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+INDEX = "index"  # of prepared data: the SHA-256 of its second line, which is JSON
+CODE = Path(__file__).read_text(encoding="utf-8")
+# Of fields: what a continued run may change. "shape": never, since weights would not fit.
+NOTHING, ROUNDING, SHAPE = ({"changes": what} for what in ("nothing", "rounding", "shape"))
 
 
 @dataclass
@@ -43,24 +61,83 @@ class DataConfig:
     validation_fraction: float = 0.1
     """Share of the training rows that is held out for evaluation, chosen by a hash of what they
     hold, so that it is the same on every machine and equal rows are never on both sides."""
-    cache_dir: str = ".cache/data"
+    cache_dir: str = field(default=".cache/data", metadata=NOTHING)
     """Where prepared data is kept, one folder for each combination of data and settings."""
 
 
 def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
     """Raises ValueError for the first wrong field of `rules`: (name, is it right, what must be)."""
+    for name, value in vars(cfg).items():
+        if isinstance(value, str) and value != value.encode(errors="replace").decode():
+            raise ValueError(f"task.{name}: {one_line(value, 60)} is not UTF-8")
     for name, right, wanted in rules:
         if not right:
-            raise ValueError(f"task.{name} is {getattr(cfg, name)!r} but must be {wanted}")
+            value = one_line(repr(getattr(cfg, name)), 60)
+            raise ValueError(f"task.{name} is {value} but must be {wanted}")
 
 
-def one_line(error: BaseException, longest: int = 300) -> str:
-    """What an error says, or its type, without the lines and lists that libraries add."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+def check_read(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+    """Raises ValueError for the first field that is set, and that nothing would read.
+
+    `rules`: (names of fields, is something reading them, what else would have to be).
+    """
+    defaults = {each.name: each.default for each in dataclasses.fields(cfg)}
+    for names, is_read, wanted in rules:
+        for name in names.split():
+            value = getattr(cfg, name)
+            if not is_read and value != defaults[name]:
+                value, default = (one_line(repr(v), 60) for v in (value, defaults[name]))
+                raise ValueError(
+                    f"task.{name} is {value}, but nothing reads it {wanted}; leave it out, or give "
+                    f"its default, {default}"
+                )
+
+
+def check_data(cfg: Any, shipped: Iterable[str]) -> None:
+    """Raises ValueError for fields of DataConfig that cannot work, before anything is read.
+
+    `shipped`: names of data that the task has itself.
+    """
+    rules = [
+        ("data", cfg.data, "a path, or a name"),
+        ("cache_dir", cfg.cache_dir, "the path of a folder"),
+        ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
+    ]
+    check_fields(cfg, rules)
+    local_path(cfg.cache_dir, "cache_dir")
+    local_path(cfg.validation_data, "validation_data")
+    hub = cfg.data not in shipped and on_hub(cfg.data)
+    what = f"where task.data is {one_line(cfg.data, 60)}, which is no data set on the Hub"
+    split = hub and not cfg.validation_data
+    given = cfg.validation_data or cfg.validation_split
+    check_read(
+        cfg,
+        [
+            ("data_config data_split data_revision", hub, what),
+            ("validation_split", hub, what),
+            ("validation_split", split, "beside task.validation_data"),
+            ("validation_fraction", not given, "beside rows to evaluate on"),
+        ],
+    )
 
 
 # ---- Files ---------------------------------------------------------------------------------------
+
+
+def local_path(text: str, field: str) -> Path:
+    """The path that a field names, whether something is there or not.
+
+    Raises ValueError for what no file system takes for one, or does not let us look at.
+    """
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, of no user
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"task.{field}: {one_line(text, 60)}: {reason}; give another") from None
+    return path
 
 
 def on_hub(data: str) -> bool:
@@ -68,7 +145,7 @@ def on_hub(data: str) -> bool:
 
     What ends like a file is taken for a file that is missing.
     """
-    if Path(data).expanduser().exists() or re.search(r"\.[A-Za-z]{2,7}$", data):
+    if os.path.lexists(local_path(data, "data")) or re.search(r"\.[A-Za-z]{2,7}$", data):
         return False
     return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", data))
 
@@ -76,25 +153,80 @@ def on_hub(data: str) -> bool:
 def files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
     """The files with these endings: `data` itself, or those below it, in the order of their paths.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, and for anything that cannot be reached: a class or a part
+    of the rows would be missing without a word.
     """
-    path = Path(data).expanduser()
-    found = [path] if path.is_file() else []
-    for folder, folders, names in os.walk(path, followlinks=True):
-        # Hidden ones are copies that notebooks and file managers keep.
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-        here = Path(folder).parent.resolve()
-        if Path(folder) != path and Path(folder).resolve() in (here, *here.parents):
-            raise ValueError(f"task.{field}: {folder} is a link to a folder above itself")
-    found = sorted(file for file in found if file.suffix.lower() in endings and file.is_file())
-    if not found or not data:
+    found, others = listing(data, endings, field)
+    if not found:
         kinds = ", ".join(endings)
         raise ValueError(
-            f"task.{field}: nothing to read at {data or 'an empty path'}; "
-            f"pass --task.{field} PATH, a file or folder of {kinds}"
+            f"task.{field}: nothing to read at {one_line(data, 100) or 'an empty path'}"
+            f"{told(others)}; pass --task.{field} PATH, a file or folder of {kinds}"
         )
     return found
+
+
+def listing(data: str, endings: Iterable[str], field: str) -> tuple[list[Path], Counter]:
+    """The files with these endings, sorted, and the number of other files by their endings.
+
+    Hidden ones do not count: they are copies that notebooks and file managers keep.
+    """
+    root = local_path(data, field)
+    found: list[Path] = []
+    others: Counter = Counter()
+    seen: dict[tuple[int, int], str] = {}
+    left = [str(root)] if data else []
+    while left:
+        path = left.pop()
+        try:
+            about = os.stat(path)
+            if stat.S_ISDIR(about.st_mode):
+                names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+                left += [os.path.join(path, name) for name in names]
+        except OSError as error:
+            if path == str(root) and not os.path.lexists(path):
+                break
+            reason = "a link to nothing" if os.path.islink(path) else "not to be read"
+            raise ValueError(
+                f"task.{field}: {one_line(path, 100)} is {reason} ({error.strerror}): mend or "
+                "remove it"
+            ) from None
+        if stat.S_ISDIR(about.st_mode):
+            first = seen.setdefault((about.st_dev, about.st_ino), path)
+            if first != path:
+                above = path.startswith(os.path.join(first, ""))
+                what = f"a link to a folder above itself, {one_line(first, 100)}"
+                what = what if above else f"the same folder as {one_line(first, 100)}"
+                raise ValueError(f"task.{field}: {one_line(path, 100)} is {what}: remove one")
+        elif not stat.S_ISREG(about.st_mode):
+            raise ValueError(
+                f"task.{field}: {one_line(path, 100)} is neither file nor folder: remove it"
+            )
+        elif Path(path).suffix.lower() not in endings:
+            others["".join(Path(path).suffixes[-2:])[-20:] or "no ending"] += 1
+        elif path != path.encode(errors="replace").decode():
+            raise ValueError(
+                f"task.{field}: the name of {one_line(path, 100)} is not UTF-8: give it another"
+            )
+        else:
+            found.append(Path(path))
+    return sorted(found), others
+
+
+def told(others: Counter) -> str:
+    """How many files are passed over, as a part of a sentence."""
+    if not others:
+        return ""
+    kinds = ", ".join(f"{n:,} {one_line(kind, 20)}" for kind, n in others.most_common(10))
+    return f" (passed over {sum(others.values()):,} other files: {kinds})"
+
+
+def say_passed_over(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
+    """Prints what is not read beside the data, as files whose endings are nearly right."""
+    asked = [("data", "" if shipped or on_hub(cfg.data) else cfg.data)]
+    for name, data in (*asked, ("validation_data", cfg.validation_data)):
+        if others := listing(data, endings, name)[1]:
+            print(f"Preparing data: {one_line(data, 100)}{told(others)}", flush=True)
 
 
 def rows_of(path: Path, columns: dict[str, str], field: str = "data") -> Iterator[Row]:
@@ -102,7 +234,7 @@ def rows_of(path: Path, columns: dict[str, str], field: str = "data") -> Iterato
 
     A .txt file is a single row: its text, and the name of its folder as label.
     """
-    place = str(path)
+    where = place = one_line(path, 200)
     try:
         kind = path.suffix.lower()
         if kind == ".txt":
@@ -117,14 +249,14 @@ def rows_of(path: Path, columns: dict[str, str], field: str = "data") -> Iterato
                 for batch in table.iter_batches(columns=sorted({*columns.values()})):
                     for row in batch.to_pylist():
                         number += 1
-                        yield roles(row, columns), f"{path}, row {number}"
+                        yield roles(row, columns), f"{where}, row {number}"
         elif kind == ".csv":
             csv.field_size_limit(2**31 - 1)
             with open(path, encoding="utf-8-sig", newline="") as file:
                 table = csv.DictReader(file, strict=True)
                 check_columns(table.fieldnames or [], columns)
                 for row in table:
-                    place = f"{path}, line {table.line_num}"
+                    place = f"{where}, line {table.line_num}"
                     if None in row or None in row.values():
                         raise ValueError(
                             f"not the {len(table.fieldnames)} fields of the first line"
@@ -134,24 +266,29 @@ def rows_of(path: Path, columns: dict[str, str], field: str = "data") -> Iterato
             # By bytes: a line of JSON may hold characters that Python's text takes for line ends.
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
-                    place = f"{path}, line {number}"
+                    place = f"{where}, line {number}"
                     if line.strip():
                         row = json.loads(line)
                         if not isinstance(row, dict):
                             raise ValueError(f"not an object: {row!r:.60}")
                         check_columns(list(row), columns)
                         yield roles(row, columns), place
-    except (OSError, ValueError, csv.Error) as error:  # not UTF-8, not JSON, not Parquet, ...
+    except MemoryError:
+        raise
+    except Exception as error:  # not UTF-8, not JSON, too deep, ...: each library has its own
         raise ValueError(f"task.{field}: cannot read {place}: {one_line(error)}") from None
 
 
 def check_columns(found: Iterable[str], columns: dict[str, str]) -> None:
     """Raises ValueError for a column that is not there, with those that are, and its field."""
+    names = list(found)
     for role, name in columns.items():
-        if name not in found:
-            there = ", ".join(map(str, found)) or "nothing"
+        if names.count(name) != 1:
+            there = one_line(", ".join(names[:20]) or "nothing", 100)
+            some = "no column" if name not in names else "more than one column"
             raise ValueError(
-                f"no column {name} among {there}; name the one to take with --task.{role}_column"
+                f"{some} {one_line(name, 60)} among {there}; name the one to take with "
+                f"--task.{role}_column"
             )
 
 
@@ -184,6 +321,7 @@ def hub_dataset(cfg: DataConfig, split: str, field: str = "data_split") -> Any:
         )
     except Exception as error:  # each of many libraries below has its own
         where = f"{cfg.data}, config {cfg.data_config or 'default'}, split {split}"
+        where = one_line(where, 200)
         raise ValueError(
             f"task.{field}: cannot load {where} from the Hub: {one_line(error)}"
         ) from None
@@ -201,12 +339,12 @@ def check_pinned(cfg: DataConfig) -> None:
         commit = HfApi().dataset_info(cfg.data, revision=asked).sha
     except Exception as error:
         raise ValueError(
-            f"task.data: {cfg.data} is neither here nor on the Hub, or the Hub cannot be reached: "
-            f"{one_line(error)}"
+            f"task.data: {one_line(cfg.data, 100)} is neither here nor on the Hub, or the Hub "
+            f"cannot be reached: {one_line(error)}"
         ) from None
     raise ValueError(
         f"task.data_revision: data sets on the Hub change; write --task.data_revision {commit}, "
-        f"which is {asked} of {cfg.data} now"
+        f"which is {one_line(asked, 60)} of {cfg.data} now"
     )
 
 
@@ -215,7 +353,7 @@ def hub_rows(cfg: DataConfig, split: str, columns: dict[str, str], field: str) -
     import datasets
 
     dataset = hub_dataset(cfg, split, field)
-    place = f"{cfg.data}, split {split}"
+    place = one_line(f"{cfg.data}, split {split}", 200)
     try:
         check_columns(dataset.column_names, columns)
     except ValueError as error:
@@ -255,6 +393,7 @@ def read(
     else:
         found = files(cfg.data, endings)
         train = [row for file in found for row in rows_of(file, columns)]
+    say_passed_over(cfg, endings, shipped is not None)
     validation = None
     if cfg.validation_data:
         found = files(cfg.validation_data, endings, "validation_data")
@@ -303,33 +442,35 @@ def hold_out(
 def used_files(
     cfg: DataConfig, endings: Iterable[str], *more: Path, shipped: list[Path] | None = None
 ) -> list[list]:
-    """Path, size and time of change of the files that data is made of, for `cache_folder`.
+    """Paths and digests of the files that data is made of, for `cache_folder`.
 
-    What comes from the Hub is named by its commit, and checked here to be. `shipped`: the files of
-    data that has a name of the task's own.
+    What comes from the Hub is named by its commit, and checked here to be. Files that are passed
+    over are counted: a new one is said. `shipped`: the files of data that has a name of the task's
+    own.
     """
-    check_hub_fields(cfg, shipped is None and on_hub(cfg.data))
-    found = [*more, *(shipped or [])]
-    if shipped is not None:
-        pass
-    elif on_hub(cfg.data):
+    found, counts, read = [*more, *(shipped or [])], [], []
+    if shipped is None and on_hub(cfg.data):
         check_pinned(cfg)
-    else:
-        found += files(cfg.data, endings)
+    elif shipped is None:
+        check_apart(cfg)
+        read.append(("data", cfg.data))
     if cfg.validation_data:
-        found += files(cfg.validation_data, endings, "validation_data")
-    return [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in found]
+        read.append(("validation_data", cfg.validation_data))
+    for name, path in read:
+        paths, others = listing(path, endings, name)
+        found += paths or files(path, endings, name)  # which says that there is none
+        counts.append(others)
+    return [*digests(found, cfg).items(), *(sorted(each.items()) for each in counts)]
 
 
-def check_hub_fields(cfg: DataConfig, from_hub: bool) -> None:
-    """Raises ValueError for a field that nothing would read."""
-    name = next(
-        (n for n in ("data_config", "data_revision", "validation_split") if getattr(cfg, n)), ""
-    )
-    if name and not from_hub:
-        raise ValueError(f"task.{name} is for data sets on the Hub; task.data is {cfg.data}")
-    if cfg.validation_data and cfg.validation_split:
-        raise ValueError("task.validation_data and task.validation_split: give one of them")
+def check_apart(cfg: DataConfig) -> None:
+    """Raises ValueError where prepared data would be taken for data, and change its own name."""
+    cache, data = (local_path(path, "data").resolve() for path in (cfg.cache_dir, cfg.data))
+    below = cache.relative_to(data).parts if cache.is_relative_to(data) else (".",)
+    if not any(part.startswith(".") for part in below):
+        raise ValueError(
+            f"task.cache_dir: {one_line(cfg.cache_dir, 60)} lies in task.data: give another"
+        )
 
 
 def digest(*files: Path) -> str:
@@ -340,6 +481,24 @@ def digest(*files: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def content_of(parts: dict[str, dict[str, Any]]) -> str:
+    """64 hex digits that stand for the columns of each part: names, types, shapes and values.
+
+    A column is an array, or a list of arrays of one type. The digest is the same on every machine
+    and with any version of the libraries, which the bytes of Arrow's files are not.
+    """
+    found = hashlib.sha256()
+    for part, columns in parts.items():
+        for name, values in sorted(columns.items()):
+            arrays = [values] if isinstance(values, np.ndarray) else values
+            shapes = [array.shape for array in arrays]
+            kind = arrays[0].dtype.newbyteorder("<") if arrays else np.dtype(bool)
+            found.update(repr((part, name, kind.str, shapes)).encode())
+            for array in arrays:
+                found.update(np.ascontiguousarray(array, kind))
+    return found.hexdigest()
+
+
 def cache_folder(cfg: DataConfig, settings: list, used: list[list], code: str) -> Path:
     """The folder of prepared data; its name stands for all that shapes it.
 
@@ -347,30 +506,345 @@ def cache_folder(cfg: DataConfig, settings: list, used: list[list], code: str) -
     """
     fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
-    code += Path(__file__).read_text(encoding="utf-8")
-    text = json.dumps([fields, settings, used, code])
-    return Path(cfg.cache_dir).expanduser() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    text = json.dumps([fields, settings, used, code + CODE])
+    return local_path(cfg.cache_dir, "cache_dir") / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def prepare(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Has `build` fill the folder, unless it is there; safe when many processes ask together.
+# ---- Cache: digests of files ---------------------------------------------------------------------
 
-    Gives the folder. What a killed process has left does not count, and is removed by the next.
+
+def stamp(about: os.stat_result) -> list[int]:
+    """What changes whenever a file does: the time of change (ctime) cannot be set back."""
+    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+
+
+def sha256(path: Path | str) -> tuple[str, list[int]]:
+    """A file's SHA-256 and its stamp; raises OSError, also for what is no file and might block."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        about, found, block = os.fstat(file.fileno()), hashlib.sha256(), bytearray(1 << 20)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(0, "not a file", str(path))
+        while size := file.readinto(block):
+            found.update(memoryview(block)[:size])
+    return found.hexdigest(), stamp(about)
+
+
+def side_by_side(function: Callable, items: list) -> list:
+    """A function's results for the items, from threads: hashing and reading let others run."""
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
+        return list(pool.map(function, items))
+
+
+def digests(paths: Iterable[Path], cfg: DataConfig, missing: str | None = None) -> dict[str, str]:
+    """SHA-256 of each file, by its path; raises ValueError for one that cannot be read.
+
+    Content decides, not size and time. A file is read again only when its size, its times or its
+    inode are not those in the memo of the cache folder; one that was changed less than two seconds
+    before it was read is not in the memo, since a later change might leave the same times. Of
+    processes that start together the first reads, and the others wait for its memo. Where that
+    cannot be written, each reads. `missing` is the digest of a file that cannot be read.
     """
-    if folder.exists():
-        return folder
+    cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
+
+    def known() -> dict[str, str]:
+        memo, found = read_json(cache / "digests.json"), {}
+        for name in names:
+            saved = memo.get(os.path.abspath(name))
+            if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
+                with contextlib.suppress(OSError, ValueError):  # said below
+                    if stamp(os.stat(name)) == saved[:4]:
+                        found[name] = saved[4]
+        return found
+
+    def look(name: str) -> tuple[str, list[int]]:
+        try:
+            return sha256(name)
+        except (OSError, ValueError) as error:  # ValueError: its name has a NUL
+            if missing is not None:
+                return missing, []
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise ValueError(
+                f"cannot read {one_line(name, 200)}: {reason}; mend it, or take it away"
+            ) from None
+
+    found = known()
+    if len(found) < len(names):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError, NotImplementedError):  # read-only: each for itself
+                stack.enter_context(lock(cache / "digests.lock"))
+                found = known()
+            now, new = time.time_ns(), [name for name in names if name not in found]
+            looked = dict(zip(new, side_by_side(look, new), strict=True))
+            found |= {name: value for name, (value, _) in looked.items()}
+            old = {n: [*s, v] for n, (v, s) in looked.items() if s and now - s[2] > 2_000_000_000}
+            if old:
+                added = {os.path.abspath(name): saved for name, saved in old.items()}
+                write_json(cache / "digests.json", read_json(cache / "digests.json") | added)
+    return {name: found[name] for name in names}
+
+
+def lock(path: Path) -> Any:
+    """A lock among processes, to be entered; raises OSError where its file cannot be written."""
     from filelock import FileLock
 
-    unfinished = folder.with_suffix(".unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path)
+
+
+def read_json(path: Path) -> dict:
+    """What a small file of the cache holds; empty where it is not whole: it is made again."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not folder.exists():  # else another process was first
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
-                build(unfinished)
-                unfinished.rename(folder)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)  # a full disk gets it back
-        raise ValueError(f"task.cache_dir: cannot write {folder}: {error}") from None
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Replaces a small file of the cache, if it can be written: nothing is lost without it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(value), encoding="utf-8")
+        partial.replace(path)
+    with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+
+
+# ---- Cache: prepared data ------------------------------------------------------------------------
+
+
+def prepare(cfg: DataConfig, name: Callable[[], Path], build: Callable[[Path], dict]) -> Path:
+    """Has `build` fill the folder that `name` gives, unless it is there as it was written.
+
+    Gives the folder. `build` gives {"content": what `content_of` says, "named": digests of files
+    that are not in the folder's name}, for the index, which is written last. Safe when many
+    processes ask together; when the first fails, those that were waiting raise what it has raised.
+    What a killed process has left does not count, and is removed by the next.
+    """
+    asked, folder = time.time(), name()
+    if seen_by_this_boot(folder) and not fault_of(folder, cfg):
+        return folder
+    unfinished, failed = folder.with_suffix(".unfinished"), folder.with_suffix(".failed")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock(folder.with_suffix(".lock")))
+        except (OSError, NotImplementedError) as error:
+            if not fault_of(folder, cfg):  # read-only, and whole
+                return folder
+            raise cannot_write(folder, error) from None
+        fault = fault_of(folder, cfg)
+        if not fault:
+            return folder
+        failure = read_json(failed)
+        if isinstance(at := failure.get("at"), float) and at > asked:
+            raise ValueError(str(failure.get("problem")))
+        try:
+            remove(unfinished)
+            if os.path.lexists(folder):
+                print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
+                aside = folder.with_suffix(f".discarded-{os.getpid()}")
+                remove(aside)
+                folder.rename(aside)  # first, as another run may have it open
+                remove(aside)
+            unfinished.mkdir()
+            facts = build(unfinished)
+            if name() != folder:
+                raise ValueError("task.data: files changed while they were prepared: start again")
+            commit(folder, unfinished, facts)
+            remove(failed)
+        except BaseException as error:
+            remove(unfinished)  # a full disk gets it back
+            if isinstance(error, MemoryError):
+                what = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
+                error = ValueError(f"task.data: {what}: give fewer rows ({one_line(error, 60)})")
+            elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                error = cannot_write(folder, error)
+            if isinstance(error, ValueError):
+                write_json(failed, {"at": time.time(), "problem": str(error)})
+            raise error from None
     return folder
+
+
+def cannot_write(folder: Path, error: Exception) -> ValueError:
+    reason = getattr(error, "strerror", None) or one_line(error)
+    return ValueError(f"task.cache_dir: cannot write {one_line(folder, 100)}: {reason}")
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there; a reader on a network disk may keep a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def commit(folder: Path, unfinished: Path, facts: dict) -> None:
+    """Turns a filled folder into prepared data: contents, index and names reach the disk in turn.
+
+    The index holds sizes and SHA-256 of all files, and its own.
+    """
+    paths = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    found = side_by_side(lambda path: (flush(path), sha256(path))[1], paths)
+    listed = {
+        path.relative_to(unfinished).as_posix(): [about[0], digest]
+        for path, (digest, about) in zip(paths, found, strict=True)
+    }
+    text = json.dumps({**facts, "files": listed}).encode()
+    own = hashlib.sha256(text).hexdigest().encode()
+    (unfinished / INDEX).write_bytes(own + b"\n" + text + b"\n")
+    for path in [unfinished / INDEX, *(p for p in unfinished.rglob("*") if p.is_dir())]:
+        flush(path)
+    flush(unfinished)
+    unfinished.rename(folder)
+    flush(folder.parent)
+    write_seen(folder, stamps(folder))
+
+
+def read_index(folder: Path) -> dict:
+    """The index of a prepared folder; raises ValueError where it is not what was written."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise ValueError("has no index")
+    own, _, text = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != own:
+        raise ValueError("is not what was written: its index is broken")
+    return json.loads(text)
+
+
+def stamps(folder: Path) -> dict[str, list[int]]:
+    """The stamp of each file below a folder, links not followed; of what is no file, nothing.
+
+    What file managers and network disks hide there does not count.
+    """
+    found = {}
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        if not stat.S_ISDIR(about.st_mode) and not path.name.startswith("."):
+            found[path.relative_to(folder).as_posix()] = stamp(about) * stat.S_ISREG(about.st_mode)
+    return found
+
+
+def fault_of(folder: Path, cfg: DataConfig) -> str:
+    """What is wrong with prepared data, or with the files that it names; empty: nothing.
+
+    Names and sizes, and the index's own digest, are compared each time. The bytes of all files are
+    compared when a machine sees them for the first time since it was started, and whenever a file's
+    size, times or inode are not as they were then: reading all at each start would take as long as
+    the disk does, and what a disk or a crash does to files, it does before or changes these.
+    """
+    try:
+        index, found = read_index(folder), stamps(folder)
+        written, named = index["files"], index.get("named", {})
+        sizes = {name: about[:1] for name, about in found.items() if name != INDEX}
+        wrong = [n for n in {**sizes, **written} if sizes.get(n) != written.get(n, [])[:1]]
+        if not wrong and not seen_by_this_boot(folder):
+            digests_now = side_by_side(lambda name: sha256(folder / name)[0], list(written))
+            pairs = zip(written.items(), digests_now, strict=True)
+            wrong = [name for (name, (_, digest)), now in pairs if digest != now]
+        if wrong:
+            return f"is not what was written: {one_line(wrong[0], 60)}"
+        write_seen(folder, found)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    now = digests(map(Path, named), cfg, missing="")
+    changed = next((name for name in named if now[name] != named[name]), "")
+    return changed and f"is out of date, as {one_line(changed, 100)} has changed"
+
+
+def boot() -> list[str]:
+    """What stands for the time since this machine was started; empty where it does not say."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]
+    except OSError:
+        return []
+
+
+def seen_by_this_boot(folder: Path) -> bool:
+    """Whether the files are those that were written or read in full since this machine started."""
+    try:
+        found = stamps(folder)
+    except OSError:
+        return False
+    seen = read_json(folder.with_suffix(".seen"))
+    return bool(boot()) and seen == {"boot": boot(), "files": found}
+
+
+def write_seen(folder: Path, found: dict[str, list[int]]) -> None:
+    """Notes that files with these stamps are as they were written."""
+    if boot():
+        write_json(folder.with_suffix(".seen"), {"boot": boot(), "files": found})
+
+
+def content(folder: Path) -> str:
+    """What `content_of` said of prepared data when it was written."""
+    return read_index(folder)["content"]
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+
+def in_child(function: Callable, *arguments) -> None:
+    """Calls a function in a forked process, for the files that it writes.
+
+    A library that does not return to Python for half a minute would keep this process from hearing
+    a signal: the child has the signals' defaults, and is killed when what waits for it is told to
+    stop. Raises ValueError with what the function raised, or where the child was killed.
+    """
+    reader, writer = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # the child must not run our handlers
+    child, ended = None, None
+    try:
+        child = os.fork()
+        if child == 0:
+            work(function, arguments, writer)
+        os.close(writer)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        with open(reader, "rb") as pipe:
+            problem = pipe.read().decode()
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        if child and ended is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    if ended < 0:
+        name = signal.Signals(-ended).name
+        problem = f"its preparation was ended by {name}, perhaps for want of memory"
+    if ended:
+        raise ValueError(f"task.data: {problem}; give fewer or other rows")
+
+
+def work(function: Callable, arguments: tuple, writer: int) -> None:
+    """The child's part: ends it, with what went wrong written to the pipe."""
+    problem = "it failed"
+    try:
+        for number in STOPS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        function(*arguments)
+        problem = ""
+    except BaseException as error:
+        problem = one_line(error)
+    finally:
+        os.write(writer, problem.encode())
+        os._exit(bool(problem))
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes longer; where signals cannot be heard, nothing."""
+
+    def late(*_) -> None:
+        raise TimeoutError(f"it takes longer than {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again, should a library swallow one
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -27,6 +27,10 @@ It may also have:
 
 identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
                          checkpoint with another one is never continued.
+digest(cfg)              Text that stands for every byte of the prepared data, training and
+                         validation: a checkpoint made with another one is refused, unless accepted.
+                         Without it train.py compares the numbers of rows and 64 rows of each: a
+                         change elsewhere is not seen.
 augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
                          of this row in this epoch, so that no worker and no rank changes them.
 sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
@@ -43,7 +47,7 @@ import sysconfig
 import tokenize
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,13 +57,15 @@ import torch.nn.functional as F
 import pretrained
 import sources
 from pretrained import ModelConfig
-from sources import DataConfig, Row, check_fields
+from sources import NOTHING, SHAPE, DataConfig, Row, check_fields, check_read
+from tracking import one_line
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
 Batch = dict[str, torch.Tensor]
 END_OF_TEXT = "<|endoftext|>"
 IGNORED = -100  # the label that cross entropy leaves out
+MOST_CHAT = 50_000_000  # bytes of a chat: a template that gives more does not do what it should
 UNIT = "tokens"
 CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 ENDINGS = (".txt", *sources.TABLES)
@@ -103,27 +109,27 @@ class TaskConfig(DataConfig, ModelConfig):
     best_fit for prompts and chats."""
     too_long: Literal["split", "cut"] = "split"
     """best_fit: what is too long goes on in another row, or loses its end."""
-    vocab_size: int = 1024
+    vocab_size: int = field(default=1024, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
-    hidden_size: int = 128
+    hidden_size: int = field(default=128, metadata=SHAPE)
     """New model: its width."""
-    num_layers: int = 3
+    num_layers: int = field(default=3, metadata=SHAPE)
     """New model: transformer layers."""
     num_heads: int = 4
     """New model: attention heads in a layer."""
     dropout: float = 0.0
     """New model: dropout on the attention weights, the only one that Llama has."""
-    lora_rank: int = 0
+    lora_rank: int = field(default=0, metadata=SHAPE)
     """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all."""
     lora_alpha: float = 0.0
     """Factor of the adapters, times the rank; 0: twice the rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapters."""
-    lora_targets: str = "all-linear"
+    lora_targets: str = field(default="all-linear", metadata=SHAPE)
     """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
-    merge_lora: bool = False
+    merge_lora: bool = field(default=False, metadata=NOTHING)
     """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
-    sample_prompt: str = "When a function is called,"
+    sample_prompt: str = field(default="When a function is called,", metadata=NOTHING)
     """Beginning of the text, or the message, that the trained model answers."""
 
 
@@ -134,14 +140,14 @@ def best_fit(cfg: TaskConfig) -> bool:
 
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work before anything is read."""
+    sources.check_data(cfg, SHIPPED)
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
-    nearest = max(1, round(cfg.hidden_size / unit)) * unit
+    nearest = max(1, (min(cfg.hidden_size, 2**16) + unit // 2) // unit) * unit
     new, text = not cfg.model_name_or_path, cfg.rows == "text"
     fits = cfg.data not in SHIPPED or text != (cfg.data == "docstrings")
     flash = cfg.attn_implementation == "flash_attention_2"
     rules = [
-        ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
-        ("context_length", cfg.context_length >= 2, "at least 2"),
+        ("context_length", 2 <= cfg.context_length <= 2**20, "from 2 to 1,048,576"),
         ("packing", text or cfg.packing != "stream", "best_fit for prompts and chats"),
         ("data", fits, f"something else, or task.rows, which is {cfg.rows}"),
         (
@@ -149,24 +155,46 @@ def check(cfg: TaskConfig) -> None:
             not (flash and best_fit(cfg)),
             "sdpa or eager, to keep packed texts apart",
         ),
-        ("lora_rank", cfg.lora_rank >= 0, "at least 0"),
+        ("lora_rank", 0 <= cfg.lora_rank <= 4096, "from 0 to 4,096"),
         (
             "lora_rank",
             not (cfg.lora_rank and new),
             "0, or task.model_name_or_path a model to adapt",
         ),
-        ("lora_alpha", cfg.lora_alpha >= 0, "at least 0"),
+        ("lora_alpha", 0 <= cfg.lora_alpha <= 1e6, "from 0 to 1,000,000"),
         ("lora_dropout", 0 <= cfg.lora_dropout < 1, "at least 0 and below 1"),
     ]
     if new:
         rules += [
-            ("vocab_size", cfg.vocab_size >= 257, "at least 257, for 256 bytes and end of text"),
-            ("num_layers", cfg.num_layers >= 1, "at least 1"),
-            ("num_heads", cfg.num_heads >= 1, "at least 1"),
+            (
+                "vocab_size",
+                257 <= cfg.vocab_size <= 2**20,
+                "from 257, for 256 bytes and end of text, to 1,048,576",
+            ),
+            ("num_layers", 1 <= cfg.num_layers <= 1000, "from 1 to 1,000"),
+            ("num_heads", 1 <= cfg.num_heads <= 1024, "from 1 to 1,024"),
+            ("hidden_size", cfg.hidden_size <= 2**16, "at most 65,536"),
             ("hidden_size", cfg.hidden_size == nearest, f"a multiple of 2 x num_heads, {nearest}"),
             ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
         ]
     check_fields(cfg, rules)
+    if new:
+        width = cfg.hidden_size
+        pretrained.check_memory(width * (2 * cfg.vocab_size + 13 * cfg.num_layers * width))
+    check_read(
+        cfg,
+        [
+            ("text_column", text, f"where task.rows is {cfg.rows}"),
+            ("prompt_column completion_column", cfg.rows == "prompt", "unless task.rows is prompt"),
+            ("messages_column", cfg.rows == "chat", "unless task.rows is chat"),
+            ("too_long", best_fit(cfg), "unless task.packing is best_fit"),
+            (
+                "lora_alpha lora_dropout lora_targets merge_lora",
+                cfg.lora_rank,
+                "unless task.lora_rank is more than 0",
+            ),
+        ],
+    )
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -175,13 +203,20 @@ def check(cfg: TaskConfig) -> None:
 def prepare_data(cfg: TaskConfig) -> None:
     """Split, tokenise and pack the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
+    pretrained.check_unread(cfg)
     longest_text(cfg)
-    cfg.folder = sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+    cfg.folder = sources.prepare(
+        cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
+    )
 
 
 def identity(cfg: TaskConfig) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
     return "" if cfg.model_name_or_path else sources.digest(cfg.folder / "tokenizer.json")
+
+
+def digest(cfg: TaskConfig) -> str:
+    return sources.content(cfg.folder)
 
 
 def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
@@ -284,7 +319,7 @@ def add_adapters(model: torch.nn.Module, cfg: TaskConfig) -> torch.nn.Module:
         with pretrained.quiet():
             return get_peft_model(model, lora, revision=cfg.revision)
     except ValueError as error:
-        raise ValueError(f"task.lora_targets: {sources.one_line(error)}") from None
+        raise ValueError(f"task.lora_targets: {one_line(error)}") from None
 
 
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -363,9 +398,11 @@ def prepared_folder(cfg: TaskConfig) -> Path:
 
 
 def template_file(cfg: TaskConfig) -> Path | None:
-    path = Path(cfg.chat_template).expanduser()
+    path = sources.local_path(cfg.chat_template, "chat_template")
     if cfg.chat_template and not path.is_file():
-        raise ValueError(f"task.chat_template: there is no file {path}")
+        raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
+    if cfg.chat_template and path.stat().st_size > 1_000_000:
+        raise ValueError(f"task.chat_template: {one_line(path, 100)} has more than 1 MB")
     return path if cfg.chat_template else None
 
 
@@ -417,7 +454,7 @@ def longest_text(cfg: TaskConfig) -> int:
     from transformers import AutoConfig
 
     most = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
-    most = most or cfg.context_length
+    most = most if isinstance(most, int) and most > 0 else cfg.context_length
     right = best_fit(cfg) or cfg.context_length <= most
     check_fields(cfg, [("context_length", right, f"at most {most}, which the model can see")])
     return min(most, cfg.context_length)
@@ -430,7 +467,7 @@ def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
     if cfg.model_name_or_path:
         tokenizer = pretrained.load(AutoTokenizer, cfg)
         if not tokenizer.is_fast or tokenizer.eos_token is None:
-            name = cfg.model_name_or_path
+            name = one_line(cfg.model_name_or_path, 100)
             raise ValueError(
                 f"task.model_name_or_path: the tokenizer of {name} is no fast one with an end token"
             )
@@ -443,20 +480,27 @@ def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
         )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if file := template_file(cfg):
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            what = f"cannot read {one_line(file, 100)}: {one_line(error)}"
+            raise ValueError(f"task.chat_template: {what}") from None
     elif cfg.rows == "chat":
         tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     return tokenizer
 
 
-def build(cfg: TaskConfig, folder: Path) -> None:
-    """Save the packed rows of training and validation, with the vocabulary if it is new."""
+def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
+    """Save the packed rows of training and validation, with the vocabulary if it is new.
+
+    Gives their digest.
+    """
     import numpy as np
     from datasets import Dataset, disable_progress_bars
 
     train, validation = read(cfg)
     if not cfg.model_name_or_path:
-        learn_vocabulary(train, cfg, folder)
+        sources.in_child(learn_vocabulary, train, cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
     parts = {}
     for part, rows in (("train", train), ("validation", validation)):
@@ -468,6 +512,8 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     size = f"{len(parts['train']['labels']):,} rows of {cfg.context_length} tokens to train on"
     print(f"Prepared: {size}, {share:.1%} of them useful, the rest padding", flush=True)
 
+    # Not of the unigram loss: logarithms differ in the last bit from machine to machine.
+    content = sources.content_of(parts)
     labels = parts["train"]["labels"]
     frequency = 1 + np.bincount(labels[labels != IGNORED], minlength=len(tokenizer))
     nats, sizes = -np.log(frequency / frequency.sum()), token_bytes(tokenizer)
@@ -482,6 +528,7 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     for number, (row, _) in enumerate(validation[: 0 if cfg.rows == "text" else 2], 1):
         prompts[f"held out {number}"] = prompt_of(row, cfg, tokenizer)
     (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
+    return {"content": content}
 
 
 # ---- Preparation: rows ---------------------------------------------------------------------------
@@ -495,14 +542,14 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
     train, validation = sources.read(cfg, columns, ENDINGS, shipped)
     for row, place in [*train, *(validation or [])]:
         if problem := problem_of(row, cfg):
-            raise ValueError(f"task.data: {place}: {problem} in {row!r:.80}")
+            raise ValueError(f"task.data: {place}: {problem} in {one_line(repr(row), 80)}")
     train = [each for each in train if each[0].get("text", "text").strip()]
     documents = len(train) + len(validation or [])
     if not train or validation == []:
-        raise ValueError(
-            f"task.data: there is no text in {cfg.validation_data if train else cfg.data}"
-        )
-    print(f"Preparing data: {documents:,} documents of {cfg.data}", flush=True)
+        where = one_line(cfg.validation_data if train else cfg.data, 100)
+        raise ValueError(f"task.data: there is no text in {where}")
+    name = one_line(cfg.data, 100)
+    print(f"Preparing data: {documents:,} documents of {name}", flush=True)
     if validation is not None:
         return train, validation
     if len(train) == 1 and cfg.rows == "text":
@@ -510,8 +557,10 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
         cut = int(len(row["text"]) * (1 - cfg.validation_fraction))
         return [({"text": row["text"][:cut]}, place)], [({"text": row["text"][cut:]}, place)]
     if len(train) == 1:
-        raise ValueError(f"task.data: {cfg.data} has one row; add rows, to hold one out")
-    key = (lambda row: row[0]["text"]) if cfg.rows == "text" else (lambda row: json.dumps(row[0]))
+        raise ValueError(f"task.data: {name} has one row; add rows, to hold one out")
+    if cfg.rows == "text":
+        return sources.hold_out(train, cfg.validation_fraction, lambda row: row[0]["text"])
+    key = lambda row: json.dumps(row[0], default=str)  # noqa: E731  Parquet has dates
     return sources.hold_out(train, cfg.validation_fraction, key)
 
 
@@ -524,9 +573,9 @@ def problem_of(row: dict, cfg: TaskConfig) -> str | None:
     messages = row["messages"]
     if isinstance(messages, str):
         try:
-            row["messages"] = messages = json.loads(messages)
-        except ValueError as error:
-            return f"no messages, since {error},"
+            row["messages"] = messages = sources.cell(json.loads(messages))
+        except (ValueError, RecursionError) as error:
+            return f"no messages, since {one_line(error, 100)},"
     if not isinstance(messages, list) or not all(
         isinstance(m, dict)
         and isinstance(m.get("role"), str)
@@ -600,12 +649,17 @@ def render(messages: list[dict], place: str, tokenizer: Any) -> list[tuple[str, 
 
 
 def chat_text(messages: list[dict], place: str, tokenizer: Any, **options) -> str:
-    from jinja2 import TemplateError
-
+    """What the chat template makes of messages: a program, which may fail, or not end."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, ValueError, TypeError) as error:
-        raise ValueError(f"task.chat_template: {place}: {sources.one_line(error)}") from None
+        with sources.time_limit(10):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        if not isinstance(text, str):
+            raise TypeError(f"it gives no text, but {type(text).__name__}")
+        if len(text.encode()) > MOST_CHAT:
+            raise ValueError(f"it gives {len(text):,} characters")
+    except Exception as error:
+        raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None
+    return text
 
 
 def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
@@ -669,7 +723,8 @@ def pack_stream(encoded: list[tuple[array, array]], cfg: TaskConfig) -> dict[str
         tokens.extend(row[1:] if tokens and row[0] == tokens[-1] else row)
     if len(tokens) <= length:
         problem = f"{len(tokens)} tokens to train or evaluate on, which do not fill a row"
-        raise ValueError(f"task.data: {cfg.data} has {problem} of {length + 1}: add text")
+        name = one_line(cfg.data, 100)
+        raise ValueError(f"task.data: {name} has {problem} of {length + 1}: add text")
     tokens.extend([IGNORED] * ((1 - len(tokens)) % length))
     flat = np.array(tokens)
     inputs, labels = flat[:-1].reshape(-1, length), flat[1:].reshape(-1, length)

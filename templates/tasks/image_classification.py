@@ -27,6 +27,10 @@ It may also have:
 
 identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
                          checkpoint with another one is never continued.
+digest(cfg)              Text that stands for every byte of the prepared data, training and
+                         validation: a checkpoint made with another one is refused, unless accepted.
+                         Without it train.py compares the numbers of rows and 64 rows of each: a
+                         change elsewhere is not seen.
 augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
                          of this row in this epoch, so that no worker and no rank changes them.
 sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
@@ -41,8 +45,7 @@ import json
 import math
 import os
 import shutil
-from dataclasses import dataclass
-from io import BytesIO
+from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal
@@ -56,13 +59,17 @@ from tqdm import tqdm
 import confusion
 import pretrained
 import sources
+from predict import open_image
+from sources import ROUNDING, SHAPE
+from tracking import one_line
 
 # transformers takes 4 s to import, sklearn and matplotlib 1 s: they wait for who needs them.
 
 Batch = dict[str, torch.Tensor]
 Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and what `look` gives
 CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+ENDINGS = (*sources.TABLES, *IMAGES)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -80,7 +87,7 @@ class TaskConfig(sources.DataConfig, pretrained.ModelConfig):
     """Of a table: the column of classes."""
     corrupt: Literal["refuse", "skip"] = "refuse"
     """Whether images that cannot be read end the run, or are named and left out."""
-    image_size: int = 32
+    image_size: int = field(default=32, metadata=SHAPE)
     """Side in pixels of the square that a new model sees; a pretrained one has its own."""
     stored_size: int = 0
     """Side of the square that is cut from the middle of each image and kept in cache_dir; 0: that
@@ -89,49 +96,70 @@ class TaskConfig(sources.DataConfig, pretrained.ModelConfig):
     """Smallest share of the square's area that a random crop keeps in training; 1: no crops."""
     flip: bool = False
     """Mirror half of the images in training: where left and right mean the same."""
-    architecture: Literal["vit", "resnet"] = "vit"
+    architecture: Literal["vit", "resnet"] = field(default="vit", metadata=SHAPE)
     """A new model: a vision transformer, or a ResNet v2 with GroupNorm (with BatchNorm the result
     would depend on how a step is cut)."""
-    hidden_size: int = 64
+    hidden_size: int = field(default=64, metadata=SHAPE)
     """Width of a new model; of a resnet, whose four stages double it, that of the last."""
-    num_layers: int = 2
+    num_layers: int = field(default=2, metadata=SHAPE)
     """Layers of a vit; blocks in each stage of a resnet."""
-    patch_size: int = 8
+    patch_size: int = field(default=8, metadata=SHAPE)
     """vit: side in pixels of the patches that the square is cut into."""
     num_heads: int = 4
     """vit: attention heads in a layer."""
     dropout: float = 0.0
     """vit: dropout in each layer; resnet: share of its blocks that are left out at random."""
-    channels_last: bool = False
+    channels_last: bool = field(default=False, metadata=ROUNDING)
     """For a resnet: the memory layout that convolutions on GPUs like in bf16 and fp16. On a CPU, in
     fp32, it takes a sixth less time at 96 pixels and a width of 512, and the same at 32 and 128."""
 
 
-def prepare_data(cfg: TaskConfig) -> None:
-    """Checks the settings, and decodes the images, once, into `prepared_folder(cfg)`."""
-    vit, digits = cfg.architecture == "vit", cfg.data == "digits"
-    patch = max(cfg.patch_size, 1) if vit and not cfg.model_name_or_path else 1
+def check(cfg: TaskConfig) -> None:
+    """Refuse settings that cannot work before anything is read."""
+    sources.check_data(cfg, ["digits"])
+    new, vit, digits = not cfg.model_name_or_path, cfg.architecture == "vit", cfg.data == "digits"
+    patch = max(cfg.patch_size, 1) if vit and new else 1
     unit = max(cfg.num_heads, 1) if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
     rules = [
-        ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
         ("validation_data", not (digits and cfg.validation_data), "empty, as digits has its own"),
-        ("stored_size", cfg.stored_size >= 0, "at least 0"),
-        ("min_crop", 0 < cfg.min_crop <= 1, "above 0 and at most 1"),
-        ("patch_size", cfg.patch_size >= 1, "at least 1"),
-        ("num_layers", cfg.num_layers >= 1, "at least 1"),
-        ("num_heads", cfg.num_heads >= 1, "at least 1"),
-        ("image_size", cfg.image_size >= 1, "at least 1"),
+        ("stored_size", 0 <= cfg.stored_size <= 8192, "from 0 to 8,192"),
+        ("min_crop", 0.01 <= cfg.min_crop <= 1, "from 0.01 to 1"),
+        ("patch_size", 1 <= cfg.patch_size <= 4096, "from 1 to 4,096"),
+        ("num_layers", 1 <= cfg.num_layers <= 1000, "from 1 to 1,000"),
+        ("num_heads", 1 <= cfg.num_heads <= 1024, "from 1 to 1,024"),
+        ("image_size", 1 <= cfg.image_size <= 4096, "from 1 to 4,096"),
         ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),
-        ("hidden_size", cfg.hidden_size >= 1, "at least 1"),
+        ("hidden_size", 1 <= cfg.hidden_size <= 2**16, "from 1 to 65,536"),
         ("hidden_size", cfg.hidden_size % unit == 0, f"a multiple of {unit}"),
         ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
     ]
+    patches = (cfg.image_size // patch) ** 2
+    if vit and new:
+        rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
     sources.check_fields(cfg, rules)
-    cfg.folder = sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+    if new:
+        layer = (12 if vit else 2) * cfg.hidden_size
+        outside = patches + 3 * patch**2 if vit else 0
+        pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
+    table = "image_column label_column corrupt"
+    sources.check_read(cfg, [(table, not digits, "where task.data is digits")])
+    pretrained.check_unread(cfg)
+
+
+def prepare_data(cfg: TaskConfig) -> None:
+    """Checks the settings, and decodes the images, once, into `prepared_folder(cfg)`."""
+    check(cfg)
+    cfg.folder = sources.prepare(
+        cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
+    )
 
 
 def identity(cfg: TaskConfig) -> str:
     return sources.digest(cfg.folder / "labels.json")
+
+
+def digest(cfg: TaskConfig) -> str:
+    return sources.content(cfg.folder)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -175,8 +203,8 @@ def look(cfg: TaskConfig) -> dict[str, Any]:
         facts = pretrained.load(AutoImageProcessor, cfg).to_dict()
         size = facts.get("crop_size" if facts.get("do_center_crop") else "size") or {}
         seen["side"] = size.get("height") or size.get("shortest_edge")
-        if not seen["side"]:
-            model = cfg.model_name_or_path
+        if not isinstance(seen["side"], int) or not 1 <= seen["side"] <= 8192:
+            model = one_line(cfg.model_name_or_path, 100)
             raise ValueError(
                 f"task.model_name_or_path: {model} does not say the size of its images"
             )
@@ -291,15 +319,19 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
     """The scores of each class, which were taken for which, and some images."""
+    from plot import attempt_picture
+
     names = [model.config.id2label[i] for i in range(model.config.num_labels)]
     found = confusion.report(sums["confusion"], names, folder)
-    return found | {"samples": draw_samples(model, names, folder / "samples.png")}
+    return found | {"samples": attempt_picture(draw_samples, model, names, folder / "samples.png")}
 
 
 @torch.no_grad()
 def draw_samples(model: Any, names: list[str], path: Path) -> Path:
     """Sixteen out of 256 validation images, evenly spread, first those that are taken wrongly."""
     from matplotlib.figure import Figure
+
+    from plot import save
 
     last = len(model.validation) - 1
     rows = [model.validation[i] for i in np.linspace(0, last, min(256, last + 1)).astype(int)]
@@ -322,12 +354,11 @@ def draw_samples(model: Any, names: list[str], path: Path) -> Path:
         axes.set_title(said, fontsize=9, color=color, parse_math=False)
     for axes in figure.axes:
         axes.set_axis_off()
-    figure.savefig(path)
-    return path
+    return save(figure, path)
 
 
 def shorten(name: str) -> str:
-    return name if len(name) <= 20 else f"{name[:19]}…"
+    return one_line(name, 20)
 
 
 def export(model: Any, folder: Path) -> None:
@@ -357,10 +388,10 @@ def export(model: Any, folder: Path) -> None:
 def prepared_folder(cfg: TaskConfig) -> Path:
     """Its name stands for all that shapes the data: settings, files and the code from here on.
 
-    Images that a table names are not looked at: remove cache_dir when they have changed.
+    Images that a table names are not among the files: `build` gives their digests.
     """
     settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt]
-    used = [] if cfg.data == "digits" else sources.used_files(cfg, (*sources.TABLES, *IMAGES))
+    used = [] if cfg.data == "digits" else sources.used_files(cfg, ENDINGS)
     return sources.cache_folder(cfg, settings, used, CODE)
 
 
@@ -369,8 +400,11 @@ def stored_side(cfg: TaskConfig) -> int:
     return cfg.stored_size or (side if cfg.min_crop == 1 else math.ceil(side * 8 / 7))
 
 
-def build(cfg: TaskConfig, folder: Path) -> None:
-    """Writes images.npy (N, side, side, 3), labels.npy (N,), their names, and each part's rows."""
+def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
+    """Writes images.npy (N, side, side, 3), labels.npy (N,), their names, and each part's rows.
+
+    Gives the digest of these, and those of the images that tables name.
+    """
     train, validation = read(cfg)
     rows = train + (validation or [])
     label = [row["label"] for row, _ in rows]
@@ -378,20 +412,22 @@ def build(cfg: TaskConfig, folder: Path) -> None:
     for row, place in validation or []:
         if row["label"] not in known:
             raise ValueError(
-                f"task.validation_data: {place}: class {row['label']!r:.60} is not one of the "
-                f"training data, {', '.join(known[:20])}{', ...' * (len(known) > 20)}"
+                f"task.validation_data: {place}: class {one_line(repr(row['label']), 60)} is not "
+                f"one of the training data, {one_line(', '.join(known[:20]), 200)}"
+                f"{', ...' * (len(known) > 20)}"
             )
+    named = named_images(cfg, rows)
     shape = (len(rows), *[stored_side(cfg)] * 2, 3)
     needed, free = math.prod(shape) / 1e6, shutil.disk_usage(folder).free / 1e6
     print(
-        f"Preparing data: {len(rows):,} images of {cfg.data}, {len(known):,} classes; "
-        f"{needed:,.1f} MB in {folder.parent}",
+        f"Preparing data: {len(rows):,} images of {one_line(cfg.data, 100)}, {len(known):,} "
+        f"classes; {needed:,.1f} MB in {one_line(folder.parent, 100)}",
         flush=True,
     )
     if needed > free:
         raise ValueError(
-            f"task.cache_dir: the disk of {folder.parent} has room for {free:,.1f} MB of them; "
-            "name another, or lower --task.stored_size"
+            f"task.cache_dir: the disk of {one_line(folder.parent, 100)} has room for "
+            f"{free:,.1f} MB of them; name another, or lower --task.stored_size"
         )
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
 
@@ -402,7 +438,7 @@ def build(cfg: TaskConfig, folder: Path) -> None:
         except UnidentifiedImageError:
             return "", "not an image"
         except Exception as error:  # each decoder has its own
-            return "", sources.one_line(error)
+            return "", one_line(error)
         return hashlib.sha256(images[number]).hexdigest(), ""
 
     with ThreadPool(min(os.cpu_count() or 1, 32)) as pool:  # decoders let other threads run
@@ -418,35 +454,50 @@ def build(cfg: TaskConfig, folder: Path) -> None:
             f"{len(rows):,}; --task.corrupt skip leaves them out"
         )
     for problem in problems[:10]:
-        print(f"left out: {problem}")
+        print(f"left out: {one_line(problem)}")
     if problems[10:]:
-        print(f"and {len(problems) - 10:,} more")
+        print(f"and {len(problems) - 10:,} more", flush=True)
 
     names = sorted({label[number] for number in parts[0]})
     if len(names) < 2:
         raise ValueError(
-            f"task.data: {cfg.data} has {len(parts[0])} images, of {len(names)} classes, "
-            f"{', '.join(names)}; it takes two classes to tell them apart"
+            f"task.data: {one_line(cfg.data, 100)} has {len(parts[0])} images, of {len(names)} "
+            f"classes, {one_line(', '.join(names), 60)}; it takes two classes to tell them apart"
         )
     if validation is None:
         share = cfg.validation_fraction
         parts = sources.hold_out(parts[0], share, lambda n: found[n][0], lambda n: label[n])
     if not parts[1]:
         raise ValueError(
-            f"task.validation_data: no images to evaluate on among the {len(rows)} of {cfg.data}; "
-            "give --task.validation_data PATH"
+            f"task.validation_data: no images to evaluate on among the {len(rows)} of "
+            f"{one_line(cfg.data, 100)}; give --task.validation_data PATH"
         )
     place = {name: i for i, name in enumerate(names)}
-    np.save(folder / "labels.npy", [place.get(name, -1) for name in label])
-    np.save(folder / "train.npy", np.sort(parts[0]))
-    np.save(folder / "validation.npy", np.sort(parts[1]))
+    arrays = {"labels": np.array([place.get(name, -1) for name in label], np.int64)}
+    arrays |= {"train": np.sort(parts[0]), "validation": np.sort(parts[1])}
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
     (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
+    arrays["images"] = np.array([key for key, _ in found], "S64")  # their digests stand for them
+    return {"content": sources.content_of({"images": arrays}), "named": named}
+
+
+def named_images(cfg: TaskConfig, rows: list[sources.Row]) -> dict[str, str]:
+    """Digests of the images that rows name and that are not files of the data; "": unreadable."""
+    known: set[Path] = set()
+    for name in ("data", "validation_data"):
+        data = getattr(cfg, name)
+        if data and data != "digits" and not (name == "data" and sources.on_hub(data)):
+            known.update(sources.files(data, ENDINGS, name))
+    paths = [row["image"] for row, _ in rows if isinstance(row["image"], Path)]
+    return sources.digests([path for path in paths if path not in known], cfg, missing="")
 
 
 def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
     """Rows of an image and a label, to train on and, where there are such, to evaluate on."""
     columns = {"image": cfg.image_column, "label": cfg.label_column}
     validation = None
+    sources.say_passed_over(cfg, ENDINGS, shipped=cfg.data == "digits")
     if cfg.data == "digits":
         from sklearn.datasets import load_digits
 
@@ -463,7 +514,8 @@ def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
         validation = local_rows(cfg.validation_data, columns, "validation_data")
     for row, place in train + (validation or []):
         if not isinstance(row["label"], (str, int)) or row["label"] == "":
-            raise ValueError(f"task.label_column: {place}: {row['label']!r:.60} is no class")
+            value = one_line(repr(row["label"]), 60)
+            raise ValueError(f"task.label_column: {place}: {value} is no class")
         row["label"] = str(row["label"])
     return train, validation
 
@@ -479,16 +531,20 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
             if isinstance(image, dict) and not image.get("bytes"):
                 image = image.get("path")
             if isinstance(image, str):
-                image, place = table.parent / image, f"{place}: {image}"
+                place = f"{place}: {one_line(image, 100)}"
+                path = os.path.join(table.parent, image)
+                if "\0" in image or (os.path.exists(path) and not os.path.isfile(path)):
+                    raise ValueError(f"task.{field}: cannot read {place}: it is not a file")
+                image = Path(path)
             rows.append(({**row, "image": image}, place))
     for file in [] if tables else files:
         folders = file.relative_to(root).parts[:-1]
         if len(folders) == 1 and not folders[0].startswith("."):  # as .ipynb_checkpoints does
-            rows.append(({"image": file, "label": folders[0]}, str(file)))
+            rows.append(({"image": file, "label": folders[0]}, one_line(file, 200)))
         elif not any(folder.startswith(".") for folder in folders):
             raise ValueError(
-                f"task.{field}: {file} is not in the folder of its class; it should be "
-                f"{root / 'CLASS' / file.name}"
+                f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
+                f"be {one_line(root / 'CLASS' / file.name, 150)}"
             )
     return rows
 
@@ -496,9 +552,7 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
 def square(image: Any, side: int) -> np.ndarray:
     """The middle of an image, uint8 (side, side, 3): of a path, {"bytes": ...}, or Pillow's own."""
     if not isinstance(image, Image.Image):
-        image = Image.open(BytesIO(image["bytes"]) if isinstance(image, dict) else image)
+        image = open_image(image["bytes"] if isinstance(image, dict) else image)
         image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a part of its size
-    if image.mode.startswith(("I", "F")):  # RGB would cut them off at 255
-        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
     image = ImageOps.exif_transpose(image).convert("RGB")
     return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))

@@ -27,6 +27,10 @@ It may also have:
 
 identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
                          checkpoint with another one is never continued.
+digest(cfg)              Text that stands for every byte of the prepared data, training and
+                         validation: a checkpoint made with another one is refused, unless accepted.
+                         Without it train.py compares the numbers of rows and 64 rows of each: a
+                         change elsewhere is not seen.
 augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
                          of this row in this epoch, so that no worker and no rank changes them.
 sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
@@ -44,7 +48,7 @@ import textwrap
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +60,8 @@ import confusion
 import pretrained
 import sources
 from pretrained import ModelConfig
-from sources import DataConfig, Row, check_fields
+from sources import SHAPE, DataConfig, Row, check_fields
+from tracking import one_line
 
 # transformers takes 4 s to import, datasets and scikit-learn 1 s: they wait for what needs them.
 
@@ -66,6 +71,7 @@ ENDINGS = (".txt", *sources.TABLES)
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
+MOST_NUMBER = 1e18  # its square, the loss, and sums of such are finite in float32
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -94,11 +100,11 @@ class TaskConfig(DataConfig, ModelConfig):
     token_dropout: float = 0.0
     """Share of its tokens that a text loses in training, others in each epoch: so that the answer
     does not hang on a few names."""
-    vocab_size: int = 8192
+    vocab_size: int = field(default=8192, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
-    hidden_size: int = 128
+    hidden_size: int = field(default=128, metadata=SHAPE)
     """New model: its width."""
-    num_layers: int = 1
+    num_layers: int = field(default=1, metadata=SHAPE)
     """New model: transformer layers. With few texts to learn from, more of them do not help."""
     num_heads: int = 4
     """New model: attention heads in a layer."""
@@ -108,25 +114,39 @@ class TaskConfig(DataConfig, ModelConfig):
 
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work before anything is read."""
+    sources.check_data(cfg, ["stdlib"])
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
-    nearest = max(1, round(cfg.hidden_size / unit)) * unit
+    nearest = max(1, (min(cfg.hidden_size, 2**16) + unit // 2) // unit) * unit
     single = cfg.problem_type == SINGLE
     rules = [
-        ("validation_fraction", 0 < cfg.validation_fraction < 1, "between 0 and 1"),
         ("problem_type", single or cfg.data != "stdlib", f"{SINGLE} for task.data stdlib"),
         ("class_weights", single or cfg.class_weights == "none", f"none, or the type {SINGLE}"),
-        ("max_length", cfg.max_length >= 3, "at least 3, for a token and what stands around it"),
+        (
+            "max_length",
+            3 <= cfg.max_length <= 2**20,
+            "from 3, for a token and what stands around it, to 1,048,576",
+        ),
         ("token_dropout", 0 <= cfg.token_dropout < 1, "at least 0 and below 1"),
     ]
     if not cfg.model_name_or_path:
         rules += [
-            ("vocab_size", cfg.vocab_size >= 260, "at least 260, for 256 bytes and 3 marks"),
-            ("num_layers", cfg.num_layers >= 1, "at least 1"),
-            ("num_heads", cfg.num_heads >= 1, "at least 1"),
+            (
+                "vocab_size",
+                260 <= cfg.vocab_size <= 2**20,
+                "from 260, for 256 bytes and 3 marks, to 1,048,576",
+            ),
+            ("num_layers", 1 <= cfg.num_layers <= 1000, "from 1 to 1,000"),
+            ("num_heads", 1 <= cfg.num_heads <= 1024, "from 1 to 1,024"),
+            ("hidden_size", cfg.hidden_size <= 2**16, "at most 65,536"),
             ("hidden_size", cfg.hidden_size == nearest, f"a multiple of 2 x num_heads, {nearest}"),
             ("dropout", 0 <= cfg.dropout < 1, "at least 0 and below 1"),
         ]
     check_fields(cfg, rules)
+    if not cfg.model_name_or_path:
+        width = cfg.hidden_size
+        pretrained.check_memory(width * (cfg.vocab_size + 10 * cfg.num_layers * width))
+    plain = cfg.data != "stdlib"
+    sources.check_read(cfg, [("text_column label_column", plain, "where task.data is stdlib")])
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -135,14 +155,21 @@ def check(cfg: TaskConfig) -> None:
 def prepare_data(cfg: TaskConfig) -> None:
     """Split and tokenise the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
+    pretrained.check_unread(cfg)
     check_model(cfg)
-    cfg.folder = sources.prepare(prepared_folder(cfg), lambda folder: build(cfg, folder))
+    cfg.folder = sources.prepare(
+        cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
+    )
 
 
 def identity(cfg: TaskConfig) -> str:
     """The classes, and the vocabulary of a new model."""
     files = ["names.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
     return sources.digest(*(cfg.folder / name for name in files))
+
+
+def digest(cfg: TaskConfig) -> str:
+    return sources.content(cfg.folder)
 
 
 def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
@@ -381,7 +408,8 @@ def check_model(cfg: TaskConfig) -> None:
     from transformers import AutoConfig
 
     config = pretrained.load(AutoConfig, cfg)
-    most = getattr(config, "max_position_embeddings", None) or -1
+    most = getattr(config, "max_position_embeddings", None)
+    most = most if isinstance(most, int) else -1
     if re.search("roberta|camembert|longformer|mpnet|data2vec", config.model_type):
         most -= 2  # their positions begin after that of padding
     lengths = most, load_tokenizer(cfg, None, keep_length=True).model_max_length
@@ -400,7 +428,7 @@ def load_tokenizer(cfg: TaskConfig, folder: Path | None, keep_length: bool = Fal
         tokenizer = pretrained.load(AutoTokenizer, cfg)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         if tokenizer.pad_token is None:
-            name = cfg.model_name_or_path
+            name = one_line(cfg.model_name_or_path, 100)
             raise ValueError(f"task.model_name_or_path: the tokenizer of {name} has no pad token")
     else:
         tokenizer = PreTrainedTokenizerFast(
@@ -413,15 +441,18 @@ def load_tokenizer(cfg: TaskConfig, folder: Path | None, keep_length: bool = Fal
     return tokenizer
 
 
-def build(cfg: TaskConfig, folder: Path) -> None:
-    """Save the rows of training and validation, the labels' names, and a new vocabulary."""
+def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
+    """Save the rows of training and validation, the labels' names, and a new vocabulary.
+
+    Gives the digest of the rows.
+    """
     from datasets import Dataset, disable_progress_bars
 
     train, validation, names = read(cfg)
     if not cfg.model_name_or_path:
-        learn_vocabulary([row["text"] for row, _ in train], cfg, folder)
+        sources.in_child(learn_vocabulary, [row["text"] for row, _ in train], cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
-    numbers, cut = {name: i for i, name in enumerate(names)}, 0
+    numbers, cut, parts = {name: i for i, name in enumerate(names)}, 0, {}
     disable_progress_bars()
     for part, rows in (("train", train), ("validation", validation)):
         texts, labels = [row["text"] for row, _ in rows], [row["label"] for row, _ in rows]
@@ -439,7 +470,6 @@ def build(cfg: TaskConfig, folder: Path) -> None:
         columns: dict[str, Any] = {"input_ids": ids}
         columns["length"] = np.array([len(tokens) for tokens in ids])
         columns["pad"] = np.full(len(ids), tokenizer.pad_token_id)
-        columns["token_dropout"] = np.full(len(ids), cfg.token_dropout, np.float32)
         columns["weight"] = np.ones(len(ids), np.float32)
         if cfg.problem_type == SINGLE:
             columns["labels"] = np.array([numbers[label] for label in labels])
@@ -453,6 +483,9 @@ def build(cfg: TaskConfig, folder: Path) -> None:
                 columns["labels"][i, [numbers[name] for name in label]] = 1
         else:
             columns["labels"] = np.array(labels, np.float32)
+        parts[part] = dict(columns)  # what follows is made of these, and of settings
+        columns["token_dropout"] = np.full(len(ids), cfg.token_dropout, np.float32)
+        if cfg.problem_type == "regression":
             # For r2: sums of the squares of large numbers would not have the digits for it.
             spread = (np.array(labels) - np.mean(labels)) ** 2 * (min(labels) < max(labels))
             columns["spread"] = spread.astype(np.float32)
@@ -462,6 +495,7 @@ def build(cfg: TaskConfig, folder: Path) -> None:
         flush=True,
     )
     (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
+    return {"content": sources.content_of(parts)}
 
 
 def learn_vocabulary(texts: list[str], cfg: TaskConfig, folder: Path) -> None:
@@ -491,11 +525,12 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
     field = "validation_data" if cfg.validation_data else "validation_split"
     for name, part in (("data", rows), (field, given)):
         if part == []:
-            raise ValueError(f"task.{name}: there are no rows in {getattr(cfg, name)}")
+            where = one_line(getattr(cfg, name), 100)
+            raise ValueError(f"task.{name}: there are no rows in {where}")
         for row, place in part or []:
             try:
                 if not isinstance(row["text"], str) or not row["text"].strip():
-                    raise ValueError(f"no text but {row['text']!r:.60}")
+                    raise ValueError(f"no text but {one_line(repr(row['text']), 60)}")
                 row["label"] = label_of(row["label"], cfg.problem_type)
             except ValueError as error:
                 raise ValueError(f"task.{name}: {place}: {error}") from None
@@ -509,29 +544,33 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
         )
     else:
         train, validation = rows, given
+    data = one_line(cfg.data, 100)
     if not validation:
-        raise ValueError(f"task.data: {cfg.data} has no second text to hold out; add rows")
-    size = f"{len(train):,} rows of {cfg.data} to train and {len(validation):,} to evaluate on"
+        raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
+    size = f"{len(train):,} rows of {data} to train and {len(validation):,} to evaluate on"
     if cfg.problem_type == "regression":
         values = [row["label"] for row, _ in train]
         about = f"numbers of {np.mean(values):.4g} on average, {np.std(values):.4g} around it"
         print(f"Preparing data: {size}; {about}", flush=True)
         return train, validation, [cfg.label_column]
     names = sorted({name for row, _ in rows for name in names_in(row)})
-    names = sorted(names, key=int) if all(name.isdecimal() for name in names) else names
+    if all(name.isdecimal() and len(name) < 100 for name in names):
+        names = sorted(names, key=int)
     if len(names) < 2:
-        found = f"only the label {names[0]}" if names else "no label"
-        raise ValueError(f"task.data: {cfg.data} has {found}; there is nothing to learn")
+        found = f"only the label {one_line(names[0], 60)}" if names else "no label"
+        raise ValueError(f"task.data: {data} has {found}; there is nothing to learn")
     known = {*names}
     for row, place in validation:
         for name in names_in(row):
             if name not in known:
-                some = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+                some = one_line(", ".join(names[:10]), 100) + ", ..." * (len(names) > 10)
+                name = one_line(name, 60)
                 raise ValueError(f"task.{field}: {place}: {name} is no label of training: {some}")
     often = Counter(name for row, _ in train for name in names_in(row))
     name, most = often.most_common(1)[0]
     kind = "classes" if cfg.problem_type == SINGLE else "labels"
-    about = f"{len(names)} {kind}, the largest {name} with {most / len(train):.1%} of the rows"
+    largest = f"the largest {one_line(name, 60)} with {most / len(train):.1%} of the rows"
+    about = f"{len(names)} {kind}, {largest}"
     print(f"Preparing data: {size}; {about}", flush=True)
     return train, validation, names
 
@@ -541,7 +580,7 @@ def names_in(row: dict) -> list[str]:
 
 
 def label_of(value: Any, problem_type: str) -> Any:
-    """A class's name, a list of names, or a finite number; raises ValueError for anything else."""
+    """A class's name, a list of names, or a number; raises ValueError for anything else."""
     if problem_type == SINGLE and isinstance(value, str | int) and str(value).strip():
         return str(value).strip()
     if problem_type == MULTI:
@@ -550,9 +589,15 @@ def label_of(value: Any, problem_type: str) -> Any:
             return sorted({str(part).strip() for part in parts} - {""})
     if problem_type == "regression" and isinstance(value, str | int | float):
         try:
-            if not isinstance(value, bool) and math.isfinite(float(value)):
-                return float(value)
+            number = math.nan if isinstance(value, bool) else float(value)
+        except OverflowError:  # a whole number such as 10^400
+            number = MOST_NUMBER * 2
         except ValueError:
-            pass
+            number = math.nan
+        if abs(number) <= MOST_NUMBER:
+            return number
+        if math.isfinite(number):
+            raise ValueError(f"{one_line(value, 40)} is too large: scale the labels")
     wanted = {SINGLE: "text or whole number", MULTI: "list of names, or text with ; between them"}
-    raise ValueError(f"no label, a {wanted.get(problem_type, 'finite number')}, but {value!r:.60}")
+    wanted = wanted.get(problem_type, "finite number")
+    raise ValueError(f"no label, a {wanted}, but {one_line(repr(value), 60)}")

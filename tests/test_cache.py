@@ -1,0 +1,504 @@
+"""Prepared data: by what it is known, how it is written, and what is done when it is damaged."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, SOURCE, load_task
+
+sources = load_task("sources")
+ROWS = 200
+PATHS = [str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")]
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """Settings with a data file that is older than the memo's two seconds."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(ROWS)))
+    return sources.DataConfig(data=str(file), cache_dir=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Lets the two seconds pass within which a file that changed is not in the memo."""
+    now = time.time_ns
+    monkeypatch.setattr(sources.time, "time_ns", lambda: now() + 3_000_000_000)
+
+
+def name(cfg):
+    return sources.cache_folder(cfg, [], sources.used_files(cfg, (".jsonl",)), "")
+
+
+def build(folder, number=ROWS):
+    (folder / "train").mkdir()
+    np.save(folder / "train" / "rows.npy", np.arange(number))
+    (folder / "names.json").write_text("[]")
+    return {"content": "1" * 64}
+
+
+def prepare(cfg, made=None):
+    """The prepared folder; `made` counts how often it was built."""
+
+    def counted(folder):
+        if made is not None:
+            made.append(folder)
+        return build(folder)
+
+    return sources.prepare(cfg, lambda: name(cfg), counted)
+
+
+def unprivileged(function):
+    """Calls a function in a child that is not root; what it gives, or the text of its ValueError.
+
+    Called by root, whom no permissions stop.
+    """
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setuid(65534)
+            answer = [str(function()), ""]
+        except ValueError as error:
+            answer = ["", str(error)]
+        except BaseException as error:
+            answer = ["", f"{type(error)}: {error}"]
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        answer = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    return answer
+
+
+def open_to_all(path):
+    """Lets everybody pass through the folders above, which pytest keeps to their owner."""
+    for folder in path.parents:
+        if folder.stat().st_uid == os.getuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+# ---- The key -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "in the memo"])
+def test_a_file_edited_in_place_with_equal_size_and_time_has_another_key(cfg, known, request):
+    if known:
+        request.getfixturevalue("later")
+    before, file = name(cfg), Path(cfg.data)
+    about = file.stat()
+    assert (Path(cfg.cache_dir) / "digests.json").exists() == known
+    for _ in range(2):
+        content = file.read_bytes()
+        file.write_bytes(content.replace(b'row 7"', b'row 8"', 1))
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+        assert file.stat().st_size == about.st_size
+        assert file.stat().st_mtime_ns == about.st_mtime_ns
+        assert name(cfg) != before
+        file.write_bytes(content)
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+        assert name(cfg) == before  # content decides
+
+
+def test_a_file_is_read_again_only_when_something_of_it_changed(cfg, later, monkeypatch):
+    before, read = name(cfg), []
+    real = sources.sha256
+    monkeypatch.setattr(sources, "sha256", lambda path: (read.append(path), real(path))[1])
+    assert name(cfg) == before and read == []
+    os.utime(cfg.data)
+    assert name(cfg) == before and read == [cfg.data]
+    copy = Path(cfg.data).with_suffix(".copy")
+    shutil.copy2(cfg.data, copy)
+    copy.replace(cfg.data)  # another inode
+    assert name(cfg) == before and len(read) == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 1}', b"[" * 200_000, b"\xff", None, ()])
+def test_a_broken_memo_is_made_again(cfg, later, content):
+    before, memo = name(cfg), Path(cfg.cache_dir) / "digests.json"
+    assert str(Path(cfg.data)) in memo.read_text()
+    memo.unlink()
+    if content is None:
+        os.mkfifo(memo)
+    elif content == ():
+        memo.mkdir()
+    else:
+        memo.write_bytes(content)
+    assert name(cfg) == before
+    memo = json.loads(memo.read_text()) if content != () else {cfg.data: 0}
+    assert cfg.data in memo
+    assert not list(Path(cfg.cache_dir).glob("*.partial"))
+
+
+def test_model_files_templates_and_counts_of_other_files_are_part_of_the_key(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").write_text("{}")
+    more = tmp_path / "tokenizer.json"
+    more.write_text("{}")
+    cfg = sources.DataConfig(data=str(data), cache_dir=str(tmp_path / "cache"))
+    keys = [str(sources.used_files(cfg, (".jsonl",), more))]
+    more.write_text("[]")
+    keys.append(str(sources.used_files(cfg, (".jsonl",), more)))
+    (data / "b.jsonl.gz").write_text("")
+    keys.append(str(sources.used_files(cfg, (".jsonl",), more)))
+    assert len(set(keys)) == 3
+
+
+def test_the_cache_does_not_lie_among_the_data(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    cfg = sources.DataConfig(data=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="^task.cache_dir: .* lies in task.data"):
+        name(cfg)
+    cfg.cache_dir = str(tmp_path / ".cache" / "data")
+    name(cfg)
+
+
+# ---- The content ---------------------------------------------------------------------------------
+
+
+def test_the_content_digest_stands_for_every_value_and_for_nothing_else():
+    def columns():
+        rows = [np.arange(i % 5, dtype=np.int32) for i in range(50)]
+        return {"ids": rows, "labels": np.arange(50), "weight": np.ones(50, np.float32)}
+
+    whole = sources.content_of({"train": columns(), "validation": columns()})
+    assert whole == sources.content_of({"train": columns(), "validation": columns()})
+    # The same on any machine: a number that was computed on another day.
+    assert sources.content_of({"a": {"b": np.arange(3)}})[:16] == "1af3f1d604ab5cbe"
+    changed = []
+    for part in ("train", "validation"):
+        for column in columns():
+            parts = {"train": columns(), "validation": columns()}
+            parts[part][column][-1] = parts[part][column][-1] + 1
+            changed.append(sources.content_of(parts))
+    other = columns() | {"labels": np.arange(50, dtype=np.int32)}
+    changed.append(sources.content_of({"train": other, "validation": columns()}))
+    moved = columns()
+    moved["ids"][1], moved["ids"][2] = moved["ids"][1][:0], np.array([0, 0, 1], np.int32)
+    changed.append(sources.content_of({"train": moved, "validation": columns()}))
+    assert len({whole, *changed}) == len(changed) + 1
+
+
+# ---- Damage --------------------------------------------------------------------------------------
+
+
+def zero_half(path):
+    with open(path, "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(size // 2)
+        file.write(bytes(size - size // 2))
+
+
+def replace_by(path, make):
+    path.unlink()
+    make(path)
+
+
+DAMAGE = {
+    "half zeroed": lambda f: zero_half(f / "train/rows.npy"),
+    "truncated": lambda f: os.truncate(f / "train/rows.npy", 100),
+    "emptied": lambda f: os.truncate(f / "train/rows.npy", 0),
+    "missing": lambda f: (f / "train/rows.npy").unlink(),
+    "longer": lambda f: (f / "names.json").write_text("[ ]"),
+    "a pipe": lambda f: replace_by(f / "train/rows.npy", os.mkfifo),
+    "a folder": lambda f: replace_by(f / "train/rows.npy", os.mkdir),
+    "a link to nothing": lambda f: replace_by(f / "names.json", lambda p: p.symlink_to("none")),
+    "one file more": lambda f: (f / "train/more.npy").write_bytes(b""),
+    "a folder gone": lambda f: shutil.rmtree(f / "train"),
+    "all emptied": lambda f: [p.unlink() for p in f.rglob("*") if p.is_file()],
+    "index missing": lambda f: (f / "index").unlink(),
+    "index emptied": lambda f: os.truncate(f / "index", 0),
+    "index flipped": lambda f: (f / "index").write_bytes(
+        (f / "index").read_bytes().replace(b"train", b"trial")
+    ),
+    "index a pipe": lambda f: replace_by(f / "index", os.mkfifo),
+    "index of brackets": lambda f: (f / "index").write_bytes(b"\n" + b"[" * 200_000),
+    "a file in its place": lambda f: (shutil.rmtree(f), f.write_text("")),
+    "a pipe in its place": lambda f: (shutil.rmtree(f), os.mkfifo(f)),
+    "a link in its place": lambda f: (shutil.rmtree(f), f.symlink_to("nowhere")),
+}
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["this boot", "another"])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_data_is_prepared_again_with_one_line(cfg, capsys, damage, seen):
+    made = []
+    folder = prepare(cfg, made)
+    assert prepare(cfg, made) == folder and len(made) == 1
+    DAMAGE[damage](folder)
+    if not seen:
+        folder.with_suffix(".seen").write_text('{"boot": ["another", "machine"]}')
+    capsys.readouterr()
+    assert prepare(cfg, made) == folder and len(made) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and printed.endswith(": preparing again\n")
+    assert np.load(folder / "train" / "rows.npy").tolist() == list(range(ROWS))
+    assert prepare(cfg, made) == folder and len(made) == 2
+    left = {p.name for p in Path(cfg.cache_dir).iterdir()}
+    assert left <= {folder.name, "digests.json", "digests.lock"} | {
+        f"{folder.name}{ending}" for ending in (".lock", ".seen")
+    }
+
+
+def test_bytes_are_read_in_full_once_a_boot_and_when_a_stamp_changed(cfg, monkeypatch):
+    folder, read = prepare(cfg), []
+    real = sources.sha256
+    monkeypatch.setattr(sources, "sha256", lambda path: (read.append(Path(path)), real(path))[1])
+    inside = lambda: [path.name for path in read if folder in path.parents]  # noqa: E731
+    prepare(cfg)
+    assert inside() == []
+    os.utime(folder / "names.json")
+    prepare(cfg)
+    assert sorted(inside()) == ["names.json", "rows.npy"]
+    prepare(cfg)
+    monkeypatch.setattr(sources, "boot", lambda: ["later", "here"])
+    prepare(cfg)
+    prepare(cfg)
+    assert len(inside()) == 4
+    monkeypatch.setattr(sources, "boot", list)  # a machine that does not say: each time
+    prepare(cfg)
+    prepare(cfg)
+    assert len(inside()) == 8
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(cfg, monkeypatch):
+    flushed, renamed = [], []
+    real, rename = sources.flush, Path.rename
+    monkeypatch.setattr(sources, "flush", lambda path: (flushed.append(path), real(path)))
+
+    def noted(path, target):
+        renamed.append([Path(path), len(flushed)])
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    folder = prepare(cfg)
+    [[unfinished, before]] = renamed
+    names = {str(path.relative_to(unfinished)) for path in flushed[:before]}
+    assert names == {".", "train", "train/rows.npy", "names.json", "index"}
+    assert flushed[before - 1] == unfinished and flushed[before:] == [folder.parent]
+
+
+@needs_root
+def test_a_cache_that_cannot_be_written_can_be_read(cfg, tmp_path):
+    folder, cache = prepare(cfg), Path(cfg.cache_dir)
+    open_to_all(cache / "x")
+    for path in (cache, *cache.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    assert unprivileged(lambda: prepare(cfg)) == [str(folder), ""]
+    zero_half(folder / "train" / "rows.npy")
+    problem = unprivileged(lambda: prepare(cfg))[1]
+    assert problem.startswith("task.cache_dir: cannot write ") and "Permission denied" in problem
+
+
+# ---- Failures ------------------------------------------------------------------------------------
+
+
+def test_a_failed_preparation_leaves_nothing_and_the_next_tries_anew(cfg):
+    def fail(folder):
+        build(folder)
+        raise ValueError("task.data: bad row")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^task.data: bad row$"):
+            sources.prepare(cfg, lambda: name(cfg), fail)
+        assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
+    made = []
+    folder = prepare(cfg, made)
+    assert len(made) == 1 and not folder.with_suffix(".failed").exists()
+
+
+@pytest.mark.parametrize(
+    "raised, kind, said",
+    [
+        (MemoryError(), ValueError, "task.data: .* does not fit into the memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), ValueError, "task.cache_dir: cannot wr"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), BrokenPipeError, "Broken pipe"),
+        (SystemExit(75), SystemExit, "75"),
+        (TypeError("a bug"), TypeError, "a bug"),
+    ],
+)
+def test_what_else_can_end_a_preparation(cfg, raised, kind, said):
+    def fail(folder):
+        build(folder)
+        raise raised
+
+    with pytest.raises(kind, match=said):
+        sources.prepare(cfg, lambda: name(cfg), fail)
+    assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
+
+
+def test_files_that_change_while_they_are_prepared_are_said(cfg):
+    def change(folder):
+        Path(cfg.data).write_text('{"text": "other"}')
+        return build(folder)
+
+    before = name(cfg)
+    with pytest.raises(ValueError, match="files changed while they were prepared"):
+        sources.prepare(cfg, lambda: name(cfg), change)
+    assert not before.exists()
+
+
+def test_the_first_failure_serves_all_that_were_waiting(cfg, tmp_path):
+    program = f"""
+import sys, time
+sys.path[:0] = {PATHS!r}
+import sources
+cfg = sources.DataConfig(data={cfg.data!r}, cache_dir={cfg.cache_dir!r})
+name = lambda: sources.cache_folder(cfg, [], sources.used_files(cfg, (".jsonl",)), "")
+def build(folder):
+    open({str(tmp_path / "builds")!r}, "a").write("x")
+    print("building", flush=True)
+    time.sleep(4)  # the others come to wait meanwhile
+    raise ValueError("task.data: bad row")
+print("asking", flush=True)
+sys.stdin.readline()
+try:
+    sources.prepare(cfg, name, build)
+except ValueError as error:
+    print(error)
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(4)]
+    for process in running:
+        process.stdout.readline()
+    for process in running:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    printed = [process.communicate()[0] for process in running]
+    assert [text.splitlines()[-1] for text in printed] == ["task.data: bad row"] * 4
+    assert (tmp_path / "builds").read_text() == "x"
+
+
+# ---- A process of its own ------------------------------------------------------------------------
+
+
+def test_a_signal_ends_the_learning_of_a_vocabulary_and_leaves_no_child(tmp_path):
+    program = f"""
+import os, signal, sys
+sys.path[:0] = {PATHS!r}
+import sources
+def stop(*_):
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+def learn():
+    print(os.getpid(), flush=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as deaf as a library
+    while True:
+        pass
+sources.in_child(learn)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    child = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_what_goes_wrong_in_a_child_is_one_line(tmp_path):
+    def write():
+        (tmp_path / "done").write_text("it is")
+
+    def fail():
+        raise RuntimeError("two\nlines")
+
+    sources.in_child(write)
+    assert (tmp_path / "done").read_text() == "it is"
+    with pytest.raises(ValueError, match="^task.data: two lines; give fewer or other rows$"):
+        sources.in_child(fail)
+    with pytest.raises(ValueError, match="ended by SIGKILL, perhaps for want of memory"):
+        sources.in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with contextlib.suppress(ChildProcessError):
+        assert os.waitpid(-1, os.WNOHANG) == (0, 0)
+
+
+# ---- The tasks -----------------------------------------------------------------------------------
+
+
+def labelled(path, other="fish"):
+    rows = [{"text": f"text {i} of many", "label": ["fish", "tree"][i % 2]} for i in range(120)]
+    rows[70]["label"] = other
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def small(name, **fields):
+    task = load_task(name)
+    sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1, "vocab_size": 300}
+    return task, task.TaskConfig(**sizes, **fields)
+
+
+@pytest.mark.parametrize("task_name", ["causal_lm", "text_classification"])
+def test_the_digest_of_a_task_is_that_of_its_values(tmp_path, task_name):
+    """The same in another cache and after another name; another one where one row is another."""
+    found = []
+    for i, other in enumerate(("fish", "fish", "tree")):
+        file = tmp_path / f"rows{i}.jsonl"
+        labelled(file, other)
+        if task_name == "causal_lm" and i == 2:
+            file.write_text(file.read_text().replace("text 70 of", "text 71 of"))
+        task, cfg = small(task_name, data=str(file), cache_dir=str(tmp_path / f"cache{i}"))
+        task.prepare_data(cfg)
+        found.append(task.digest(cfg))
+    assert found[0] == found[1] != found[2] and len(found[0]) == 64
+
+
+def pictures(folder, number=12):
+    from PIL import Image
+
+    (folder / "images").mkdir()
+    rows = []
+    for i in range(number):
+        pixels = np.random.default_rng(i).integers(0, 255, (12, 12, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
+        rows.append({"image": f"images/{i}.png", "label": i % 2})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def test_images_that_a_table_names_are_looked_at(tmp_path, capsys, monkeypatch):
+    task = load_task("image_classification")
+    cache = str(tmp_path / "cache")
+    cfg = task.TaskConfig(data=str(pictures(tmp_path)), cache_dir=cache, image_size=8, min_crop=1.0)
+
+    def digest():
+        task.prepare_data(cfg)
+        return task.digest(cfg), capsys.readouterr().out
+
+    before, printed = digest()
+    assert "12 images" in printed and digest() == (before, "")
+    image = tmp_path / "images" / "3.png"
+    about = image.stat()
+    shutil.copy(tmp_path / "images" / "5.png", image)
+    os.utime(image, ns=(about.st_atime_ns, about.st_mtime_ns))
+    after, printed = digest()
+    assert after != before and "3.png has changed: preparing again" in printed
+    image.unlink()
+    with pytest.raises(ValueError, match="^task.data: cannot read .*3.png"):
+        digest()
+    os.mkfifo(image)
+    with pytest.raises(ValueError, match="^task.data: cannot read .*3.png"):
+        digest()
+    image.unlink()
+    server = socket.socket(socket.AF_UNIX)
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    server.bind("images/3.png")
+    with pytest.raises(ValueError, match="^task.data: cannot read .*3.png"):
+        digest()
+    server.close()
