@@ -1,6 +1,5 @@
 """plot.py alone, without training: what it reads, what it draws, what it says about bad input."""
 
-import importlib.util
 import json
 import math
 import os
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-PROJECT = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"
+import programs
+from programs import PROJECT
 
-sys.dont_write_bytecode = True  # a __pycache__ beside plot.py would be part of the template
-spec = importlib.util.spec_from_file_location("plot", PROJECT / "plot.py")
-plot = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plot)
+plot = programs.load("plot")
 
 
 def training(step, loss, **more):
@@ -33,7 +30,7 @@ def write(run, lines):
     """Makes a run folder; a line is an object or, to be written as it is, a text."""
     run.mkdir(parents=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (run / "metrics.jsonl").write_text("\n".join(texts))
+    (run / "metrics.jsonl").write_text("\n".join(texts), errors="surrogateescape")
     return run
 
 
@@ -45,14 +42,7 @@ def size(png):
 
 
 def command(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, PROJECT / "plot.py", *map(str, arguments)],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "DISPLAY"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return programs.run(plot, folder, *arguments)
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -168,16 +158,27 @@ def test_the_words_of_a_comparison(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "lines",
     [
+        [training(True, 1), training(-5, 1), training([1], 1), training(2.5, 1), training(1, True)],
+        [training(1, 3.0), '{"step": 1%s, "loss": 1}' % ("0" * 400), training(2**53 - 1, 2.0)],
+        ['{"step": 1, "loss": 1%s}' % ("0" * 400), training(2, 1e308), training(3, -1e308)],
+        [training(1, 3.0), "[" * 200_000, '{"step":' * 200_000, "\udcff\x00", "1" + "0" * 5000],
+        [training(1, 3.0), {"step": 1, "eval_loss": 2} | {f"baseline {i}": i for i in range(999)}],
+        [training(1, 3.0, **{f"unit {i}_per_second": i for i in range(200)})],
+        [training(1, 3.0, **{"$\\frac_{\ud800\u202e\n_per_second": 4, "x" * 10**4: 1})],
+        [training(1, 3.0), {"step": 1, "eval_loss": 2, "$\\frac_{\ud800\u4e2d\n_baseline": 1.5}],
         [training(1, 3.0)],
         [training(step, math.nan) for step in range(50)] + [{"step": 50, "eval_loss": math.nan}],
         [training(step, 10.0**step) for step in range(39)],
         [{"step": 1, "loss": 1.0}],
         [*curve(), {"step": 61, "eval_loss": None, "unigram_loss": None}],
     ],
-    ids=["one point", "nothing finite", "all of fp32", "no throughput", "diverged"],
+    ids=["odd steps", "huge steps", "huge losses", "brackets", "baselines", "units", "unit", "line"]
+    + ["one point", "nothing finite", "all of fp32", "no throughput", "diverged"],
 )
 def test_odd_data_are_drawn(tmp_path, lines):
     run = write(tmp_path / "_a$\\b$c", lines)
+    # What a file name in latin-1, in Chinese, or with a line end and a mark is to Python.
+    run = run.rename(tmp_path / "_$\\b{$c\udce9\u4e2d\n\u202e\x1b[31m")
     assert size(plot.draw([run], run / "curves.png")) == (1600, 1200)
     compared = [run, write(tmp_path / "b", curve())]
     assert size(plot.draw(compared, tmp_path / "both.png")) == (1600, 1200)
@@ -236,7 +237,13 @@ def test_the_path_is_printed(folder, arguments, picture):
         (["runs/started"], "runs/started/metrics.jsonl has no training line yet; the first comes"),
         (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
         (["runs/a", "--output", "runs"], "--output runs is a folder; name a file: runs/curves.png"),
-        (["runs/a", "--output", "x.xyz"], "Format 'xyz' is not supported"),
+        (["runs/a", "--output", "x.xyz"], "--output x.xyz: its name must end with .png, .svg"),
+        (["runs/a", "--output", "x.eps"], "--output x.eps: its name must end with .png, .svg"),
+        (["runs/a", "--output", "/dev/null"], "--output /dev/null is a pipe or a device"),
+        (["runs/a", "--outpt", "x.png"], "unrecognized arguments: --outpt x.png"),
+        ([], "the following arguments are required: run"),
+        (["n" * 5000], "[Errno 36] File name too long"),
+        (["runs/line\nbreak\x1b[31m\u202e"], "there is no folder runs/line break\\x1b[31m\\u202e;"),
     ],
 )
 def test_bad_input_gets_one_line(folder, arguments, line):
@@ -249,9 +256,21 @@ def test_bad_input_gets_one_line(folder, arguments, line):
 
 
 def test_help_shows_the_commands(folder):
-    result = command(folder, "--help")
+    result = subprocess.run(
+        [sys.executable, "-B", PROJECT / "plot.py", "--help"],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "DISPLAY"},
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0
     assert "python plot.py runs/a runs/b" in result.stdout
+
+
+def test_a_full_disk_behind_the_output_is_no_traceback(folder):
+    for arguments in (["runs/a"], ["--help"]):
+        result = programs.run(plot, folder, *arguments, stdout="/dev/full")
+        assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_it_stands_alone():

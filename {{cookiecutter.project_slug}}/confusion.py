@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tracking import one_line
+
 # scikit-learn and matplotlib take 1 s to import: they wait for what needs them.
 
 SHOWN = 30  # classes in a text or picture: of more, those with the most mistakes
@@ -47,6 +49,8 @@ def report(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any
     """The scores of each class as text, and for one class a row a picture, confusion.png."""
     from sklearn.metrics import precision_recall_fscore_support
 
+    from plot import attempt_picture
+
     each = range(len(names))
     right, said, often = cells(table)
     columns = precision_recall_fscore_support(
@@ -58,7 +62,7 @@ def report(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any
         mistakes = table.sum(0) + table.sum(1) - 2 * table.diagonal()
     shown = sorted(sorted(each, key=lambda i: -mistakes[i])[:SHOWN])
     about = f"the {SHOWN} of {len(names)} classes with most mistakes" if len(names) > SHOWN else ""
-    short = [names[i] if len(names[i]) <= 24 else f"{names[i][:23]}…" for i in shown]
+    short = [one_line(names[i], 24) for i in shown]
     wide = max(map(len, short))
     lines = [about, f"{'':{wide}}  precision  recall     f1    rows"]
     for i, name in zip(shown, short, strict=True):
@@ -68,13 +72,16 @@ def report(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any
     if table.ndim == 2:
         title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
         title = f"{title}; {about}".removesuffix("; ")
-        found["confusion"] = draw(table.numpy(), shown, short, title, folder / "confusion.png")
+        path = folder / "confusion.png"
+        found["confusion"] = attempt_picture(draw, table.numpy(), shown, short, title, path)
     return found
 
 
 def draw(table: np.ndarray, shown: list[int], names: list[str], title: str, path: Path) -> Path:
     """Which rows of a class (down) were taken for which (across): numbers, coloured by share."""
     from matplotlib.figure import Figure
+
+    from plot import save
 
     counts = table[np.ix_(shown, shown)]
     shares = counts / np.maximum(table.sum(1)[shown][:, None], 1)
@@ -96,5 +103,4 @@ def draw(table: np.ndarray, shown: list[int], names: list[str], title: str, path
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path)
-    return path
+    return save(figure, path)

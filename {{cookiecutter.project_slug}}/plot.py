@@ -11,6 +11,8 @@ import argparse
 import json
 import math
 import os
+import warnings
+from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
@@ -22,12 +24,17 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from tracking import one_line, protect_output
+
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe-Ito
 DASHES = ["-", "--", ":", "-."]  # the next one each time the colors are used up
 GREY = "#555555"
 MANY = 40  # from here on, points are averaged and dots left out
+LARGEST = 3.5e38  # the largest number that is drawn: a little more than that of fp32
+MOST = 5  # baselines in a picture, and units of throughput
+FORMATS = (".png", ".svg", ".pdf")
 
 # ---- Reading the runs ----------------------------------------------------------------------------
 
@@ -42,28 +49,28 @@ def read(run: Path) -> tuple[Rows, Rows]:
         raise ValueError(f"{problem}; runs near it: {', '.join(near) or 'none'}")
     train: Rows = {}
     evals: Rows = {}
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except ValueError:  # torn: the run was killed, or is writing it now
-            continue
-        # A resumed run repeats the steps since its checkpoint: the last line of a step counts.
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            if "loss" in row:
-                train[row["step"]] = row
-            if "eval_loss" in row:
-                evals[row["step"]] = row
+    with open(file, encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # torn: the run was killed, or is writing it now
+                continue
+            # A resumed run repeats the steps since its checkpoint: the last line of a step counts.
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is int and 0 <= step < 2**53:  # what the axis can tell apart
+                if "loss" in row:
+                    train[step] = row
+                if "eval_loss" in row:
+                    evals[step] = row
     if not train:
         raise ValueError(f"{file} has no training line yet; the first comes after log_every steps")
     return dict(sorted(train.items())), dict(sorted(evals.items()))
 
 
 def column(rows: Rows, key: str) -> list[float]:
-    """One value a row; what is not a finite number is NaN, a gap in the curve."""
+    """One value a row; what is not a number of fp32 is NaN, a gap in the curve."""
     cells = [row.get(key) for row in rows.values()]
-    return [
-        float(c) if isinstance(c, int | float) and math.isfinite(c) else math.nan for c in cells
-    ]
+    return [float(c) if type(c) in (int, float) and abs(c) <= LARGEST else math.nan for c in cells]
 
 
 def smooth(values: list[float]) -> list[float]:
@@ -81,12 +88,11 @@ def smooth(values: list[float]) -> list[float]:
 
 def names(runs: list[Path]) -> list[str]:
     """The ends of the runs' paths, as long as it takes to tell them apart; long names are cut."""
-    paths = [run.resolve().parts for run in runs]
+    paths = [Path(os.path.realpath(run)).parts for run in runs]
     length = 1
     while len({path[-length:] for path in paths}) < len(paths):
         length += 1
-    ends = ["/".join(path[-length:]) for path in paths]
-    return [end if len(end) <= 50 else f"{end[:24]}…{end[-25:]}" for end in ends]
+    return [one_line("/".join(path[-length:]), 50) for path in paths]
 
 
 # ---- Drawing -------------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ def plot(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
 
 def draw(runs: list[Path], output: Path) -> Path:
     """Draws one run, or several compared, into the file `output`; ValueError: nothing to draw."""
-    runs = list({run.resolve(): run for run in runs}.values())
+    runs = list({os.path.realpath(run): run for run in runs}.values())
     data = [read(run) for run in runs]
     alone = len(runs) == 1
 
@@ -123,7 +129,7 @@ def draw(runs: list[Path], output: Path) -> Path:
         plot(lr_axes, train, column(train, "lr"), **style)
         for key in list(train.values())[-1]:
             if key.endswith("_per_second"):
-                units.add(key.removesuffix("_per_second"))
+                units.add(one_line(key.removesuffix("_per_second"), 30))
                 plot(rate_axes, train, column(train, key), **{**style, "linewidth": 0.9})
 
         # Training loss: many values as their average. It is thin where runs are compared.
@@ -150,14 +156,15 @@ def draw(runs: list[Path], output: Path) -> Path:
         # What needs no learning, drawn once for all runs that share it. An accuracy is no loss.
         for key in list(evals.values())[-1] if evals else ():
             if key == "unigram_loss" or ("baseline" in key and "accuracy" not in key):
-                baselines.add((key.replace("_", " "), column(evals, key)[-1]))
+                baselines.add((one_line(key.replace("_", " "), 50), column(evals, key)[-1]))
 
     # Baselines, then title and legend above the panel, where they hide no curve.
-    for label, value in baselines:
+    for label, value in sorted(baselines)[:MOST]:
         if not math.isnan(value):
             loss_axes.axhline(value, color=GREY, linewidth=0.8, linestyle=(0, (5, 4)), zorder=1)
             place = ((1, value), (-4, 3), loss_axes.get_yaxis_transform())
-            loss_axes.annotate(f"{label} {value:#.4g}", *place, ha="right", color=GREY, **note)
+            look = {"ha": "right", "color": GREY, "parse_math": False, **note}
+            loss_axes.annotate(f"{label} {value:#.4g}", *place, **look)
     if alone:
         loss_axes.set_title(names(runs)[0], loc="left", weight="bold", parse_math=False)
         look = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2}
@@ -176,8 +183,9 @@ def draw(runs: list[Path], output: Path) -> Path:
     loss_axes.set(ylabel="loss")
     lr_axes.set(ylabel="learning rate", ylim=(0, None))
     lr_axes.ticklabel_format(axis="y", scilimits=(-2, 4))
-    rate = " or\n".join(sorted(units)) + " / s" if units else "throughput"
-    rate_axes.set(xlabel="optimizer step", ylabel=rate, ylim=(0, None))
+    rate = " or\n".join(sorted(units)[:MOST]) + " / s" if units else "throughput"
+    rate_axes.set(xlabel="optimizer step", ylim=(0, None))
+    rate_axes.set_ylabel(rate, parse_math=False)
     rate_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     rate_axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     steps = [1, 2, 5, 10]
@@ -186,23 +194,39 @@ def draw(runs: list[Path], output: Path) -> Path:
     lr_axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     figure.align_ylabels()
 
-    # Save: whoever looks meanwhile sees the old picture or the new one, never half of one.
+    return save(figure, output)
+
+
+def save(figure: Figure, output: Path) -> Path:
+    """Writes a picture: whoever looks meanwhile sees the old one or the new one, never half."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        figure.savefig(temporary, format=output.suffix[1:] or "png")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+            figure.savefig(temporary, format=output.suffix[1:] or "png")
         os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
     return output
 
 
+def attempt_picture(function: Callable[..., Path], *arguments: Any) -> Path | str:
+    """The picture that a function draws, or why there is none: it is not worth a run."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # each of many libraries below has its own
+        return f"no picture: {one_line(error)}"
+
+
 # ---- Command line --------------------------------------------------------------------------------
 
 
 def main() -> None:
+    protect_output()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.error = lambda problem: parser.exit(2, f"plot.py: {one_line(problem)}\n")
     parser.add_argument("runs", nargs="+", type=Path, metavar="run", help="a folder such as runs/a")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where the picture goes")
     args = parser.parse_args()
@@ -212,9 +236,13 @@ def main() -> None:
             raise ValueError(f"--output {output}: there is no folder {output.parent}")
         if output.is_dir():
             raise ValueError(f"--output {output} is a folder; name a file: {output / 'curves.png'}")
-        print(draw(args.runs, output))
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"plot.py: {error}\n")
+        if output.exists() and not output.is_file():
+            raise ValueError(f"--output {output} is a pipe or a device; name a file")
+        if output.suffix and output.suffix.lower() not in FORMATS:
+            raise ValueError(f"--output {output}: its name must end with {', '.join(FORMATS)}")
+        print(one_line(draw(args.runs, output), 5000))
+    except Exception as error:  # matplotlib's, besides OSError and ValueError
+        parser.error(error)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,18 @@ What the model is, its folder says: the one that train.py saves at the end, in r
 """
 
 import argparse
+import io
 import json
+import math
+import os
+import re
+import stat
 import sys
+import warnings
 from pathlib import Path
+from typing import TextIO
+
+from tracking import one_line
 
 # transformers takes 4 s to import: after the arguments are known to be right.
 
@@ -25,26 +34,45 @@ TASKS = {
     "ForImageClassification": "image-classification",
 }
 
+# Pillow opens many formats more, EPS by starting Ghostscript.
+IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+MOST = 100_000  # classes, tokens, inputs at once
+# Control characters but tabs and line ends; marks that reverse the direction of writing.
+HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
 
 def task_of(folder: Path) -> str | None:
     """What transformers calls the task of the model in a folder; None: it is none of transformers.
 
     An adapter alone, of LoRA, is one of text generation here.
     """
-    if (folder / "adapter_config.json").exists():
+    if (folder / "adapter_config.json").is_file():
         return "text-generation"
     try:
+        if not (folder / "config.json").is_file():  # a named pipe would be waited for
+            return None
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = config["architectures"][0]
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return next((task for end, task in TASKS.items() if end in name), None)
+    known = TASKS if isinstance(name, str) else {}
+    return next((task for end, task in known.items() if end in name), None)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, except that a mistake is one line."""
+
+    def error(self, message: str) -> None:
+        stop(message)
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        write(self.format_help())
 
 
 def parse() -> argparse.Namespace:
     """The arguments, checked; a wrong one ends the program with one line."""
     about, _, rest = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="predict.py",
         usage=rest.partition("\n\n")[0].strip(),
         description=about,
@@ -61,28 +89,60 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     for name in ("top", "tokens", "batch"):
-        if getattr(arguments, name) < 1:
-            stop(f"--{name} is {getattr(arguments, name)}; give a number from 1")
-    if arguments.temperature < 0:
-        stop(f"--temperature is {arguments.temperature:g}; give 0 or more")
+        if not 1 <= getattr(arguments, name) <= MOST:
+            stop(f"--{name} is {getattr(arguments, name)}; give a number from 1 to {MOST:,}")
+    # Logits divided by less may overflow, divided by more they are all the same.
+    if arguments.temperature and not 0.01 <= arguments.temperature <= 100:
+        stop(f"--temperature is {arguments.temperature:g}; give 0, or a number from 0.01 to 100")
     return arguments
+
+
+# ---- Output --------------------------------------------------------------------------------------
+
+
+def emit(text: str, stream: TextIO) -> OSError | None:
+    """Prints a line; where the stream takes no more, gives the reason, and lets the rest go."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python tries at its end
+        return error
+    return None
+
+
+def write(text: str) -> None:
+    """Prints a line of answers; ends the program where standard output takes no more."""
+    error = emit(text, sys.stdout)
+    if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` has
+        sys.exit()
+    if error:
+        stop(f"cannot write to standard output: {error.strerror}")
 
 
 def stop(problem: str) -> None:
     """Ends the program with one line, and the exit code of wrong input."""
-    print(f"predict.py: {problem}", file=sys.stderr)
+    emit(f"predict.py: {one_line(problem)}", sys.stderr)
     sys.exit(2)
+
+
+# ---- Input ---------------------------------------------------------------------------------------
 
 
 def model_folder(given: Path | None) -> tuple[Path, str]:
     """The model's folder, and what transformers calls its task."""
     newest = sorted(Path("runs").glob("*/model"), key=lambda path: path.stat().st_mtime)
     folder = given or (newest or [Path("runs/default/model")])[-1]
-    if not folder.is_dir():
-        stop(f"there is no model in {folder}; train first, or name one with --model")
-    task = task_of(folder)
-    if not task:
-        stop(f"{folder} holds no model of transformers; load it with the code that saved it")
+    try:
+        if not folder.is_dir():
+            stop(f"there is no model in {folder}; train first, or name one with --model")
+        task = task_of(folder)
+        if not task:
+            stop(f"{folder} holds no model of transformers; load it with the code that saved it")
+        for path in folder.rglob("*"):  # transformers would wait for a named pipe
+            if not (path.is_file() or path.is_dir()):
+                stop(f"{path} is neither a file nor a folder; remove it, or train again")
+    except OSError as error:
+        stop(f"cannot read --model {folder}: {error.strerror}")
     return folder, task
 
 
@@ -93,35 +153,94 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
     if arguments.inputs:
         return arguments.inputs
     try:
-        if arguments.file in (None, "-"):
-            if sys.stdin.isatty():
-                print("One input a line; Ctrl-D ends them.", file=sys.stderr)
-            lines = sys.stdin.buffer.read().decode().splitlines()
+        if arguments.file not in (None, "-"):
+            content = read_file(arguments.file)
         else:
-            lines = Path(arguments.file).read_bytes().decode().splitlines()
+            if sys.stdin and sys.stdin.isatty():
+                emit("One input a line; Ctrl-D ends them.", sys.stderr)
+            content = sys.stdin.buffer.read() if sys.stdin else b""
+        lines = content.decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {arguments.file or 'standard input'}: {error}")
     lines = [line for line in lines if line.strip()]
     return lines or stop("there is no input: give texts or paths, --file, or lines to read")
 
 
+def read_file(path: str) -> bytes:
+    """What a file holds, or what a pipe gives; a named pipe that nobody writes to is empty."""
+    kind = os.stat(path).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+        raise OSError("it is a folder or a device; give a file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else it waits for a writer
+    os.set_blocking(descriptor, True)
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
+def open_image(source: str | Path | bytes):
+    """A Pillow image of a path or of bytes, not decoded yet, in one of the formats of IMAGES.
+
+    Raises OSError or ValueError for anything else; for more than 8 bits, which RGB would cut off at
+    255; and beyond Pillow's limit on pixels, of which Pillow itself would only warn.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    warnings.filterwarnings("ignore", module="PIL")  # odd metadata, or the limit
+    if isinstance(source, bytes):
+        source = io.BytesIO(source)
+    elif not stat.S_ISREG(os.stat(os.fspath(source)).st_mode):
+        raise ValueError("it is a folder, a pipe or a device")
+    try:
+        image = Image.open(source, formats=IMAGES)
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"it is none of {', '.join(IMAGES)}") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
+    if math.prod(image.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
+        width, height = image.size
+        raise ValueError(
+            f"it has {width:,} x {height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}, Pillow's "
+            "limit"
+        )
+    if image.mode.startswith(("I", "F")):
+        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
+    return image
+
+
+def decoded(path: str):
+    """A Pillow image of a path, its file closed again."""
+    with open_image(path) as image:
+        image.load()
+        return image
+
+
 def check_images(paths: list[str]) -> None:
     """Ends the program at the first file that is no image."""
-    from PIL import Image
-
     for path in paths:
         try:
-            with Image.open(path) as image:
-                image.load()
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            decoded(path)
+        except Exception as error:  # each decoder has its own
             stop(f"{path} is no image that can be read: {error}")
+
+
+def check_texts(texts: list[str]) -> None:
+    """Ends the program at the first text that is not UTF-8, as words of a command line may be."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            stop(f"{text} is not UTF-8; give it in UTF-8")
+
+
+# ---- Answers -------------------------------------------------------------------------------------
 
 
 def options_of(task: str, arguments: argparse.Namespace, model) -> dict:
     """What the pipeline of this task is told."""
     if task != "text-generation":
         classes = model.config.num_labels
-        return {"top_k": min(arguments.top, classes), "batch_size": arguments.batch}
+        cut = {"truncation": True} if task == "text-classification" else {}
+        return {"top_k": min(arguments.top, classes), "batch_size": arguments.batch, **cut}
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
@@ -133,27 +252,50 @@ def options_of(task: str, arguments: argparse.Namespace, model) -> dict:
     return {"generation_config": settings, "return_full_text": False}
 
 
-def show(given: str, answer, as_json: bool) -> None:
-    """Prints an answer: text, a number, or classes with their probabilities."""
+def line_of(given: str, answer, as_json: bool) -> str:
+    """An answer as a line: text, a number, or classes with their probabilities."""
     if as_json:
         kind = {str: "text", float: "value"}.get(type(answer), "classes")
-        print(json.dumps({"input": given, kind: answer}, ensure_ascii=False))
-    elif isinstance(answer, str):
-        print(f"{given}{answer}")
-    elif isinstance(answer, float):
-        print(f"{given[:60]}: {answer:.4g}")
-    else:
-        classes = "  ".join(f"{each['label']} {each['score']:.3f}" for each in answer)
-        print(f"{given[:60]}: {classes}")
+        found = {"input": given, kind: answer}
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        shown = text.isprintable() and sys.stdout.encoding.lower() == "utf-8"
+        return text if shown else json.dumps(found)
+    if isinstance(answer, str):  # with its line ends
+        return HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
+    if isinstance(answer, float):
+        return f"{one_line(given, 60)}: {answer:.4g}"
+    classes = [f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer]
+    return f"{one_line(given, 60)}: {'  '.join(classes)}"
+
+
+def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dict) -> list[str]:
+    """The lines that a pipeline of transformers answers these inputs with."""
+    given = inputs
+    if pipe.task == "image-classification":  # opened here: it would take URLs and any format
+        given = [decoded(path) for path in inputs]
+    elif arguments.chat:
+        given = [[{"role": "user", "content": text}] for text in inputs]
+    lines = []
+    for text, result in zip(inputs, pipe(given, **options), strict=True):
+        if pipe.task == "text-generation":
+            result = result[0]["generated_text"]
+        elif pipe.model.config.problem_type == "regression":
+            result = result[0]["score"]
+        lines.append(line_of(text, result, arguments.json))
+    return lines
 
 
 def main() -> None:
     """Reads, loads, answers."""
+    for name in ("stdout", "stderr"):
+        if not getattr(sys, name):  # closed; else the next file that is opened takes its number
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+    warnings.simplefilter("ignore")
     arguments = parse()
     folder, task = model_folder(arguments.model)
     inputs = read_inputs(arguments)
-    if task == "image-classification":
-        check_images(inputs)
+    (check_images if task == "image-classification" else check_texts)(inputs)
     from transformers import pipeline
     from transformers.utils import logging
 
@@ -162,21 +304,23 @@ def main() -> None:
     try:
         # Named, or it would be that of the model which adapters were made for.
         reads = "image_processor" if task == "image-classification" else "tokenizer"
-        answer = pipeline(task, str(folder), **{reads: str(folder)})
+        # Untold, transformers asks whether to run code that came with the model.
+        options = {reads: str(folder), "trust_remote_code": False}
+        answer = pipeline(task, str(folder), **options)
+        options = options_of(task, arguments, answer.model)
     except Exception as error:  # each of many libraries below has its own
-        stop(f"cannot load {folder}: {' '.join(str(error).split())}")
+        stop(f"cannot load {folder}: {error}")
     if arguments.chat and not (task == "text-generation" and answer.tokenizer.chat_template):
         stop(f"{folder} has no chat template; leave out --chat")
-    options = options_of(task, arguments, answer.model)
-    given = [[{"role": "user", "content": text}] for text in inputs] if arguments.chat else inputs
-    if task == "text-classification":
-        options |= {"truncation": True}
-    for text, result in zip(inputs, answer(given, **options), strict=True):
-        if task == "text-generation":
-            result = result[0]["generated_text"]
-        elif answer.model.config.problem_type == "regression":
-            result = result[0]["score"]
-        show(text, result, arguments.json)
+    for start in range(0, len(inputs), arguments.batch):
+        part = inputs[start : start + arguments.batch]
+        try:
+            lines = answers(answer, part, arguments, options)
+        except Exception as error:
+            about = "; give shorter texts or fewer --tokens" * (task == "text-generation")
+            stop(f"{folder} cannot answer: {type(error).__name__}: {error}{about}")
+        for line in lines:
+            write(line)
 
 
 if __name__ == "__main__":

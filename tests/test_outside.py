@@ -1,0 +1,435 @@
+"""What comes from outside: predict.py's input, images of any kind, and names in what is shown."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import programs
+from conftest import load_task
+from programs import PROJECT, refused
+
+predict = programs.load("predict")
+
+HOSTILE = ["a\nb\x1b[31m|`x`", "\u202eright to left", "x" * 10_000, "$\\frac_{\udcff\u4e2d"]
+
+
+def picture(path, kind="PNG"):
+    Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path, kind)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with very small models: lm and short, which goes on texts, classes and images."""
+    import transformers as t
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers.pipelines import pipeline  # noqa: F401  imported once, for all forks
+
+    folder = tmp_path_factory.mktemp("models")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"intermediate_size": 16}
+    names = {"id2label": dict(enumerate(HOSTILE)), "label2id": {n: i for i, n in enumerate("abcd")}}
+    texts = {"vocab_size": 257, "max_position_embeddings": 64, "pad_token_id": 0, **small}
+    gpt2 = t.GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    patches = {"image_size": 8, "patch_size": 4, **small}
+    made = {
+        "lm": t.LlamaForCausalLM(t.LlamaConfig(**texts)),
+        "short": t.GPT2LMHeadModel(gpt2),
+        "classes": t.BertForSequenceClassification(t.BertConfig(**texts, **names)),
+        "images": t.ViTForImageClassification(t.ViTConfig(**patches, **names)),
+    }
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(BPE({c: i for i, c in enumerate([*alphabet, "<end>"])}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words = {"tokenizer_object": words, "eos_token": "<end>", "pad_token": "<end>"}
+    words = t.PreTrainedTokenizerFast(**words, model_max_length=64)
+    for name, model in made.items():
+        model.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    t.BitImageProcessor(**size).save_pretrained(folder / "images")
+    (folder / "texts.txt").write_text("one\ntwo\n")
+    (folder / "latin.txt").write_bytes(b"caf\xe9\n")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+# ---- The arguments of predict.py -----------------------------------------------------------------
+
+
+LM = ["--model", "lm"]
+ARGUMENTS = [
+    (["--temperature", "nan", "x"], "--temperature is nan; give 0, or a number from 0.01 to 100"),
+    (["--temperature", "inf", "x"], "--temperature is inf; give 0"),
+    (["--temperature", "-0.5", "x"], "--temperature is -0.5; give 0"),
+    (["--temperature", "1e300", "x"], "--temperature is 1e+300; give 0"),
+    (["--temperature", "1e-300", "x"], "--temperature is 1e-300; give 0"),
+    (["--temperature", "warm", "x"], "argument --temperature: invalid float value: 'warm'"),
+    (["--top", "0", "x"], "--top is 0; give a number from 1 to 100,000"),
+    (["--top", str(10**12), "x"], "--top is 1000000000000; give a number from 1 to 100,000"),
+    (["--tokens", str(10**400), "x"], "give a number from 1 to 100,000"),
+    (["--tokens", "9" * 5000, "x"], "argument --tokens: invalid int value: '999"),
+    (["--batch", "2.5", "x"], "argument --batch: invalid int value: '2.5'"),
+    (["--batch", str(-(10**12)), "x"], "--batch is -1000000000000; give a number"),
+    (["--bogus\n\x1b[31m"], "unrecognized arguments: --bogus \\x1b[31m"),
+    (["--model"], "argument --model: expected one argument"),
+    (["--model", "texts.txt", "x"], "there is no model in texts.txt"),
+    (["--model", "pipe", "x"], "there is no model in pipe"),
+    (["--model", "m" * 5000, "x"], "cannot read --model mmm"),
+    (["--model", "a\nb\u202e", "x"], "there is no model in a b\\u202e; train first"),
+    ([*LM, "--file", "lm"], "cannot read lm: it is a folder or a device; give a file"),
+    ([*LM, "--file", "/dev/zero"], "cannot read /dev/zero: it is a folder or a device"),
+    ([*LM, "--file", "pipe"], "there is no input"),
+    ([*LM, "--file", "latin.txt"], "cannot read latin.txt: 'utf-8' codec can't decode byte 0xe9"),
+    ([*LM, "--file", "f" * 5000], "cannot read fff"),
+    ([*LM, "caf\udce9"], "caf\\udce9 is not UTF-8"),
+    (["--model", "images", "texts.txt", "x.png"], "texts.txt is no image that can be read"),
+    (["--model", "images", "pipe"], "pipe is no image that can be read: it is a folder, a pipe or"),
+    (["--model", "images", "https://example.com/a.png"], "No such file or directory"),
+]
+
+
+@pytest.mark.parametrize("arguments, said", ARGUMENTS)
+def test_wrong_arguments_are_one_line(models, arguments, said):
+    assert refused(programs.run(predict, models, *arguments), said)
+
+
+def test_arguments_are_refused_without_an_import_that_takes_seconds():
+    code = "import predict, sys; print(*{'torch', 'transformers', 'PIL'} & {*sys.modules})"
+    command = [sys.executable, "-B", "-c", code]
+    assert subprocess.check_output(command, cwd=PROJECT, text=True) == "\n"
+
+
+# ---- Its models ----------------------------------------------------------------------------------
+
+
+CONFIGS = [
+    b"", b"null", b"[]", b"1", b'"a"', b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe",
+    b'{"architectures": null}', b'{"architectures": []}', b'{"architectures": 5}',
+    b'{"architectures": [{"ForCausalLM": 1}]}', b'{"architectures": [["LlamaForCausalLM"]]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", CONFIGS)
+def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    assert predict.task_of(tmp_path) is None
+    result = programs.run(predict, models, "--model", tmp_path, "x")
+    assert refused(result, f"{tmp_path} holds no model of transformers")
+
+
+FILES = {
+    "torn weights": ("model.safetensors", b"torn", "cannot load"),
+    "no weights": ("model.safetensors", None, "cannot load"),
+    "tokenizer of brackets": ("tokenizer.json", b"[" * 5000, "cannot load"),
+    "empty tokenizer": ("tokenizer.json", b"", "cannot load"),
+    "odd size": ("config.json", {"hidden_size": "wide"}, "cannot load"),
+    "heads of nothing": ("config.json", {"num_attention_heads": 0}, "cannot load"),
+    "unknown kind": ("config.json", {"model_type": ["x"]}, "cannot load"),
+    "code of its own": ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, ""),
+    "pipe": ("generation_config.json", "pipe", "is neither a file nor a folder"),
+    "pipe for a config": ("config.json", "pipe", "holds no model of transformers"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_model_is_one_line(models, tmp_path, name):
+    """Code that came with a model is not run, and nobody is asked whether to."""
+    file, content, said = FILES[name]
+    model = shutil.copytree(models / "lm", tmp_path / "model")
+    (model / "evil.py").write_text("open('ran', 'w')\nclass Config: pass\n")
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((model / file).read_text()) | content).encode()
+    (model / file).unlink(missing_ok=True)
+    if content == "pipe":
+        os.mkfifo(model / file)
+    elif content is not None:
+        (model / file).write_bytes(content)
+    result = programs.run(predict, tmp_path, "--model", "model", "x", stdin=b"y\n")
+    assert refused(result, said) if said else result.returncode == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
+    result = programs.run(predict, models, "--model", "short", "--tokens", "50", "x")
+    assert refused(result, "give shorter texts or fewer --tokens")
+    assert programs.run(predict, models, *LM, "--tokens", "100", "x").returncode == 0
+
+
+# ---- What predict.py prints ----------------------------------------------------------------------
+
+
+def test_an_answer_with_classes_is_one_line_whatever_they_are_called(models):
+    given = "one\ntwo\x1b[2J\u202e" + "y" * 500
+    result = programs.run(predict, models, "--model", "classes", "--top", "99", given)
+    assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
+    assert result.stdout[:-1].isprintable() and len(result.stdout) < 400
+    assert result.stdout.startswith("one two\\x1b[2J\\u202ey") and "a b\\x1b[31m" in result.stdout
+    exact = programs.run(predict, models, "--model", "classes", "--json", "--top", "99", given)
+    found = json.loads(exact.stdout)
+    assert found["input"] == given and exact.stdout[:-1].isprintable()
+    assert sorted(each["label"] for each in found["classes"]) == sorted(HOSTILE)
+
+
+def test_a_terminal_of_ascii_gets_ascii_and_json_stays_exact(models):
+    flags = [*LM, "--tokens", "3"]
+    result = programs.run(predict, models, *flags, "h\u00e9 \u4e2d\x1b[31m\n\ty", encoding="ascii")
+    assert result.returncode == 0 and result.stdout.isascii()
+    assert result.stdout.startswith("h\\xe9 \\u4e2d\\x1b[31m\n\ty")
+    given = "h\u00e9 \u4e2d \U0001f600"
+    for encoding in ("ascii", "utf-8"):
+        result = programs.run(predict, models, *flags, "--json", given, encoding=encoding)
+        assert json.loads(result.stdout)["input"] == given
+
+
+def test_answers_that_cannot_be_written_are_one_line(models):
+    flags = [*LM, "--tokens", "2"]
+    for arguments in ([*flags, "x"], ["--help"]):
+        result = programs.run(predict, models, *arguments, stdout="/dev/full")
+        assert refused(result, "cannot write to standard output: No space left on device")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(models):
+    command = f"{{ sleep 1; '{sys.executable}' -B '{PROJECT}/predict.py' --help; echo $? >code; }}"
+    result = subprocess.run(["sh", "-c", f"{command} | :"], cwd=models, capture_output=True)
+    assert (result.stderr, (models / "code").read_text()) == (b"", "0\n")
+
+
+def test_closed_streams_are_no_traceback(models):
+    command = f"exec '{sys.executable}' -B '{PROJECT}/predict.py' --top 0 x >&- 2>closed.txt"
+    assert subprocess.run(["sh", "-c", command], cwd=models).returncode == 2
+    assert (models / "closed.txt").read_text().startswith("predict.py: --top is 0; give a number")
+    command = f"exec '{sys.executable}' -B '{PROJECT}/predict.py' --top 0 x <&- >&- 2>/dev/full"
+    assert subprocess.run(["sh", "-c", command], cwd=models).returncode == 2
+
+
+def test_answers_do_not_depend_on_the_batch(models):
+    texts = ["one", "two", "and a third"]
+    answers = [
+        programs.run(predict, models, "--model", "classes", "--batch", size, *texts).stdout
+        for size in (1, 2, 100_000)
+    ]
+    assert answers[0].count("\n") == 3 and len({*answers}) == 1
+
+
+# ---- Images --------------------------------------------------------------------------------------
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.fixture
+def ghostscript(tmp_path, monkeypatch):
+    """A gs on PATH that leaves a file behind when it is started; the path of that file."""
+    program, left = tmp_path / "bin" / "gs", tmp_path / "started"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ntouch '{left}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    from PIL import EpsImagePlugin
+
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # else what was found earlier
+    return left
+
+
+def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
+    task = load_task("image_classification")
+    for name in ("a.png", "a.eps"):
+        (tmp_path / name).write_bytes(EPS)
+        with pytest.raises(OSError, match="none of JPEG, PNG"):
+            task.square(tmp_path / name, 8)
+        result = programs.run(predict, tmp_path, "--model", models / "images", name)
+        assert refused(result, f"{name} is no image that can be read: it is none of JPEG, PNG, ")
+    with pytest.raises(OSError, match="none of JPEG, PNG"):
+        task.square({"bytes": EPS}, 8)
+    assert not ghostscript.exists()
+    with pytest.raises(OSError), Image.open(tmp_path / "a.png") as image:
+        image.load()
+    assert ghostscript.exists()  # so that it would have been seen above
+
+
+@pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "SGI"])
+def test_other_formats_are_refused(tmp_path, kind):
+    picture(tmp_path / "a.png", kind)
+    with pytest.raises(OSError, match="none of JPEG, PNG, WEBP, BMP, GIF, TIFF"):
+        predict.open_image(tmp_path / "a.png")
+
+
+def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
+    task = load_task("image_classification")
+    picture(tmp_path / "a.png")  # of 108 pixels
+    for limit, said in [(107, "9 x 12 pixels, more than 107"), (50, "exceeds limit of 100")]:
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        for source in (tmp_path / "a.png", {"bytes": (tmp_path / "a.png").read_bytes()}):
+            with pytest.raises(ValueError, match=said):
+                task.square(source, 8)
+        result = programs.run(predict, tmp_path, "--model", models / "images", "a.png")
+        assert refused(result, said)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 108)
+    assert task.square(tmp_path / "a.png", 8).shape == (8, 8, 3)
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path / "pipe.png", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ValueError, match="it is a folder, a pipe or a device"):
+            predict.open_image(path)
+    for nothing in (None, 5, True, [], {}):
+        with pytest.raises((TypeError, ValueError)):
+            predict.open_image(nothing)
+
+
+@pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "folder", "none.png", "a\u0000.png"])
+def test_a_table_that_names_no_image_is_one_line(tmp_path, named):
+    task = load_task("image_classification")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "folder").mkdir()
+    rows = [{"image": named, "label": "a"}, {"image": named, "label": "b"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = task.TaskConfig(data=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"^task\.data: cannot read .*a\.jsonl, line 1: ") as error:
+        task.prepare_data(config)
+    assert "\n" not in str(error.value)
+
+
+def test_tiff_is_read_as_other_formats_are(models, tmp_path):
+    task = load_task("image_classification")
+    for name, color in (("red", (250, 0, 0)), ("blue", (0, 0, 250))):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(4):
+            place = tmp_path / "data" / name / f"{i}.{'tif' if i % 2 else 'TIFF'}"
+            Image.new("RGB", (9, 9), tuple(c + i for c in color)).save(place, "TIFF")
+    config = task.TaskConfig(
+        data=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), image_size=8
+    )
+    task.prepare_data(config)
+    assert sum(map(len, task.datasets(config))) == 8
+    Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(tmp_path / "deep.tif")
+    result = programs.run(predict, tmp_path, "--model", models / "images", "deep.tif")
+    assert refused(result, "deep.tif is no image that can be read: its pixels have more than 8")
+
+
+def test_predictions_see_images_as_training_does(models, tmp_path):
+    """Turned as the camera says, and in RGB: an image and its upright copy get equal answers."""
+    with Image.open(picture(tmp_path / "a.png")) as image:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+        image.save(tmp_path / "turned.png", exif=exif)
+        image.transpose(Image.Transpose.ROTATE_270).save(tmp_path / "upright.png")
+        image.convert("P").save(tmp_path / "palette.gif")
+    names = ["turned.png", "upright.png", "a.png", "palette.gif"]
+    flags = ["--model", models / "images", "--json", "--top", "4"]
+    result = programs.run(predict, tmp_path, *flags, *names)
+    found = [json.loads(line)["classes"] for line in result.stdout.splitlines()]
+    assert found[0] == found[1] != found[2] and len(found) == 4
+
+
+# ---- Pictures and the model card -----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error:Glyph")
+def test_a_report_on_classes_with_hostile_names(tmp_path):
+    confusion = programs.load("confusion")
+    table = torch.tensor(np.arange(16).reshape(4, 4), dtype=torch.float64)
+    shown = confusion.report(table, HOSTILE, tmp_path)
+    assert len(shown["classes"].splitlines()) == 6
+    assert all(line.isprintable() and len(line) < 80 for line in shown["classes"].splitlines())
+    with Image.open(shown["confusion"]) as drawn:
+        assert drawn.size == (720, 600)
+
+
+def test_a_picture_that_cannot_be_drawn_fails_nothing(tmp_path, monkeypatch):
+    confusion, task = programs.load("confusion"), load_task("image_classification")
+    table = torch.eye(2, dtype=torch.float64)
+    shown = confusion.report(table, ["a", "b"], tmp_path / "none")
+    assert shown["confusion"].startswith("no picture: [Errno 2]") and "a" in shown["classes"]
+
+    def fail(*_):
+        raise RuntimeError("no\nmemory")
+
+    monkeypatch.setattr(task, "draw_samples", fail)
+
+    class Model:
+        class config:
+            id2label, num_labels = {0: "a", 1: "b"}, 2
+
+    assert task.report(Model, {"confusion": table}, tmp_path)["samples"] == "no picture: no memory"
+    assert (tmp_path / "confusion.png").exists()
+
+
+@pytest.mark.filterwarnings("error:Glyph")
+def test_samples_of_classes_with_hostile_names(tmp_path):
+    task = load_task("image_classification")
+    seen = {"side": 4, "mean": [0.5] * 3, "std": [0.5] * 3, "channels_last": False}
+    rows = [(np.full((4, 4, 3), i, np.uint8), i % 4, seen) for i in range(8)]
+
+    class Model(torch.nn.Module):
+        validation, device = rows, "cpu"
+
+        def forward(self, pixel_values):
+            return type("Answer", (), {"logits": torch.eye(4)[[0] * len(pixel_values)]})
+
+    task.draw_samples(Model(), HOSTILE, tmp_path / "samples.png")
+    with Image.open(tmp_path / "samples.png") as drawn:
+        assert drawn.size == (1200, 1350)
+
+
+def test_a_model_card_with_hostile_names(tmp_path):
+    model_card = programs.load("model_card")
+    path = "a`b```\n## Evaluation\n<script>|\u202e\udcff"
+    config = {
+        "project": f"# {path}\n---\n",
+        "global_batch_size": 8,
+        "task": {"data": path, "model_name_or_path": f"x\n---\n{path}", "name": "\u4e2d"},
+    }
+    scores = {"a|b": 1.0, "line\nbreak": 2.0, "eval_loss": 3.0, "z" * 10_000: 4.0}
+    data = {"samples": 9, "fingerprint": "f"}
+    facts = {"step": 1, "scores": scores, "config": config, "data": data}
+    facts["versions"] = {"torch": "2.13.0"}
+    (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"]}')
+    place = Path("runs") / 'x"\n```\n\u202e' / "model"
+    model_card.write(tmp_path, place, facts)
+
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    lines = card.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert [line for line in lines if line.startswith("#")][0].startswith("# # a\\`b")
+    assert len([line for line in lines if line.startswith("# ")]) == 1
+    assert [line for line in lines if line.startswith("## ")] == [
+        "## Evaluation", "## Settings", "## Versions",
+    ]  # fmt: skip
+    assert lines[0] == "---" and lines.count("---") == 2
+    about = yaml.safe_load(card.split("\n---\n")[0])
+    assert set(about) == {"library_name", "pipeline_tag", "base_model"}
+    rows = [line for line in lines if line.startswith("| ")][2:]
+    assert rows[:3] == ["| a\\|b | 1 |", "| line break | 2 |", "| eval_loss | 3 |"]
+    assert len(rows) == 4 and len(rows[3]) < 130
+    code = next(line for line in lines if line.startswith("answer = "))
+    assert eval(code.removeprefix("answer = "), {"pipeline": lambda *a, **_: a[1]}) == str(place)
+    fence = next(line for line in lines if line.endswith("`yaml")).removesuffix("yaml")
+    assert yaml.safe_load(card.split(f"{fence}yaml")[1].split(f"\n{fence}\n")[0]) == config
+
+
+# ---- Formats that come in disguise ---------------------------------------------------------------
+
+
+def test_a_stored_image_is_the_same_from_a_path_and_from_bytes(tmp_path):
+    task = load_task("image_classification")
+    for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"):
+        file = io.BytesIO()
+        picture(file, kind)
+        (tmp_path / "a").write_bytes(file.getvalue())
+        pairs = [task.square(tmp_path / "a", 8), task.square({"bytes": file.getvalue()}, 8)]
+        assert np.array_equal(*pairs) and pairs[0].std() > 0
