@@ -299,6 +299,27 @@ def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
         assert [line["step"] for line in lines(tmp_path / str(i), "loss")] == [5, 6, 7, 8]
 
 
+def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
+    """Pipes, links and files in the places of newer checkpoints and of what is being written."""
+    output = half(whole, tmp_path / "run")
+    saved = output / "checkpoints"
+    os.mkfifo(saved / "step-00000009")
+    (saved / "step-00000008").write_text("a file")
+    (saved / "step-00000007").symlink_to("step-00000007")
+    (saved / "step-00000006").mkdir()
+    (saved / "step-99999999999").symlink_to("nothing")
+    (saved / ".step-00000008.partial").write_text("a file")
+    for name in (".status.json.partial", ".model.partial", "curves.png"):
+        (output / name).mkdir()
+    (output / ".model.old").write_text("a file")
+    printed = tiny.train(1, "--output_dir", output, *BASE)
+    assert printed.count("passed over: ") == 5 and "no picture: " in printed
+    assert (checkpoint(output, 8) / "model.safetensors").read_bytes() == (
+        checkpoint(whole, 8) / "model.safetensors"
+    ).read_bytes()
+    assert (saved / "step-00000008.broken-1").read_text() == "a file"
+
+
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_what_is_no_file_is_refused_in_one_line(tiny, whole, tmp_path, kind):
     """A pipe would be waited for, for ever."""
@@ -318,9 +339,19 @@ def test_what_is_no_file_is_refused_in_one_line(tiny, whole, tmp_path, kind):
         assert len(list(case["flags"][-1].iterdir())) == 1
 
 
+def test_a_link_to_a_disk_that_is_not_there_is_refused(tiny, tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "nothing")
+    ((code, printed, errors),) = tiny.forked([{"flags": [*BASE, "--output_dir", tmp_path]}])
+    assert code == 2 and printed == "" and "checkpoints is a link to nothing" in errors
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
+
+
 def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
     """Nor does a check; a folder that was there stays."""
     (tmp_path / "there").mkdir()
+    checked = ["--config_file", "configs/accelerate/cpu.yaml", "train.py", "--check"]
+    printed = tiny.run("python", "launch.py", *checked, "--output_dir", tmp_path / "checked").stdout
+    assert printed.count("checked: ") == 1  # and nothing is launched
     mistakes = [["--task.fail_where", "prepare_data", "--task.fail_rank", 0], ["--resume", "none"]]
     mistakes += [["--eval_only"], ["--check"], ["--task.samples", 0], ["--tracker", "mlflow"]]
     flags = [["--output_dir", tmp_path / name, *m] for m in mistakes for name in ("a/b/c", "there")]

@@ -43,7 +43,8 @@ def check_room(folder: Path, size: float = 0, written: float = 0) -> None:
 
     Its size in bytes is that of the newest in the folder, or `size`; `written` have been already.
     """
-    size = 1.1 * max([size, *map(size_of, committed(folder)[:1])]) - written
+    newest = [path for path in committed(folder) if path.is_dir()][:1]
+    size = 1.1 * max([size, *map(size_of, newest)]) - written
     place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(place).free
     if free < size:
@@ -146,6 +147,14 @@ def remove(path: Path) -> None:
 # ---- Manifests -----------------------------------------------------------------------------------
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files, as far as they can be seen."""
+    try:
+        return sum(file_sizes(path).values())
+    except OSError:
+        return 0
+
+
 def file_sizes(folder: Path) -> dict[str, int]:
     """Bytes of each file below a folder, by its path in it, in order of the paths.
 
@@ -160,11 +169,6 @@ def file_sizes(folder: Path) -> dict[str, int]:
         elif entry.name != MANIFEST and not entry.name.startswith("."):
             found[entry.name] = entry.stat().st_size if entry.is_file() else -1
     return found
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    return sum(file_sizes(path).values())
 
 
 def blocks_of(files: dict[str, int]) -> list[tuple[str, int]]:
@@ -553,6 +557,8 @@ def check_kinds(output: Path) -> None:
         *((name, "folder", stat.S_ISDIR) for name in FOLDERS),
     ):
         path = output / name
+        if path.is_symlink() and not path.exists():  # to a disk that is not there, perhaps
+            raise ValueError(f"{path} is a link to nothing: mend it, or give another --output_dir")
         if path.exists() and not right(path.stat().st_mode):
             raise ValueError(f"{path} is no {kind}: move it away, or give another --output_dir")
 
@@ -575,6 +581,7 @@ def read_object(path: Path) -> dict:
 def write_status(output: Path, state: str, **more) -> None:
     """Replaces status.json of a run folder: what its run is doing, or how it ended."""
     partial = output / ".status.json.partial"
+    remove(partial)
     partial.write_text(json.dumps({"state": state, **owner(), **more}) + "\n", encoding="utf-8")
     flush(partial)
     partial.replace(output / "status.json")

@@ -91,7 +91,8 @@ def main() -> int:
             **os.environ,
             "VERIFIED_FILE": str(Path(folder, "verified")),  # checkpoints that the check has read
         }
-        if code := check(launcher, program, asked, env):
+        code = check(launcher, program, asked, env)
+        if code or {"--check", "--help", "-h"} & {*program}:  # nothing is to be launched
             return code
         command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
         env["EXIT_CODE_FILE"] = str(told)

@@ -78,7 +78,8 @@ def ask(function, *arguments):
             raise
         raise UserError(about(error)) from error
     except (MemoryError, RuntimeError) as error:
-        if not (is_full_memory(error) or "overflow" in str(error)):  # of a size in bytes
+        # The others: what torch says of a size that no memory has.
+        if not (is_full_memory(error) or re.search("overflow|negative dimension", str(error))):
             raise
         raise UserError(f"there is not enough memory for these settings: {error}") from error
 
@@ -449,7 +450,7 @@ def run(main, prepare) -> None:
             speaks = ended[0] is not False
         if line and speaks:
             print(f"train.py: {one_line(line, 1000)}", file=sys.stderr)
-        if not line and code not in (0, STOPPED):
+        if not line and not isinstance(error, SystemExit):
             traceback.print_exception(error)
     if IS_MAIN and start:
         start.lock.undo()
@@ -475,8 +476,8 @@ def judge(error: BaseException) -> tuple[int, str | None]:
         return 1, about(error)
     if is_full_memory(error):
         return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
-    if isinstance(error, SystemExit) and error.code in (None, 0, STOPPED):
-        return error.code or 0, None
+    if isinstance(error, SystemExit):
+        return (1, error.code) if isinstance(error.code, str) else (error.code or 0, None)
     return 1, None
 
 

@@ -283,7 +283,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     cfg, output = start.cfg, start.output
     train_data, eval_data = start.data
     micro, accumulation, processes = start.micro, start.accumulation, process.PROCESSES
-    fields = start.facts["config"]
+    step_size, fields = cfg.global_batch_size, start.facts["config"]
 
     # Find where to start; a finished run has nothing left to do.
     known = (start.checkpoint, start.manifest, start.finished, start.max_steps)
@@ -293,7 +293,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         ranks.alone(checkpoints.hand_over)
         where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
         where = "is finished" if finished else where
-        samples = f"{cfg.global_batch_size} of {len(train_data):,} samples"
+        samples = f"{step_size} of {len(train_data):,} samples"
         say(f"checked: {output} {where}; {max_steps:,} steps, each with {samples}")
         return 0
     if finished:
@@ -305,7 +305,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     say(
         f"{output}: {processes} x {accelerator.device.type}, {precision}, "
-        f"distributed: {accelerator.distributed_type.value}; a step of {cfg.global_batch_size} "
+        f"distributed: {accelerator.distributed_type.value}; a step of {step_size} "
         f"samples = {processes} x {accumulation} x {micro} (processes x micro-batches x samples)"
     )
     for remark in start.remarks:
@@ -324,9 +324,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if cfg.gradient_checkpointing:
         ask(process.enable_gradient_checkpointing, model)
     model = process.sync_batch_norms(model, accelerator)
-    last_sample = first_sample + max(max_steps - first_step, 0) * cfg.global_batch_size
+    last_sample = first_sample + max(max_steps - first_step, 0) * step_size
     train_rows, eval_rows = Rows(train_data, cfg.seed), Rows(eval_data)
-    step_size = cfg.global_batch_size
     train_slices = Slices(first_sample, last_sample, micro, processes, step_size, train_rows.sort)
     eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes, 0, eval_rows.sort)
     loading = {
