@@ -203,6 +203,25 @@ def load_task(name):
     return importlib.import_module(name)
 
 
+@pytest.fixture(scope="module")
+def quick(tiny):
+    """Like tiny.train of one process, in forks of one that has imported train.py: no 4 s each."""
+    command = [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen(command, cwd=tiny.path, env=tiny.env(), **pipes)
+
+    def train(*flags, codes=(0,), **case):
+        server.stdin.write(json.dumps({**case, "flags": [*map(str, flags)]}) + "\n")
+        server.stdin.flush()
+        code, printed, errors = json.loads(server.stdout.readline())
+        assert code in codes, f"{flags} ended with {code}:\n{printed}{errors}"
+        return printed + errors
+
+    yield train
+    server.stdin.close()
+    server.wait()
+
+
 @pytest.fixture(scope="session")
 def project(tmp_path_factory):
     """A project of the default answers, shared: tests write only to folders of their own."""

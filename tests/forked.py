@@ -37,4 +37,8 @@ def run(case):
 
 
 if __name__ == "__main__":
-    print(json.dumps([run(case) for case in json.load(sys.stdin)]))
+    if "--serve" in sys.argv:  # a case a line, answered at once
+        for line in sys.stdin:
+            print(json.dumps(run(json.loads(line))), flush=True)
+    else:
+        print(json.dumps([run(case) for case in json.load(sys.stdin)]))

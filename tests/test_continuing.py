@@ -29,10 +29,10 @@ def weights(output, step):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
+def whole(quick, tmp_path_factory):
     """A run of eight steps with checkpoints at 4 and 8."""
     output = tmp_path_factory.mktemp("whole") / "run"
-    tiny.train(1, "--output_dir", output, *BASE)
+    quick("--output_dir", output, *BASE)
     return output
 
 
@@ -186,23 +186,23 @@ for step in range(4):
     assert mine == theirs
 
 
-def test_epochs_count_samples_when_the_global_batch_changes(tiny, tmp_path):
+def test_epochs_count_samples_when_the_global_batch_changes(quick, tmp_path):
     """Two epochs of 37 samples: ten steps of 8, or four and then seven of 6."""
     output, flags = tmp_path / "run", ["--max_steps", 0, "--num_epochs", 2, "--keep_checkpoints", 0]
-    tiny.train(1, "--output_dir", output, *flags)
+    quick("--output_dir", output, *flags)
     assert lines(output, "loss")[-1]["step"] == 10
     other = half(output, tmp_path / "other")
     flags += ["--output_dir", other, "--global_batch_size", 6, "--accept_changes"]
-    tiny.train(1, *flags)
+    quick(*flags)
     assert [line["step"] for line in lines(other, "loss")] == list(range(5, 12))
     assert lines(other, "loss")[-1]["samples"] == 74
 
 
-def test_flags_of_one_occasion_are_not_settings(tiny, whole, tmp_path):
+def test_flags_of_one_occasion_are_not_settings(quick, whole, tmp_path):
     """A recipe made from a run accepts nothing by itself."""
     output = half(whole, tmp_path / "run")
     flags = ["--output_dir", output, *BASE, "--learning_rate", 0.02]
-    tiny.train(1, *flags, "--accept_changes", "--resume", "auto")
+    quick(*flags, "--accept_changes", "--resume", "auto")
     config = yaml.safe_load((output / "config.yaml").read_text())
     manifest = json.loads((checkpoint(output, 8) / "manifest.json").read_text())
     for saved in (config, manifest["config"]):
@@ -210,36 +210,36 @@ def test_flags_of_one_occasion_are_not_settings(tiny, whole, tmp_path):
         assert saved["learning_rate"] == 0.02
     again = half(whole, tmp_path / "again")
     flags = ["--config", output / "config.yaml", "--output_dir", again]
-    assert "learning_rate: 0.01 -> 0.02" in tiny.train(1, *flags, codes=[2])
+    assert "learning_rate: 0.01 -> 0.02" in quick(*flags, codes=[2])
 
 
 # ---- Finished runs -------------------------------------------------------------------------------
 
 
-def test_a_finished_run_without_its_checkpoints_does_not_train_again(tiny, whole, tmp_path):
+def test_a_finished_run_without_its_checkpoints_does_not_train_again(quick, whole, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(whole, output)
     shutil.rmtree(output / "checkpoints")
     before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
     base = ["--output_dir", output, *BASE]
-    assert "is finished: its checkpoints are gone" in tiny.train(1, *base)
+    assert "is finished: its checkpoints are gone" in quick(*base)
     for more in (["--seed", 3], ["--max_steps", 9], ["--task.dropout", 0.1]):
-        printed = tiny.train(1, *base, *more, codes=[2]) if more[0] != "--max_steps" else ""
-        printed = printed or tiny.train(1, *base[:2], *more, codes=[2])
+        printed = quick(*base, *more, codes=[2]) if more[0] != "--max_steps" else ""
+        printed = printed or quick(*base[:2], *more, codes=[2])
         assert "holds a finished run, whose checkpoints are gone" in printed
-    assert "is finished" in tiny.train(1, *base, "--log_every", 2)  # another result it is not
+    assert "is finished" in quick(*base, "--log_every", 2)  # another result it is not
     after = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
     assert before == after
     (output / "status.json").unlink()  # nor where only the model is left
-    assert "holds a finished run" in tiny.train(1, *base, codes=[2])
+    assert "holds a finished run" in quick(*base, codes=[2])
     assert (output / "model" / "weights.pt").read_bytes() == before[output / "model" / "weights.pt"]
 
 
-def test_a_finished_run_that_lost_its_model_exports_it_again(tiny, whole, tmp_path):
+def test_a_finished_run_that_lost_its_model_exports_it_again(quick, whole, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(whole, output)
     shutil.rmtree(output / "model")
-    tiny.train(1, "--output_dir", output, *BASE)
+    quick("--output_dir", output, *BASE)
     mine, theirs = ((each / "model" / "weights.pt").read_bytes() for each in (output, whole))
     assert mine == theirs and status(output)["state"] == "finished"
 
@@ -270,9 +270,9 @@ train.process.run(train.main, train.prepare)
     assert str(output) in flushed[last:]
 
 
-def test_a_report_that_fails_does_not_fail_the_run(tiny, tmp_path):
+def test_a_report_that_fails_does_not_fail_the_run(quick, tmp_path):
     output = tmp_path / "run"
-    printed = tiny.train(1, "--output_dir", output, *BASE, "--task.fail_report")
+    printed = quick("--output_dir", output, *BASE, "--task.fail_report")
     assert "no report: TypeError: no picture of this" in printed
     assert status(output)["state"] == "finished" and (output / "model" / "weights.pt").exists()
 
@@ -299,7 +299,7 @@ def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
         assert [line["step"] for line in lines(tmp_path / str(i), "loss")] == [5, 6, 7, 8]
 
 
-def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
+def test_what_lies_about_in_a_run_folder_hinders_nothing(quick, whole, tmp_path):
     """Pipes, links and files in the places of newer checkpoints and of what is being written."""
     output = half(whole, tmp_path / "run")
     saved = output / "checkpoints"
@@ -312,7 +312,7 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     for name in (".status.json.partial", ".model.partial", "curves.png"):
         (output / name).mkdir()
     (output / ".model.old").write_text("a file")
-    printed = tiny.train(1, "--output_dir", output, *BASE)
+    printed = quick("--output_dir", output, *BASE)
     assert printed.count("passed over: ") == 5 and "no picture: " in printed
     assert (checkpoint(output, 8) / "model.safetensors").read_bytes() == (
         checkpoint(whole, 8) / "model.safetensors"
@@ -372,14 +372,14 @@ def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(tiny, tmp_path,
     assert f"train.py: {output}: the run folder was removed" in errors
 
 
-def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, tmp_path):
+def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
     """Also while that run has not yet a status of its own, and one of a run before is there."""
     output = tmp_path / "run"
     output.mkdir()
     (output / "status.json").write_text('{"state": "finished", "pid": 1}')
     (run,) = tiny.start(1, "--output_dir", output, "--task.prepare_seconds", 60)
     wait_until(lambda: (output / "lock").exists() and (output / "lock").stat().st_size, run)
-    printed = tiny.train(1, "--output_dir", output, codes=[2])
+    printed = quick("--output_dir", output, codes=[2])
     assert f"is in use by process {run.pid} on " in printed and f"`kill {run.pid}` saves" in printed
     run.send_signal(signal.SIGTERM)
     assert run.wait(timeout=30) == 75
