@@ -26,6 +26,18 @@ NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cac
 FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_")
 
 
+def latest(flags):
+    """Flags of train.py, of one that is given twice the last: train.py itself refuses that."""
+    found = {}
+    for word in map(str, flags):
+        if word.startswith("--"):
+            name = word.partition("=")[0]
+            found.pop(name, None)
+            found[name] = []
+        found[name].append(word)
+    return [word for words in found.values() for word in words]
+
+
 @dataclass
 class BakedProject:
     """A generated project, and how commands are run in it."""
@@ -67,7 +79,7 @@ class BakedProject:
         # What launch.py sets where accelerate is called by itself.
         signals = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
         return subprocess.Popen(
-            [*command, "train.py", *map(str, flags)],
+            [*command, "train.py", *latest(flags)],
             cwd=self.path,
             env=self.env(**({} if "launch.py" in command else signals), **env),
             stdin=subprocess.DEVNULL,
@@ -88,7 +100,7 @@ class BakedProject:
             env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
             env |= {"ACCELERATE_USE_CPU": "true"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = ["python", program, *map(str, flags)]
+        command = ["python", program, *latest(flags)]
         return [
             subprocess.Popen(
                 command,

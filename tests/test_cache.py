@@ -242,7 +242,7 @@ def test_damaged_data_is_prepared_again_with_one_line(cfg, capsys, damage, seen)
     assert prepare(cfg, made) == folder and len(made) == 1
     DAMAGE[damage](folder)
     if not seen:
-        folder.with_suffix(".seen").write_text('{"boot": ["another", "machine"]}')
+        sources.seen_file(folder).write_text('{"boot": ["another", "machine"]}')
     capsys.readouterr()
     assert prepare(cfg, made) == folder and len(made) == 2
     printed = capsys.readouterr().out
@@ -251,7 +251,7 @@ def test_damaged_data_is_prepared_again_with_one_line(cfg, capsys, damage, seen)
     assert prepare(cfg, made) == folder and len(made) == 2
     left = {p.name for p in Path(cfg.cache_dir).iterdir()}
     assert left <= {folder.name, "digests.json", "digests.lock"} | {
-        f"{folder.name}{ending}" for ending in (".lock", ".seen")
+        f"{folder.name}{ending}" for ending in (".lock", f".{socket.gethostname()}.seen")
     }
 
 

@@ -29,7 +29,14 @@ from pathlib import Path
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that one thread of one process hashes at a time
 NAME = re.compile(r"step-\d{8,}")
-PATIENCE = 40  # tenths of a second to wait for the lock of a run folder
+PATIENCE = 40  # tenths of a second to wait for the lock of a run folder, ten times that if its
+# holder is on another machine: a network disk takes a while to notice that one has died
+# What the system says of a path that is wrong, and will say again; other errors may pass.
+LASTING = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.ENXIO, errno.EMFILE),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+}
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -56,8 +63,9 @@ def check_room(folder: Path, size: float = 0, written: float = 0) -> None:
 
 def begin(partial: Path) -> None:
     """Makes that folder, empty; called by one process alone, before any writes into it."""
-    for left in partial.parent.glob(".step-*.partial"):  # by a run that was killed
-        remove(left)
+    for pattern in (".step-*.partial", ".step-*.trash"):  # of a run that was killed
+        for left in partial.parent.glob(pattern):
+            remove(left)
     check_room(partial.parent)
     partial.mkdir(parents=True)
 
@@ -123,7 +131,8 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
             aside += 1
         final.rename(target)
     partial.rename(final)
-    flush(partial.parent)
+    for folder in (final.parent, final.parent.parent, final.parent.parent.parent):
+        flush(folder)  # the first checkpoint of a run: its folders are new, too
     remember(final, manifest)
     return final
 
@@ -138,10 +147,14 @@ def flush(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a folder or a file, as far as that goes: a reader on a network disk may keep some."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
+    """Frees a name: deletes what is called so, of a folder as much as a network disk lets go."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
+    doomed = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 # ---- Manifests -----------------------------------------------------------------------------------
@@ -155,7 +168,7 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
+def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
     """Bytes of each file below a folder, by its path in it, in order of the paths.
 
     The manifest is left out, and so is what file managers and network disks hide there. A pipe, a
@@ -163,10 +176,12 @@ def file_sizes(folder: Path) -> dict[str, int]:
     """
     found = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name == left_out or entry.name.startswith("."):
+            continue
         if entry.is_dir():
-            inner = file_sizes(folder / entry.name)
+            inner = file_sizes(folder / entry.name, left_out="")
             found |= {f"{entry.name}/{name}": size for name, size in inner.items()}
-        elif entry.name != MANIFEST and not entry.name.startswith("."):
+        else:
             found[entry.name] = entry.stat().st_size if entry.is_file() else -1
     return found
 
@@ -248,8 +263,10 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
-def read(path: Path) -> dict:
+def read(path: Path, hashed: bool = True) -> dict:
     """The manifest of a checkpoint whose every file is as it was saved, and no file more.
+
+    Unless `hashed`, files of the right sizes are taken for right.
 
     Raises ValueError, with the reason, for anything else: nothing in a folder is deserialised
     before its bytes are known to be those that were written.
@@ -263,7 +280,7 @@ def read(path: Path) -> dict:
         for name, size in sizes.items():
             if size != saved[name]["bytes"]:
                 raise ValueError(f"{path / name} is not the file that was saved")
-        if not is_known(path, manifest):
+        if hashed and not is_known(path, manifest):
             found = describe(sizes, hash_blocks(path, blocks_of(sizes)))
             for name in sizes:
                 if found[name] != saved[name]:
@@ -274,10 +291,10 @@ def read(path: Path) -> dict:
     return manifest
 
 
-def is_valid(path: Path) -> bool:
-    """Whether a checkpoint is as it was saved."""
+def is_valid(path: Path, hashed: bool = True) -> bool:
+    """Whether a checkpoint is as it was saved, as far as `read` looks."""
     try:
-        return bool(read(path))
+        return bool(read(path, hashed))
     except ValueError:
         return False
 
@@ -376,7 +393,7 @@ def find(
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints (0: none) and the one with the best eval_loss.
+    """Deletes checkpoints but the `keep` newest and the one with the best eval_loss; 0 keeps all.
 
     Called with the checkpoint that was just committed, which stays in any case. One that is broken
     takes the place of none, and is left for people to look at.
@@ -384,17 +401,17 @@ def prune(newest: Path, keep: int) -> None:
     if not keep:
         return
     older = [p for p in committed(newest.parent) if step_of(p) <= step_of(newest)]
-    valid = [p for p in older if is_valid(p)]
-    scores = {p: score for p in valid if (score := eval_loss(p)) is not None}
-    best = min(scores, key=scores.get, default=newest)
+    # The bytes of the best are hashed, once; of the others that would take too long.
+    valid = [p for p in older if is_valid(p, hashed=False)]
+    ranked = sorted((score, p) for p in valid if (score := eval_loss(p)) is not None)
+    best = newest
+    for _, best in ranked:
+        if is_valid(best):
+            break
+        valid.remove(best)
     for path in valid[keep:]:
-        if path == best:
-            continue
-        # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
-        doomed = path.with_name(f".{path.name}.partial")
-        remove(doomed)
-        path.rename(doomed)
-        remove(doomed)
+        if path != best:
+            remove(path)
 
 
 def eval_loss(path: Path) -> float | None:
@@ -459,10 +476,12 @@ def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
     before, after = comparable(manifest, changes), comparable(facts, changes)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     changed = {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
-    if shapes := "; ".join(text for n, text in changed.items() if changes.get(n) == "shape"):
+    both = before.keys() & after.keys()  # a field may be new in the code
+    shapes = [changed[n] for n in changed if n in both and changes.get(n) == "shape"]
+    if shapes:
         raise ValueError(
-            f"{path} has weights of other shapes ({shapes}), which no flag makes fit: give those "
-            "settings, or another --output_dir"
+            f"{path} has weights of other shapes ({'; '.join(shapes)}), which no flag makes fit: "
+            "give those settings, or another --output_dir"
         )
     if changed and not accept:
         raise ValueError(
@@ -484,7 +503,7 @@ class Lock:
     """
 
     def __init__(self, output: Path, hold: bool = True):
-        self.output, self.path, self.made = output, output / "lock", []
+        self.output, self.path, self.made, self.file = output, output / "lock", [], None
         try:
             self.made = [p for p in (self.path, output, *output.parents) if not p.exists()]
             output.mkdir(parents=True, exist_ok=True)
@@ -501,7 +520,10 @@ class Lock:
         os.register_at_fork(after_in_child=self.file.close)  # or worker processes would hold it too
 
     def acquire(self) -> None:
-        for _ in range(PATIENCE):
+        waited = 0
+        while waited < (
+            PATIENCE if self.holder()["host"] == socket.gethostname() else 10 * PATIENCE
+        ):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.is_there():
@@ -510,18 +532,26 @@ class Lock:
                     self.file.flush()
                     return
                 self.file.close()  # whoever held it has removed it at last
+                self.output.mkdir(parents=True, exist_ok=True)
                 self.open()
             except BlockingIOError:
+                waited += 1
                 time.sleep(0.1)
-            except OSError as error:  # as some network disks say
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
+                    raise
                 reason = error.strerror
                 raise ValueError(f"{self.output}: no locks on this disk: {reason}") from None
-        holder = {"pid": "?", "host": "?", "since": "?", **read_object(self.path)}
         raise ValueError(
             "{0} is in use by process {pid} on {host}, since {since}: there, `tail -f "
             "{0}/metrics.jsonl` shows what it does, and `kill {pid}` saves and stops it; or give "
-            "another --output_dir".format(self.output, **holder)
+            "another --output_dir".format(self.output, **self.holder())
         )
+
+    def holder(self) -> dict:
+        """Who holds the lock, as it says itself."""
+        here = {"pid": "?", "host": socket.gethostname(), "since": "?"}
+        return here | {n: v for n, v in read_object(self.path).items() if n in here}
 
     def check(self) -> None:
         """Raises FileNotFoundError if the run folder was removed, or replaced by another."""
@@ -537,7 +567,11 @@ class Lock:
 
     def undo(self) -> None:
         """Removes what was made here, as long as nothing else is in it."""
-        with contextlib.suppress(OSError):  # another run has just begun there
+        with contextlib.suppress(OSError):  # another run has it, or has just begun there
+            if self.file:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not self.is_there():
+                    return
             for path in self.made:
                 if path == self.path and os.listdir(self.output) == [path.name]:
                     path.unlink()
@@ -593,11 +627,12 @@ def end_status(output: Path, state: str, reason: str, exit_code: int) -> bool:
 
     The status of another run in the same folder stays as it is.
     """
-    status = read_status(output)
-    own = status.get("pid") == os.getpid()
-    if own or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
-        write_status(output, state, reason=reason, exit_code=exit_code, run=status["pid"])
-    return own or status.get("run") != os.getpid()
+    status, me = read_status(output), [os.getpid(), socket.gethostname()]
+    main = [status.get("pid"), status.get("host")]
+    # Another process than the main one may write it, and leaves word of whose status it was.
+    if main == me or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
+        write_status(output, state, reason=reason, exit_code=exit_code, main=main)
+    return main == me or status.get("main") != me
 
 
 def read_status(output: Path) -> dict:

@@ -391,7 +391,7 @@ def launched(name: str, otherwise: int) -> int:
 
     Raises ValueError where it is none.
     """
-    text = os.environ.get({"num_processes": "LAUNCH_PROCESSES"}.get(name, "LAUNCH_MACHINES"))
+    text = os.environ.get(f"LAUNCH_{name.removeprefix('num_').upper()}")
     if text is None:
         return otherwise
     if not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:

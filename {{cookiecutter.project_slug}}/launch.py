@@ -47,10 +47,12 @@ def check(launcher: list[str], program: list[str], asked: list[int], env: dict) 
     told = {"LAUNCH_PROCESSES": known.num_processes, "LAUNCH_MACHINES": known.num_machines}
     told = {name: value for name, value in told.items() if value is not None}
     checking = subprocess.Popen(command, env={**env, **told}, preexec_fn=deaf)
+    told_it = False
     while checking.poll() is None:
         time.sleep(0.05)
-        if asked:
+        if asked and not told_it:
             checking.terminate()
+            told_it = True
     return STOPPED if asked else checking.returncode
 
 
@@ -105,8 +107,8 @@ def main() -> int:
                 stopping = True
             time.sleep(0.2)
         psutil.wait_procs(training)  # a signal to all may end the launcher while they save
-        if told.exists():
-            return int(told.read_text())
+        if told.exists() and (code := told.read_text()):  # empty: the disk was full
+            return int(code)
         return STOPPED if asked else run.returncode
 
 

@@ -31,8 +31,6 @@ from tracking import IS_MAIN, one_line, protect_output, say
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
 NOT_MAIN = "no answer from process 0"
 STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
-# What a disk or a network says that may answer next time: a crash, which is tried again.
-TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.EBUSY)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -67,19 +65,21 @@ class Failed(RuntimeError):
 def ask(function, *arguments):
     """Calls a function whose ValueError is meant for whoever started the run.
 
-    So is what its input makes too large, too deep or impossible to read.
+    Input may also be too large or too deep, or name a file that cannot be read: the errors of
+    Python, torch and the system that say so are meant for them too.
     """
     try:
         return function(*arguments)
     except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        if error.errno in TRANSIENT:
+        if error.errno not in checkpoints.LASTING:  # a crash, which is tried again
             raise
         raise UserError(about(error)) from error
     except (MemoryError, RuntimeError) as error:
-        # The others: what torch says of a size that no memory has.
-        if not (is_full_memory(error) or re.search("overflow|negative dimension", str(error))):
+        # What torch says of a size that no machine has. A GPU may have room the next time.
+        sizes = "DefaultCPUAllocator|overflow|negative dimension"
+        if not isinstance(error, MemoryError) and not re.search(sizes, str(error)):
             raise
         raise UserError(f"there is not enough memory for these settings: {error}") from error
 
@@ -274,7 +274,12 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 def as_text(settings: list[dict]) -> list[dict[str, str]]:
     """An optimizer's settings for a manifest, which has no tensors and no tuples."""
-    return [{name: repr(value) for name, value in group.items()} for group in settings]
+    return [{name: in_full(value) for name, value in group.items()} for group in settings]
+
+
+def in_full(value) -> str:
+    """A setting as text, with all its digits: torch prints four of a tensor's."""
+    return repr(value.tolist() if torch.is_tensor(value) else value)
 
 
 def load_checkpoint(
@@ -297,7 +302,7 @@ def load_checkpoint(
     accelerator.load_state(path)
     accelerator.step = 0  # counts micro-batches of another cut, perhaps; here a step begins
     for group, built, old in zip(optimizer.param_groups, settings, before, strict=True):
-        changed = {n: v for n, v in built.items() if n != "class" and repr(v) != old.get(n)}
+        changed = {n: v for n, v in built.items() if n != "class" and in_full(v) != old.get(n)}
         group.update(changed)
 
 
@@ -316,20 +321,29 @@ def save_bare_models(accelerator) -> None:
         return accelerator.unwrap_model(model, keep_torch_compile=False)
 
     def save_bare(models: list, weights: list, _) -> None:
-        weights[:] = [trained_weights(bare(model)) for model in models] if weights else []
+        weights[:] = [unshared(trained_weights(bare(model))) for model in models] if weights else []
 
     def load_bare(models: list, folder: str) -> None:
-        models[:] = [bare(model) for model in models]
-        file, state = Path(folder, "model.safetensors"), trained_weights(models[0])
-        check_fit(models[0], state, file)
-        if FROZEN in state:  # else accelerate loads them
-            load_trained(models.pop(), state, file)
+        load_trained(bare(models.pop()), Path(folder, "model.safetensors"))
 
     accelerator.register_save_state_pre_hook(save_bare)
     accelerator.register_load_state_pre_hook(load_bare)
 
 
-def check_fit(model: torch.nn.Module, state: dict, file: Path) -> None:
+def unshared(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state in which tensors share a storage only if they are the same, as tied weights are.
+
+    accelerate saves one tensor of each storage; of parts of one it would lose all but the first.
+    """
+    first: dict[int, tuple] = {}
+    for name, values in state.items():
+        place = (values.data_ptr(), values.shape, values.stride())
+        if first.setdefault(values.untyped_storage().data_ptr(), place) != place:
+            state[name] = values.clone()
+    return state
+
+
+def check_fit(state: dict[str, torch.Tensor], file: Path) -> None:
     """Raises UserError unless a file has the weights of a model's state, in their shapes."""
     with safe_open(file, "pt") as saved:
         shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}
@@ -350,10 +364,12 @@ def check_fit(model: torch.nn.Module, state: dict, file: Path) -> None:
             )
 
 
-def load_trained(model: torch.nn.Module, state: dict, file: Path) -> None:
+def load_trained(model: torch.nn.Module, file: Path) -> None:
     """Loads the weights that train; raises UserError where the others are not those of then."""
+    state = trained_weights(model)
+    check_fit(state, file)
     weights = load_file(file)
-    if not torch.equal(weights.pop(FROZEN), state[FROZEN]):
+    if FROZEN in state and not torch.equal(weights.pop(FROZEN), state[FROZEN]):
         raise UserError(
             f"{file.parent} was trained on other pretrained weights; give those, or another "
             "--output_dir"
@@ -470,7 +486,7 @@ def judge(error: BaseException) -> tuple[int, str | None]:
             "some weights of the model get no gradient, which several processes wait for; call "
             "requires_grad_(False) on them in build_model of task.py, or train with one process"
         )
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return 2, f"{about(error)}: let this process open more of them, with ulimit -n"
     if isinstance(error, FileNotFoundError) and error.strerror == checkpoints.REMOVED:
         return 1, about(error)

@@ -8,11 +8,11 @@ line. Rows are held in memory until a task has prepared them, and are not read a
 import contextlib
 import csv
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import stat
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import flush
+from checkpoints import LASTING, flush, remove
 from tracking import one_line
 
 # datasets takes 1 s to import: it waits for the function that needs it.
@@ -657,7 +657,7 @@ def prepare(cfg: DataConfig, name: Callable[[], Path], build: Callable[[Path], d
             if isinstance(error, MemoryError):
                 what = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
                 error = ValueError(f"task.data: {what}: give fewer rows ({one_line(error, 60)})")
-            elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+            elif isinstance(error, OSError) and error.errno in LASTING:
                 error = cannot_write(folder, error)
             if isinstance(error, ValueError):
                 write_json(failed, {"at": time.time(), "problem": str(error)})
@@ -668,14 +668,6 @@ def prepare(cfg: DataConfig, name: Callable[[], Path], build: Callable[[Path], d
 def cannot_write(folder: Path, error: Exception) -> ValueError:
     reason = getattr(error, "strerror", None) or one_line(error)
     return ValueError(f"task.cache_dir: cannot write {one_line(folder, 100)}: {reason}")
-
-
-def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there; a reader on a network disk may keep a file."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def commit(folder: Path, unfinished: Path, facts: dict) -> None:
@@ -719,8 +711,10 @@ def stamps(folder: Path) -> dict[str, list[int]]:
     found = {}
     for path in folder.rglob("*"):
         about = path.lstat()
-        if not stat.S_ISDIR(about.st_mode) and not path.name.startswith("."):
-            found[path.relative_to(folder).as_posix()] = stamp(about) * stat.S_ISREG(about.st_mode)
+        below = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in below.parts)
+        if not stat.S_ISDIR(about.st_mode) and not hidden:
+            found[below.as_posix()] = stamp(about) * stat.S_ISREG(about.st_mode)
     return found
 
 
@@ -745,6 +739,8 @@ def fault_of(folder: Path, cfg: DataConfig) -> str:
             return f"is not what was written: {one_line(wrong[0], 60)}"
         write_seen(folder, found)
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT):
+            raise  # no fault of the files
         return getattr(error, "strerror", None) or str(error)
     now = digests(map(Path, named), cfg, missing="")
     changed = next((name for name in named if now[name] != named[name]), "")
@@ -759,20 +755,25 @@ def boot() -> list[str]:
         return []
 
 
+def seen_file(folder: Path) -> Path:
+    """Where this machine notes what it has seen: others may share the disk."""
+    return folder.with_suffix(f".{socket.gethostname()}.seen")
+
+
 def seen_by_this_boot(folder: Path) -> bool:
     """Whether the files are those that were written or read in full since this machine started."""
     try:
         found = stamps(folder)
     except OSError:
         return False
-    seen = read_json(folder.with_suffix(".seen"))
+    seen = read_json(seen_file(folder))
     return bool(boot()) and seen == {"boot": boot(), "files": found}
 
 
 def write_seen(folder: Path, found: dict[str, list[int]]) -> None:
     """Notes that files with these stamps are as they were written."""
     if boot():
-        write_json(folder.with_suffix(".seen"), {"boot": boot(), "files": found})
+        write_json(seen_file(folder), {"boot": boot(), "files": found})
 
 
 def content(folder: Path) -> str:
@@ -807,6 +808,8 @@ def in_child(function: Callable, *arguments) -> None:
         if child and ended is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+    if -ended in STOPS:  # a signal to all, which has reached the child first
+        raise SystemExit(75)
     if ended < 0:
         name = signal.Signals(-ended).name
         problem = f"its preparation was ended by {name}, perhaps for want of memory"

@@ -123,11 +123,10 @@ def prepare_run(config_class: type, about: str) -> Start:
     output = Path(cfg.output_dir)
     processes = process.PROCESSES
     if cfg.config_file:
-        told = ask(command_line.read_hardware, Path(cfg.config_file))
-    else:
+        processes = ask(command_line.read_hardware, Path(cfg.config_file))
+    elif cfg.check:  # of launch.py, without a YAML
         ask(command_line.launched, "num_machines", 1)
-        told = ask(command_line.launched, "num_processes", 1)
-    processes = max(processes, told)
+        processes = ask(command_line.launched, "num_processes", 1)
     micro, accumulation = cut(cfg, processes)
     lock = ask(checkpoints.Lock, output, not cfg.check) if IS_MAIN else None
     try:
@@ -154,12 +153,12 @@ def facts_of(cfg: Any, data: tuple) -> dict:
             f"task.datasets gives {len(train_data)} rows to train and {len(eval_data)} to evaluate "
             "on; it needs one of each"
         )
-    about = {"samples": len(train_data)}
-    if hasattr(task, "digest"):
-        about["fingerprint"] = ask(task.digest, cfg.task)
-    else:
-        about["fingerprint"] = ask(data_order.fingerprint, train_data)
-        about["validation"] = ask(data_order.fingerprint, eval_data)
+    digest = task.digest if hasattr(task, "digest") else None  # of every byte
+    about = {
+        "samples": len(train_data),
+        "fingerprint": ask(digest, cfg.task) if digest else ask(data_order.fingerprint, train_data),
+        "validation": ask(data_order.fingerprint, eval_data),
+    }
     identity = ask(task.identity, cfg.task) if hasattr(task, "identity") else ""
     facts = {"config": resolved(cfg), "data": about, "identity": identity}
     return {**facts, "versions": versions()}
@@ -197,7 +196,7 @@ def find_checkpoint(start: Start, changes: dict[str, str]) -> None:
         return
     start.settings = checkpoints.digest_of(checkpoints.comparable(facts, changes))
     status, trained = checkpoints.read_status(output), (output / "model").exists()
-    if start.checkpoint:
+    if start.checkpoint and start.checkpoint.resolve().parent == folder.resolve():
         # Without its model a finished run exports once more.
         if status.get("state") == "finished" and step >= start.max_steps and trained:
             start.finished = f"{step} steps"

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import select
 import sys
 import time
 import unicodedata
@@ -34,9 +35,13 @@ class Output(io.FileIO):
 
     def write(self, data) -> int:
         try:
-            return super().write(data)
+            while (written := super().write(data)) is None:  # a pipe that does not block is full
+                select.select([], [self], [])
+            return written
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
             return len(data)
 
 

@@ -180,7 +180,7 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=int) -> tuple:
+def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=lambda: 0) -> tuple:
     """The task's metrics over all of the loader's data, each sample counted once, and its sums.
 
     None and None, at once, when `asked`, called before each batch, says 1 on any process.
@@ -232,6 +232,7 @@ def report(model: torch.nn.Module, sums: dict, output: Path) -> dict:
     """Shows on the screen what the task has to show of an evaluation: texts, and pictures."""
     if not hasattr(task, "report"):
         return {}
+    output.mkdir(exist_ok=True)
     shown, problem = attempt(task.report, model.eval(), sums, output)
     if problem:  # it is not worth a run
         say(f"no report: {type(problem).__name__}: {one_line(problem)}")
@@ -355,7 +356,6 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say(f"{checkpoint}: " + "  ".join(f"{name} {n:.5g}" for name, n in scores.items()))
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        (output / "evaluation").mkdir(exist_ok=True)
         ranks.alone(report, bare_model, sums, output / "evaluation")
         return 0
 
@@ -431,7 +431,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
             paused = time.perf_counter()
             facts = {"step": done, "samples": samples, "processes": processes, **start.facts}
             if evaluating:
-                asked = int if final else stop.asked  # int() is 0
+                asked = (lambda: 0) if final else stop.asked
                 scores, sums = evaluate(accelerator, ranks, model, eval_loader, asked)
                 stopped = scores is None
                 if scores:
