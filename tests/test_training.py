@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import lines
+from conftest import latest, lines
 
 STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
@@ -20,7 +20,7 @@ FLAGS = [*STEPS, *SMALL, *SHAPE, "--keep_checkpoints", 0]
 def train(project, hardware, output, *flags, check=True, **env):
     """One run of `accelerate launch`, with small settings that `flags` override."""
     launcher = ["accelerate", "launch", "--config_file", f"configs/accelerate/{hardware}.yaml"]
-    command = [*launcher, "train.py", *FLAGS, "--output_dir", output, *flags]
+    command = [*launcher, "train.py", *latest([*FLAGS, "--output_dir", output, *flags])]
     return project.run(*command, check=check, **env)
 
 
@@ -194,7 +194,7 @@ def test_a_finished_run_says_so_and_a_checkpoint_is_never_overwritten(project, o
     assert "holds checkpoints" in refused.stderr
     changed = ["--learning_rate", 9, "--task.hidden_size", 32, "--log_every", 3]
     refused = project.run(
-        "python", "train.py", *FLAGS, "--output_dir", output, *changed, check=False
+        "python", "train.py", *latest([*FLAGS, "--output_dir", output, *changed]), check=False
     )
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "learning_rate: 0.003 -> 9.0; task.hidden_size: 64 -> 32)" in refused.stderr
@@ -280,7 +280,8 @@ sys.argv = ["train.py", *sys.argv[1:]]
 import train
 train.process.run(train.main, train.prepare)
 """
-    flags = [*FLAGS, "--tracker", "wandb", "--max_steps", 2, "--output_dir", tmp_path / "run"]
+    flags = latest([*FLAGS, "--tracker", "wandb", "--max_steps", 2])
+    flags += ["--output_dir", tmp_path / "run"]
     printed = project.run("python", "-c", program, *flags, HOME=tmp_path).stdout
     assert "W&B: Timed out while retrying\n" in printed and "W&B is offline" in printed
     assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
