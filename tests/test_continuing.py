@@ -149,7 +149,7 @@ def test_shapes_are_never_accepted(tiny, whole, tmp_path):
             {"flags": base, "before": one_more},
         ]
     )
-    said = ["task.width: 32 -> 16), which no flag makes fit"]
+    said = ["task.width: 32 -> 16), and its weights do not fit another task.width"]
     said += ["0.bias is (32,) in the checkpoint and (16,) in the model"]
     said += ["4.bias is not there in the checkpoint and (4,) in the model"]
     for (code, _, errors), line in zip(results, said, strict=True):

@@ -477,11 +477,11 @@ def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     changed = {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
     both = before.keys() & after.keys()  # a field may be new in the code
-    shapes = [changed[n] for n in changed if n in both and changes.get(n) == "shape"]
+    shapes = [name for name in changed if name in both and changes.get(name) == "shape"]
     if shapes:
         raise ValueError(
-            f"{path} has weights of other shapes ({'; '.join(shapes)}), which no flag makes fit: "
-            "give those settings, or another --output_dir"
+            f"{path} was made with other settings ({'; '.join(changed.values())}), and its weights "
+            f"do not fit another {shapes[0]}: give those, or another --output_dir"
         )
     if changed and not accept:
         raise ValueError(
@@ -503,7 +503,8 @@ class Lock:
     """
 
     def __init__(self, output: Path, hold: bool = True):
-        self.output, self.path, self.made, self.file = output, output / "lock", [], None
+        self.output, self.path, self.made = output, output / "lock", []
+        self.file = self.found = None
         try:
             self.made = [p for p in (self.path, output, *output.parents) if not p.exists()]
             output.mkdir(parents=True, exist_ok=True)
@@ -527,6 +528,7 @@ class Lock:
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.is_there():
+                    self.found = os.fstat(self.file.fileno())
                     self.file.truncate(0)
                     self.file.write(json.dumps(owner()))
                     self.file.flush()
@@ -572,6 +574,8 @@ class Lock:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_there():
                     return
+            if self.found:  # a start that changes nothing leaves no trace
+                os.utime(self.path, ns=(self.found.st_atime_ns, self.found.st_mtime_ns))
             for path in self.made:
                 if path == self.path and os.listdir(self.output) == [path.name]:
                     path.unlink()
