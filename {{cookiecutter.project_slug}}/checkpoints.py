@@ -31,13 +31,13 @@ BLOCK = 64 << 20  # bytes that one thread of one process hashes at a time
 NAME = re.compile(r"step-\d{8,}")
 PATIENCE = 40  # tenths of a second to wait for the lock of a run folder, ten times that if its
 # holder is on another machine: a network disk takes a while to notice that one has died
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What the system says of a path that is wrong, and will say again; other errors may pass.
 LASTING = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.ENXIO, errno.EMFILE),
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *DISK_FULL,
 }
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def partial_path(folder: Path, step: int) -> Path:
@@ -131,8 +131,8 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
             aside += 1
         final.rename(target)
     partial.rename(final)
-    for folder in (final.parent, final.parent.parent, final.parent.parent.parent):
-        flush(folder)  # the first checkpoint of a run: its folders are new, too
+    for folder in (final.parent, final.parent.parent):  # the first checkpoint's are new, too
+        flush(folder)
     remember(final, manifest)
     return final
 
@@ -512,6 +512,8 @@ class Lock:
             self.open()
         except OSError as error:
             self.undo()
+            if error.errno not in LASTING:
+                raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
         if hold:
             self.acquire()
