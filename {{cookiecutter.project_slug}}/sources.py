@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import LASTING, flush, remove
+from checkpoints import LASTING, flush, read_object, remove
 from tracking import one_line
 
 # datasets takes 1 s to import: it waits for the function that needs it.
@@ -547,7 +547,7 @@ def digests(paths: Iterable[Path], cfg: DataConfig, missing: str | None = None) 
     cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
 
     def known() -> dict[str, str]:
-        memo, found = read_json(cache / "digests.json"), {}
+        memo, found = read_object(cache / "digests.json"), {}
         for name in names:
             saved = memo.get(os.path.abspath(name))
             if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
@@ -579,7 +579,7 @@ def digests(paths: Iterable[Path], cfg: DataConfig, missing: str | None = None) 
             old = {n: [*s, v] for n, (v, s) in looked.items() if s and now - s[2] > 2_000_000_000}
             if old:
                 added = {os.path.abspath(name): saved for name, saved in old.items()}
-                write_json(cache / "digests.json", read_json(cache / "digests.json") | added)
+                write_json(cache / "digests.json", read_object(cache / "digests.json") | added)
     return {name: found[name] for name in names}
 
 
@@ -589,15 +589,6 @@ def lock(path: Path) -> Any:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(path)
-
-
-def read_json(path: Path) -> dict:
-    """What a small file of the cache holds; empty where it is not whole: it is made again."""
-    try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -635,7 +626,7 @@ def prepare(cfg: DataConfig, name: Callable[[], Path], build: Callable[[Path], d
         fault = fault_of(folder, cfg)
         if not fault:
             return folder
-        failure = read_json(failed)
+        failure = read_object(failed)
         if isinstance(at := failure.get("at"), float) and at > asked:
             raise ValueError(str(failure.get("problem")))
         try:
@@ -766,7 +757,7 @@ def seen_by_this_boot(folder: Path) -> bool:
         found = stamps(folder)
     except OSError:
         return False
-    seen = read_json(seen_file(folder))
+    seen = read_object(seen_file(folder))
     return bool(boot()) and seen == {"boot": boot(), "files": found}
 
 
