@@ -217,9 +217,9 @@ def test_padding_changes_nothing_and_dropped_tokens_are_the_rows_own(task, confi
 
 MULTI, NUMBER = ({"problem_type": kind} for kind in list(LABELS)[1:])
 BAD = [
-    ([("a", "x"), (" ", "y")], {}, "line 2: no text but ' '"),
-    ([("a", "x"), (3, "y")], {}, "line 2: no text but 3"),
-    ([("a", "x"), ("b", None)], {}, "line 2: no label, a text or whole number, but None"),
+    ([("a", "x"), (" ", "y")], {}, "line 2: the text is empty"),
+    ([("a", "x"), (3, "y")], {}, "line 2: the text is 3"),
+    ([("a", "x"), ("b", None)], {}, "line 2: the label is empty"),
     ([("a", "x"), ("b", 1.5)], {}, "line 2: no label, a text or whole number, but 1.5"),
     ([("a", "x"), ("b", "x")], {}, "only the label x"),
     ([("a", "x")], {}, "no second text"),

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -61,6 +61,8 @@ class DataConfig:
     validation_fraction: float = 0.1
     """Share of the training rows that is held out for evaluation, chosen by a hash of what they
     hold, so that it is the same on every machine and equal rows are never on both sides."""
+    incomplete_rows: Literal["refuse", "skip"] = "refuse"
+    """Whether rows without a text, a label or an answer end the run, or are counted and skipped."""
     cache_dir: str = field(default=".cache/data", metadata=NOTHING)
     """Where prepared data is kept, one folder for each combination of data and settings."""
 
@@ -401,6 +403,35 @@ def read(
     elif cfg.validation_split and shipped is None and on_hub(cfg.data):
         validation = list(hub_rows(cfg, cfg.validation_split, columns, "validation_split"))
     return train, validation
+
+
+class Incomplete(ValueError):
+    """A row has no label, no text or no answer."""
+
+
+def complete(
+    rows: list[Row], cfg: DataConfig, field: str, check: Callable[[dict], None]
+) -> list[Row]:
+    """The rows that `check` passes, which may change them; raises ValueError for any other.
+
+    Incomplete ones are counted and left out where cfg.incomplete_rows is skip.
+    """
+    kept, left = [], []
+    for row, place in rows:
+        try:
+            check(row)
+        except ValueError as error:
+            incomplete = isinstance(error, Incomplete)
+            if not incomplete or cfg.incomplete_rows == "refuse":
+                hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+                raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
+            left.append(f"{place}: {error}")
+        else:
+            kept.append((row, place))
+    if left:
+        size = f"{len(left):,} of {len(rows):,} incomplete rows"
+        print(f"Preparing data: left out {size}, the first: {left[0]}", flush=True)
+    return kept
 
 
 def hold_out(

@@ -523,17 +523,22 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
     columns, stdlib = {"text": cfg.text_column, "label": cfg.label_column}, cfg.data == "stdlib"
     rows, given = sources.read(cfg, columns, ENDINGS, shipped_rows() if stdlib else None)
     field = "validation_data" if cfg.validation_data else "validation_split"
+
+    def check_row(row: dict) -> None:
+        for role in ("text", "label"):
+            empty = row[role] is None or not str(row[role]).strip()
+            if empty and not (role == "label" and row[role] == "" and cfg.problem_type == MULTI):
+                raise sources.Incomplete(f"the {role} is empty")
+        if not isinstance(row["text"], str):
+            raise ValueError(f"the text is {one_line(repr(row['text']), 60)}")
+        row["label"] = label_of(row["label"], cfg.problem_type)
+
+    rows = sources.complete(rows, cfg, "data", check_row)
+    given = given and sources.complete(given, cfg, field, check_row)
     for name, part in (("data", rows), (field, given)):
         if part == []:
             where = one_line(getattr(cfg, name), 100)
             raise ValueError(f"task.{name}: there are no rows in {where}")
-        for row, place in part or []:
-            try:
-                if not isinstance(row["text"], str) or not row["text"].strip():
-                    raise ValueError(f"no text but {one_line(repr(row['text']), 60)}")
-                row["label"] = label_of(row["label"], cfg.problem_type)
-            except ValueError as error:
-                raise ValueError(f"task.{name}: {place}: {error}") from None
     if given is None:
         # Functions of one file are alike, so that they stay together; so do equal texts.
         train, validation = sources.hold_out(
