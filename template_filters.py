@@ -41,11 +41,12 @@ DEVICES = {"con", "prn", "aux", "nul"} | {
 TAKEN = {
     *sys.stdlib_module_names,
     *keyword.kwlist,
-    *"""accelerate checkpoints command_line confusion data_order datasets deepspeed docstring_parser
-    evaluate health huggingface_hub jsonargparse launch matplotlib model_card numpy pandas peft
-    pil pillow pip plot predict pretrained process psutil pyarrow pytest pyyaml ruff safetensors
-    scikit_learn scipy setuptools sklearn sources start task tensorboard test tests tokenizers torch
-    torchaudio torchvision tqdm tracking train trackio transformers wandb wheel yaml""".split(),
+    *"""accelerate checkpoints command_line confusion contract data_order datasets deepspeed
+    docstring_parser evaluate health huggingface_hub jsonargparse launch matplotlib
+    model_card numpy pandas peft pil pillow pip plot predict pretrained process psutil
+    pyarrow pytest pyyaml ruff safetensors scikit_learn scipy setuptools sklearn sources
+    start task tensorboard test tests tokenizers torch torchaudio torchvision tqdm tracking
+    trackio train transformers wandb wheel yaml""".split(),
 }
 
 

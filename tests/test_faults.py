@@ -342,11 +342,15 @@ def test_few_file_descriptors(tiny, tmp_path, processes):
     assert "ulimit -n" in printed
 
 
-def test_what_a_run_writes_is_its_owners(tiny, tmp_path):
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, tmp_path, umask):
+    """safetensors makes files that only their owner can read; colleagues are to load model/."""
     output = tmp_path / "run"
-    tiny.train(2, "--output_dir", output)
+    quick("--output_dir", output, before=f"import os; os.umask({umask}); import checkpoints; "
+          f"checkpoints.UMASK = {umask}")  # fmt: skip
     found = [output, *output.rglob("*")]
-    assert len(found) > 15 and all(p.stat().st_mode & 0o077 == 0 for p in found)
+    modes = {oct(p.stat().st_mode & 0o777 | (0o111 if p.is_file() else 0)) for p in found}
+    assert len(found) > 15 and modes == {oct(0o777 & ~umask | 0o111)}
 
 
 # ---- Processes that hang or die ------------------------------------------------------------------

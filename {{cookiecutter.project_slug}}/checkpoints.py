@@ -26,6 +26,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+UMASK = os.umask(0o022)  # reading it takes setting it
+os.umask(UMASK)
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that one thread of one process hashes at a time
 NAME = re.compile(r"step-\d{8,}")
@@ -100,6 +102,7 @@ def vouch(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int
     """
     files = file_sizes(partial)
     for name in list(files)[share::shares]:
+        follow_umask(partial / name)
         flush(partial / name)
     return hash_blocks(partial, blocks_of(files)[share::shares])
 
@@ -135,6 +138,11 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
         flush(folder)
     remember(final, manifest)
     return final
+
+
+def follow_umask(path: Path) -> None:
+    """Gives a file the rights of any new one; safetensors makes those that only its owner reads."""
+    path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
 
 
 def flush(path: Path) -> None:
@@ -403,15 +411,36 @@ def prune(newest: Path, keep: int) -> None:
     older = [p for p in committed(newest.parent) if step_of(p) <= step_of(newest)]
     # The bytes of the best are hashed, once; of the others that would take too long.
     valid = [p for p in older if is_valid(p, hashed=False)]
-    ranked = sorted((score, p) for p in valid if (score := eval_loss(p)) is not None)
-    best = newest
-    for _, best in ranked:
-        if is_valid(best):
-            break
-        valid.remove(best)
-    for path in valid[keep:]:
-        if path != best:
+    kept, broken = best(valid)
+    for path in [p for p in valid if p not in broken][keep:]:
+        if path not in (kept, newest):
             remove(path)
+
+
+def best(paths: list[Path]) -> tuple[Path | None, list[Path]]:
+    """The checkpoint with the smallest eval_loss, and those that had one but are broken.
+
+    Of equal ones it is the oldest. None: no checkpoint has an eval_loss.
+    """
+    ranked = sorted((score, p) for p in paths if (score := eval_loss(p)) is not None)
+    broken = []
+    for _, path in ranked:
+        if is_valid(path):
+            return path, broken
+        broken.append(path)
+    return None, broken
+
+
+def best_loss(folder: Path) -> float:
+    """The smallest eval_loss of the checkpoints in a folder; infinite without one."""
+    return min(
+        (loss for p in committed(folder) if (loss := eval_loss(p)) is not None), default=math.inf
+    )
+
+
+def find_best(output: Path) -> Path | None:
+    """Of the checkpoints of a run the one with the smallest eval_loss, if any has one."""
+    return best(committed(output / "checkpoints"))[0]
 
 
 def eval_loss(path: Path) -> float | None:
@@ -440,6 +469,8 @@ def swap(fresh: Path, folder: Path) -> None:
     Its files are on the disk before that: no power cut leaves a folder of empty ones.
     """
     for path in [*fresh.rglob("*"), fresh]:
+        if path.is_file():
+            follow_umask(path)
         flush(path)
     old = folder.with_name(f".{folder.name}.old")
     remove(old)

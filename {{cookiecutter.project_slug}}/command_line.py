@@ -269,6 +269,13 @@ def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, ya
     for key, value in node.value:
         name = prefix + key.value
         if any(field.startswith(f"{name}.") for field in fields):
+            inner = value.value if isinstance(value, yaml.MappingNode) else []
+            strange = [key.value for key, _ in inner if f"{name}.{key.value}" not in fields]
+            if len(strange) > max(1, len(inner) / 2):
+                raise ValueError(
+                    f"the section {name} belongs to another task: {one_line(strange[0], 60)} and "
+                    f"{one_line(strange[1], 60)} are no fields of task.py; empty it"
+                )
             found = read_recipe(value, fields, f"{name}.")
         elif name not in fields:
             raise ValueError(unknown(name, fields))
@@ -294,14 +301,21 @@ def unknown(wrong: str, fields: dict) -> str:
     return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
 
 
-def convert_all(given: dict[str, yaml.Node], fields: dict) -> dict[str, Any]:
-    """The values of the fields that were given; raises ValueError with the name of a wrong one."""
+def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict[str, Any]:
+    """The values of the fields that were given; raises ValueError with the name of a wrong one.
+
+    `list_of` is how a list of one is written there.
+    """
     values = {}
     for name, node in given.items():
+        kind = fields[name][0]
         try:
-            values[name] = convert(fields[name][0], node)
+            values[name] = convert(kind, node)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            hint = ""
+            if isinstance(node, yaml.ScalarNode) and (get_origin(kind) or kind) in (list, tuple):
+                hint = f"; write {list_of.format(one_line(node.value, 60))}"
+            raise ValueError(f"{name}: {error}{hint}") from None
     return values
 
 
@@ -344,39 +358,69 @@ def check_unread(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
             )
 
 
-def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Path]:
-    """A config from defaults, then the recipe after --config, then flags; and the recipe's path.
+def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Path, list[str]]:
+    """A config from defaults, then the recipe after --config, then flags; its path; remarks.
 
     Raises ValueError with one line that names the place of a mistake; ends after --help.
     """
     if {"-h", "--help"} & {*arguments}:
-        show_help(config_class, usage)
+        others = [word for word in arguments if word not in ("-h", "--help")]
+        try:
+            cfg, path, _ = parse(config_class, others, usage)
+        except ValueError:  # whoever asks for help may have made a mistake
+            cfg, path = config_class(), RECIPE
+        show_help(cfg, path, usage)
         raise SystemExit(0)
     fields = {"config": (str, {}), **fields_of(config_class)}
     place = "command line"
     try:
-        flags = convert_all(read_flags(arguments, fields), fields)
+        flags = convert_all(read_flags(arguments, fields), fields, '"[{}]"')
         path = Path(flags.pop("config", RECIPE))
         place = str(path)
-        recipe = convert_all(read_recipe(compose(read(path)), fields), fields)
+        recipe = convert_all(read_recipe(compose(read(path)), fields), fields, "[{}]")
     except OSError as error:
         line = f"{error.strerror}; --config takes the path of a recipe"
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
     except ValueError as error:
         raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
     cfg = replaced(config_class(), recipe | flags)
+    remarks = choose_length(cfg, flags, recipe)
     check_unread(cfg, flags, recipe, fields)
-    return cfg, path
+    return cfg, path, remarks
 
 
-def show_help(config_class: type, usage: str) -> None:
-    """Prints all flags, their docstrings, types and defaults."""
+def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
+    """Leaves max_steps or num_epochs: a flag counts more than the recipe, this more than a default.
+
+    Gives a remark on one that gave way. Raises ValueError where none or both are asked for.
+    """
+    names = ["max_steps", "num_epochs"]
+    kept = {name: value for name, value in recipe.items() if name not in flags}
+    for given, place in ((flags, "the command line"), (kept, "the recipe")):
+        asked = [name for name in names if given.get(name)]
+        if len(asked) == 2:
+            raise ValueError(f"{place} gives both max_steps and num_epochs; give one of them")
+        if asked:
+            wins, other = asked[0], names[1 - names.index(asked[0])]
+            value = kept.get(other)
+            setattr(cfg, other, type(getattr(cfg, other))(0))
+            line = f"--{wins} {given[wins]} takes the place of {other} {value} of the recipe"
+            return [line] if value else []
+    if not cfg.max_steps and not cfg.num_epochs:
+        raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
+    return []
+
+
+def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
+    """Prints all flags, their docstrings, their types, and the values that would be used."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog="train.py", usage=usage, print_config=None)
-    about = "The recipe; it goes before the defaults below."
-    parser.add_argument("--config", default=RECIPE, help=about)
-    parser.add_class_arguments(config_class)
-    names = fields_of(config_class)
+    about = "The recipe; the defaults below are its values."
+    parser.add_argument("--config", default=str(recipe), help=about)
+    parser.add_class_arguments(type(cfg))
+    names = fields_of(type(cfg))
+    values = {name: functools.reduce(getattr, name.split("."), cfg) for name in names}
+    parser.set_defaults(values)
     for action in parser._actions:
         if any(name.startswith(f"{action.dest}.") for name in names):  # its fields are the flags
             action.help = argparse.SUPPRESS

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import torch
 
+import contract
 import task
 
 
@@ -95,6 +96,10 @@ class Slices:
     def __len__(self):
         return self.length
 
+    def first_batch(self) -> range:
+        """The first positions, a slice of them, without the order of `sort`."""
+        return range(self.first, min(self.first + self.size, self.last))
+
     def __iter__(self):
         filled = 0
         for begin in range(self.first, self.last, self.step):
@@ -157,8 +162,9 @@ def collate(pairs: list[tuple]) -> tuple[dict, tuple[int, int, int]]:
     """
     ids = np.array([i for i, _ in pairs])
     batch = task.collate([row for _, row in pairs])
+    contract.check_batch(batch)
     filler = ids[0] < 0
-    terms = 0 if filler else task.count(batch)
+    terms = 0 if filler else contract.whole(task.count(batch))
     return batch, (terms, int(mix(ids).view(np.int64).sum()), 0 if filler else len(ids))
 
 
@@ -169,7 +175,9 @@ def fingerprint(dataset) -> str:
     seen: a task that can say more has the function `digest`.
     """
     ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
-    batch, _ = collate(Rows(dataset).__getitems__(ids))
+    pairs = Rows(dataset).__getitems__(ids)
+    contract.check_rows(ids, [row for _, row in pairs])
+    batch, _ = collate(pairs)
     digest = hashlib.sha256(str(len(dataset)).encode())
     for name, values in sorted(batch.items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

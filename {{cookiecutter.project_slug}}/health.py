@@ -77,28 +77,29 @@ class Watch:
 
     def add(self, step: int, terms: int, loss_sum: torch.Tensor, norm: torch.Tensor) -> None:
         """Remembers a step; `loss_sum` and `norm` are scalars on the device."""
-        self.steps.append((step, max(terms, 1), loss_sum, norm.float()))
+        self.steps.append((step, terms, loss_sum, norm.float()))
 
     def read(self) -> tuple[float, float, list[dict], str]:
-        """Loss and gradient norm of the last step, notes about unusual ones, a reason to stop.
+        """The mean loss since the last line, and what else there is to say of these steps.
 
-        All processes call it, and get the same; it waits for the device. A note has the step, the
-        event ("skipped" or "spike") and its numbers; the reason is empty, as a rule.
+        That is the gradient norm of the last one, notes about unusual ones, and a reason to stop,
+        as a rule empty. The mean is that of all loss terms but those of steps that were skipped;
+        NaN if all were. All processes call it, and get the same; it waits for the device. A note
+        has the step, the event ("skipped" or "spike") and its numbers.
         """
         steps, counts, losses, norms = zip(*self.steps, strict=True)
         losses = self.accelerator.reduce(torch.stack(losses), "sum")
         losses, norms = torch.stack([losses, torch.stack(norms)]).tolist()
         self.steps = []
-        notes, reason = [], ""
+        notes, reason, total, seen = [], "", 0.0, 0
         for step, terms, loss, norm in zip(steps, counts, losses, norms, strict=True):
-            loss /= terms
             if math.isfinite(loss + norm):
-                notes += self.spike(step, loss)
+                total, seen = total + loss, seen + terms
+                notes += self.spike(step, loss / max(terms, 1))
                 self.in_a_row = 0
             elif not (math.isfinite(loss) and self.overflows()):
-                notes.append(
-                    {"step": step, "event": "skipped", "skipped_loss": loss, "skipped_norm": norm}
-                )
+                numbers = {"skipped_loss": loss / max(terms, 1), "skipped_norm": norm}
+                notes.append({"step": step, "event": "skipped", **numbers})
                 self.in_a_row += 1
                 if self.in_a_row == self.max_skipped_steps:
                     reason = (
@@ -107,7 +108,7 @@ class Watch:
                         "samples; look at the data, or go on with --accept_changes and another "
                         "learning_rate"
                     )
-        return loss, norm, notes, reason
+        return total / seen if seen else math.nan, norm, notes, reason
 
     def overflows(self) -> bool:
         """Whether fp16's scaler may be the reason: now and then it tries too large a scale.

@@ -2,15 +2,17 @@
 
     python launch.py --config_file configs/accelerate/cpu.yaml train.py --learning_rate 1e-3
 
-takes the arguments of `accelerate launch` and does three things more. Recipe, flags, YAML, data and
-run folder are checked first, in one plain process, so that a mistake is one line and no report of a
-launcher. Signals reach the processes that train, which save and stop. And it ends with their exit
-code, of which accelerate and torchelastic make 1: 0 finished, 75 stopped after saving, 2 wrong
-input, which no scheduler should try again, anything else a crash, which one should.
+takes the arguments of `accelerate launch` and does four things more. Recipe, flags, YAML, data and
+run folder are checked first, in one plain process, so that a mistake is one line. Signals reach the
+processes that train, which save and stop. The launcher's own report, dozens of lines for a Ctrl-C,
+is shown only where the processes could not say how they ended. And it ends with their exit code, of
+which accelerate and torchelastic make 1: 0 finished, 75 stopped after saving, 2 wrong input, which
+no scheduler should try again, anything else a crash, which one should.
 """
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,13 @@ import psutil
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 STOPPED = 75  # exit code of train.py: stopped on request, start it again to continue
+# The launcher, whose own messages go to a file; those of the processes that it starts do not.
+LAUNCHER = """
+import sys
+sys.stderr = open(sys.argv.pop(1), "w", buffering=1)
+from accelerate.commands.launch import main
+main()
+"""
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -89,16 +98,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "exit_code")
         env = {
-            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGQUIT,SIGUSR1",  # of torchelastic
+            # For torchelastic. Not SIGINT: the processes that it starts shall ignore that one, too,
+            # until they can save.
+            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
             **os.environ,
             "VERIFIED_FILE": str(Path(folder, "verified")),  # checkpoints that the check has read
         }
         code = check(launcher, program, asked, env)
         if code or {"--check", "--help", "-h"} & {*program}:  # nothing is to be launched
             return code
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+        report = Path(folder, "report")
+        command = [sys.executable, "-c", LAUNCHER, str(report), "--quiet", *launcher, *program]
         env["EXIT_CODE_FILE"] = str(told)
-        run = subprocess.Popen([*command, *launcher, *program], env=env, preexec_fn=deaf)
+        run = subprocess.Popen(command, env=env, preexec_fn=deaf)
         training, stopping = [], False
         while run.poll() is None:
             training = trainers(run, program) or training
@@ -107,9 +119,24 @@ def main() -> int:
                 stopping = True
             time.sleep(0.2)
         psutil.wait_procs(training)  # a signal to all may end the launcher while they save
-        if told.exists() and (code := told.read_text()):  # empty: the disk was full
-            return int(code)
-        return STOPPED if asked else run.returncode
+        code = told.read_text() if told.exists() else ""  # empty: the disk was full
+        found = report.read_text(errors="replace") if report.exists() else ""
+        if code not in ("0", "2", str(STOPPED)) and not asked:
+            sys.stderr.write(killed(found) or ("" if code else found))
+        elif asked and not code:
+            print("launch.py: stopped before training began", file=sys.stderr)
+        return int(code) if code else STOPPED if asked else run.returncode
+
+
+def killed(report: str) -> str:
+    """A line for each process that a signal has ended, by torchelastic's report."""
+    died = re.findall(r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)", report)
+    lines = []
+    for rank, number, pid in dict.fromkeys(died):
+        name = signal.Signals(int(number)).name
+        often = ", as the kernel does when the memory is full" * (name == "SIGKILL")
+        lines.append(f"launch.py: process {rank} (pid {pid}) was ended by {name}{often}\n")
+    return "".join(lines)
 
 
 def deaf() -> None:

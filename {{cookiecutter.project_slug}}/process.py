@@ -44,8 +44,10 @@ def launcher() -> int | None:
         words = psutil.Process(os.getppid()).cmdline()[:3]
     except psutil.Error:  # the first process of a container, or somebody else's
         return None
-    names = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
-    return os.getppid() if any(Path(word).name in names for word in words) else None
+    names = ("accelerate", "accelerate-launch")
+    module = "accelerate.commands.launch"  # as `python -m`, or in the program of launch.py
+    found = any(Path(word).name in names or module in word for word in words)
+    return os.getppid() if found else None
 
 
 LAUNCHER = launcher()  # asked early: it may be gone when training begins
@@ -443,7 +445,6 @@ def run(main, prepare) -> None:
     How a run failed is written to its status.json; one that was refused leaves alone what another
     run has written there.
     """
-    os.umask(0o077)  # what a run writes is its owner's
     protect_output()
     stop, start, ranks = StopRequest(), None, None
     try:
@@ -492,6 +493,8 @@ def judge(error: BaseException) -> tuple[int, str | None]:
         return 1, about(error)
     if is_full_memory(error):
         return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
+    if isinstance(error, SystemExit) and error.code == STOPPED:
+        return STOPPED, "stopped before the first step: there is nothing to save"
     if isinstance(error, SystemExit):
         return (1, error.code) if isinstance(error.code, str) else (error.code or 0, None)
     return 1, None

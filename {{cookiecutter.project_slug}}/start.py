@@ -17,6 +17,7 @@ from typing import Any
 
 import checkpoints
 import command_line
+import contract
 import data_order
 import process
 import task
@@ -51,16 +52,14 @@ class Start:
         self.lock.check()
 
 
-def read_config(config_class: type, about: str) -> Any:
-    """The config of this run, from its defaults, the recipe and flags; raises UserError."""
+def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
+    """The config of this run, from its defaults, the recipe and flags, and remarks on it.
+
+    Raises UserError.
+    """
     commands = about.split("\n\n")[1].strip()
-    cfg, recipe = ask(command_line.parse, config_class, sys.argv[1:], commands)
+    cfg, recipe, remarks = ask(command_line.parse, config_class, sys.argv[1:], commands)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
-    if bool(cfg.max_steps) == bool(cfg.num_epochs):
-        raise UserError(
-            f"max_steps is {cfg.max_steps} and num_epochs {cfg.num_epochs:g}, but one must be 0: "
-            "give --max_steps 0 to train by epochs, --num_epochs 0 to train by steps"
-        )
     if escaped(cfg.output_dir) != cfg.output_dir:
         name = one_line(cfg.output_dir, 100)
         raise UserError(f"output_dir is {name}, which a terminal cannot show; give another")
@@ -71,7 +70,7 @@ def read_config(config_class: type, about: str) -> Any:
             raise UserError(
                 f"{name} is {value!r}, which config.yaml cannot hold: {error}"
             ) from None
-    return cfg
+    return cfg, remarks
 
 
 def effects(config_class: type, prefix: str = "") -> dict[str, str]:
@@ -119,7 +118,8 @@ def prepare_run(config_class: type, about: str) -> Start:
 
     `about` is train.py's docstring, whose second paragraph are its commands.
     """
-    cfg = read_config(config_class, about)
+    cfg, remarks = read_config(config_class, about)
+    ask(contract.check_names)
     output = Path(cfg.output_dir)
     processes = process.PROCESSES
     if cfg.config_file:
@@ -134,7 +134,9 @@ def prepare_run(config_class: type, about: str) -> Start:
         ask(tracking.check, cfg.tracker, cfg.project)
         ask(task.prepare_data, cfg.task)
         data = ask(task.datasets, cfg.task)
+        ask(contract.check_datasets, data)
         start = Start(cfg, output, lock, micro, accumulation, data, cfg.max_steps, {})
+        start.remarks = remarks
         start.facts = facts_of(cfg, data)
         if IS_MAIN:  # to find a checkpoint every byte of it is read: once is enough
             ask(find_checkpoint, start, effects(config_class))
@@ -153,12 +155,11 @@ def facts_of(cfg: Any, data: tuple) -> dict:
             f"task.datasets gives {len(train_data)} rows to train and {len(eval_data)} to evaluate "
             "on; it needs one of each"
         )
-    digest = task.digest if hasattr(task, "digest") else None  # of every byte
-    about = {
-        "samples": len(train_data),
-        "fingerprint": ask(digest, cfg.task) if digest else ask(data_order.fingerprint, train_data),
-        "validation": ask(data_order.fingerprint, eval_data),
-    }
+    about = {"samples": len(train_data)}  # fingerprints also find rows that cannot be read
+    about["fingerprint"] = ask(data_order.fingerprint, train_data)
+    about["validation"] = ask(data_order.fingerprint, eval_data)
+    if hasattr(task, "digest"):  # of every byte
+        about["fingerprint"] = ask(task.digest, cfg.task)
     identity = ask(task.identity, cfg.task) if hasattr(task, "identity") else ""
     facts = {"config": resolved(cfg), "data": about, "identity": identity}
     return {**facts, "versions": versions()}
@@ -171,11 +172,16 @@ def find_checkpoint(start: Start, changes: dict[str, str]) -> None:
     start.checkpoint, start.manifest, passed_over = checkpoints.find(
         folder, cfg.resume, cfg.eval_only
     )
-    start.remarks = [f"passed over: {reason}" for reason in passed_over]
+    start.remarks += [f"passed over: {reason}" for reason in passed_over]
     step, samples = start.manifest.get("step", 0), start.manifest.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * facts["data"]["samples"])
         start.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+    if cfg.warmup_steps >= start.max_steps and not cfg.eval_only:
+        start.remarks.append(
+            f"the learning rate rises to the end: warmup_steps is {cfg.warmup_steps}, and the run "
+            f"has {start.max_steps} steps"
+        )
     if start.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
         raise ValueError(
             f"{start.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "

@@ -1,5 +1,6 @@
 """Where numbers go: metrics.jsonl, the tracker and the screen, from the main process alone."""
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -102,9 +103,23 @@ def say(text: str) -> None:
         sys.stdout.flush()
 
 
+def finite(line: dict) -> dict:
+    """The line with None for numbers that JSON does not have: NaN and infinities."""
+    return {
+        n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in line.items()
+    }
+
+
+def write_object(path: Path, line: dict) -> None:
+    """Writes a JSON object into a file of its own."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(finite(line)) + "\n", encoding="utf-8")
+
+
 class Log:
     """Writes lines of metrics, from the main process alone."""
 
+    silence = 10  # seconds at most between lines about the training loss on a terminal
     untracked = ("batch_hash", "sample_ids")
     unsaid = ("samples", "epoch", "data_wait", *untracked)  # in the file, not on the screen
 
@@ -113,8 +128,13 @@ class Log:
         # W&B drops lines whose `step=` a killed run had passed; there, step is one more metric.
         self.passes_step = config["tracker"] != "wandb"
         self.bar = tqdm(
-            total=max_steps, initial=first_step, unit="step", disable=None if IS_MAIN else True
+            total=max_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if IS_MAIN else True,
         )
+        self.held, self.said = [], -math.inf  # a line that is not on the screen, and since when
         if IS_MAIN:
             path = Path(config["output_dir"]) / "metrics.jsonl"
             self.file = open(path, "ab+")
@@ -144,16 +164,33 @@ class Log:
         """Writes a line of numbers, with its step."""
         if not IS_MAIN:
             return
-        odd = {n: None for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
-        self.file.write(json.dumps(line | odd).encode() + b"\n")
+        self.file.write(json.dumps(finite(line)).encode() + b"\n")
         self.file.flush()
         if "save_seconds" in line:  # what a checkpoint continues is on the disk as it is
             os.fsync(self.file.fileno())
         self.track(
             {name: v for name, v in line.items() if name not in self.untracked}, line["step"]
         )
-        if "eval_loss" in line or "event" in line or (self.bar.disable and "loss" in line):
-            shown = {name: v for name, v in line.items() if name not in self.unsaid}
+        self.show_line(line)
+
+    def show_line(self, line: dict) -> None:
+        """Shows a line on the screen, where it is due; in a log file all but those of saving.
+
+        At a terminal the bar shows the training loss, and a line of it stays every few seconds, and
+        with each evaluation.
+        """
+        due = [line] if {"eval_loss", "event"} & line.keys() else []
+        if "loss" in line:
+            rate, number = next((n, v) for n, v in line.items() if n.endswith("_per_second"))
+            speed = f"{number:,.0f} {rate.removesuffix('_per_second')}/s"
+            numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {speed}"
+            self.bar.set_postfix_str(numbers, refresh=False)
+            self.held = [line]
+        waited = time.monotonic() - self.said
+        if self.held and (due or self.bar.disable or waited > self.silence):
+            due, self.held, self.said = self.held + due, [], time.monotonic()
+        for each in due:
+            shown = {name: v for name, v in each.items() if name not in self.unsaid}
             texts = {n: v if isinstance(v, str) else f"{v:.5g}" for n, v in shown.items()}
             say("  ".join(f"{name} {text}" for name, text in texts.items()))
 
@@ -229,11 +266,26 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": one_line(output.name, 100), "resume": "allow"}
-        accelerator.init_trackers(project, config, {"trackio": options})
+        with quiet():
+            accelerator.init_trackers(project, config, {"trackio": options})
         say(f"trackio: `trackio show --project {project}` shows the run")
-    else:
-        accelerator.init_trackers(project, config)
-        say(f"TensorBoard: `tensorboard --logdir {output / project}` shows the run")
+    else:  # in the run folder itself, so that TensorBoard calls the run as the folder is called
+        accelerator.init_trackers("")
+        accelerator.log({"config": "".join(f"    {n}: {v}\n" for n, v in config.items())})
+        say(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
+
+
+def quiet() -> contextlib.redirect_stdout:
+    """Trackio prints a dozen lines about itself when a run begins, and when it ends."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def end_tracker(accelerator: "Accelerator") -> None:
+    """Closes the tracker, which sends what it has not sent yet."""
+    with quiet():
+        if any(tracker.name == "trackio" for tracker in accelerator.trackers):
+            importlib.import_module("trackio").finish()  # or it does, and says so, at the exit
+        accelerator.end_training()
 
 
 def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:

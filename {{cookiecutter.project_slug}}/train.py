@@ -26,11 +26,12 @@ import numpy as np
 import torch
 import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, send_to_device
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader
 
 import checkpoints
+import contract
 import health
 import model_card
 import process
@@ -78,7 +79,7 @@ class Config:
     max_steps: NonNegativeInt = 800
     """Optimizer steps to train; 0: num_epochs decides."""
     num_epochs: NonNegativeFloat = 0.0
-    """Passes over the training data; needs max_steps 0."""
+    """Passes over the training data, in place of max_steps."""
     global_batch_size: BatchSize = 32
     """Samples in an optimizer step, over all processes."""
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
@@ -119,8 +120,11 @@ class Config:
     """Steps between checkpoints; there is one at the end; 0: only that one."""
     keep_checkpoints: NonNegativeInt = field(default=2, metadata=NOTHING)
     """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
+    export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
+    """Which model is exported at the end: the last, or the one with the smallest eval_loss. For
+    best, there is a checkpoint of each evaluation that is the best so far."""
     log_every: PositiveInt = field(default=10, metadata=NOTHING)
-    """Steps between lines of metrics.jsonl."""
+    """Steps between lines of metrics.jsonl; their loss is the mean over these steps."""
     tracker: Literal["wandb", "trackio", "tensorboard", "none"] = field(
         default="none", metadata=NOTHING
     )
@@ -196,12 +200,13 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=lambda
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch, (_, _, rows) = fetched
-        for name, value in task.eval_sums(model, batch).items():
+        sums = task.eval_sums(model, batch)
+        for name, value in sums.items():
             value = value.to(home).double()
             totals[name] = totals.get(name, 0.0) + (value if rows else torch.zeros_like(value))
     totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
     model.train()
-    scores = task.metrics(totals)
+    scores = ask(contract.scores, totals)
     return {"eval_loss": scores.pop("loss"), **scores}, totals
 
 
@@ -349,15 +354,20 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if checkpoint:
         restore = process.load_checkpoint
         ranks.together(ask, restore, accelerator, optimizer, settings, checkpoint, manifest)
-        say(f"continuing from {checkpoint}")
+        say(f"{'evaluating' if cfg.eval_only else 'continuing from'} {checkpoint}")
     else:  # AdamW will keep two moments of each weight
         ranks.alone(ask, checkpoints.check_room, output / "checkpoints", 3 * size)
     if cfg.eval_only:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
-        say(f"{checkpoint}: " + "  ".join(f"{name} {n:.5g}" for name, n in scores.items()))
+        say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
+        about = {"step": first_step, "checkpoint": str(checkpoint), **scores}
+        ranks.alone(tracking.write_object, output / "evaluation" / "metrics.json", about)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         ranks.alone(report, bare_model, sums, output / "evaluation")
         return 0
+    batch, _ = collate(eval_rows.__getitems__(eval_slices.first_batch()))
+    batch = send_to_device(batch, accelerator.device)
+    ranks.together(ask, contract.try_evaluation, model, batch)
 
     log = Log(accelerator, fields, first_step, max_steps)
     if start.changed:
@@ -371,6 +381,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         if scores := evaluate(accelerator, ranks, model, eval_loader, stop.asked)[0]:
             log.write({"step": first_step, **scores})
     batches = iter(train_loader)
+    best_loss = ranks.alone(checkpoints.best_loss, output / "checkpoints")
     ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
     for step in range(first_step, max_steps):
         # Fetch the micro-batches of the step, and agree on what all of them hold.
@@ -392,6 +403,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
             process.seed_generators(int(mix(cfg.seed, step, place)[0]), accelerator.device)
             with accelerator.accumulate(model):
                 loss = task.loss_sum(model, batch)
+                if step == first_step:
+                    ranks.together(ask, contract.check_loss, loss)
                 # accelerate divides by the micro-batches, and DDP by the processes: both undone,
                 # the gradient is that of the sum over the step divided by its number of terms.
                 scale = accumulation * processes / max(terms, 1)
@@ -436,7 +449,9 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
                 stopped = scores is None
                 if scores:
                     log.write({"step": done, **scores})
-                    facts["eval_loss"] = scores["eval_loss"]
+                    loss = facts["eval_loss"] = scores["eval_loss"]
+                    saving = saving or (cfg.export == "best" and loss < best_loss)
+                    best_loss = min(best_loss, loss)
             if saving or stopped:
                 began = time.perf_counter()
                 ranks.together(ask, health.check_finite, accelerator, model, optimizer)
@@ -451,14 +466,19 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     if stopped:
         say(f"stopped after step {done}; the same command continues the run")
     else:
-        if first_step >= max_steps:  # a run that ended between its last checkpoint and here
-            scores, sums = evaluate(accelerator, ranks, model, eval_loader)
+        last = exported = max(first_step, max_steps)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        facts = {"step": max(first_step, max_steps), "scores": scores, **start.facts}
+        if cfg.export == "best" and (best := ranks.alone(checkpoints.find_best, output)):
+            exported = checkpoints.step_of(best)
+            ranks.together(ask, process.load_trained, bare_model, best / "model.safetensors")
+            say(f"the best evaluation was that of step {exported} of {last}")
+        if exported < last or first_step >= max_steps:  # it has not just been evaluated
+            scores, sums = evaluate(accelerator, ranks, model, eval_loader)
+        facts = {"step": exported, "steps": last, "scores": scores, **start.facts}
         ranks.alone(start.check_folder)
         ranks.alone(export, bare_model, sums, output, log, facts)
     accelerator.wait_for_everyone()
-    accelerator.end_training()
+    tracking.end_tracker(accelerator)
     code = process.STOPPED if stopped else 0
     if IS_MAIN:
         state = "stopped" if stopped else "finished"

@@ -1,0 +1,109 @@
+"""What task.py gives wrongly is one line that names the function, before hours are spent."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conftest import lines, status
+from programs import load
+
+OLD = "import task, torch; task.old = {{}}; old = task.{0}; task.{0} = lambda *a: "
+SCALAR = "give the sum of the losses, a float32 of shape ()"
+CASES = [
+    ("metrics", "{**old(*a), 'acc': torch.ones(3)}", "'acc' is a tensor, float32, of shape (3,)"),
+    ("metrics", "{**old(*a), 'acc': 'good'}", "'acc' is 'good', str; give a float"),
+    ("metrics", "{**old(*a), 'step': 3}", "'step' is no name for a score"),
+    ("metrics", "{'los': 1.0}", "give a dict of floats, with 'loss'"),
+    ("metrics", "None", "task.metrics gives None, NoneType"),
+    ("eval_sums", "{'loss': 1.0}", "task.eval_sums: 'loss' is 1.0, float"),
+    ("eval_sums", "torch.ones(3)", "task.eval_sums gives a tensor, float32, of shape (3,)"),
+    ("loss_sum", "old(*a).half()", f"task.loss_sum gives a tensor, float16, of shape (); {SCALAR}"),
+    ("loss_sum", "old(*a).double()", f"gives a tensor, float64, of shape (); {SCALAR}"),
+    ("loss_sum", "old(*a)[None]", f"of shape (1,); {SCALAR}"),
+    ("loss_sum", "old(*a).item()", "task.loss_sum gives "),
+    ("loss_sum", "old(*a).detach()", "a loss without a gradient"),
+    ("count", "float(old(*a))", "task.count gives "),
+    ("count", "-1", "task.count gives -1, int"),
+    ("collate", "a[0]", "task.collate gives [{"),
+    ("collate", "{**old(*a), 'names': ['x']}", "'names' is ['x'], list; give a tensor on the CPU"),
+    ("datasets", "old(*a)[0]", "give (train, validation)"),
+    ("datasets", "(old(*a)[0], iter([1]))", "give datasets with a length and rows by number"),
+    ("datasets", "([{'x': 1}, {'y': 1}], old(*a)[1])", "row 1 has no 'x', which row 0 has"),
+    ("datasets", "([{'x': 1}, {'x': 1, 'y': 1}], old(*a)[1])", "row 0 has no 'y', which row 1 has"),
+]
+
+
+@pytest.mark.parametrize("name, value, said", CASES)
+def test_what_a_function_gives_wrongly_is_one_line(quick, tmp_path, name, value, said):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--num_workers", 0]
+    printed = quick(*flags, before=OLD.format(name) + value, codes=[2])
+    last = printed.rstrip("\n").split("\n")[-1]
+    assert last.startswith("train.py: task.") and said in last and name in last
+    assert "Traceback" not in printed
+    if output.exists():  # known before the first step has ended
+        written = output / "metrics.jsonl"
+        assert status(output)["state"] == "failed"
+        assert not written.exists() or not written.read_text()
+
+
+def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
+    for name, value in (("count", "2.0"), ("collate", "a[0]"), ("datasets", "None")):
+        before = OLD.format(name) + value
+        printed = quick("--check", "--output_dir", tmp_path / "run", before=before, codes=[2])
+        assert printed.count("\n") == 1 and name in printed
+    printed = quick("--check", before="import task; del task.metrics, task.count", codes=[2])
+    assert "train.py: task.py has no function count, metrics; README.md shows" in printed
+
+
+def test_two_processes_say_it_once(tiny, tmp_path):
+    source = (tiny.path / "train.py").read_text()
+    program = source.replace("import task\n", "import task\ntask.loss_sum = lambda m, b: 1.0\n")
+    (tiny.path / "wrong.py").write_text(program)
+    flags = ["--output_dir", tmp_path / "run"]
+    printed = tiny.train(2, *flags, program="wrong.py", codes=[2])
+    assert printed.count("train.py: ") == 1 and "task.loss_sum gives 1.0, float" in printed
+
+
+def test_scores_are_floats_whatever_holds_the_number(quick, tmp_path):
+    """A tensor of one number, NumPy's numbers and whole ones are as good as floats."""
+    value = "{'loss': torch.tensor(1.5), 'seven': __import__('numpy').int64(7), 'yes': True}"
+    quick("--output_dir", tmp_path / "run", before=OLD.format("metrics") + value)
+    assert lines(tmp_path / "run", "eval_loss")[-1] == {
+        "step": 12, "eval_loss": 1.5, "seven": 7.0, "yes": 1.0
+    }  # fmt: skip
+
+
+def test_metrics_that_need_more_rows_than_the_first_batch_do_not_end_a_run(quick, tmp_path):
+    value = "{**old(*a), 'share': 1 / max(0, float(a[0]['rows']) - 2)}"
+    flags = ["--micro_batch_size", 2, "--output_dir", tmp_path / "run"]
+    quick(*flags, before=OLD.format("metrics") + value)
+    assert lines(tmp_path / "run", "eval_loss")[-1]["share"] == pytest.approx(1 / 9)
+
+
+def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
+    health = load("health")
+    accelerator = SimpleNamespace(reduce=lambda values, _: values, scaler=None)
+    watch, one = health.Watch(accelerator, 10), torch.ones(())
+    for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
+        watch.add(step, terms, total * one, step * one)
+    loss, norm, notes, reason = watch.read()
+    assert (loss, norm, reason) == (16 / 4, 4, "") and [n["step"] for n in notes] == [3]
+    watch.add(5, 2, torch.nan * one, one)
+    assert str(watch.read()[0]) == "nan"
+    watch.add(6, 2, 5 * one, one)
+    assert watch.read()[0] == 2.5
+
+
+def test_lines_that_are_further_apart_hold_the_means_of_those_between(quick, tmp_path):
+    """With one loss term a sample, the mean of four steps is that of their losses."""
+    same = "import task; task.count = lambda batch: len(batch['x'])"
+    flags = ["--eval_every", 0, "--save_every", 0]
+    losses = []
+    for every in (1, 4):
+        output = tmp_path / str(every)
+        quick(*flags, "--log_every", every, "--output_dir", output, before=same)
+        losses.append([line["loss"] for line in lines(output, "loss")])
+    means = [sum(losses[0][i : i + 4]) / 4 for i in (0, 4, 8)]
+    assert losses[1] == pytest.approx(means, rel=1e-6)

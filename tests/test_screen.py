@@ -1,0 +1,235 @@
+"""What people see: at a terminal, in a log file, after Ctrl-C; and which settings win."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+
+import pytest
+
+from conftest import lines, reseal, status, trained, wait_until
+
+LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
+
+
+def at_terminal(project, *command):
+    """What a command prints at a terminal of 120 columns."""
+    main, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    run = subprocess.Popen([*map(str, command)], cwd=project.path, env=project.env(), **streams)
+    os.close(terminal)
+    text = b""
+    try:
+        while more := os.read(main, 65536):
+            text += more
+    except OSError:  # Linux's way to say that the terminal is gone
+        pass
+    os.close(main)
+    assert run.wait() == 0, text.decode()
+    return text.decode()
+
+
+def test_at_a_terminal_the_training_loss_is_in_the_bar_and_in_a_line_with_each_evaluation(
+    tiny, tmp_path
+):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--max_steps", 40, "--eval_every", 10, "--log_every", 2]
+    text = at_terminal(tiny, "python", "train.py", *flags)
+    written = {line["step"]: line for line in lines(output, "loss")}
+    in_bar = re.findall(r"\| (\d+)/40 [^\r]*loss ([\d.]+), lr ([\d.e-]+), ([\d,]+) samples/s", text)
+    assert in_bar, text
+    step, loss, lr, speed = in_bar[-1]
+    last = written[40]
+    assert (step, loss, lr) == ("40", f"{last['loss']:.4g}", f"{last['lr']:.3g}")
+    assert speed == f"{last['samples_per_second']:,.0f}"
+    stays = [int(step) for step in re.findall(r"step (\d+)  loss", text)]
+    assert {10, 20, 30, 40} <= {*stays} and len(stays) < 10  # not each of the 20 lines
+    for step in stays:
+        assert f"step {step}  loss {written[step]['loss']:.5g}  " in text
+
+
+def test_in_a_log_file_each_line_is_shown_and_no_bar(quick, tmp_path):
+    printed = quick("--output_dir", tmp_path / "run")
+    found = [int(step) for step in re.findall(r"^step (\d+)  loss", printed, re.M)]
+    assert found == list(range(1, 13)) and "\r" not in printed and "%|" not in printed
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "cpu_multi"])
+def test_ctrl_c_ends_with_one_line(tiny, tmp_path, hardware):
+    output = tmp_path / "run"
+    run = tiny.launch("launch.py", hardware, *LONG, "--output_dir", output)
+    wait_until(lambda: trained(output, 3), run)
+    os.killpg(run.pid, signal.SIGINT)
+    printed = run.communicate(timeout=60)[0]
+    after = printed[printed.rindex("step ") - 100 :].split("\n")
+    assert run.returncode == 75 and "Traceback" not in printed and "Error" not in printed
+    assert re.fullmatch(r"stopped after step \d+; the same command continues the run", after[-2])
+    assert not [line for line in printed.split("\n") if "torch" in line or "Signal" in line]
+
+
+def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
+    import psutil
+
+    output = tmp_path / "run"
+    run = tiny.launch("launch.py", "cpu_multi", *LONG, "--output_dir", output)
+    wait_until(lambda: trained(output, 3), run)
+    family = psutil.Process(run.pid).children(recursive=True)
+    ranks = {p.environ().get("RANK"): p for p in family}
+    ranks["1"].kill()
+    printed = run.communicate(timeout=60)[0]
+    assert run.returncode == 1 and "Traceback" not in printed, printed
+    assert "lost the connection to another process, which has died" in printed
+    assert f"launch.py: process 1 (pid {ranks['1'].pid}) was ended by SIGKILL" in printed
+
+
+def test_what_the_launcher_itself_refuses_is_shown(tiny):
+    run = tiny.launch("launch.py --no_such_flag", "cpu", "--max_steps", 3)
+    printed = run.communicate(timeout=60)[0]
+    assert run.returncode == 2 and "no_such_flag" in printed
+
+
+# ---- Evaluation alone ----------------------------------------------------------------------------
+
+
+def test_eval_only_says_that_it_evaluates_and_keeps_the_scores(quick, tmp_path):
+    output = tmp_path / "run"
+    quick("--output_dir", output)
+    printed = quick("--output_dir", output, "--eval_only")
+    newest = output / "checkpoints" / "step-00000012"
+    assert f"evaluating {newest}" in printed and "continuing" not in printed
+    found = json.loads((output / "evaluation" / "metrics.json").read_text())
+    last = lines(output, "eval_loss")[-1]
+    assert found == {"step": 12, "checkpoint": str(newest), **last}
+
+
+@pytest.mark.parametrize("flag", ["--check", "--eval_only"])
+def test_a_mistyped_folder_is_not_made(quick, tmp_path, flag):
+    quick("--output_dir", tmp_path / "runs" / "mistyped", flag, codes=[0, 2])
+    assert [*tmp_path.iterdir()] == []
+
+
+# ---- Which model is exported ---------------------------------------------------------------------
+
+
+def weights(output):
+    """The exported weights, and those of each checkpoint, as lists of numbers."""
+    import torch
+    from safetensors.torch import load_file
+
+    model = torch.load(output / "model" / "weights.pt")
+    saved = {int(p.name[5:]): load_file(p / "model.safetensors") for p in output.glob("*/step-*")}
+    flat = {step: torch.cat([v.flatten() for v in each.values()]) for step, each in saved.items()}
+    names = [*next(iter(saved.values()))]
+    return torch.cat([model[name].flatten() for name in names]), flat
+
+
+def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
+    flags = ["--save_every", 5, "--eval_every", 2, "--keep_checkpoints", 1, "--max_steps", 24]
+    flags += ["--learning_rate", 0.05]
+    output = tmp_path / "best"
+    printed = quick(*flags, "--export", "best", "--output_dir", output)
+    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    best = min(losses, key=losses.get)
+    assert 1 < best < 24  # the case is one in which it matters
+    assert f"the best evaluation was that of step {best} of 24" in printed
+    exported, saved = weights(output)
+    assert {*saved} == {best, 24} and exported.equal(saved[best])
+    last = tmp_path / "last"
+    quick(*flags, "--output_dir", last)
+    exported, saved_last = weights(last)
+    assert exported.equal(saved_last[24]) and saved_last[24].equal(saved[24])
+    assert losses == {line["step"]: line["eval_loss"] for line in lines(last, "eval_loss")}
+
+
+def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
+    output = tmp_path / "run"
+    flags = ["--export", "best", "--output_dir", output, "--learning_rate", 0.05]
+    quick(*flags)
+    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    first, second, *_ = sorted(losses, key=losses.get)
+    damaged = output / "checkpoints" / f"step-{first:08d}" / "model.safetensors"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for path in (output / "model").iterdir():
+        path.unlink()
+    (output / "model").rmdir()
+    quick(*flags)
+    exported, saved = weights(output)
+    assert exported.equal(saved[second])
+
+
+def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
+    """The best evaluation is before the stop: the second start knows it from the checkpoints."""
+    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
+    flags += ["--keep_checkpoints", 1, "--lr_schedule", "constant", "--final_lr_share", 0.1]
+    flags = [*flags[:-2], "--max_steps"]
+    for name, stops in (("whole", [24]), ("parts", [9, 24])):
+        for steps in stops:
+            quick(*flags, steps, "--output_dir", tmp_path / name, "--accept_changes")
+            reseal(max((tmp_path / name / "checkpoints").glob("step-*")))
+    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
+    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
+
+
+# ---- Settings ------------------------------------------------------------------------------------
+
+LENGTHS = [
+    # recipe, flags, steps (37 samples in steps of 8), what is said
+    ("max_steps: 12", ["--num_epochs", 3], 14, "--num_epochs 3.0 takes the place of max_steps 12"),
+    ("num_epochs: 1", [], 5, ""),
+    ("num_epochs: 1", ["--max_steps", 3], 3, "--max_steps 3 takes the place of num_epochs 1"),
+    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3, "takes the place of num_epochs 1"),
+    ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5, ""),
+    ("seed: 1", ["--max_steps", 7], 7, ""),
+]
+
+
+@pytest.mark.parametrize("recipe, flags, steps, said", LENGTHS)
+def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
+    quick, tmp_path, recipe, flags, steps, said
+):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{recipe}\nglobal_batch_size: 8\nwarmup_steps: 0\n")
+    output = tmp_path / "run"
+    printed = quick("--config", file, *flags, "--output_dir", output)
+    assert said in printed and ("takes the place" in printed) == bool(said)
+    assert lines(output, "loss")[-1]["step"] == steps and status(output)["state"] == "finished"
+
+
+REFUSED = [
+    ("seed: 1", ["--max_steps", 0], "max_steps and num_epochs are both 0; one must be above 0"),
+    ("seed: 1", ["--max_steps", 3, "--num_epochs", 1], "the command line gives both max_steps and"),
+    ("max_steps: 3\nnum_epochs: 1", [], "the recipe gives both max_steps and num_epochs"),
+    ("task: {data: x, rows: y}", [], "the section task belongs to another task: data and rows are"),
+    ("task: {sampels: 3}", [], "there is no field task.sampels; did you mean task.samples?"),
+]
+
+
+@pytest.mark.parametrize("recipe, flags, said", REFUSED)
+def test_mistakes_in_recipes_are_one_line(quick, tmp_path, recipe, flags, said):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    printed = quick("--check", "--config", tmp_path / "recipe.yaml", *flags, codes=[2])
+    assert printed.count("\n") == 1 and said in printed
+
+
+def test_a_warm_up_longer_than_the_run_is_said(quick, tmp_path):
+    printed = quick("--warmup_steps", 20, "--output_dir", tmp_path / "run")
+    assert "the learning rate rises to the end: warmup_steps is 20, and the run has 12" in printed
+    assert "rises to the end" not in quick("--output_dir", tmp_path / "short")
+
+
+def test_help_shows_the_values_that_would_be_used(quick, tmp_path):
+    (tmp_path / "mine.yaml").write_text("learning_rate: 0.125\ntask: {width: 48}\n")
+    printed = quick("--help", "--config", tmp_path / "mine.yaml", "--beta1", 0.5)
+    printed = " ".join(printed.split())
+    for name, value in (("learning_rate", "0.125"), ("task.width", "48"), ("beta1", "0.5")):
+        about = printed.rpartition(f" --{name} ")[2].partition(" --")[0]
+        assert f"default: {value})" in about
+    assert "default: 0.01)" in " ".join(quick("--help").split())  # that of the default recipe
+    assert "--learning_rate" in quick("--help", "--no_such_flag")
