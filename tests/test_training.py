@@ -231,14 +231,17 @@ def test_the_resolved_config_is_a_recipe_that_gives_the_same_run(project, one, t
 
 
 def test_tensorboard_gets_the_same_losses(project, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     output = tmp_path / "run"
     printed = train(project, "cpu", output, "--tracker", "tensorboard", "--max_steps", 4).stdout
-    folder = Path(printed.split("tensorboard --logdir ")[1].split("`")[0])
-    events = EventAccumulator(str(folder))
+    folder = printed.split("tensorboard --logdir ")[1].split("`")[0]
+    events = EventMultiplexer().AddRunsFromDirectory(folder)
     events.Reload()
-    logged = {event.step: event.value for event in events.Scalars("loss")}
+    assert [*events.Runs()] == ["run"]  # called as its folder is, and one entry
+    logged = {event.step: event.value for event in events.Scalars("run", "loss")}
+    (config,) = events.Tensors("run", "config/text_summary")
+    assert b"learning_rate: 0.003" in config.tensor_proto.string_val[0]
     assert logged == pytest.approx({line["step"]: line["loss"] for line in lines(output, "loss")})
 
 

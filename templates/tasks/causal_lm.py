@@ -23,6 +23,9 @@ metrics(sums)            dict of floats from these totals: "loss", logged as eva
 export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
                          exists.
 
+What survives from one to the next: what prepare_data sets on cfg, in each process, and what
+build_model sets on the model. Datasets are copied to worker processes; what they note is lost.
+
 It may also have:
 
 identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
