@@ -1,6 +1,7 @@
 """Where data comes from: files, folders, the Hub; the part held out; a task of one's own."""
 
 import dataclasses
+import gzip
 import json
 import math
 import os
@@ -42,22 +43,45 @@ def write(folder, ending):
 
     path = folder / f"rows{ending}"
     rows = [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)]
-    if ending == ".csv":
+    if ending in sources.SEPARATORS:
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
+            mark = sources.SEPARATORS[ending]
+            writer = csv.DictWriter(file, list(rows[0]), delimiter=mark)
             writer.writeheader()
             writer.writerows(rows)
     elif ending == ".parquet":
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         pa.parquet.write_table(pa.table(columns), path, row_group_size=7)
+    elif ending == ".json":
+        path.write_text(json.dumps({"version": 1, "names": ["a"], "data": rows}))
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
 
-@pytest.mark.parametrize("ending", sources.TABLES)
-def test_rows_of_every_kind_of_table(tmp_path, ending):
-    path = write(tmp_path, ending)
+def pack(path, ending):
+    """The file as it is, or packed beside itself."""
+    import pyarrow as pa
+
+    if not ending:
+        return path
+    content = path.read_bytes()
+    zstd = lambda data: pa.Codec("zstd").compress(data, asbytes=True)  # noqa: E731
+    found = path.with_name(path.name + ending.upper())
+    found.write_bytes((gzip.compress if ending == ".gz" else zstd)(content))
+    path.unlink()
+    return found
+
+
+PACKED = [(ending, p) for ending in sources.TABLES[:-1] for p in ("", *sources.PACKED)]
+
+
+@pytest.mark.parametrize("ending, packing", [*PACKED, (".parquet", "")])
+def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
+    path = pack(write(tmp_path, ending), packing)
+    assert sources.files(str(tmp_path), [ending]) == [path]
+    cfg = sources.DataConfig(data=str(tmp_path))
+    assert sources.first_columns(cfg, [ending]) == ["id", "body", "kind"]
     rows = list(sources.rows_of(path, COLUMNS))
     assert [row["text"] for row, _ in rows] == TEXTS
     assert [int(row["label"]) for row, _ in rows] == [i % 3 for i in range(20)]
@@ -67,6 +91,66 @@ def test_rows_of_every_kind_of_table(tmp_path, ending):
         list(sources.rows_of(path, {"text": "words", "label": "kind"}))
     line = "no column words among id, body, kind; name the one to take with --task.text_column"
     assert line in str(error.value) and str(path) in str(error.value)
+    more = {**COLUMNS, "tools": "functions"}
+    found = [row for row, _ in sources.rows_of(path, more, optional={"tools"})]
+    assert found == [{**row, "tools": None} for row, _ in rows]
+
+
+def test_a_packed_file_is_whole_and_no_bomb(tmp_path):
+    path = write(tmp_path, ".csv")
+    (tmp_path / "copy.csv").write_bytes(path.read_bytes())
+    packed = pack(path, ".gz")
+    content = packed.read_bytes()
+    packed.write_bytes(content[:-4])
+    assert "GZ: it is broken" in refused(list, sources.rows_of(packed, COLUMNS))
+    packed.write_bytes((tmp_path / "copy.csv").read_bytes())
+    assert "or not packed as its name says" in refused(list, sources.rows_of(packed, COLUMNS))
+    (tmp_path / "a.txt").write_bytes(bytes(2**28 + 1))
+    bomb = pack(tmp_path / "a.txt", ".zst")
+    assert bomb.stat().st_size < 50_000
+    said = "a.txt.ZST: it holds more than 200 times its size; unpack it if that is right"
+    assert said in refused(list, sources.rows_of(bomb, COLUMNS))
+
+
+@pytest.mark.parametrize("mark, name", [(";", ";"), ("\t", "tabs"), ("|", "|"), (",", "commas")])
+@pytest.mark.parametrize("ending", sources.SEPARATORS)
+def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
+    tmp_path, capsys, ending, mark, name
+):
+    (tmp_path / f"a{ending}").write_text(f'body{mark}kind\n"x,y;z"{mark}1\nb{mark}2\n')
+    rows = [row for row, _ in sources.rows_of(tmp_path / f"a{ending}", COLUMNS)]
+    assert rows == [{"text": "x,y;z", "label": "1"}, {"text": "b", "label": "2"}]
+    own = mark == sources.SEPARATORS[ending]
+    said = f"a{ending}: the fields seem to be separated by {name}, not by "
+    assert (said in capsys.readouterr().out) is not own
+
+
+def test_json_lines_in_a_json_file_are_read(tmp_path):
+    write(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
+    rows = list(sources.rows_of(tmp_path / "rows.json", COLUMNS))
+    assert [row["text"] for row, _ in rows] == TEXTS and rows[2][1].endswith(", line 3")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".txt", ".csv"])
+def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    row = '{"text": "x"}'
+    content = {".txt": "x", ".csv": "text\nx\n", ".json": f"[{row}]"}.get(ending, row)
+    path.write_text(content, encoding="utf-8-sig")
+    [(row, _)] = sources.rows_of(path, {"text": "text"})
+    assert row == {"text": "x"}
+    path.write_text(content, encoding="utf-16")
+    said = "it is UTF-16; save it as UTF-8"
+    assert said in refused(list, sources.rows_of(path, {"text": "text"}))
+
+
+def test_a_role_may_have_several_columns(tmp_path):
+    (tmp_path / "a.csv").write_text("body,good,bad\nx,1,0\n")
+    [(row, _)] = sources.rows_of(tmp_path / "a.csv", {"text": "body", "label": ["bad", "good"]})
+    assert row == {"text": "x", "label": {"bad": "0", "good": "1"}}
+    wrong = sources.rows_of(tmp_path / "a.csv", {"label": ["good", "odd"]})
+    assert "no column odd among body, good, bad" in (text := refused(list, wrong))
+    assert text.endswith("--task.label_columns")
 
 
 def test_a_text_file_is_a_row_with_the_name_of_its_folder(tmp_path):
@@ -160,12 +244,20 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path, inside):
 
 
 def test_other_files_are_counted_and_said(tmp_path, capsys):
-    for name in ("a.jsonl", "b.JSONL", "c.jsonl.gz", "d.jsonl.gz", "e.json", "LICENSE", ".hidden"):
+    for name in (
+        "a.jsonl",
+        "b.JSONL",
+        "c.jsonl.xz",
+        "d.jsonl.xz",
+        "e.JPG.gz",
+        "LICENSE",
+        ".hidden",
+    ):
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
     rows, _ = sources.read(cfg, {"text": "text"})
     assert len(rows) == 2
-    said = "(passed over 4 other files: 2 .jsonl.gz, 1 .json, 1 no ending)"
+    said = "(passed over 4 other files: 2 .jsonl.xz, 1 .JPG.gz, 1 no ending)"
     assert said in " ".join(sorted(capsys.readouterr().out.split("\n")))
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
@@ -265,21 +357,37 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
 @pytest.mark.parametrize(
     "name, content, said",
     [
-        ("a.csv", b"body,kind\nx,1,2\n", "line 2: not the 2 fields of the first line"),
-        ("a.csv", b"body,kind\nx\n", "line 2: not the 2 fields of the first line"),
-        ("a.csv", b'body,kind\n"x,1\n', "cannot read"),
-        ("a.csv", b"\xff\xfe", "cannot read"),
+        ("a.csv", b"body,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
+        ("a.csv", b"body,kind\nx\n", "line 2: the first line has 2 fields, this one 1"),
+        ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
+        ("a.csv", b"\xff\xfe", "it is UTF-16; save it as UTF-8"),
+        (
+            "a.csv",
+            b"body,kind\n" + b"x,1\n" * 9999 + b"caf\xe9,2\n",
+            "line 10001: byte 0xe9 is not UTF-8; save it as UTF-8",
+        ),
+        (
+            "a.jsonl",
+            b'{"body": "x", "kind": 1}\n{"body": "\xe9"}',
+            "line 2: byte 0xe9 is not UTF-8",
+        ),
+        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
+        ("a.json", b"", "Expecting value: line 1 column 1"),
+        ("a.json", b"3", "it is neither a list of objects nor an object with one such list in it"),
+        ("a.json", b'{"body": {"0": "x"}}', "it is neither a list of objects nor"),
+        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
+        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
         ("a.csv", b"", "no column body among nothing"),
         ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
         ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         ("a.parquet", b"PAR1", "cannot read"),
-        ("a.txt", b"\xff", "cannot read"),
+        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
         ("a.jsonl", b'{"body": ' + b"[" * 900 + b"]" * 900 + b', "kind": 1}', "line 1: "),
         ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
         ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
         ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
-        ("a.csv", b"bo\rdy\n", "cannot read"),
+        ("a.csv", b"bo\rdy\n", "no column body among bo"),
         ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )

@@ -5,11 +5,14 @@ place where it stands, for whoever has to mend it. What is wrong with data is a 
 line. Rows are held in memory until a task has prepared them, and are not read again after that.
 """
 
+import codecs
 import contextlib
 import csv
 import dataclasses
 import errno
 import hashlib
+import io
+import itertools
 import json
 import os
 import re
@@ -19,7 +22,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +33,14 @@ import numpy as np
 from checkpoints import LASTING, flush, read_object, remove
 from tracking import one_line
 
-# datasets takes 1 s to import: it waits for the function that needs it.
+# datasets takes 1 s to import, pyarrow 0.2 s: they wait for the function that needs them.
 
 Row = tuple[dict[str, Any], str]
-TABLES = (".jsonl", ".csv", ".parquet")
+Columns = dict[str, str | list[str]]
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # what may stand around all but .parquet
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+MOST_PACKED = 200  # times the size of a packed file that it may hold; text packs to a tenth
 COMMIT = re.compile("[0-9a-f]{40}")
 STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 INDEX = "index"  # of prepared data: the SHA-256 of its second line, which is JSON
@@ -160,12 +167,18 @@ def files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
     """
     found, others = listing(data, endings, field)
     if not found:
-        kinds = ", ".join(endings)
+        kinds, packed = ", ".join(endings), f", also with {' or '.join(PACKED)}"
         raise ValueError(
             f"task.{field}: nothing to read at {one_line(data, 100) or 'an empty path'}"
-            f"{told(others)}; pass --task.{field} PATH, a file or folder of {kinds}"
+            f"{told(others)}; pass --task.{field} PATH, a file or folder of {kinds}{packed}"
         )
     return found
+
+
+def kind(path: Path) -> str:
+    """A file's ending in lower case; of what is packed the one below: .csv of rows.CSV.GZ."""
+    ending, below = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return below if ending in PACKED and below in (".txt", *TABLES[:-1]) else ending
 
 
 def listing(data: str, endings: Iterable[str], field: str) -> tuple[list[Path], Counter]:
@@ -204,7 +217,7 @@ def listing(data: str, endings: Iterable[str], field: str) -> tuple[list[Path], 
             raise ValueError(
                 f"task.{field}: {one_line(path, 100)} is neither file nor folder: remove it"
             )
-        elif Path(path).suffix.lower() not in endings:
+        elif kind(Path(path)) not in endings:
             others["".join(Path(path).suffixes[-2:])[-20:] or "no ending"] += 1
         elif path != path.encode(errors="replace").decode():
             raise ValueError(
@@ -231,71 +244,210 @@ def say_passed_over(cfg: DataConfig, endings: Iterable[str], shipped: bool = Fal
             print(f"Preparing data: {one_line(data, 100)}{told(others)}", flush=True)
 
 
-def rows_of(path: Path, columns: dict[str, str], field: str = "data") -> Iterator[Row]:
+def rows_of(
+    path: Path, columns: Columns | None, field: str = "data", optional: Container[str] = ()
+) -> Iterator[Row]:
     """The rows of one file; `columns` says for each role in which column it stands.
 
-    A .txt file is a single row: its text, and the name of its folder as label.
+    A role of several columns gets a dict of their values. An optional role whose column is missing
+    is None. Without `columns` all are given by their names. A .txt file is a single row: its text,
+    and the name of its folder as label.
     """
     where = place = one_line(path, 200)
+    ending, names, ended = kind(path), names_in(columns or {}), 0
+
+    def decoded(file: io.BufferedReader) -> Iterator[str]:
+        """Its lines, each with the end that it has; `place` is that of the last one."""
+        nonlocal place
+        lines = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        for number, line in enumerate(lines, 1):
+            place = f"{where}, line {number}"
+            yield line if line.isascii() else line.encode(errors="surrogateescape").decode()
+
     try:
-        kind = path.suffix.lower()
-        if kind == ".txt":
-            row = {"text": path.read_bytes().decode(), "label": path.absolute().parent.name}
-            yield {role: cell(row.get(role)) for role in columns}, place
-        elif kind == ".parquet":
+        if ending == ".parquet":
             from pyarrow.parquet import ParquetFile
 
             with ParquetFile(path) as table:
-                check_columns(table.schema_arrow.names, columns)
-                number = 0
-                for batch in table.iter_batches(columns=sorted({*columns.values()})):
+                there = table.schema_arrow.names
+                check_columns(there, columns, optional)
+                taken, number = [name for name in names if name in there], 0
+                for batch in table.iter_batches(columns=None if columns is None else taken):
                     for row in batch.to_pylist():
                         number += 1
                         yield roles(row, columns), f"{where}, row {number}"
-        elif kind == ".csv":
-            csv.field_size_limit(2**31 - 1)
-            with open(path, encoding="utf-8-sig", newline="") as file:
-                table = csv.DictReader(file, strict=True)
-                check_columns(table.fieldnames or [], columns)
+            return
+        with opened(path) as file:
+            if ending == ".txt":
+                row = {"text": file.read().decode(), "label": path.absolute().parent.name}
+                yield {role: cell(row.get(role)) for role in columns or row}, place
+            elif ending in SEPARATORS:
+                csv.field_size_limit(2**31 - 1)
+                lines = decoded(file)
+                first = next(lines, "")
+                needed = {r: n for r, n in (columns or {}).items() if r not in optional}
+                mark = separator(first, SEPARATORS[ending], {*names_in(needed)})
+                if mark != SEPARATORS[ending] and columns is not None:
+                    about = f"separated by {called(mark)}, not by {called(SEPARATORS[ending])}"
+                    print(f"Preparing data: {where}: the fields seem to be {about}", flush=True)
+                table = csv.DictReader(itertools.chain([first], lines), strict=True, delimiter=mark)
+                check_columns(table.fieldnames or [], columns, optional)
                 for row in table:
-                    place = f"{where}, line {table.line_num}"
                     if None in row or None in row.values():
-                        raise ValueError(
-                            f"not the {len(table.fieldnames)} fields of the first line"
-                        )
+                        more, most = row.pop(None, []), len(table.fieldnames)
+                        number = len(more) + sum(value is not None for value in row.values())
+                        raise ValueError(f"the first line has {most} fields, this one {number}")
                     yield roles(row, columns), place
-        else:
-            # By bytes: a line of JSON may hold characters that Python's text takes for line ends.
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    place = f"{where}, line {number}"
-                    if line.strip():
-                        row = json.loads(line)
-                        if not isinstance(row, dict):
-                            raise ValueError(f"not an object: {row!r:.60}")
-                        check_columns(list(row), columns)
-                        yield roles(row, columns), place
+                    ended = table.line_num
+            else:
+                # By bytes: a line of JSON may hold characters that Python's text takes for ends.
+                entries = listed(file.read()) if ending == ".json" else file
+                for number, entry in enumerate(entries, 1):
+                    place = f"{where}, {'line' if isinstance(entry, bytes) else 'row'} {number}"
+                    if isinstance(entry, bytes) and not entry.strip():
+                        continue
+                    row = json.loads(entry) if isinstance(entry, bytes) else entry
+                    if not isinstance(row, dict):
+                        raise ValueError(f"not an object: {row!r:.60}")
+                    check_columns(list(row), columns, optional)
+                    yield roles(row, columns), place
     except MemoryError:
         raise
     except Exception as error:  # not UTF-8, not JSON, too deep, ...: each library has its own
-        raise ValueError(f"task.{field}: cannot read {place}: {one_line(error)}") from None
+        problem = one_line(error)
+        if isinstance(error, UnicodeDecodeError):
+            if place == where:
+                place = f"{where}, line {error.object.count(10, 0, error.start) + 1}"
+            problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
+        elif isinstance(error, csv.Error) and "unexpected end of data" in problem:
+            place, problem = f"{where}, line {ended + 1}", 'a " is opened and never closed'
+        raise ValueError(f"task.{field}: cannot read {place}: {problem}") from None
 
 
-def check_columns(found: Iterable[str], columns: dict[str, str]) -> None:
+class Unpacked(io.RawIOBase):
+    """The bytes that a packed file holds; far too many of them, as of a bomb, are an error."""
+
+    def __init__(self, path: Path):
+        import pyarrow
+
+        self.left = max(MOST_PACKED * path.stat().st_size, 2**28)
+        packed = pyarrow.OSFile(str(path))
+        self.stream = pyarrow.CompressedInputStream(packed, PACKED[path.suffix.lower()])
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            number = self.stream.readinto(buffer)
+        except OSError as error:
+            raise ValueError(f"it is broken, or not packed as its name says ({error})") from None
+        self.left -= number
+        if self.left < 0:
+            raise ValueError(
+                f"it holds more than {MOST_PACKED} times its size; unpack it if that is right"
+            )
+        return number
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, unpacked, without the mark that some programs put before UTF-8."""
+    packed = path.suffix.lower() in PACKED
+    with io.BufferedReader(Unpacked(path), 2**16) if packed else open(path, "rb") as file:
+        start = file.peek(3)[:3]
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError("it is UTF-16; save it as UTF-8")
+        if start == codecs.BOM_UTF8:
+            file.read(3)
+        yield file
+
+
+def separator(line: str, own: str, wanted: set[str]) -> str:
+    """What stands between the names of a header: `own`, unless they are there only with another.
+
+    Where no names are known, it is the first that divides the line.
+    """
+    for mark in (own, ",", ";", "\t", "|"):
+        names = next(csv.reader([line], delimiter=mark), [])
+        if wanted <= {*names} if wanted else len(names) > 1:
+            return mark
+    return own
+
+
+def called(mark: str) -> str:
+    return {",": "commas", "\t": "tabs"}.get(mark, mark)
+
+
+def listed(content: bytes) -> list:
+    """The objects of a JSON file: of its list, or of the only list of objects in its object.
+
+    Lines, where each is an object of its own, as many programs write them to .json too.
+    """
+    try:
+        value = json.loads(content)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and content.lstrip()[:1] == b"{":
+            return content.splitlines()
+        raise
+    if isinstance(value, dict):
+        lists = {
+            name: each
+            for name, each in value.items()
+            if isinstance(each, list) and each and all(isinstance(row, dict) for row in each)
+        }
+        if len(lists) > 1:
+            some = one_line(", ".join(lists), 60)
+            raise ValueError(f"it has several lists of objects: {some}; make a file of each")
+        value = next(iter(lists.values()), value)
+    if not isinstance(value, list):
+        raise ValueError("it is neither a list of objects nor an object with one such list in it")
+    return value
+
+
+def names_in(columns: Columns) -> list[str]:
+    """The columns of all roles, each once."""
+    names = [[name] if isinstance(name, str) else name for name in columns.values()]
+    return sorted({*itertools.chain(*names)})
+
+
+def check_columns(
+    found: Iterable[str], columns: Columns | None, optional: Container[str] = ()
+) -> None:
     """Raises ValueError for a column that is not there, with those that are, and its field."""
     names = list(found)
-    for role, name in columns.items():
-        if names.count(name) != 1:
-            there = one_line(", ".join(names[:20]) or "nothing", 100)
-            some = "no column" if name not in names else "more than one column"
-            raise ValueError(
-                f"{some} {one_line(name, 60)} among {there}; name the one to take with "
-                f"--task.{role}_column"
-            )
+    for role in columns or {}:
+        for name in names_in({role: columns[role]}):
+            often = names.count(name)
+            if often > 1 or (often == 0 and role not in optional):
+                there = one_line(", ".join(names[:20]) or "nothing", 100)
+                some = "more than one column" if often else "no column"
+                field = f"{role}_column" + "s" * (name != columns[role])
+                raise ValueError(
+                    f"{some} {one_line(name, 60)} among {there}; name the one to take with "
+                    f"--task.{field}"
+                )
 
 
-def roles(row: dict, columns: dict[str, str]) -> dict[str, Any]:
-    return {role: cell(row[name]) for role, name in columns.items()}
+def roles(row: dict, columns: Columns | None) -> dict[str, Any]:
+    """What a row has for each role; check_columns has found all but optional ones."""
+    if columns is None:
+        return cell(row)
+    return {
+        role: cell(row.get(name))
+        if isinstance(name, str)
+        else {each: cell(row.get(each)) for each in name}
+        for role, name in columns.items()
+    }
+
+
+def first_columns(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
+    """The names of the columns of the data: those of its first row."""
+    if on_hub(cfg.data):
+        check_pinned(cfg)
+        return hub_dataset(cfg, cfg.data_split).column_names
+    rows = (row for file in files(cfg.data, endings) for row, _ in rows_of(file, None))
+    return list(next(rows, {}))
 
 
 def cell(value: Any) -> Any:
@@ -350,17 +502,19 @@ def check_pinned(cfg: DataConfig) -> None:
     )
 
 
-def hub_rows(cfg: DataConfig, split: str, columns: dict[str, str], field: str) -> Iterator[Row]:
+def hub_rows(
+    cfg: DataConfig, split: str, columns: Columns, field: str, optional: Container[str] = ()
+) -> Iterator[Row]:
     """The rows of a split, as of a file; labels that the data set has names for are these."""
     import datasets
 
     dataset = hub_dataset(cfg, split, field)
     place = one_line(f"{cfg.data}, split {split}", 200)
     try:
-        check_columns(dataset.column_names, columns)
+        check_columns(dataset.column_names, columns, optional)
     except ValueError as error:
         raise ValueError(f"task.data: {place}: {error}") from None
-    dataset = dataset.select_columns(sorted({*columns.values()}))
+    dataset = dataset.select_columns([n for n in names_in(columns) if n in dataset.column_names])
     for column in dataset.column_names:  # images as their bytes: decoded they would fill the memory
         if type(dataset.features[column]).__name__ == "Image":
             dataset = dataset.cast_column(column, datasets.Image(decode=False))
@@ -380,28 +534,34 @@ def hub_rows(cfg: DataConfig, split: str, columns: dict[str, str], field: str) -
 
 def read(
     cfg: DataConfig,
-    columns: dict[str, str],
+    columns: Columns,
     endings: Iterable[str] = TABLES,
     shipped: Iterable[Row] | None = None,
+    optional: Container[str] = (),
 ) -> tuple[list[Row], list[Row] | None]:
     """All rows of `data`, and those of the validation data, or None where there is none given.
 
     `shipped`: rows that take the place of those of `data`, which is a name of the task's own.
+    `optional`: roles whose column may be missing; they are None then.
     """
+
+    def local(field: str) -> list[Row]:
+        found = files(getattr(cfg, field), endings, field)
+        return [row for file in found for row in rows_of(file, columns, field, optional)]
+
+    def split(field: str) -> list[Row]:
+        return list(hub_rows(cfg, getattr(cfg, field), columns, field, optional))
+
     if shipped is not None:
         train = list(shipped)
-    elif on_hub(cfg.data):
-        train = list(hub_rows(cfg, cfg.data_split, columns, "data_split"))
     else:
-        found = files(cfg.data, endings)
-        train = [row for file in found for row in rows_of(file, columns)]
+        train = split("data_split") if on_hub(cfg.data) else local("data")
     say_passed_over(cfg, endings, shipped is not None)
     validation = None
     if cfg.validation_data:
-        found = files(cfg.validation_data, endings, "validation_data")
-        validation = [row for file in found for row in rows_of(file, columns, "validation_data")]
+        validation = local("validation_data")
     elif cfg.validation_split and shipped is None and on_hub(cfg.data):
-        validation = list(hub_rows(cfg, cfg.validation_split, columns, "validation_split"))
+        validation = split("validation_split")
     return train, validation
 
 

@@ -527,7 +527,7 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
     """The rows of the tables at a path; without a table, the images in its folders."""
     root, rows = Path(data).expanduser(), []
     files = sources.files(data, (*sources.TABLES, *IMAGES), field)
-    tables = [file for file in files if file.suffix.lower() in sources.TABLES]
+    tables = [file for file in files if sources.kind(file) in sources.TABLES]
     for table in tables:
         for row, place in sources.rows_of(table, columns, field):
             image = row["image"]
