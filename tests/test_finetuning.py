@@ -353,7 +353,7 @@ def test_other_data_would_change_the_vocabulary_and_is_refused(project):
     cases = [{"flags": [*flags, "--task.data", "more.jsonl", "--accept_changes"]}]
     [(code, _, printed)] = project.forked(cases)
     assert code == 2 and printed.count("\n") == 1
-    assert "was made with another vocabulary or other classes" in printed
+    assert "was made with another vocabulary, other classes" in printed
 
 
 def test_other_validation_rows_are_noticed(project, tuned):

@@ -464,16 +464,16 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind
 
 
 LABELS = [
-    ("1" + "0" * 400, "regression", "is too large: scale the labels"),
-    ("1e39", "regression", "is too large: scale the labels"),
-    ('"1e39"', "regression", "is too large: scale the labels"),
-    ("-1e300", "regression", "is too large: scale the labels"),
-    ("1e400", "regression", "no label, a finite number, but inf"),
-    ("NaN", "regression", "no label, a finite number, but nan"),
-    ('"\\u001b[31m\\n' + "x" * 9999 + '"', "regression", "no label, a finite number"),
+    ("1" + "0" * 400, "regression", "is too large: divide all labels"),
+    ("1e39", "regression", "is too large: divide all labels"),
+    ('"1e39"', "regression", "is too large: divide all labels"),
+    ("-1e300", "regression", "is too large: divide all labels"),
+    ("1e400", "regression", "the label is inf, not a finite number"),
+    ("NaN", "regression", "the label is NaN; --task.incomplete_rows skip"),
+    ('"\\u001b[31m\\n' + "x" * 9999 + '"', "regression", "not a finite number"),
     ("9" * 5000, "regression", "Exceeds the limit"),
     ("[" * 100_000, "multi_label_classification", "recursion"),
-    ("{}", "single_label_classification", "no label, a text or whole number, but {}"),
+    ("{}", "single_label_classification", "the label is {}, not text or a whole number"),
 ]
 
 

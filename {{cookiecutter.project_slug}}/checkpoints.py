@@ -501,8 +501,9 @@ def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
     """
     if manifest.get("identity", "") != facts.get("identity", ""):
         raise ValueError(
-            f"{path} was made with another vocabulary or other classes, which its weights stand "
-            "for: give the data that it was made with, or another --output_dir"
+            f"{path} was made with another vocabulary, other classes or another scale of numbers, "
+            "which its weights stand for: give the data that it was made with, or another "
+            "--output_dir"
         )
     before, after = comparable(manifest, changes), comparable(facts, changes)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}

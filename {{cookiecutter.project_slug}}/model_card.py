@@ -1,5 +1,6 @@
 """The README.md beside a trained model: what it is, what it learnt from, how good it is."""
 
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,17 @@ from tracking import one_line
 def plain(text: object) -> str:
     """Text from outside as one line that Markdown shows as it is."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text, 100))
+
+
+def question(config: dict) -> str:
+    """Code that asks a classifier of pairs, or for a number, which it gives in another scale."""
+    is_pair, scale = config.get("text_pair"), config.get("label_std")
+    given = '{"text": "a text", "text_pair": "its pair"}' if is_pair else '"a text"'
+    if scale is not None:  # the pipeline gives a list for a text, but not for a pair
+        score = f'answer({given}){"" if is_pair else "[0]"}["score"]'
+        about = "# the model answers in standard deviations from the mean"
+        return f"\n{about}\nnumber = {score} * {scale!r} + {config['label_mean']!r}"
+    return f"\nanswer({given})" if is_pair else ""
 
 
 def write(folder: Path, place: Path, facts: dict) -> None:
@@ -36,6 +48,8 @@ def write(folder: Path, place: Path, facts: dict) -> None:
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
     reads = ", image_processor" if task == "image-classification" else ", tokenizer"
     use = f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
+    if task == "text-classification":
+        use += question(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     parts = [
         f"---\n{yaml.safe_dump(about)}---" if about else "",
         f"# {plain(config['project'])}: {plain(place.parent.name)}",

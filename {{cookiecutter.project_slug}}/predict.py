@@ -4,6 +4,7 @@
     python predict.py photo.jpg more/*.png                   images, classified
     python predict.py --file texts.txt                       one input a line
     cat texts.txt | python predict.py --json                 the same; an object of JSON a line
+    printf 'a text\\tits pair\\n' | python predict.py         two texts, with a tab between them
     python predict.py --model runs/mine/model --chat "Hi"    a model that was trained on chats
 
 What the model is, its folder says: the one that train.py saves at the end, in runs/NAME/model.
@@ -263,7 +264,7 @@ def line_of(given: str, answer, as_json: bool) -> str:
     if isinstance(answer, str):  # with its line ends
         return HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
     if isinstance(answer, float):
-        return f"{one_line(given, 60)}: {answer:.4g}"
+        return f"{one_line(given, 60)}: {answer:.6g}"
     classes = [f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer]
     return f"{one_line(given, 60)}: {'  '.join(classes)}"
 
@@ -275,12 +276,16 @@ def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dic
         given = [decoded(path) for path in inputs]
     elif arguments.chat:
         given = [[{"role": "user", "content": text}] for text in inputs]
-    lines = []
+    elif getattr(pipe.model.config, "text_pair", False):
+        parts = [text.partition("\t") for text in inputs]
+        given = [{"text": text, "text_pair": pair} for text, _, pair in parts]
+    config, lines = pipe.model.config, []
     for text, result in zip(inputs, pipe(given, **options), strict=True):
         if pipe.task == "text-generation":
             result = result[0]["generated_text"]
-        elif pipe.model.config.problem_type == "regression":
-            result = result[0]["score"]
+        elif config.problem_type == "regression":
+            scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
+            result = result[0]["score"] * scale + mean
         lines.append(line_of(text, result, arguments.json))
     return lines
 
@@ -312,6 +317,11 @@ def main() -> None:
         stop(f"cannot load {folder}: {error}")
     if arguments.chat and not (task == "text-generation" and answer.tokenizer.chat_template):
         stop(f"{folder} has no chat template; leave out --chat")
+    if getattr(answer.model.config, "text_pair", False):
+        for text in inputs:
+            if "\t" not in text:
+                about = f"{folder} answers to pairs: two texts with a tab between them"
+                stop(f"{one_line(text, 60)} has no tab, but {about}")
     for start in range(0, len(inputs), arguments.batch):
         part = inputs[start : start + arguments.batch]
         try:

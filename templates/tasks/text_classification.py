@@ -43,6 +43,7 @@ report(model, sums, folder)  dict of what people want to see of an evaluation: t
 """
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -72,7 +73,11 @@ Batch = dict[str, torch.Tensor]
 CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 ENDINGS = (".txt", *sources.TABLES)
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+TEXTS = ("text", "text_pair")
+TOKENS = ("input_ids", "token_type_ids")  # of a row, one value a token
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
+MARKS = ("label_mean", "label_std", "text_pair")  # of ours in a model's config.json
+LONGEST_LIST = 10_000  # characters of a list in a cell of a table
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
 MOST_NUMBER = 1e18  # its square, the loss, and sums of such are finite in float32
 
@@ -84,25 +89,32 @@ MOST_NUMBER = 1e18  # its square, the loss, and sums of such are finite in float
 class TaskConfig(DataConfig, ModelConfig):
     data: str = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by the area they belong to), a
-    .jsonl, .csv or .parquet file, a folder of them, a folder of .txt files in one folder for each
-    class, or a data set on the Hub."""
+    .jsonl, .json, .csv, .tsv or .parquet file, also with .gz or .zst behind, a folder of them, a
+    folder of .txt files in one folder for each class, or a data set on the Hub."""
     text_column: str = "text"
     """Column of the text."""
+    text_pair_column: str = ""
+    """Column of a second text, for pairs such as a premise and a hypothesis, or a question and an
+    answer; empty: a row has one text."""
     label_column: str = "label"
     """Column of the label, text or number. For several: a list, or text with ; between them."""
+    label_columns: str = ""
+    """multi_label_classification: a column for each label, 0 or 1, in place of label_column; their
+    names with commas between them: toxic,insult,threat."""
     problem_type: Literal[
         "single_label_classification", "multi_label_classification", "regression"
     ] = "single_label_classification"
-    """What a text has: one class, any number of labels, or a number. The loss of numbers is their
-    squared error, so that they are best scaled to about -3 to 3."""
+    """What a text has: one class, any number of labels, or a number. The loss of numbers is the
+    square of their error in standard deviations; other errors are in their own unit."""
     class_weights: Literal["none", "balanced"] = "none"
     """Weight of a row's loss in training. balanced: inverse to how frequent its class is, 1 on the
     average row, so that rare classes count as much as frequent ones."""
     max_length: int = 256
-    """Tokens of a text that the model sees; the end of longer ones is cut off."""
+    """Tokens of a text that the model sees; the end of longer ones is cut off, in a pair that of
+    the longer text."""
     token_dropout: float = 0.0
     """Share of its tokens that a text loses in training, others in each epoch: so that the answer
-    does not hang on a few names."""
+    does not hang on a few names. The first, the last, and those between two texts stay."""
     vocab_size: int = field(default=8192, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
     hidden_size: int = field(default=128, metadata=SHAPE)
@@ -120,14 +132,21 @@ def check(cfg: TaskConfig) -> None:
     sources.check_data(cfg, ["stdlib"])
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
     nearest = max(1, (min(cfg.hidden_size, 2**16) + unit // 2) // unit) * unit
-    single = cfg.problem_type == SINGLE
+    single, several = cfg.problem_type == SINGLE, label_columns(cfg)
+    least = 6 if cfg.text_pair_column else 3
     rules = [
         ("problem_type", single or cfg.data != "stdlib", f"{SINGLE} for task.data stdlib"),
         ("class_weights", single or cfg.class_weights == "none", f"none, or the type {SINGLE}"),
+        ("label_columns", not several or cfg.problem_type == MULTI, f"empty, or the type {MULTI}"),
+        (
+            "label_columns",
+            not several or len({*several} - {""}) == len(several) > 1,
+            "names with commas between them, two or more",
+        ),
         (
             "max_length",
-            3 <= cfg.max_length <= 2**20,
-            "from 3, for a token and what stands around it, to 1,048,576",
+            least <= cfg.max_length <= 2**20,
+            f"from {least}, for a token and what stands around it, to 1,048,576",
         ),
         ("token_dropout", 0 <= cfg.token_dropout < 1, "at least 0 and below 1"),
     ]
@@ -149,7 +168,14 @@ def check(cfg: TaskConfig) -> None:
         width = cfg.hidden_size
         pretrained.check_memory(width * (cfg.vocab_size + 10 * cfg.num_layers * width))
     plain = cfg.data != "stdlib"
-    sources.check_read(cfg, [("text_column label_column", plain, "where task.data is stdlib")])
+    columns, where = "text_column text_pair_column label_column", "where task.data is stdlib"
+    beside = ("label_column", not several, "beside task.label_columns")
+    sources.check_read(cfg, [(columns, plain, where), beside])
+
+
+def label_columns(cfg: TaskConfig) -> list[str]:
+    """The columns of 0 and 1, one for each label; empty: labels stand in label_column."""
+    return [name.strip() for name in cfg.label_columns.split(",")] if cfg.label_columns else []
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -166,8 +192,8 @@ def prepare_data(cfg: TaskConfig) -> None:
 
 
 def identity(cfg: TaskConfig) -> str:
-    """The classes, and the vocabulary of a new model."""
-    files = ["names.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
+    """The classes or the scale of the numbers, and the vocabulary of a new model."""
+    files = ["names.json", "scale.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
     return sources.digest(*(cfg.folder / name for name in files))
 
 
@@ -189,26 +215,31 @@ def sizes(dataset: Any) -> np.ndarray:
 
 
 def augment(row: dict, draw: torch.Generator) -> dict:
-    """The row without some of its tokens; the first and the last stay."""
+    """The row without some of its tokens; the first, the last and separators stay."""
     if not row["token_dropout"]:
         return row
     kept = (torch.rand(len(row["input_ids"]), generator=draw) >= row["token_dropout"]).numpy()
     kept[[0, -1]] = True
-    return {**row, "input_ids": row["input_ids"][kept], "length": kept.sum()}
+    kept |= row["input_ids"] == row["separator"]
+    rest = {name: row[name][kept] for name in TOKENS if name in row}
+    return {**row, **rest, "length": kept.sum()}
 
 
 def collate(rows: list[dict]) -> Batch:
     """input_ids and attention_mask, int64 (B, longest of these rows), with labels and weights (B,).
 
-    Labels are classes, int64 (B,); labels, 0 or 1, float32 (B, C); or numbers, float32 (B,).
+    Labels are classes, int64 (B,); labels, 0 or 1, float32 (B, C); or numbers in standard
+    deviations from their mean, float32 (B,). Pairs may have token_type_ids too.
     """
     lengths = torch.tensor([int(row["length"]) for row in rows])
-    ids = torch.full((len(rows), int(lengths.max())), int(rows[0]["pad"]))
-    for line, row in zip(ids, rows, strict=True):
-        line[: len(row["input_ids"])] = torch.as_tensor(row["input_ids"])
-    batch = {"input_ids": ids}
-    batch["attention_mask"] = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    for name in rows[0].keys() - {"input_ids", "length", "pad", "token_dropout"}:
+    batch = {}
+    for name in [name for name in TOKENS if name in rows[0]]:
+        filler = int(rows[0]["pad"]) if name == "input_ids" else 0
+        batch[name] = torch.full((len(rows), int(lengths.max())), filler)
+        for line, row in zip(batch[name], rows, strict=True):
+            line[: len(row[name])] = torch.as_tensor(row[name])
+    batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    for name in rows[0].keys() - {*TOKENS, "length", "pad", "separator", "token_dropout"}:
         batch[name] = torch.as_tensor(np.stack([row[name] for row in rows]))
     return batch
 
@@ -260,14 +291,21 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
             **about,
         )
         model = pretrained.new_model(auto, config, cfg)
+    for name in MARKS:  # of another training, in the config of a model to start from
+        vars(model.config).pop(name, None)
+    if cfg.problem_type == "regression":
+        scale = json.loads((cfg.folder / "scale.json").read_text(encoding="utf-8"))
+        model.config.label_mean, model.config.label_std = scale
+    if cfg.text_pair_column:
+        model.config.text_pair = True
     model.tokenizer = tokenizer
     return model
 
 
 def outputs(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """What the model says: float32 (B, C), of numbers (B, 1)."""
-    found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    return found.logits.float()
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return model(**{name: batch[name] for name in names if name in batch}).logits.float()
 
 
 def is_class(batch: Batch) -> bool:
@@ -296,42 +334,45 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
-    """The loss, the padding, and either errors or tables of what was right and what was said.
+    """The loss, and either errors or tables of what was right and what was said.
 
     `table`: (C, C), rows of class i that were taken for j; or of labels (C, 2, 2), one table each.
     """
     logits, labels = outputs(model, batch), batch["labels"]
-    mask = batch["attention_mask"]
-    sums = {"loss": losses(logits, batch).sum(), "tokens": mask.sum()}
-    sums |= {"rows": torch.ones_like(batch["weight"]).sum(), "slots": torch.ones_like(mask).sum()}
+    sums = {"loss": losses(logits, batch).sum(), "rows": torch.ones_like(batch["weight"]).sum()}
     if is_class(batch):
         right, said = (F.one_hot(i, logits.shape[1]) for i in (labels, logits.argmax(1)))
         return sums | {"table": right.float().T @ said.float()}
     if labels.ndim == 2:
         right, said = (torch.stack([1 - x, x]) for x in (labels, (logits > 0).float()))
         return sums | {"table": torch.einsum("ibc,jbc->cij", right, said)}
-    return sums | {"error": (logits[:, 0] - labels).abs().sum(), "spread": batch["spread"].sum()}
+    sums |= {"error": (logits[:, 0] - labels).abs().sum()}
+    return sums | {name: batch[name].sum() for name in ("spread", "deviation")}
 
 
 def metrics(sums: Batch) -> dict[str, float]:
-    """Mean loss of a row, scores, and the share of the tokens in the batches that is no padding."""
+    """Mean loss of a row, and scores: of numbers mae and rmse in their own unit, which the loss,
+    in squares of their standard deviation, is not."""
     total = {name: float(value) for name, value in sums.items() if name != "table"}
     scores = {"loss": total["loss"] / total["rows"]}
     if "table" in sums:
         scores |= confusion.scores(sums["table"])
     else:
-        scores["mae"] = total["error"] / total["rows"]
+        deviation = total["deviation"] / total["rows"]
+        scores["mae"] = total["error"] / total["rows"] * deviation
+        scores["rmse"] = math.sqrt(scores["loss"]) * deviation
         # Of rows that all have the same number nothing can be explained.
         scores["r2"] = 1 - total["loss"] / total["spread"] if total["spread"] else 0.0
-    return {**scores, "useful_share": total["tokens"] / total["slots"]}
+    return scores
 
 
 def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
     """The scores of each class, and a picture of which were taken for which; or errors."""
     if "table" in sums:
         return confusion.report(sums["table"], [*model.config.id2label.values()], folder)
-    scores, spread = metrics(sums), math.sqrt(float(sums["spread"] / sums["rows"]))
-    text = f"{math.sqrt(scores['loss']):.4g} root mean square, {scores['mae']:.4g} mean"
+    scores, rows = metrics(sums), sums["rows"]
+    spread = math.sqrt(sums["spread"] / rows) * float(sums["deviation"] / rows)
+    text = f"{scores['rmse']:.4g} root mean square, {scores['mae']:.4g} mean absolute"
     return {"errors": f"{text}; of always saying the mean: {spread:.4g} root mean square"}
 
 
@@ -356,8 +397,8 @@ AREAS = {
 
 def prepared_folder(cfg: TaskConfig) -> Path:
     """Its name stands for all that shapes the data: settings, files and the code from here on."""
-    names = """text_column label_column problem_type class_weights max_length token_dropout
-        vocab_size model_name_or_path revision""".split()
+    names = """text_column text_pair_column label_column label_columns problem_type class_weights
+        max_length token_dropout vocab_size model_name_or_path revision""".split()
     shipped = [file for *_, file in shipped_files()] if cfg.data == "stdlib" else None
     used = sources.used_files(cfg, ENDINGS, *pretrained.used_files(cfg), shipped=shipped)
     return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, CODE)
@@ -415,9 +456,17 @@ def check_model(cfg: TaskConfig) -> None:
     most = most if isinstance(most, int) else -1
     if re.search("roberta|camembert|longformer|mpnet|data2vec", config.model_type):
         most -= 2  # their positions begin after that of padding
-    lengths = most, load_tokenizer(cfg, None, keep_length=True).model_max_length
+    tokenizer = load_tokenizer(cfg, None, keep_length=True)
+    lengths = most, tokenizer.model_max_length
     most = min((length for length in lengths if length > 0), default=math.inf)
     check_fields(cfg, [("max_length", cfg.max_length <= most, f"at most {most}, as the model's")])
+    special = tokenizer.num_special_tokens_to_add
+    if cfg.text_pair_column and special(pair=True) <= special(pair=False):
+        name = one_line(cfg.model_name_or_path, 100)
+        raise ValueError(
+            f"task.text_pair_column: the tokenizer of {name} puts nothing between two texts; put "
+            "them into one column, or give another model"
+        )
 
 
 def load_tokenizer(cfg: TaskConfig, folder: Path | None, keep_length: bool = False) -> Any:
@@ -453,26 +502,34 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
 
     train, validation, names = read(cfg)
     if not cfg.model_name_or_path:
-        sources.in_child(learn_vocabulary, [row["text"] for row, _ in train], cfg, folder)
+        texts = [row[role] for row, _ in train for role in TEXTS if role in row]
+        sources.in_child(learn_vocabulary, texts, cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
+    marks = (tokenizer.sep_token_id, tokenizer.eos_token_id, -1)
+    separator = next(mark for mark in marks if mark is not None)
+    mean, deviation = scale_of(train) if cfg.problem_type == "regression" else (0.0, 1.0)
     numbers, cut, parts = {name: i for i, name in enumerate(names)}, 0, {}
     disable_progress_bars()
     for part, rows in (("train", train), ("validation", validation)):
-        texts, labels = [row["text"] for row, _ in rows], [row["label"] for row, _ in rows]
-        ids = []
+        labels = [row["label"] for row, _ in rows]
+        texts = [tuple(row[role] for role in TEXTS if role in row) for row, _ in rows]
+        columns: dict[str, Any] = {"input_ids": []}
+        if cfg.text_pair_column and "token_type_ids" in tokenizer("", "", verbose=False):
+            columns["token_type_ids"] = []
         for start in range(0, len(texts), 1000):  # bounds the memory of one call
-            for text, tokens in zip(
-                texts[start : start + 1000],
-                tokenizer(texts[start : start + 1000], verbose=False).input_ids,
-                strict=True,
-            ):
-                if len(tokens) > cfg.max_length:
-                    tokens = tokenizer(text, truncation=True).input_ids
+            some = texts[start : start + 1000]
+            encoded = tokenizer(*map(list, zip(*some, strict=True)), verbose=False)
+            for i, each in enumerate(some):
+                found = {name: encoded[name][i] for name in columns}
+                if len(found["input_ids"]) > cfg.max_length:
+                    found = tokenizer(*each, truncation=True)
                     cut += 1
-                ids.append(np.array(tokens, np.int32))
-        columns: dict[str, Any] = {"input_ids": ids}
+                for name, values in columns.items():
+                    values.append(np.array(found[name], np.int32))
+        ids = columns["input_ids"]
         columns["length"] = np.array([len(tokens) for tokens in ids])
         columns["pad"] = np.full(len(ids), tokenizer.pad_token_id)
+        columns["separator"] = np.full(len(ids), separator if cfg.text_pair_column else -1)
         columns["weight"] = np.ones(len(ids), np.float32)
         if cfg.problem_type == SINGLE:
             columns["labels"] = np.array([numbers[label] for label in labels])
@@ -485,24 +542,40 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
             for i, label in enumerate(labels):
                 columns["labels"][i, [numbers[name] for name in label]] = 1
         else:
-            columns["labels"] = np.array(labels, np.float32)
+            columns["labels"] = np.array(labels, np.float64)
         parts[part] = dict(columns)  # what follows is made of these, and of settings
         columns["token_dropout"] = np.full(len(ids), cfg.token_dropout, np.float32)
         if cfg.problem_type == "regression":
-            # For r2: sums of the squares of large numbers would not have the digits for it.
-            spread = (np.array(labels) - np.mean(labels)) ** 2 * (min(labels) < max(labels))
+            labels = (columns["labels"] - mean) / deviation
+            columns["labels"] = labels.astype(np.float32)
+            columns["deviation"] = np.full(len(ids), deviation, np.float32)
+            # For r2. Of equal numbers the mean may differ from them in the last digit.
+            spread = (labels - labels.mean()) ** 2 * (labels.min() < labels.max())
             columns["spread"] = spread.astype(np.float32)
         Dataset.from_dict(columns).save_to_disk(folder / part)
-    print(
-        f"Prepared: {cut:,} texts are cut, as they have more than {cfg.max_length} tokens",
-        flush=True,
-    )
-    (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
+    lengths = np.concatenate([columns["length"] for columns in parts.values()])
+    size = f"{lengths.mean():.0f} tokens on average, {lengths.max():,} at most"
+    some = f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
+    print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}{some}", flush=True)
+    for name, value in (("names", names), ("scale", [mean, deviation])):
+        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
     return {"content": sources.content_of(parts)}
 
 
+def scale_of(rows: list[Row]) -> tuple[float, float]:
+    """Mean and standard deviation of the rows' numbers, the same on any machine; of equal ones 1.
+
+    A model learns numbers as standard deviations from the mean: a loss of others may be so large
+    that nothing is learnt.
+    """
+    values = [row["label"] for row, _ in rows]
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values) / len(values)
+    return mean, math.sqrt(squares) if squares and min(values) < max(values) else 1.0
+
+
 def learn_vocabulary(texts: list[str], cfg: TaskConfig, folder: Path) -> None:
-    """Save a byte-level BPE of these texts, which puts [CLS] before and [SEP] after a text."""
+    """Save a byte-level BPE of these texts, with [CLS] before, [SEP] after a text."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import BertProcessing
 
@@ -523,17 +596,24 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
 
     A number has one name, that of its column.
     """
-    columns, stdlib = {"text": cfg.text_column, "label": cfg.label_column}, cfg.data == "stdlib"
+    several, stdlib = label_columns(cfg), cfg.data == "stdlib"
+    columns: sources.Columns = {"text": cfg.text_column, "label": several or cfg.label_column}
+    if cfg.text_pair_column:
+        columns["text_pair"] = cfg.text_pair_column
     rows, given = sources.read(cfg, columns, ENDINGS, shipped_rows() if stdlib else None)
     field = "validation_data" if cfg.validation_data else "validation_split"
 
     def check_row(row: dict) -> None:
-        for role in ("text", "label"):
-            empty = row[role] is None or not str(row[role]).strip()
-            if empty and not (role == "label" and row[role] == "" and cfg.problem_type == MULTI):
-                raise sources.Incomplete(f"the {role} is empty")
-        if not isinstance(row["text"], str):
-            raise ValueError(f"the text is {one_line(repr(row['text']), 60)}")
+        for role in [role for role in TEXTS if role in row]:
+            name = "text" if role == "text" else "second text"
+            check_there(name, row[role])
+            if not isinstance(row[role], str):
+                raise ValueError(f"the {name} is {one_line(repr(row[role]), 60)}, not text")
+        if several:
+            row["label"] = labels_of(row["label"], several)
+            return
+        if not (row["label"] == "" and cfg.problem_type == MULTI):
+            check_there("label", row["label"])
         row["label"] = label_of(row["label"], cfg.problem_type)
 
     rows = sources.complete(rows, cfg, "data", check_row)
@@ -543,11 +623,11 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
             where = one_line(getattr(cfg, name), 100)
             raise ValueError(f"task.{name}: there are no rows in {where}")
     if given is None:
-        # Functions of one file are alike, so that they stay together; so do equal texts.
+        # Functions of one file are alike, so that they stay together; so do equal rows.
         train, validation = sources.hold_out(
             rows,
             cfg.validation_fraction,
-            lambda row: row[1] if stdlib else row[0]["text"],
+            lambda row: row[1] if stdlib else "\0".join(row[0].get(role, "") for role in TEXTS),
             lambda row: row[0]["label"] if cfg.problem_type == SINGLE else None,
         )
     else:
@@ -557,12 +637,12 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
         raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
     size = f"{len(train):,} rows of {data} to train and {len(validation):,} to evaluate on"
     if cfg.problem_type == "regression":
-        values = [row["label"] for row, _ in train]
-        about = f"numbers of {np.mean(values):.4g} on average, {np.std(values):.4g} around it"
-        print(f"Preparing data: {size}; {about}", flush=True)
+        mean, deviation = scale_of(train)
+        about = f"mean {mean:.6g}, standard deviation {deviation:.4g}"
+        print(f"Preparing data: {size}; {about}: an error of that size is a loss of 1", flush=True)
         return train, validation, [cfg.label_column]
-    names = sorted({name for row, _ in rows for name in names_in(row)})
-    if all(name.isdecimal() and len(name) < 100 for name in names):
+    names = several or sorted({name for row, _ in rows for name in names_in(row)})
+    if not several and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
     if len(names) < 2:
         found = f"only the label {one_line(names[0], 60)}" if names else "no label"
@@ -575,11 +655,18 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
                 name = one_line(name, 60)
                 raise ValueError(f"task.{field}: {place}: {name} is no label of training: {some}")
     often = Counter(name for row, _ in train for name in names_in(row))
-    name, most = often.most_common(1)[0]
+    name, most = (often.most_common(1) or [(names[0], 0)])[0]
     kind = "classes" if cfg.problem_type == SINGLE else "labels"
     largest = f"the largest {one_line(name, 60)} with {most / len(train):.1%} of the rows"
     about = f"{len(names)} {kind}, {largest}"
     print(f"Preparing data: {size}; {about}", flush=True)
+    once = sum(number == 1 for number in often.values())
+    if 2 * once > len(train):
+        print(
+            f"Preparing data: {len(names):,} {kind} of {len(train):,} rows, {once:,} of them in "
+            "one row alone: are task.label_column and task.problem_type right?",
+            flush=True,
+        )
     return train, validation, names
 
 
@@ -587,13 +674,62 @@ def names_in(row: dict) -> list[str]:
     return row["label"] if isinstance(row["label"], list) else [row["label"]]
 
 
+def check_there(name: str, value: Any) -> None:
+    """Raises Incomplete for null, NaN, which tables have in its place, and text of spaces."""
+    if value is None or value != value or not str(value).strip():
+        raise sources.Incomplete(f"the {name} is {'NaN' if value != value else 'empty'}")
+
+
+def labels_of(values: Any, columns: list[str]) -> list[str]:
+    """The columns whose value is 1 or true; raises ValueError for any but these, 0 and false."""
+    known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+    found = []
+    if not isinstance(values, dict):  # of a .txt file
+        raise ValueError(f"no columns, {one_line(', '.join(columns), 60)}")
+    for name, value in values.items():
+        check_there(f"label {one_line(name, 60)}", value)
+        is_there = known.get(str(value).strip().lower())
+        if is_there is None:
+            value = one_line(repr(value), 60)
+            raise ValueError(f"the label {one_line(name, 60)} is {value} but must be 0 or 1")
+        if is_there:
+            found.append(name)
+    return found
+
+
+def list_in(value: Any) -> list | None:
+    """A list, or the one that text is in JSON, in Python, or as NumPy prints it; None: neither."""
+    if isinstance(value, list):
+        return value
+    text = value.strip() if isinstance(value, str) else ""
+    if not is_bracketed(text) or len(text) > LONGEST_LIST:
+        return None
+    # Python would put ['a' 'b'], which is NumPy's, together to one word.
+    divided = re.sub(r"(['\"])\s+(?=['\"])", r"\1,", text)
+    for read, form in ((json.loads, text), (ast.literal_eval, divided)):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(form)
+    return None
+
+
+def is_bracketed(value: Any) -> bool:
+    return isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] == "[]"
+
+
 def label_of(value: Any, problem_type: str) -> Any:
     """A class's name, a list of names, or a number; raises ValueError for anything else."""
-    if problem_type == SINGLE and isinstance(value, str | int) and str(value).strip():
-        return str(value).strip()
+    shown = one_line(repr(value), 60)
+    if problem_type == SINGLE:
+        if list_in(value) is not None:
+            raise ValueError(f"the label {shown} is a list: --task.problem_type {MULTI} reads it")
+        whole = isinstance(value, float) and value.is_integer()  # beside null, tables have 1.0 of 1
+        if whole or isinstance(value, str | int):
+            return str(int(value) if whole else value).strip()
     if problem_type == MULTI:
-        parts = value.split(";") if isinstance(value, str) else value
-        if isinstance(parts, list) and all(isinstance(part, str | int) for part in parts):
+        parts = list_in(value)
+        if parts is None and isinstance(value, str) and not is_bracketed(value):
+            parts = value.split(";")
+        if parts is not None and all(isinstance(part, str | int) for part in parts):
             return sorted({str(part).strip() for part in parts} - {""})
     if problem_type == "regression" and isinstance(value, str | int | float):
         try:
@@ -605,7 +741,6 @@ def label_of(value: Any, problem_type: str) -> Any:
         if abs(number) <= MOST_NUMBER:
             return number
         if math.isfinite(number):
-            raise ValueError(f"{one_line(value, 40)} is too large: scale the labels")
-    wanted = {SINGLE: "text or whole number", MULTI: "list of names, or text with ; between them"}
-    wanted = wanted.get(problem_type, "finite number")
-    raise ValueError(f"no label, a {wanted}, but {one_line(repr(value), 60)}")
+            raise ValueError(f"the label {one_line(value, 40)} is too large: divide all labels")
+    wanted = {SINGLE: "text or a whole number", MULTI: "a list of names, or text with ; between"}
+    raise ValueError(f"the label is {shown}, not {wanted.get(problem_type, 'a finite number')}")
