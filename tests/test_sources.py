@@ -372,7 +372,12 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
             "line 2: byte 0xe9 is not UTF-8",
         ),
         ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
-        ("a.json", b"", "Expecting value: line 1 column 1"),
+        ("a.json", b"", "line 1: no JSON from column 1 on: Expecting value"),
+        (
+            "a.json",
+            b'[{"body": "x"},\n{"kind" 1}]',
+            "line 2: no JSON from column 9 on: Expecting ':'",
+        ),
         ("a.json", b"3", "it is neither a list of objects nor an object with one such list in it"),
         ("a.json", b'{"body": {"0": "x"}}', "it is neither a list of objects nor"),
         ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),

@@ -455,6 +455,8 @@ def test_wrong_settings_are_refused_before_anything_is_read(task, config, field,
 def test_settings_that_exclude_each_other_are_refused(task, config, tmp_path):
     with pytest.raises(ValueError, match="task.problem_type is .* for task.data stdlib"):
         task.prepare_data(config("stdlib", problem_type="regression"))
+    with pytest.raises(ValueError, match="task.text_pair_column is 'text' but must be another"):
+        task.prepare_data(config("x.csv", text_pair_column="text"))
     for names in ("a", "a,a", "a,,b", ","):
         several = {"problem_type": "multi_label_classification", "label_columns": names}
         with pytest.raises(ValueError, match="task.label_columns is .* must be names with commas"):

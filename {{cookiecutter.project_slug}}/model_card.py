@@ -22,7 +22,7 @@ def question(config: dict) -> str:
     if scale is not None:  # the pipeline gives a list for a text, but not for a pair
         score = f'answer({given}){"" if is_pair else "[0]"}["score"]'
         about = "# the model answers in standard deviations from the mean"
-        return f"\n{about}\nnumber = {score} * {scale!r} + {config['label_mean']!r}"
+        return f"\n{about}\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
     return f"\nanswer({given})" if is_pair else ""
 
 

@@ -167,7 +167,7 @@ def files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
     """
     found, others = listing(data, endings, field)
     if not found:
-        kinds, packed = ", ".join(endings), f", also with {' or '.join(PACKED)}"
+        kinds, packed = ", ".join(endings), f" (text also packed, as {' or '.join(PACKED)})"
         raise ValueError(
             f"task.{field}: nothing to read at {one_line(data, 100) or 'an empty path'}"
             f"{told(others)}; pass --task.{field} PATH, a file or folder of {kinds}{packed}"
@@ -319,6 +319,9 @@ def rows_of(
             if place == where:
                 place = f"{where}, line {error.object.count(10, 0, error.start) + 1}"
             problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
+        elif isinstance(error, json.JSONDecodeError):
+            place = f"{where}, line {error.lineno}" if place == where else place
+            problem = f"no JSON from column {error.colno} on: {error.msg}"
         elif isinstance(error, csv.Error) and "unexpected end of data" in problem:
             place, problem = f"{where}, line {ended + 1}", 'a " is opened and never closed'
         raise ValueError(f"task.{field}: cannot read {place}: {problem}") from None

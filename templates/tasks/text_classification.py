@@ -77,7 +77,7 @@ TEXTS = ("text", "text_pair")
 TOKENS = ("input_ids", "token_type_ids")  # of a row, one value a token
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]"]
 MARKS = ("label_mean", "label_std", "text_pair")  # of ours in a model's config.json
-LONGEST_LIST = 10_000  # characters of a list in a cell of a table
+LONGEST_LIST = 10_000  # characters of a list of Python's in a cell: its parser takes much memory
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
 MOST_NUMBER = 1e18  # its square, the loss, and sums of such are finite in float32
 
@@ -136,8 +136,16 @@ def check(cfg: TaskConfig) -> None:
     least = 6 if cfg.text_pair_column else 3
     rules = [
         ("problem_type", single or cfg.data != "stdlib", f"{SINGLE} for task.data stdlib"),
-        ("class_weights", single or cfg.class_weights == "none", f"none, or the type {SINGLE}"),
-        ("label_columns", not several or cfg.problem_type == MULTI, f"empty, or the type {MULTI}"),
+        (
+            "class_weights",
+            single or cfg.class_weights == "none",
+            f"none, unless task.problem_type is {SINGLE}",
+        ),
+        (
+            "label_columns",
+            not several or cfg.problem_type == MULTI,
+            f"empty, unless task.problem_type is {MULTI}",
+        ),
         (
             "label_columns",
             not several or len({*several} - {""}) == len(several) > 1,
@@ -146,7 +154,12 @@ def check(cfg: TaskConfig) -> None:
         (
             "max_length",
             least <= cfg.max_length <= 2**20,
-            f"from {least}, for a token and what stands around it, to 1,048,576",
+            f"from {least}, for a token of each text and what stands around it, to 1,048,576",
+        ),
+        (
+            "text_pair_column",
+            not cfg.text_pair_column or cfg.text_pair_column != cfg.text_column,
+            "another column than task.text_column",
         ),
         ("token_dropout", 0 <= cfg.token_dropout < 1, "at least 0 and below 1"),
     ]
@@ -638,14 +651,16 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
     size = f"{len(train):,} rows of {data} to train and {len(validation):,} to evaluate on"
     if cfg.problem_type == "regression":
         mean, deviation = scale_of(train)
-        about = f"mean {mean:.6g}, standard deviation {deviation:.4g}"
-        print(f"Preparing data: {size}; {about}: an error of that size is a loss of 1", flush=True)
+        about = f"mean {mean:.6g}, standard deviation {deviation:.4g}: such an error is a loss of 1"
+        if len({row["label"] for row, _ in train}) == 1:
+            about = f"all numbers are {mean:.6g}, from which nothing can be learnt"
+        print(f"Preparing data: {size}; {about}", flush=True)
         return train, validation, [cfg.label_column]
     names = several or sorted({name for row, _ in rows for name in names_in(row)})
     if not several and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
-    if len(names) < 2:
-        found = f"only the label {one_line(names[0], 60)}" if names else "no label"
+    if len(names) < 2 or not any(names_in(row) for row, _ in rows):
+        found = f"only the label {one_line(names[0], 60)}" if len(names) == 1 else "no label"
         raise ValueError(f"task.data: {data} has {found}; there is nothing to learn")
     known = {*names}
     for row, place in validation:
@@ -685,7 +700,7 @@ def labels_of(values: Any, columns: list[str]) -> list[str]:
     known = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
     found = []
     if not isinstance(values, dict):  # of a .txt file
-        raise ValueError(f"no columns, {one_line(', '.join(columns), 60)}")
+        raise ValueError(f"a .txt file has no column {one_line(columns[0], 60)}")
     for name, value in values.items():
         check_there(f"label {one_line(name, 60)}", value)
         is_there = known.get(str(value).strip().lower())
@@ -702,13 +717,13 @@ def list_in(value: Any) -> list | None:
     if isinstance(value, list):
         return value
     text = value.strip() if isinstance(value, str) else ""
-    if not is_bracketed(text) or len(text) > LONGEST_LIST:
-        return None
-    # Python would put ['a' 'b'], which is NumPy's, together to one word.
-    divided = re.sub(r"(['\"])\s+(?=['\"])", r"\1,", text)
-    for read, form in ((json.loads, text), (ast.literal_eval, divided)):
+    if is_bracketed(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text)
+        # Python would put ['a' 'b'], which is NumPy's, together to one word.
+        text = re.sub(r"(['\"])\s+(?=['\"])", r"\1,", text[:LONGEST_LIST])
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(form)
+            return ast.literal_eval(text)
     return None
 
 
@@ -743,4 +758,5 @@ def label_of(value: Any, problem_type: str) -> Any:
         if math.isfinite(number):
             raise ValueError(f"the label {one_line(value, 40)} is too large: divide all labels")
     wanted = {SINGLE: "text or a whole number", MULTI: "a list of names, or text with ; between"}
-    raise ValueError(f"the label is {shown}, not {wanted.get(problem_type, 'a finite number')}")
+    number = "a finite number such as 0.5"
+    raise ValueError(f"the label is {shown}, not {wanted.get(problem_type, number)}")
