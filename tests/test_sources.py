@@ -684,7 +684,7 @@ def test_the_readmes_task_trains_resumes_and_exports(own, hardware):
 def test_the_contract_names_what_train_py_calls():
     """The docstring of a task says all that other files take from it, and no more."""
     called = set()
-    for name in ("train.py", "start.py", "data_order.py"):
+    for name in ("train.py", "start.py", "data_order.py", "contract.py"):
         code = (ROOT / SOURCE / name).read_text()
         called |= set(re.findall(r"\btask\.([a-z_]+)\b(?!:)", code)) - {"py"}
         called |= set(re.findall(r'getattr\(task, "(\w+)"', code)) - {"UNIT"}
