@@ -442,7 +442,10 @@ def test_bad_rows_are_answered_in_one_line(task, config, tmp_path, rows, bad, sa
         ({"rows": "chat", "data": "docstrings", "packing": "stream"}, "best_fit for prompts"),
         ({"lora_rank": 4}, "task.lora_rank is 4 but must be 0, or task.model_name_or_path"),
         ({"packing": "best_fit", "attn_implementation": "flash_attention_2"}, "sdpa or eager"),
-        ({"model_name_or_path": "no/such/folder"}, "task.model_name_or_path: cannot load no/such"),
+        (
+            {"model_name_or_path": "no/such/folder"},
+            "_or_path: there is no folder no/such/folder;",
+        ),
         ({"data": "owner/name"}, "owner/name is neither here nor on the Hub"),
         ({"validation_data": "none.jsonl"}, "task.validation_data: nothing to read at none.jsonl"),
     ],

@@ -163,6 +163,96 @@ def test_the_middle_of_an_upright_image_is_stored(task):
     assert task.square(palette, 6).shape == task.square(palette.convert("LA"), 6).shape == (6, 6, 3)
 
 
+def icon(number, kind, size=12):
+    """A file in which all is black, and shape is in what is transparent: a square in a corner."""
+    alpha = np.zeros((size, size), np.uint8)
+    alpha[: number + 2, : number + 2] = 255
+    black = Image.new("RGB", (size, size))
+    black.putalpha(Image.fromarray(alpha))
+    file, options = io.BytesIO(), {}
+    if kind in ("P", "P of bytes", "GIF", "animated GIF"):
+        black = Image.fromarray(1 - alpha // 255)
+        black.putpalette([0] * 12)
+        options["transparency"] = bytes([255, 0, 9]) if kind == "P of bytes" else 1
+        if kind == "animated GIF":
+            options |= {"save_all": True, "append_images": [Image.fromarray(alpha)]}
+    elif kind in ("LA", "RGBA"):
+        black = black.convert(kind)
+    elif kind == "RGB with tRNS":
+        black = Image.fromarray(np.stack([np.zeros_like(alpha), 255 - alpha, alpha * 0], -1))
+        options["transparency"] = (0, 255, 0)
+    black.save(file, kind[-4:].strip() if "GIF" in kind or kind == "WEBP" else "PNG", **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["RGBA", "LA", "P", "P of bytes", "RGB with tRNS", "GIF", "animated GIF", "WEBP"],
+)
+def test_what_is_transparent_is_put_on_the_background(task, kind):
+    for background, color in [("white", (255, 255, 255)), ("#00f", (0, 0, 255))]:
+        stored = task.square({"bytes": icon(4, kind)}, 12, background)
+        assert (stored[:5, :5] <= 12).all() and (np.abs(stored[8:, 8:] - color) <= 1).all()
+
+
+def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
+    task, config, tmp_path, capsys
+):
+    for name in ("a", "b"):
+        (tmp_path / "icons" / name).mkdir(parents=True)
+        for i in range(5):
+            (tmp_path / "icons" / name / f"{i}.png").write_bytes(
+                icon(i + 5 * (name == "b"), "RGBA")
+            )
+    picture(COLORS["red"]).convert("RGBA").save(tmp_path / "icons" / "a" / "opaque.png")
+    found = []
+    for background in ("white", "navy"):
+        cfg = config(tmp_path / "icons", background=background)
+        task.prepare_data(cfg)
+        printed = capsys.readouterr().out
+        assert f"Preparing data: 10 of 11 images are transparent: put on {background}\n" in printed
+        parts = task.datasets(cfg)
+        assert len({part[i][0].tobytes() for part in parts for i in range(len(part))}) == 11
+        found.append((cfg.folder, task.digest(cfg)))
+        assert task.build_model(cfg).config.to_dict()["background"] == background
+    assert not {*found[0]} & {*found[1]}
+
+
+def test_rows_without_an_image_or_a_class_are_refused_or_left_out(task, config, tmp_path, capsys):
+    path = table(tmp_path / "a", "jsonl")
+    rows = [
+        json.dumps(row) for row in [{"image": None, "label": "red"}, {"image": "x", "label": " "}]
+    ]
+    path.write_text("\n".join([path.read_text(), *rows]))
+    with pytest.raises(
+        ValueError, match=r"^task.data: .*, line 25: the image is empty; --task.inc"
+    ):
+        task.prepare_data(config(path))
+    check_colors(task, config(path, incomplete_rows="skip"), 24)
+    assert f"left out 2 of 26 incomplete rows, the first: {path}, line 25: the" in (
+        capsys.readouterr().out
+    )
+
+
+def test_samples_are_of_all_classes_even_where_rows_are_in_their_order(task, tmp_path, monkeypatch):
+    seen = {"side": 4, "mean": [0.5] * 3, "std": [0.5] * 3, "channels_last": False}
+    rows = [(np.zeros((4, 4, 3), np.uint8), i // 100, seen) for i in range(800)]
+
+    class Model(torch.nn.Module):  # takes all for class 0
+        validation, device = rows, "cpu"
+
+        def forward(self, pixel_values):
+            return type("Answer", (), {"logits": torch.eye(8)[[0] * len(pixel_values)]})
+
+    figures = []
+    monkeypatch.setattr("plot.save", lambda figure, path: figures.append(figure))
+    task.draw_samples(Model(), [f"kind {i}" for i in range(8)], tmp_path / "samples.png")
+    titles = [axes.get_title() for axes in figures[0].axes]
+    true = [title.partition("true ")[2] for title in titles]
+    assert len(titles) == 16 and {*true[:7]} == {*true[7:14]} == {f"kind {i}" for i in range(1, 8)}
+    assert "of 256 validation images drawn from 800 are wrong" in figures[0].get_suptitle()
+
+
 def test_equal_images_are_in_one_part_and_each_class_is_in_both(task, config, tmp_path):
     folders(tmp_path / "a", 20)
     for i in range(20):
@@ -319,7 +409,13 @@ BAD = [
     ("a", {"a/1.png": "red", "a/red/1.png": "red"}, "it should be {root}/a/CLASS/1.png"),
     ("a", {"a/train/red/1.png": "red"}, "not in the folder of its class"),
     ("a", {"a/red/1.png": "red", "a/blue/1.png": "blue"}, "no images to evaluate on"),
-    ("a.csv", {"a.csv": "image,label\n1.png,\n"}, "a.csv, line 2: 1.png: '' is no class"),
+    ("a.csv", {"a.csv": "image,label\n1.png,\n"}, "a.csv, line 2: 1.png: the label is empty"),
+    ("a.csv", {"a.csv": "image,label\n ,a\n"}, "a.csv, line 2: the image is empty; --task.incompl"),
+    (
+        "a.jsonl",
+        {"a.jsonl": '{"image": "1.png", "label": null}'},
+        "line 1: 1.png: the label is empty",
+    ),
     ("a.csv", {"a.csv": "file,label\n1.png,a\n"}, "--task.image_column"),
     ("a.csv", {"a.csv": "image,label\nno.png,a\nno.png,b\n"}, "line 2: no.png: [Errno 2]"),
     ("a.jsonl", {"a.jsonl": '{"image": 5, "label": 1.5}'}, "a.jsonl, line 1: 1.5 is no class"),
@@ -361,7 +457,8 @@ def test_a_class_that_training_does_not_know_is_refused(task, config, tmp_path):
         ("validation_fraction", 1.0), ("image_size", 0), ("image_size", 10), ("stored_size", -1),
         ("min_crop", 0.0), ("min_crop", 1.5), ("patch_size", 0), ("hidden_size", 18),
         ("hidden_size", 0), ("num_layers", 0), ("num_heads", 0), ("dropout", 1.0),
-        ("validation_data", "somewhere"),
+        ("validation_data", "somewhere"), ("background", "no such"), ("background", "#ffffff80"),
+        ("background", ""), ("background", "rgb(300, 0, 0)"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
@@ -378,6 +475,35 @@ def test_a_folder_without_a_model_is_refused_at_once(task, config, tmp_path):
     with pytest.raises(ValueError, match="^task.model_name_or_path: cannot load") as error:
         task.prepare_data(config(model_name_or_path=str(tmp_path)))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("runs/default/model", "there is no folder runs/default/model; run make train first"),
+        ("./runs/default", "there is no folder ./runs/default; run make train first"),
+        ("runs/mine", "there is no folder runs/mine; give an existing one, or OWNER/NAME of the"),
+        ("/no/such", "there is no folder /no/such; give an existing one"),
+        ("~/no-such", "there is no folder ~/no-such; give"), ("../x", "there is no folder ../x; "),
+        ("a/b/c", "there is no folder a/b/c; "), ("owner/", "there is no folder owner/; "),
+        ("here/x", "there is no folder here/x; "), ("a--b", "there is no folder a--b; "),
+        ("two words", "there is no folder two words; "),
+        ("here/file", "here/file is a file; give the folder that it is in"),
+        ("owner/x", r"owner/x \(revision main\) is not in the local cache, and HF_HUB_OFFLINE forbids"),
+    ],
+)  # fmt: skip
+def test_no_request_is_made_for_a_model_that_is_missing(
+    task, config, tmp_path, monkeypatch, name, said
+):
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: name == "owner/x")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
+    with pytest.raises(ValueError, match=f"^task.model_name_or_path: {said}"):
+        task.prepare_data(config(model_name_or_path=name))
 
 
 # ---- Runs ----------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +63,7 @@ def models(tmp_path_factory):
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     t.BitImageProcessor(**size).save_pretrained(folder / "images")
     (folder / "texts.txt").write_text("one\ntwo\n")
-    (folder / "latin.txt").write_bytes(b"caf\xe9\n")
+    (folder / "latin.txt").write_bytes(b"tea\ncaf\xe9\n")
     os.mkfifo(folder / "pipe")
     return folder
 
@@ -92,7 +94,7 @@ ARGUMENTS = [
     ([*LM, "--file", "lm"], "cannot read lm: it is a folder or a device; give a file"),
     ([*LM, "--file", "/dev/zero"], "cannot read /dev/zero: it is a folder or a device"),
     ([*LM, "--file", "pipe"], "there is no input"),
-    ([*LM, "--file", "latin.txt"], "cannot read latin.txt: 'utf-8' codec can't decode byte 0xe9"),
+    ([*LM, "--file", "latin.txt"], "cannot read latin.txt: line 2 is not UTF-8"),
     ([*LM, "--file", "f" * 5000], "cannot read fff"),
     ([*LM, "caf\udce9"], "caf\\udce9 is not UTF-8"),
     (["--model", "images", "texts.txt", "x.png"], "texts.txt is no image that can be read"),
@@ -132,7 +134,8 @@ def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
 
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
-    "no weights": ("model.safetensors", None, "cannot load"),
+    "no weights": ("model.safetensors", None, "model holds no weights (model.safetensors); copy"),
+    "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights, as lm_"),
     "tokenizer of brackets": ("tokenizer.json", b"[" * 5000, "cannot load"),
     "empty tokenizer": ("tokenizer.json", b"", "cannot load"),
     "odd size": ("config.json", {"hidden_size": "wide"}, "cannot load"),
@@ -155,6 +158,8 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
     (model / file).unlink(missing_ok=True)
     if content == "pipe":
         os.mkfifo(model / file)
+    elif content == "classes":
+        shutil.copy(models / content / file, model / file)
     elif content is not None:
         (model / file).write_bytes(content)
     result = programs.run(predict, tmp_path, "--model", "model", "x", stdin=b"y\n")
@@ -168,7 +173,41 @@ def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
     assert programs.run(predict, models, *LM, "--tokens", "100", "x").returncode == 0
 
 
+def test_ctrl_c_ends_it_without_a_word(models):
+    command = [sys.executable, "-B", PROJECT / "predict.py", *LM, "--tokens", "100000", "x"]
+    run = subprocess.Popen(command, cwd=models, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    time.sleep(1)
+    run.send_signal(signal.SIGINT)
+    assert (*run.communicate(), run.returncode) == (b"", b"", -signal.SIGINT)  # a shell says 130
+
+
 # ---- What predict.py prints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model, kind", [("lm", "text"), ("classes", "classes")])
+def test_each_line_is_answered_in_its_place(models, model, kind):
+    flags = ["--model", model, "--tokens", "2", "--batch", "2", "--file", "-"]
+    given = "\ufeff\none\n\n \r\ntwo\u2028lines\n\n\n\nthree".encode()
+    result = programs.run(predict, models, *flags, "--json", stdin=given)
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    inputs = ["", "one", "", " ", "two\u2028lines", "", "", "", "three"]
+    assert [answer["input"] for answer in found] == inputs
+    assert all((answer[kind] is None) != bool(answer["input"].strip()) for answer in found)
+    alone = programs.run(predict, models, *flags[:-2], "--json", "two\u2028lines").stdout
+    assert json.loads(alone)[kind] == found[4][kind]
+    if kind == "classes":
+        lines = programs.run(predict, models, *flags, stdin=given).stdout.split("\n")
+        assert [bool(line) for line in lines] == [bool(text.strip()) for text in [*inputs, ""]]
+    assert refused(programs.run(predict, models, *flags, stdin=b"\n \n\n"), "there is no input")
+
+
+def test_a_path_is_shown_whole_and_a_text_from_its_beginning(models, tmp_path):
+    name = f"{'x' * 100} a\nb  c.png"
+    picture(tmp_path / name)
+    result = programs.run(predict, tmp_path, "--model", models / "images", name)
+    assert result.stdout.startswith(f"{'x' * 100} a\\nb  c.png: ")
+    result = programs.run(predict, models, "--model", "classes", "the beginning " + "y" * 100)
+    assert result.stdout.startswith(f"the beginning {'y' * 43}...: ")
 
 
 def test_an_answer_with_classes_is_one_line_whatever_they_are_called(models):
@@ -176,7 +215,7 @@ def test_an_answer_with_classes_is_one_line_whatever_they_are_called(models):
     result = programs.run(predict, models, "--model", "classes", "--top", "99", given)
     assert (result.returncode, result.stderr, result.stdout.count("\n")) == (0, "", 1)
     assert result.stdout[:-1].isprintable() and len(result.stdout) < 400
-    assert result.stdout.startswith("one two\\x1b[2J\\u202ey") and "a b\\x1b[31m" in result.stdout
+    assert result.stdout.startswith("one two\\x1b[2J\\u202eyyy") and "a b\\x1b[31m" in result.stdout
     exact = programs.run(predict, models, "--model", "classes", "--json", "--top", "99", given)
     found = json.loads(exact.stdout)
     assert found["input"] == given and exact.stdout[:-1].isprintable()
@@ -334,6 +373,28 @@ def test_predictions_see_images_as_training_does(models, tmp_path):
     result = programs.run(predict, tmp_path, *flags, *names)
     found = [json.loads(line)["classes"] for line in result.stdout.splitlines()]
     assert found[0] == found[1] != found[2] and len(found) == 4
+
+
+def test_predictions_see_transparent_images_as_training_does(models, tmp_path):
+    with Image.open(picture(tmp_path / "a.png")) as image:
+        image.putalpha(Image.linear_gradient("L").resize(image.size))
+        image.save(tmp_path / "a.png")
+        for color in ("white", "navy"):
+            on = Image.alpha_composite(Image.new("RGBA", image.size, color), image)
+            on.convert("RGB").save(tmp_path / f"{color}.png")
+        image.convert("RGB").save(tmp_path / "none.png")
+    shutil.copytree(models / "images", tmp_path / "model")
+    about = json.loads((tmp_path / "model" / "config.json").read_text())
+    for color in ("white", "navy", "none"):
+        given = {} if color == "none" else {"background": color}  # a model from elsewhere has none
+        (tmp_path / "model" / "config.json").write_text(json.dumps(about | given))
+        flags = ["--model", "model", "--json", "a.png", "white.png", "navy.png", "none.png"]
+        result = programs.run(predict, tmp_path, *flags)
+        found = {
+            line["input"]: line["classes"] for line in map(json.loads, result.stdout.splitlines())
+        }
+        same = [name for name in found if found[name] == found["a.png"]]
+        assert same == ["a.png", f"{color}.png"]
 
 
 # ---- Pictures and the model card -----------------------------------------------------------------

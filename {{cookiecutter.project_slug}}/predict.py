@@ -2,7 +2,7 @@
 
     python predict.py "When a function is called,"           a text, continued or classified
     python predict.py photo.jpg more/*.png                   images, classified
-    python predict.py --file texts.txt                       one input a line
+    python predict.py --file texts.txt                       an input a line; blank ones stay blank
     cat texts.txt | python predict.py --json                 the same; an object of JSON a line
     printf 'a text\\tits pair\\n' | python predict.py         two texts, with a tab between them
     python predict.py --model runs/mine/model --chat "Hi"    a model that was trained on chats
@@ -16,13 +16,14 @@ import json
 import math
 import os
 import re
+import signal
 import stat
 import sys
 import warnings
 from pathlib import Path
 from typing import TextIO
 
-from tracking import one_line
+from tracking import escaped, one_line
 
 # transformers takes 4 s to import: after the arguments are known to be right.
 
@@ -131,7 +132,8 @@ def stop(problem: str) -> None:
 
 def model_folder(given: Path | None) -> tuple[Path, str]:
     """The model's folder, and what transformers calls its task."""
-    newest = sorted(Path("runs").glob("*/model"), key=lambda path: path.stat().st_mtime)
+    trained = filter(Path.is_dir, Path("runs").glob("*/model"))
+    newest = sorted(trained, key=lambda path: path.stat().st_mtime)
     folder = given or (newest or [Path("runs/default/model")])[-1]
     try:
         if not folder.is_dir():
@@ -142,29 +144,37 @@ def model_folder(given: Path | None) -> tuple[Path, str]:
         for path in folder.rglob("*"):  # transformers would wait for a named pipe
             if not (path.is_file() or path.is_dir()):
                 stop(f"{path} is neither a file nor a folder; remove it, or train again")
+        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+            stop(f"{folder} holds no weights (model.safetensors); copy it whole, or train again")
     except OSError as error:
         stop(f"cannot read --model {folder}: {error.strerror}")
     return folder, task
 
 
 def read_inputs(arguments: argparse.Namespace) -> list[str]:
-    """The inputs: of the command line, else of a file, else of standard input."""
+    """The inputs: of the command line, else the lines of a file, else of standard input."""
     if arguments.inputs and arguments.file:
         stop("give inputs or --file, not both")
     if arguments.inputs:
         return arguments.inputs
+    name = arguments.file if arguments.file not in (None, "-") else "standard input"
     try:
-        if arguments.file not in (None, "-"):
-            content = read_file(arguments.file)
+        if name == arguments.file:
+            content = read_file(name)
         else:
             if sys.stdin and sys.stdin.isatty():
                 emit("One input a line; Ctrl-D ends them.", sys.stderr)
             content = sys.stdin.buffer.read() if sys.stdin else b""
-        lines = content.decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"cannot read {arguments.file or 'standard input'}: {error}")
-    lines = [line for line in lines if line.strip()]
-    return lines or stop("there is no input: give texts or paths, --file, or lines to read")
+        text = io.StringIO(content.decode("utf-8-sig"), newline=None)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        stop(f"cannot read {name}: line {line} is not UTF-8")
+    except OSError as error:
+        stop(f"cannot read {name}: {error.strerror or error}")
+    lines = [line.removesuffix("\n") for line in text]
+    if not any(map(str.strip, lines)):
+        stop("there is no input: give texts or paths, --file, or lines to read")
+    return lines
 
 
 def read_file(path: str) -> bytes:
@@ -208,6 +218,21 @@ def open_image(source: str | Path | bytes):
     return image
 
 
+def is_transparent(image) -> bool:
+    """Whether something would show through some pixels of a Pillow image."""
+    return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
+
+
+def flatten(image, background: str):
+    """A Pillow image in RGB; the background shows where it is transparent."""
+    from PIL import Image
+
+    if not is_transparent(image):
+        return image.convert("RGB")
+    ground = Image.new("RGBA", image.size, background)
+    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
 def decoded(path: str):
     """A Pillow image of a path, its file closed again."""
     with open_image(path) as image:
@@ -217,7 +242,7 @@ def decoded(path: str):
 
 def check_images(paths: list[str]) -> None:
     """Ends the program at the first file that is no image."""
-    for path in paths:
+    for path in filter(str.strip, paths):
         try:
             decoded(path)
         except Exception as error:  # each decoder has its own
@@ -253,45 +278,76 @@ def options_of(task: str, arguments: argparse.Namespace, model) -> dict:
     return {"generation_config": settings, "return_full_text": False}
 
 
-def line_of(given: str, answer, as_json: bool) -> str:
-    """An answer as a line: text, a number, or classes with their probabilities."""
+def load_model(folder: Path):
+    """The model of a folder; raises ValueError where its files lack weights, which would be random.
+
+    Of an adapter, that is the model of its base with the adapter.
+    """
+    import transformers
+
+    auto, options = transformers.AutoModelForCausalLM, {"trust_remote_code": False}
+    if (folder / "config.json").is_file():
+        about = transformers.AutoConfig.from_pretrained(str(folder), **options)
+        auto = getattr(transformers, about.architectures[0], auto)
+    model, facts = auto.from_pretrained(str(folder), output_loading_info=True, **options)
+    if missing := sorted(facts["missing_keys"]):
+        raise ValueError(f"its files lack {len(missing)} of its weights, as {missing[0]}")
+    return model
+
+
+def line_of(given: str, task: str, kind: str, answer, as_json: bool) -> str:
+    """An answer as a line: text, a number, or classes with their probabilities; None is blank."""
     if as_json:
-        kind = {str: "text", float: "value"}.get(type(answer), "classes")
         found = {"input": given, kind: answer}
         text = json.dumps(found, ensure_ascii=False, allow_nan=False)
         shown = text.isprintable() and sys.stdout.encoding.lower() == "utf-8"
         return text if shown else json.dumps(found)
-    if isinstance(answer, str):  # with its line ends
+    if answer is None:
+        return ""
+    if kind == "text":  # with its line ends
         return HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
-    if isinstance(answer, float):
-        return f"{one_line(given, 60)}: {answer:.6g}"
+    if task == "image-classification":
+        given = escaped(given)  # a path is shown whole
+    elif len(given := one_line(given, len(given) * 10)) > 60:
+        given = f"{given[:57]}..."
+    if kind == "value":
+        return f"{given}: {answer:.6g}"
     classes = [f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer]
-    return f"{one_line(given, 60)}: {'  '.join(classes)}"
+    return f"{given}: {'  '.join(classes)}"
 
 
 def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dict) -> list[str]:
     """The lines that a pipeline of transformers answers these inputs with."""
-    given = inputs
+    asked = given = [text for text in inputs if text.strip()]
+    config, kind = pipe.model.config, "classes"
     if pipe.task == "image-classification":  # opened here: it would take URLs and any format
-        given = [decoded(path) for path in inputs]
+        given = [decoded(path) for path in asked]
+        if hasattr(config, "background"):  # as in training; a pipeline ignores transparency
+            given = [flatten(image, config.background) for image in given]
     elif arguments.chat:
-        given = [[{"role": "user", "content": text}] for text in inputs]
-    elif getattr(pipe.model.config, "text_pair", False):
-        parts = [text.partition("\t") for text in inputs]
+        given = [[{"role": "user", "content": text}] for text in asked]
+    elif getattr(config, "text_pair", False):
+        parts = [text.partition("\t") for text in asked]
         given = [{"text": text, "text_pair": pair} for text, _, pair in parts]
-    config, lines = pipe.model.config, []
-    for text, result in zip(inputs, pipe(given, **options), strict=True):
+    found = iter(pipe(given, **options) if given else [])
+    lines = []
+    for text in inputs:
+        result = next(found) if text.strip() else None
         if pipe.task == "text-generation":
-            result = result[0]["generated_text"]
+            kind = "text"
+            result = result and result[0]["generated_text"]
         elif config.problem_type == "regression":
             scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
-            result = result[0]["score"] * scale + mean
-        lines.append(line_of(text, result, arguments.json))
+            kind = "value"
+            result = result and result[0]["score"] * scale + mean
+        lines.append(line_of(text, pipe.task, kind, result, arguments.json))
     return lines
 
 
 def main() -> None:
     """Reads, loads, answers."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     for name in ("stdout", "stderr"):
         if not getattr(sys, name):  # closed; else the next file that is opened takes its number
             setattr(sys, name, open(os.devnull, "w"))
@@ -311,7 +367,7 @@ def main() -> None:
         reads = "image_processor" if task == "image-classification" else "tokenizer"
         # Untold, transformers asks whether to run code that came with the model.
         options = {reads: str(folder), "trust_remote_code": False}
-        answer = pipeline(task, str(folder), **options)
+        answer = pipeline(task, load_model(folder), **options)
         options = options_of(task, arguments, answer.model)
     except Exception as error:  # each of many libraries below has its own
         stop(f"cannot load {folder}: {error}")

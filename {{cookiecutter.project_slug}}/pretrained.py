@@ -31,9 +31,35 @@ class ModelConfig:
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
-    """The folder here that the model to start from is in; None: it is on the Hub, or new."""
-    folder = local_path(cfg.model_name_or_path, "model_name_or_path")
-    return folder if cfg.model_name_or_path and folder.is_dir() else None
+    """The folder here that the model to start from is in; None: it is on the Hub, or new.
+
+    Raises ValueError for a path where no folder is: the Hub would be asked for it.
+    """
+    name, folder = cfg.model_name_or_path, local_path(cfg.model_name_or_path, "model_name_or_path")
+    if not name or folder.is_dir():
+        return folder if name else None
+    if folder.is_file():
+        problem = f"{one_line(name, 100)} is a file; give the folder that it is in"
+    elif Path("runs/default") in (folder, *folder.parents):
+        problem = f"there is no folder {one_line(name, 100)}; run make train first"
+    elif is_path(name):
+        problem = f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME "
+        problem += "of the Hub"
+    else:
+        return None
+    raise ValueError(f"task.model_name_or_path: {problem}")
+
+
+def is_path(name: str) -> bool:
+    """Whether no model of the Hub can have this name, or it is below a folder that is here."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    first, _, rest = name.partition("/")
+    return bool(rest) and (first == "runs" or Path(first).is_dir())
 
 
 def check_unread(cfg: ModelConfig) -> None:
@@ -77,6 +103,8 @@ def load(auto: Any, cfg: ModelConfig, **options) -> Any:
         if (folder / "adapter_config.json").exists():
             kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
         raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
+    if not folder:
+        check_reachable(cfg)
     where = str(folder or cfg.model_name_or_path)
     options |= {"trust_remote_code": cfg.trust_remote_code}
     options |= {} if folder else {"revision": cfg.revision}
@@ -87,6 +115,22 @@ def load(auto: Any, cfg: ModelConfig, **options) -> Any:
         raise ValueError(
             f"task.model_name_or_path: cannot load {name}: {one_line(error)}"
         ) from None
+
+
+def check_reachable(cfg: ModelConfig) -> None:
+    """Raises ValueError for a model of the Hub that is not here and must not be downloaded."""
+    from huggingface_hub import is_offline_mode, try_to_load_from_cache
+
+    name, found = cfg.model_name_or_path, None
+    if is_offline_mode():
+        for file in ("config.json", "adapter_config.json"):
+            found = found or try_to_load_from_cache(name, file, revision=cfg.revision)
+        if not isinstance(found, str):
+            raise ValueError(
+                f"task.model_name_or_path: {one_line(name, 100)} (revision "
+                f"{one_line(cfg.revision, 60)}) is not in the local cache, and HF_HUB_OFFLINE "
+                "forbids to download it"
+            )
 
 
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options) -> Any:

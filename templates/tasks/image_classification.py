@@ -48,6 +48,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -56,13 +57,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 import confusion
 import pretrained
 import sources
-from predict import open_image
+from predict import flatten, is_transparent, open_image
 from sources import ROUNDING, SHAPE
 from tracking import one_line
 
@@ -90,6 +91,8 @@ class TaskConfig(sources.DataConfig, pretrained.ModelConfig):
     """Of a table: the column of classes."""
     corrupt: Literal["refuse", "skip"] = "refuse"
     """Whether images that cannot be read end the run, or are named and left out."""
+    background: str = "white"
+    """Colour behind transparent images, in training and in predict.py: a name, or "#rrggbb"."""
     image_size: int = field(default=32, metadata=SHAPE)
     """Side in pixels of the square that a new model sees; a pretrained one has its own."""
     stored_size: int = 0
@@ -125,6 +128,7 @@ def check(cfg: TaskConfig) -> None:
     unit = max(cfg.num_heads, 1) if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
     rules = [
         ("validation_data", not (digits and cfg.validation_data), "empty, as digits has its own"),
+        ("background", is_color(cfg.background), "a colour, as white or '#ffffff'"),
         ("stored_size", 0 <= cfg.stored_size <= 8192, "from 0 to 8,192"),
         ("min_crop", 0.01 <= cfg.min_crop <= 1, "from 0.01 to 1"),
         ("patch_size", 1 <= cfg.patch_size <= 4096, "from 1 to 4,096"),
@@ -144,9 +148,18 @@ def check(cfg: TaskConfig) -> None:
         layer = (12 if vit else 2) * cfg.hidden_size
         outside = patches + 3 * patch**2 if vit else 0
         pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
-    table = "image_column label_column corrupt"
-    sources.check_read(cfg, [(table, not digits, "where task.data is digits")])
+    read = "image_column label_column corrupt background incomplete_rows"
+    sources.check_read(cfg, [(read, not digits, "where task.data is digits")])
     pretrained.check_unread(cfg)
+
+
+def is_color(text: str) -> bool:
+    """Whether Pillow takes it for a colour that nothing shows through."""
+    try:
+        color = ImageColor.getrgb(text)
+    except ValueError:
+        return False
+    return len(color) == 3 and max(color) <= 255
 
 
 def prepare_data(cfg: TaskConfig) -> None:
@@ -293,6 +306,7 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     if config:
         model = pretrained.new_model(auto, config, cfg)
     model.validation = datasets(cfg)[1]
+    model.config.background = cfg.background  # for predict.py: image processors have no such thing
     return model
 
 
@@ -331,23 +345,32 @@ def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def draw_samples(model: Any, names: list[str], path: Path) -> Path:
-    """Sixteen out of 256 validation images, evenly spread, first those that are taken wrongly."""
+    """Sixteen out of 256 validation images: first wrong ones, and of each class in turn."""
     from matplotlib.figure import Figure
 
     from plot import save
 
-    last = len(model.validation) - 1
-    rows = [model.validation[i] for i in np.linspace(0, last, min(256, last + 1)).astype(int)]
+    drawn = np.random.default_rng(0).permutation(len(model.validation))[:256]
+    rows = [model.validation[i] for i in drawn]  # at random, since classes may follow each other
     shown = []
     for start in range(0, len(rows), 16):
         part = rows[start : start + 16]
         pixels = collate(part)["pixel_values"].to(model.device)
         guesses = model(pixel_values=pixels).logits.argmax(1).tolist()
         shown += zip(part, guesses, strict=True)
-    shown.sort(key=lambda pair: pair[0][1] == pair[1])
+    before: Counter = Counter()
+
+    def rank(pair: tuple[Row, int]) -> tuple[bool, int]:
+        """Whether it is right, and how many of its class came before it."""
+        (_, label, _), guess = pair
+        before[label, label == guess] += 1
+        return label == guess, before[label, label == guess]
+
+    shown.sort(key=rank)
     wrong = sum(label != guess for (_, label, _), guess in shown)
     figure = Figure((8, 9), dpi=150, layout="constrained")
-    figure.suptitle(f"{wrong} of {len(rows)} validation images wrong")
+    part = f" drawn from {len(model.validation):,}" * (len(model.validation) > len(rows))
+    figure.suptitle(f"{wrong} of {len(rows)} validation images{part} are wrong; these come first")
     panels = figure.subplots(4, 4).flat
     for axes, ((image, label, _), guess) in zip(panels, shown, strict=False):
         axes.imshow(image)
@@ -393,7 +416,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
 
     Images that a table names are not among the files: `build` gives their digests.
     """
-    settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt]
+    settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt, cfg.background]
     used = [] if cfg.data == "digits" else sources.used_files(cfg, ENDINGS)
     return sources.cache_folder(cfg, settings, used, CODE)
 
@@ -433,11 +456,14 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
             f"{free:,.1f} MB of them; name another, or lower --task.stored_size"
         )
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
+    transparent = np.zeros(len(rows), bool)
 
     def store(number: int) -> tuple[str, str]:
         """A hash of what is stored, and what is wrong with the image."""
         try:
-            images[number] = square(rows[number][0]["image"], shape[1])
+            image = opened(rows[number][0]["image"], shape[1])
+            transparent[number] = is_transparent(image)
+            images[number] = square(image, shape[1], cfg.background)
         except UnidentifiedImageError:
             return "", "not an image"
         except Exception as error:  # each decoder has its own
@@ -460,6 +486,12 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
         print(f"left out: {one_line(problem)}")
     if problems[10:]:
         print(f"and {len(problems) - 10:,} more", flush=True)
+    if number := transparent[good].sum():
+        print(
+            f"Preparing data: {number:,} of {len(good):,} images are transparent: put on "
+            f"{cfg.background}",
+            flush=True,
+        )
 
     names = sorted({label[number] for number in parts[0]})
     if len(names) < 2:
@@ -515,12 +547,22 @@ def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
         train = local_rows(cfg.data, columns, "data")
     if cfg.validation_data:
         validation = local_rows(cfg.validation_data, columns, "validation_data")
-    for row, place in train + (validation or []):
-        if not isinstance(row["label"], (str, int)) or row["label"] == "":
-            value = one_line(repr(row["label"]), 60)
-            raise ValueError(f"task.label_column: {place}: {value} is no class")
-        row["label"] = str(row["label"])
-    return train, validation
+    field = "validation_data" if cfg.validation_data else "validation_split"
+    train = sources.complete(train, cfg, "data", check_row)
+    return train, validation and sources.complete(validation, cfg, field, check_row)
+
+
+def check_row(row: dict) -> None:
+    """Turns the label into text; raises ValueError where it is no class, or there is no image."""
+    image, label = row["image"], row["label"]
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    for role, value in (("image", image), ("label", label)):
+        if value is None or (isinstance(value, (str, bytes)) and not value.strip()):
+            raise sources.Incomplete(f"the {role} is empty")
+    if not isinstance(label, (str, int)):
+        raise ValueError(f"{one_line(repr(label), 60)} is no class")
+    row["label"] = str(label)
 
 
 def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.Row]:
@@ -533,7 +575,7 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
             image = row["image"]
             if isinstance(image, dict) and not image.get("bytes"):
                 image = image.get("path")
-            if isinstance(image, str):
+            if isinstance(image, str) and image.strip():
                 place = f"{place}: {one_line(image, 100)}"
                 path = os.path.join(table.parent, image)
                 if "\0" in image or (os.path.exists(path) and not os.path.isfile(path)):
@@ -552,10 +594,15 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
     return rows
 
 
-def square(image: Any, side: int) -> np.ndarray:
-    """The middle of an image, uint8 (side, side, 3): of a path, {"bytes": ...}, or Pillow's own."""
+def opened(image: Any, side: int) -> Image.Image:
+    """Pillow's image of a path, of {"bytes": ...}, or itself."""
     if not isinstance(image, Image.Image):
         image = open_image(image["bytes"] if isinstance(image, dict) else image)
         image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a part of its size
-    image = ImageOps.exif_transpose(image).convert("RGB")
+    return image
+
+
+def square(image: Any, side: int, background: str = "white") -> np.ndarray:
+    """The middle of an image, uint8 (side, side, 3), where it is transparent on the background."""
+    image = flatten(ImageOps.exif_transpose(opened(image, side)), background)
     return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
