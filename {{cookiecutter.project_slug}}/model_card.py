@@ -47,6 +47,7 @@ def write(folder: Path, place: Path, facts: dict) -> None:
         settings = yaml.safe_dump(config, sort_keys=False).strip()
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
     reads = ", image_processor" if task == "image-classification" else ", tokenizer"
+    ground = config["task"].get("background") if task == "image-classification" else None
     use = f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
     if task == "text-classification":
         use += question(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -57,6 +58,10 @@ def write(folder: Path, place: Path, facts: dict) -> None:
         f"{data['samples']:,}, from {plain(config['task'].get('data') or 'the data of task.py')} "
         f"(data fingerprint {data['fingerprint']}).",
         f"```python\nfrom transformers import pipeline\n\n{use}\n```" if task else "",
+        f"Training put transparent images on {plain(ground)}, and predict.py does the same; "
+        "`pipeline` ignores transparency: put such images on that colour first."
+        if ground
+        else "",
         "## Evaluation\n\n| metric | value |\n| --- | --- |\n" + "\n".join(rows),
         f"## Settings\n\n{fence}yaml\n{settings}\n{fence}",
         "## Versions\n\n" + ", ".join(f"{n} {number}" for n, number in facts["versions"].items()),

@@ -2,12 +2,13 @@
 
     python predict.py "When a function is called,"           a text, continued or classified
     python predict.py photo.jpg more/*.png                   images, classified
-    python predict.py --file texts.txt                       an input a line; blank ones stay blank
+    python predict.py --file texts.txt                       one input a line
     cat texts.txt | python predict.py --json                 the same; an object of JSON a line
     printf 'a text\\tits pair\\n' | python predict.py         two texts, with a tab between them
     python predict.py --model runs/mine/model --chat "Hi"    a model that was trained on chats
 
-What the model is, its folder says: the one that train.py saves at the end, in runs/NAME/model.
+The model is the one that train.py saves at the end, in runs/NAME/model; its config.json says what
+it is for. A blank line is answered by a blank one: line n of the answers is that of line n.
 """
 
 import argparse
