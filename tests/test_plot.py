@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import programs
 from programs import PROJECT
@@ -138,7 +139,8 @@ def test_the_words_of_one_run(tmp_path, monkeypatch):
     lines = curve(last=2.0)
     lines[-1] |= {"unigram_loss": 2.8, "baseline_accuracy": 0.25}
     words = texts(monkeypatch, [write(tmp_path / "a", lines)], tmp_path / "a.png")
-    assert {"a", "training", "validation", "2.000", "unigram loss 2.800"} <= words
+    assert {"a", "training, as logged", "training, mean of 5 values", "validation"} <= words
+    assert {"2.000", "unigram loss 2.800"} <= words
     assert {"loss", "learning rate", "tokens / s", "optimizer step"} <= words
     assert not any("accuracy" in word for word in words)
 
@@ -151,7 +153,89 @@ def test_the_words_of_a_comparison(tmp_path, monkeypatch):
     ]
     words = texts(monkeypatch, [*runs, runs[0]], tmp_path / "compared.png")
     assert {"2.000   x/a", "1.500   y/a", "–   y/b", "samples or\ntokens / s"} <= words
+    assert "training loss, mean over about 8% of the run" in words
     assert size(tmp_path / "compared.png") == (1600, 1240)  # the run given twice counts once
+
+
+def test_what_is_drawn_is_said(tmp_path, monkeypatch):
+    """Means are told from what was logged, and only evaluations have dots."""
+    figures = []
+    monkeypatch.setattr(plot, "FigureCanvasAgg", figures.append)
+    for number, said in [
+        (3, ["training"]), (24, ["training"]),
+        (100, ["training, as logged", "training, mean of 9 values"]),
+    ]:  # fmt: skip
+        run = write(tmp_path / str(number), curve(steps=number))
+        plot.draw([run], tmp_path / "a.png")
+        *drawn, validation = figures[-1].axes[0].get_lines()
+        assert [line.get_label() for line in drawn] == said
+        assert len(drawn[0].get_xdata()) == number
+        assert (validation.get_label(), validation.get_marker()) == ("validation", "o")
+        assert not any(line.get_marker() == "o" for line in drawn)
+    training = [line["loss"] for line in curve(steps=100)[:100]]
+    assert list(drawn[0].get_ydata()) == training
+    assert list(drawn[1].get_ydata()) == plot.smooth(training)
+
+
+def scored(**scores):
+    """Lines of a run with two evaluations, of these scores: (the first, the last)."""
+    rows = [line | {name: pair[i] for name, pair in scores.items()}
+            for i, line in enumerate(curve()[-2:])]  # fmt: skip
+    return curve()[:-2] + rows
+
+
+@pytest.mark.parametrize(
+    ("scores", "panels"),
+    [
+        ({"accuracy": (0.5, 1.0), "macro_f1": (0, 0.9), "useful_share": (0.9, 0.9)}, ["scores"]),
+        ({"perplexity": (900.0, 30.0), "bits_per_byte": (3, 2)}, ["perplexity", "bits per byte"]),
+        ({"mae": (2.5, 0.5), "r2": (-1, 0.5)}, ["mae", "r2"]),
+        ({"accuracy": (0.5, 0.6), "bleu": (3, 30), "chrf": (20, 50)}, ["accuracy", "scores"]),
+        ({"perplexity": (None, "x"), "baseline_accuracy": (0, 1), "ok": (True, False)}, []),
+        ({"accuracy": (0.5, math.nan), "$\\frac_{\udcff": (1e300, 1)}, ["scores"]),
+        ({f"score {i}": (0, 1 / (i + 1)) for i in range(99)}, ["scores"]),
+    ],
+    ids=["classes", "texts", "numbers", "mixed", "none", "odd", "many"],
+)
+def test_scores_have_panels(tmp_path, monkeypatch, scores, panels):
+    run = write(tmp_path / "a", scored(**scores))
+    words = texts(monkeypatch, [run], tmp_path / "a.png")
+    assert {word for word in words if word.startswith("validation\n")} == {
+        f"validation\n{panel}" for panel in panels
+    }
+    for name, (_, last) in list(scores.items())[:5]:
+        if panels == ["scores"] and name != "useful_share" and name.isascii() and last == last:
+            assert f"{name.replace('_', ' ')} {last:#.4g}" in words
+    monkeypatch.undo()
+    assert size(plot.draw([run], run / "a.png")) == (1600, 1200 + 280 * len(panels))
+    both = [run, write(tmp_path / "b", scored(**scores))]
+    assert size(plot.draw(both, tmp_path / "both.png")) == (1600, 1200 + 280 * len(panels))
+
+
+def test_settings_that_differ_are_named(tmp_path, monkeypatch):
+    same = {"max_steps": 60, "project": "x", "task": {"data": "d", "cache_dir": "1", "flip": False}}
+    other = {**same, "project": "y", "output_dir": "runs/b", "learning_rate": 0.001, "seed": 2}
+    other["task"] = {"data": "a\n$b" + "c" * 99, "cache_dir": "2", "flip": True}
+    runs = [write(tmp_path / name, curve()) for name in "abc"]
+    (runs[0] / "config.yaml").write_text(yaml.safe_dump({"learning_rate": 0.003, "seed": 1} | same))
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(other))
+    (runs[2] / "config.yaml").write_text("learning_rate: [1")  # broken: the others are compared
+    words = texts(monkeypatch, runs, tmp_path / "both.png")
+    assert "2.000   a   learning_rate 0.003, seed 1, task.data d, and 1 more" in words
+    assert "2.000   c" in words
+    monkeypatch.undo()
+    result = command(tmp_path, "a", "b", "c")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "a: learning_rate 0.003, seed 1, task.data d, task.flip false"
+    assert lines[1].startswith("b: learning_rate 0.001, seed 2, task.data a $bccc")
+    assert lines[1].endswith("ccc, task.flip true") and len(lines[1]) < 120
+    assert lines[2:] == ["curves.png"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "1", "\x00", "a: *b", "[" * 9999, "task: 5", "é"])
+def test_a_config_that_cannot_be_read_is_none(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
+    assert plot.differences([tmp_path, tmp_path]) == [[], []]
 
 
 @pytest.mark.filterwarnings("error")

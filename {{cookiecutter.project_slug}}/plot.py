@@ -1,10 +1,11 @@
-"""Draws the curves of a run, or compares runs: loss, learning rate and throughput.
+"""Draws the curves of a run, or compares runs: loss, scores, learning rate and throughput.
 
     python plot.py runs/a                                   writes runs/a/curves.png
     python plot.py runs/a runs/b                            compares them in curves.png, here
     python plot.py runs/a runs/b --output figures/ab.pdf    elsewhere; .png, .svg or .pdf
 
-A run is a folder with a metrics.jsonl, finished or not. train.py draws its own at the end.
+A run is a folder with a metrics.jsonl, finished or not. train.py draws its own at the end. Of runs
+that are compared, the settings that differ are printed.
 """
 
 import argparse
@@ -18,12 +19,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from checkpoints import flat
 from tracking import one_line, protect_output
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
@@ -31,10 +35,15 @@ Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe-Ito
 DASHES = ["-", "--", ":", "-."]  # the next one each time the colors are used up
 GREY = "#555555"
-MANY = 40  # from here on, points are averaged and dots left out
+FEW, MANY = 15, 40  # from here on, points of training and of evaluations are not marked
 LARGEST = 3.5e38  # the largest number that is drawn: a little more than that of fp32
-MOST = 5  # baselines in a picture, and units of throughput
+MOST = 5  # baselines in a picture, scores in a panel, units of throughput
+ABOVE = {"frameon": False, "borderaxespad": 0.2, "fontsize": 9}  # of legends above a panel
 FORMATS = (".png", ".svg", ".pdf")
+NO_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss", "useful_share")
+# Settings that do not change what is learnt.
+IGNORED = """output_dir resume timeout num_workers eval_every save_every keep_checkpoints log_every
+    tracker project upload_code task.cache_dir""".split()
 
 # ---- Reading the runs ----------------------------------------------------------------------------
 
@@ -73,17 +82,70 @@ def column(rows: Rows, key: str) -> list[float]:
     return [float(c) if type(c) in (int, float) and abs(c) <= LARGEST else math.nan for c in cells]
 
 
+def window(values: list[float]) -> int:
+    """Of how many values a smoothed one is the mean: 8%, an odd number."""
+    return 2 * (len(values) // 25) + 1
+
+
 def smooth(values: list[float]) -> list[float]:
-    """Averages over 8% of the values: centred, so no lag; fewer in the steep start."""
+    """Means over a window: centred, so no lag; of fewer values in the steep start."""
     sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in values)]
     counts = [0, *accumulate(not math.isnan(value) for value in values)]
     means = []
     for i, value in enumerate(values):
-        reach = min(i, len(values) // 25)
+        reach = min(i, window(values) // 2)
         low, high = i - reach, min(i + reach + 1, len(values))
         known = not math.isnan(value)
         means.append((sums[high] - sums[low]) / (counts[high] - counts[low]) if known else value)
     return means
+
+
+def score_panels(evaluations: list[Rows]) -> list[list[str]]:
+    """The scores of the runs' evaluations, for two panels: those from 0 to 1, and the others."""
+    inside, outside = [], []
+    for key in dict.fromkeys(key for evals in evaluations for row in evals.values() for key in row):
+        if key not in NO_SCORES and "baseline" not in key and not key.endswith("_per_second"):
+            values = [v for evals in evaluations for v in column(evals, key) if not math.isnan(v)]
+            if values:
+                (inside if 0 <= min(values) <= max(values) <= 1 else outside).append(key)
+    groups = [inside, outside] if inside else [outside[:1], outside[1:]]
+    return [keys[:MOST] for keys in groups if keys]
+
+
+def settings(run: Path) -> dict[str, Any]:
+    """What config.yaml of a run says, by the names of flags; nothing where it cannot be read."""
+    file = run / "config.yaml"
+    try:
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        found = flat(yaml.safe_load(text))
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        return {}
+    return {name: value for name, value in found.items() if name not in IGNORED}
+
+
+def differences(runs: list[Path]) -> list[list[str]]:
+    """For each run its settings that are not those of all, as `learning_rate 0.001`."""
+    found = [settings(run) for run in runs]
+    read = [each for each in found if each]
+    every = dict.fromkeys(name for each in read for name in each)
+    differ = [name for name in every if len({repr(each.get(name)) for each in read}) > 1]
+    return [[f"{name} {shown(each[name])}" for name in differ if name in each] for each in found]
+
+
+def shown(value: Any) -> str:
+    """A setting as it is written in YAML; long ones are cut."""
+    return one_line(
+        value if value and isinstance(value, str) else json.dumps(value, default=str), 40
+    )
+
+
+def in_short(settings: list[str], longest: int) -> str:
+    """The first of some settings, at most three, and the number of the others."""
+    number = min(3, len(settings))
+    while number > 1 and len(", ".join(settings[:number])) > longest:
+        number -= 1
+    others = len(settings) - number
+    return ", ".join(settings[:number] + [f"and {others} more"] * (others > 0))
 
 
 def names(runs: list[Path]) -> list[str]:
@@ -98,29 +160,65 @@ def names(runs: list[Path]) -> list[str]:
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
-def plot(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
-    """Draws one curve over the steps; few points show as dots, so that one alone can be seen."""
-    if len(values) < 15:
-        style = {"marker": "o", "markersize": 4, **style}
+def plot(axes: Axes, rows: Rows, values: list[float], dots: bool = False, **style: Any) -> None:
+    """Draws one curve over the steps; few points are marked, so that one alone can be seen."""
+    if dots and len(values) < MANY:
+        style |= {"marker": "o", "markersize": 5.5, "markeredgecolor": "white"}
+    elif len(values) < FEW:
+        style |= {"marker": "x", "markersize": 4}
     axes.plot(list(rows), values, **style)
+
+
+def draw_scores(axes: Axes, keys: list[str], evaluations: list[Rows], note: dict) -> None:
+    """Draws a panel of scores: of one run in a colour each, of several in the runs' colours."""
+    alone, handles = len(evaluations) == 1, []
+    for j, key in enumerate(keys):
+        name = one_line(key.replace("_", " "), 40)
+        for i, evals in enumerate(evaluations):
+            values = column(evals, key)
+            style: dict[str, Any] = {"color": COLORS[(j + 1 if alone else i) % len(COLORS)]}
+            style |= {"linewidth": 1.4, "linestyle": "-" if alone else DASHES[j % len(DASHES)]}
+            plot(axes, evals, values, dots=True, **style)
+        if alone:
+            known = {step: v for step, v in zip(evals, values, strict=True) if not math.isnan(v)}
+            end, final = max(known.items())
+            name = f"{name} {final:#.4g}"
+        handles.append(Line2D([], [], **style | ({} if alone else {"color": GREY}), label=name))
+    what = "scores" if len(keys) > 1 else one_line(keys[0].replace("_", " "), 16)
+    axes.set_ylabel(f"validation\n{what}", parse_math=False)
+    if len(keys) > 1:
+        above = {"loc": "lower right", "bbox_to_anchor": (1, 1), **ABOVE, "ncols": len(keys)}
+        for text in axes.legend(handles=handles, **above).get_texts():
+            text.set_parse_math(False)
+    elif alone:
+        axes.annotate(f"{final:#.4g}", (end, final), (8, 0), va="center", color=COLORS[1], **note)
+    low, high = axes.dataLim.intervaly
+    if 0 < 20 * low < high and high > 1:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
 
 
 def draw(runs: list[Path], output: Path) -> Path:
     """Draws one run, or several compared, into the file `output`; ValueError: nothing to draw."""
     runs = list({os.path.realpath(run): run for run in runs}.values())
     data = [read(run) for run in runs]
-    alone = len(runs) == 1
+    alone, scores = len(runs) == 1, score_panels([evals for _, evals in data])
 
-    # Three panels share the steps. At 200 dpi the picture has twice the pixels that a README shows.
-    figure = Figure(figsize=(8, 6 if alone else 5.6 + 0.2 * len(runs)), dpi=200)
+    # The panels share the steps. At 200 dpi the picture has twice the pixels that a README shows.
+    height = (6 if alone else 5.6 + 0.2 * len(runs)) + 1.4 * len(scores)
+    figure = Figure(figsize=(8, height), dpi=200)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.06)
-    panels = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
-    loss_axes, lr_axes, rate_axes = panels
+    heights = [3, *[1.2] * len(scores), 1, 1]
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    loss_axes, *score_axes, lr_axes, rate_axes = panels
     halo = [withStroke(linewidth=3, foreground="white")]
     note: dict[str, Any] = {"fontsize": 9, "textcoords": "offset points", "path_effects": halo}
 
-    baselines, units = set(), set()
+    baselines, units, smoothed = set(), set(), False
+    told = differences(runs) if not alone else [[]]
     for i, (name, (train, evals)) in enumerate(zip(names(runs), data, strict=True)):
         style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "linewidth": 1.4}
         style["linestyle"] = DASHES[i // len(COLORS) % len(DASHES)]
@@ -132,25 +230,26 @@ def draw(runs: list[Path], output: Path) -> Path:
                 units.add(one_line(key.removesuffix("_per_second"), 30))
                 plot(rate_axes, train, column(train, key), **{**style, "linewidth": 0.9})
 
-        # Training loss: many values as their average. It is thin where runs are compared.
-        losses = column(train, "loss")
-        if alone and len(losses) >= MANY:
-            plot(loss_axes, train, losses, color=style["color"], linewidth=0.8, alpha=0.4)
-        look: dict[str, Any] = {"label": "training"} if alone else {"linewidth": 0.8, "alpha": 0.7}
-        shown = losses if len(losses) < MANY else smooth(losses)
-        plot(loss_axes, train, shown, **{**style, **look})
+        # Training loss: many values as their means, beside the values themselves in a run alone.
+        losses, label = column(train, "loss"), "training"
+        if (width := window(losses)) > 1:
+            label, smoothed = f"training, mean of {width} values", True
+            if alone:
+                look = {"linewidth": 0.8, "alpha": 0.4, "label": "training, as logged"}
+                plot(loss_axes, train, losses, color=style["color"], **look)
+        look = {"label": label} if alone else {"linewidth": 0.8, "alpha": 0.7}
+        plot(loss_axes, train, smooth(losses), **{**style, **look})
 
         # Validation loss, and the value that it ends with.
-        scores = column(evals, "eval_loss")
-        final = f"{scores[-1]:#.4g}" if scores else "–"
-        if len(scores) < MANY:
-            style |= {"marker": "o", "markersize": 5.5, "markeredgecolor": "white"}
+        losses = column(evals, "eval_loss")
+        final = f"{losses[-1]:#.4g}" if losses else "–"
         if not alone:
-            plot(loss_axes, evals, scores, **style, zorder=3, label=f"{final}   {name}")
-        elif scores:
+            label = "   ".join([final, name, *filter(None, [in_short(told[i], 80 - len(name))])])
+            plot(loss_axes, evals, losses, dots=True, **style, zorder=3, label=label)
+        elif losses:
             style["color"] = COLORS[1]
-            plot(loss_axes, evals, scores, **style, zorder=3, label="validation")
-            end = (max(evals), scores[-1])
+            plot(loss_axes, evals, losses, dots=True, **style, zorder=3, label="validation")
+            end = (max(evals), losses[-1])
             loss_axes.annotate(final, end, (8, 0), va="center", color=style["color"], **note)
 
         # What needs no learning, drawn once for all runs that share it. An accuracy is no loss.
@@ -158,21 +257,31 @@ def draw(runs: list[Path], output: Path) -> Path:
             if key == "unigram_loss" or ("baseline" in key and "accuracy" not in key):
                 baselines.add((one_line(key.replace("_", " "), 50), column(evals, key)[-1]))
 
-    # Baselines, then title and legend above the panel, where they hide no curve.
+    # Baselines, then title and legends above the panels, where they hide no curve.
     for label, value in sorted(baselines)[:MOST]:
         if not math.isnan(value):
             loss_axes.axhline(value, color=GREY, linewidth=0.8, linestyle=(0, (5, 4)), zorder=1)
             place = ((1, value), (-4, 3), loss_axes.get_yaxis_transform())
             look = {"ha": "right", "color": GREY, "parse_math": False, **note}
             loss_axes.annotate(f"{label} {value:#.4g}", *place, **look)
+    loss_axes.margins(y=0.09)  # room for these words
     if alone:
-        loss_axes.set_title(names(runs)[0], loc="left", weight="bold", parse_math=False)
-        look = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2}
+        look = {"x": 0.02, "ha": "left", "weight": "bold", "parse_math": False}
+        figure.suptitle(names(runs)[0], **look)
+        legend = loss_axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, **ABOVE)
     else:
-        look = {"loc": "lower left", "bbox_to_anchor": (0, 1), "alignment": "left"}
-        look["title"] = "final validation loss of each run (dots; thin: training loss)"
-    for text in loss_axes.legend(frameon=False, borderaxespad=0.2, **look).get_texts():
+        label = "validation loss: its final value, the run" + ", settings that differ" * any(told)
+        key = [Line2D([], [], color=GREY, linewidth=1.4, label=label)]
+        label = "training loss" + ", mean over about 8% of the run" * smoothed
+        key.append(Line2D([], [], color=GREY, linewidth=0.8, label=label))
+        handles = [*key, *loss_axes.get_legend_handles_labels()[0]]
+        legend = loss_axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), **ABOVE)
+    for text in legend.get_texts():
         text.set_parse_math(False)  # a name may contain dollars
+
+    # Scores.
+    for axes, keys in zip(score_axes, scores, strict=True):
+        draw_scores(axes, keys, [evals for _, evals in data], note)
 
     # Axes.
     for axes in panels:
@@ -190,8 +299,8 @@ def draw(runs: list[Path], output: Path) -> Path:
     rate_axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     steps = [1, 2, 5, 10]
     rate_axes.xaxis.set_major_locator(MaxNLocator(10, steps=steps, integer=True, min_n_ticks=1))
-    rate_axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
-    lr_axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
+    for axes in (lr_axes, rate_axes):
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     figure.align_ylabels()
 
     return save(figure, output)
@@ -240,7 +349,11 @@ def main() -> None:
             raise ValueError(f"--output {output} is a pipe or a device; name a file")
         if output.suffix and output.suffix.lower() not in FORMATS:
             raise ValueError(f"--output {output}: its name must end with {', '.join(FORMATS)}")
-        print(one_line(draw(args.runs, output), 5000))
+        picture = draw(args.runs, output)
+        for run, differ in zip(args.runs, differences(args.runs), strict=True):
+            if differ:
+                print(f"{one_line(run, 200)}: {one_line(', '.join(differ), 5000)}")
+        print(one_line(picture, 5000))
     except Exception as error:  # matplotlib's, besides OSError and ValueError
         parser.error(error)
 
