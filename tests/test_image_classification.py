@@ -250,7 +250,7 @@ def test_samples_are_of_all_classes_even_where_rows_are_in_their_order(task, tmp
     titles = [axes.get_title() for axes in figures[0].axes]
     true = [title.partition("true ")[2] for title in titles]
     assert len(titles) == 16 and {*true[:7]} == {*true[7:14]} == {f"kind {i}" for i in range(1, 8)}
-    assert "of 256 validation images drawn from 800 are wrong" in figures[0].get_suptitle()
+    assert "of 256 predictions are wrong (of 800 validation images)" in figures[0].get_suptitle()
 
 
 def test_equal_images_are_in_one_part_and_each_class_is_in_both(task, config, tmp_path):
@@ -281,7 +281,7 @@ def test_a_disk_without_room_is_known_before_anything_is_written(
     task, config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(task.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
-    with pytest.raises(ValueError, match=r"^task.cache_dir: .* has room for 0.0 MB"):
+    with pytest.raises(ValueError, match=r"^task.cache_dir: .* has 0.0 MB left"):
         task.prepare_data(config(folders(tmp_path / "a")))
 
 
@@ -297,7 +297,11 @@ def test_unreadable_images_are_refused_or_named_and_left_out(task, config, tmp_p
         task.prepare_data(config(root))
     message = str(error.value)
     assert message.startswith(f"task.data: cannot read {root}/blue/0.png: its pixels have more")
-    assert "14 of 48" in message and "--task.corrupt skip" in message and "\n" not in message
+    assert (
+        "of 48 images 14 cannot" in message
+        and "--task.corrupt skip" in message
+        and "\n" not in message
+    )
     capsys.readouterr()
     cfg = config(root, corrupt="skip")
     task.prepare_data(cfg)
@@ -395,7 +399,7 @@ def test_pictures_of_many_classes_with_odd_names(task, config, tmp_path):
     shown = task.confusion.report(torch.tensor(matrix), odd, tmp_path)
     with Image.open(shown["confusion"]) as drawn:
         assert 1000 < max(drawn.size) < 4000
-    assert "the 30 of 120 classes with most mistakes" in shown["classes"]
+    assert "the 30 of 120 classes with the most mistakes" in shown["classes"]
     assert len(shown["classes"].splitlines()) == 32
 
 

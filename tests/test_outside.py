@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +96,8 @@ ARGUMENTS = [
     ([*LM, "--file", "latin.txt"], "cannot read latin.txt: line 2 is not UTF-8"),
     ([*LM, "--file", "f" * 5000], "cannot read fff"),
     ([*LM, "caf\udce9"], "caf\\udce9 is not UTF-8"),
-    (["--model", "images", "texts.txt", "x.png"], "texts.txt is no image that can be read"),
-    (["--model", "images", "pipe"], "pipe is no image that can be read: it is a folder, a pipe or"),
+    (["--model", "images", "texts.txt", "x.png"], "cannot read texts.txt: its format is none of"),
+    (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
     (["--model", "images", "https://example.com/a.png"], "No such file or directory"),
 ]
 
@@ -135,7 +134,7 @@ def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
     "no weights": ("model.safetensors", None, "model holds no weights (model.safetensors); copy"),
-    "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights, as lm_"),
+    "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights: lm_"),
     "tokenizer of brackets": ("tokenizer.json", b"[" * 5000, "cannot load"),
     "empty tokenizer": ("tokenizer.json", b"", "cannot load"),
     "odd size": ("config.json", {"hidden_size": "wide"}, "cannot load"),
@@ -174,11 +173,15 @@ def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
 
 
 def test_ctrl_c_ends_it_without_a_word(models):
-    command = [sys.executable, "-B", PROJECT / "predict.py", *LM, "--tokens", "100000", "x"]
-    run = subprocess.Popen(command, cwd=models, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    time.sleep(1)
+    ours, terminal = os.openpty()
+    command = [sys.executable, "-B", PROJECT / "predict.py", *LM]
+    pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(command, cwd=models, **pipes)
+    assert run.stderr.readline() == b"One input a line; Ctrl-D ends them.\n"
     run.send_signal(signal.SIGINT)
     assert (*run.communicate(), run.returncode) == (b"", b"", -signal.SIGINT)  # a shell says 130
+    for number in (ours, terminal):
+        os.close(number)
 
 
 # ---- What predict.py prints ----------------------------------------------------------------------
@@ -290,7 +293,7 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
         with pytest.raises(OSError, match="none of JPEG, PNG"):
             task.square(tmp_path / name, 8)
         result = programs.run(predict, tmp_path, "--model", models / "images", name)
-        assert refused(result, f"{name} is no image that can be read: it is none of JPEG, PNG, ")
+        assert refused(result, f"cannot read {name}: its format is none of JPEG, PNG, ")
     with pytest.raises(OSError, match="none of JPEG, PNG"):
         task.square({"bytes": EPS}, 8)
     assert not ghostscript.exists()
@@ -357,7 +360,7 @@ def test_tiff_is_read_as_other_formats_are(models, tmp_path):
     assert sum(map(len, task.datasets(config))) == 8
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(tmp_path / "deep.tif")
     result = programs.run(predict, tmp_path, "--model", models / "images", "deep.tif")
-    assert refused(result, "deep.tif is no image that can be read: its pixels have more than 8")
+    assert refused(result, "cannot read deep.tif: its pixels have more than 8")
 
 
 def test_predictions_see_images_as_training_does(models, tmp_path):

@@ -61,7 +61,9 @@ def report(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any
     else:
         mistakes = table.sum(0) + table.sum(1) - 2 * table.diagonal()
     shown = sorted(sorted(each, key=lambda i: -mistakes[i])[:SHOWN])
-    about = f"the {SHOWN} of {len(names)} classes with most mistakes" if len(names) > SHOWN else ""
+    about = (
+        f"the {SHOWN} of {len(names)} classes with the most mistakes" if len(names) > SHOWN else ""
+    )
     short = [one_line(names[i], 24) for i in shown]
     wide = max(map(len, short))
     lines = [about, f"{'':{wide}}  precision  recall     f1    rows"]
@@ -99,7 +101,7 @@ def draw(table: np.ndarray, shown: list[int], names: list[str], title: str, path
     axes.set_yticks(range(len(shown)), names)
     for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
         label.set_parse_math(False)  # a name may contain dollars
-    axes.set(xlabel="class that the model said", ylabel="true class")
+    axes.set(xlabel="predicted class", ylabel="true class")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle(title, fontsize=10)

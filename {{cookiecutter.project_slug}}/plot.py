@@ -266,8 +266,8 @@ def draw(runs: list[Path], output: Path) -> Path:
             loss_axes.annotate(f"{label} {value:#.4g}", *place, **look)
     loss_axes.margins(y=0.09)  # room for these words
     if alone:
-        look = {"x": 0.02, "ha": "left", "weight": "bold", "parse_math": False}
-        figure.suptitle(names(runs)[0], **look)
+        look = {"loc": "left", "pad": 22, "weight": "bold", "parse_math": False}
+        loss_axes.set_title(names(runs)[0], **look)  # above the legend: it may be long
         legend = loss_axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, **ABOVE)
     else:
         label = "validation loss: its final value, the run" + ", settings that differ" * any(told)

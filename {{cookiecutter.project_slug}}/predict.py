@@ -205,7 +205,7 @@ def open_image(source: str | Path | bytes):
     try:
         image = Image.open(source, formats=IMAGES)
     except UnidentifiedImageError:
-        raise UnidentifiedImageError(f"it is none of {', '.join(IMAGES)}") from None
+        raise UnidentifiedImageError(f"its format is none of {', '.join(IMAGES)}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
     if math.prod(image.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
@@ -247,7 +247,7 @@ def check_images(paths: list[str]) -> None:
         try:
             decoded(path)
         except Exception as error:  # each decoder has its own
-            stop(f"{path} is no image that can be read: {error}")
+            stop(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
 
 
 def check_texts(texts: list[str]) -> None:
@@ -292,7 +292,7 @@ def load_model(folder: Path):
         auto = getattr(transformers, about.architectures[0], auto)
     model, facts = auto.from_pretrained(str(folder), output_loading_info=True, **options)
     if missing := sorted(facts["missing_keys"]):
-        raise ValueError(f"its files lack {len(missing)} of its weights, as {missing[0]}")
+        raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
     return model
 
 

@@ -96,7 +96,8 @@ def load(auto: Any, cfg: ModelConfig, **options) -> Any:
     for file in folder.iterdir() if folder else []:
         if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for
             raise ValueError(
-                f"task.model_name_or_path: {one_line(file, 100)} is no file: remove it"
+                f"task.model_name_or_path: {one_line(file, 100)} is neither a file nor a folder; "
+                "remove it"
             )
     if folder and not (folder / "config.json").exists():
         kind = "no model, since it has no config.json"

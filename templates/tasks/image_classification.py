@@ -369,8 +369,8 @@ def draw_samples(model: Any, names: list[str], path: Path) -> Path:
     shown.sort(key=rank)
     wrong = sum(label != guess for (_, label, _), guess in shown)
     figure = Figure((8, 9), dpi=150, layout="constrained")
-    part = f" drawn from {len(model.validation):,}" * (len(model.validation) > len(rows))
-    figure.suptitle(f"{wrong} of {len(rows)} validation images{part} are wrong; these come first")
+    part = f" (of {len(model.validation):,} validation images)"
+    figure.suptitle(f"{wrong} of {len(rows)} predictions are wrong{part}")
     panels = figure.subplots(4, 4).flat
     for axes, ((image, label, _), guess) in zip(panels, shown, strict=False):
         axes.imshow(image)
@@ -439,7 +439,7 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
         if row["label"] not in known:
             raise ValueError(
                 f"task.validation_data: {place}: class {one_line(repr(row['label']), 60)} is not "
-                f"one of the training data, {one_line(', '.join(known[:20]), 200)}"
+                f"in the training data, which has {one_line(', '.join(known[:20]), 200)}"
                 f"{', ...' * (len(known) > 20)}"
             )
     named = named_images(cfg, rows)
@@ -452,8 +452,9 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
     )
     if needed > free:
         raise ValueError(
-            f"task.cache_dir: the disk of {one_line(folder.parent, 100)} has room for "
-            f"{free:,.1f} MB of them; name another, or lower --task.stored_size"
+            f"task.cache_dir: the images take {needed:,.1f} MB, and the disk of "
+            f"{one_line(folder.parent, 100)} has {free:,.1f} MB left; name another, or lower "
+            "--task.stored_size"
         )
     images = np.lib.format.open_memmap(folder / "images.npy", "w+", np.uint8, shape)
     transparent = np.zeros(len(rows), bool)
@@ -479,8 +480,8 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
     if problems and cfg.corrupt == "refuse":
         field = "data" if len(parts[0]) < len(train) else "validation_data"
         raise ValueError(
-            f"task.{field}: cannot read {problems[0]}; images like that: {len(problems):,} of "
-            f"{len(rows):,}; --task.corrupt skip leaves them out"
+            f"task.{field}: cannot read {problems[0]}; of {len(rows):,} images {len(problems):,} "
+            "cannot be read; --task.corrupt skip leaves them out"
         )
     for problem in problems[:10]:
         print(f"left out: {one_line(problem)}")
@@ -496,8 +497,8 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
     names = sorted({label[number] for number in parts[0]})
     if len(names) < 2:
         raise ValueError(
-            f"task.data: {one_line(cfg.data, 100)} has {len(parts[0])} images, of {len(names)} "
-            f"classes, {one_line(', '.join(names), 60)}; it takes two classes to tell them apart"
+            f"task.data: {one_line(cfg.data, 100)} has {len(parts[0])} images of {len(names)} "
+            f"classes ({one_line(', '.join(names), 60) or 'none'}); give at least two classes"
         )
     if validation is None:
         share = cfg.validation_fraction
