@@ -422,8 +422,13 @@ BAD = [
     ),
     ("a.csv", {"a.csv": "file,label\n1.png,a\n"}, "--task.image_column"),
     ("a.csv", {"a.csv": "image,label\nno.png,a\nno.png,b\n"}, "line 2: no.png: [Errno 2]"),
-    ("a.jsonl", {"a.jsonl": '{"image": 5, "label": 1.5}'}, "a.jsonl, line 1: 1.5 is no class"),
-    ("a.jsonl", {"a.jsonl": '{"image": 5, "label": "a"}'}, "a.jsonl, line 1: "),
+    (
+        "a.jsonl",
+        {"a.jsonl": '{"image": 5, "label": 1.5}'},
+        "a.jsonl, line 1: the label is 1.5; give text",
+    ),
+    ("a.jsonl", {"a.jsonl": '{"image": 5, "label": "a"}'}, "line 1: the image is 5; give a path"),
+    ("a.jsonl", {"a.jsonl": '{"image": "1.png", "label": NaN}'}, "the label is empty; --task.inc"),
     ("a.parquet", {"a.parquet": "PAR1 but truncated"}, "cannot read"),
 ]
 
@@ -476,6 +481,9 @@ def test_a_folder_without_a_model_is_refused_at_once(task, config, tmp_path):
     with pytest.raises(ValueError, match="^task.model_name_or_path: .* holds no model"):
         task.prepare_data(config(model_name_or_path=str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="has no preprocessor_config.json, as models of images do"):
+        task.prepare_data(config(model_name_or_path=str(tmp_path)))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(ValueError, match="^task.model_name_or_path: cannot load") as error:
         task.prepare_data(config(model_name_or_path=str(tmp_path)))
     assert "\n" not in str(error.value)

@@ -485,6 +485,11 @@ def test_a_model_card_with_hostile_names(tmp_path):
     fence = next(line for line in lines if line.endswith("`yaml")).removesuffix("yaml")
     assert yaml.safe_load(card.split(f"{fence}yaml")[1].split(f"\n{fence}\n")[0]) == config
 
+    config["task"]["background"] = "navy"
+    model_card.write(tmp_path, place, facts)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "\nTraining put transparent images on navy, and predict.py does the same; " in card
+
 
 # ---- Formats that come in disguise ---------------------------------------------------------------
 

@@ -309,7 +309,7 @@ def line_of(given: str, task: str, kind: str, answer, as_json: bool) -> str:
         return HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
     if task == "image-classification":
         given = escaped(given)  # a path is shown whole
-    elif len(given := one_line(given, len(given) * 10)) > 60:
+    elif len(given := one_line(given[:1000], 10_000)) > 60:
         given = f"{given[:57]}..."
     if kind == "value":
         return f"{given}: {answer:.6g}"
@@ -323,8 +323,8 @@ def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dic
     config, kind = pipe.model.config, "classes"
     if pipe.task == "image-classification":  # opened here: it would take URLs and any format
         given = [decoded(path) for path in asked]
-        if hasattr(config, "background"):  # as in training; a pipeline ignores transparency
-            given = [flatten(image, config.background) for image in given]
+        if ground := getattr(config, "background", ""):  # as in training: a pipeline has no such
+            given = [flatten(image, ground) for image in given]
     elif arguments.chat:
         given = [[{"role": "user", "content": text}] for text in asked]
     elif getattr(config, "text_pair", False):

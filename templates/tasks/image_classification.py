@@ -216,14 +216,17 @@ def look(cfg: TaskConfig) -> dict[str, Any]:
     if cfg.model_name_or_path:
         from transformers import AutoImageProcessor
 
+        folder, name = pretrained.folder_of(cfg), one_line(cfg.model_name_or_path, 100)
+        if folder and (folder / "config.json").exists() and not [*folder.glob("*processor*.json")]:
+            raise ValueError(
+                f"task.model_name_or_path: {name} has no preprocessor_config.json, as models of "
+                "images do"
+            )
         facts = pretrained.load(AutoImageProcessor, cfg).to_dict()
         size = facts.get("crop_size" if facts.get("do_center_crop") else "size") or {}
         seen["side"] = size.get("height") or size.get("shortest_edge")
         if not isinstance(seen["side"], int) or not 1 <= seen["side"] <= 8192:
-            model = one_line(cfg.model_name_or_path, 100)
-            raise ValueError(
-                f"task.model_name_or_path: {model} does not say the size of its images"
-            )
+            raise ValueError(f"task.model_name_or_path: {name} does not say the size of its images")
         normal = facts.get("do_normalize")
         seen["mean"], seen["std"] = (
             (facts["image_mean"], facts["image_std"]) if normal else ([0.0] * 3, [1.0] * 3)
@@ -554,15 +557,18 @@ def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
 
 
 def check_row(row: dict) -> None:
-    """Turns the label into text; raises ValueError where it is no class, or there is no image."""
+    """Turns the label into text; raises ValueError for anything but an image and a class."""
     image, label = row["image"], row["label"]
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     for role, value in (("image", image), ("label", label)):
-        if value is None or (isinstance(value, (str, bytes)) and not value.strip()):
+        blank = isinstance(value, (str, bytes)) and not value.strip()
+        if value is None or blank or value != value:  # NaN: what pandas writes for nothing
             raise sources.Incomplete(f"the {role} is empty")
     if not isinstance(label, (str, int)):
-        raise ValueError(f"{one_line(repr(label), 60)} is no class")
+        raise ValueError(f"the label is {one_line(repr(label), 60)}; give text or a whole number")
+    if not isinstance(image, (str, bytes, Path, Image.Image)):
+        raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
     row["label"] = str(label)
 
 
