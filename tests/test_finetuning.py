@@ -234,7 +234,7 @@ def test_predict_answers_from_arguments_a_file_and_standard_input(project, tuned
         return result.stdout if code == 0 else result.stderr
 
     flags = ["--model", "runs/prompts/model", "--json", "--tokens", "5"]
-    (tmp_path / "in.txt").write_text("1 + 1 = \n\n2 + 1 = \n")
+    (tmp_path / "in.txt").write_text("1 + 1 = \n2 + 1 = \n")
     answers = predict(*flags, "1 + 1 = ", "2 + 1 = ")
     assert [json.loads(line)["input"] for line in answers.splitlines()] == ["1 + 1 = ", "2 + 1 = "]
     assert all(isinstance(json.loads(line)["text"], str) for line in answers.splitlines())
