@@ -1,11 +1,13 @@
 """Which PyTorch is installed where, and what `make` says; tools are stand-ins, no download."""
 
+import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from conftest import SOURCE, template
+from conftest import SOURCE, bake, template
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -20,8 +22,12 @@ case "$*" in
     "-m pip --version") exit ${FAKE_NO_PIP:-0} ;;
     "-m pip config list") printf '%s' "$FAKE_PIP_CONFIG" ;;
     "-m pip install"*)
-        echo "$*" | sed 's/^-m //' >>"$FAKE_LOG"
-        case "$*" in *--index-url*) exit ${FAKE_INDEX_FAILS:-0} ;; esac ;;
+        echo "$*" | sed 's/^-m //; s/ --progress-bar off//' >>"$FAKE_LOG"
+        echo "Collecting torch"
+        echo "WARNING: a retry" >&2
+        echo "ERROR: a conflict" >&2
+        case "$*" in *--index-url*) exit ${FAKE_INDEX_FAILS:-0} ;; esac
+        exit ${FAKE_INSTALL_FAILS:-0} ;;
 esac
 """
 
@@ -52,11 +58,12 @@ class Machine:
             command, cwd=self.folder, env=base | env, capture_output=True, text=True
         )
 
-    def setup(self, *, expect=0, **env):
-        """Run `make setup`; return what was installed how, and the last line of an error."""
-        result = self.run("make", "setup", **env)
+    def setup(self, *words, expect=0, **env):
+        """Run `make setup`; return what was installed how, and the lines of `setup` on errors."""
+        result = self.run("make", "setup", *words, **env)
         assert bool(result.returncode) == bool(expect), result.stdout + result.stderr
-        errors = [line for line in result.stderr.splitlines() if not line.startswith("make")]
+        self.printed, self.errors = result.stdout.splitlines(), result.stderr.splitlines()
+        errors = [line for line in self.errors if line.startswith("setup: ")]
         return self.log.read_text().splitlines(), errors
 
 
@@ -105,11 +112,51 @@ def test_on_macos_torch_is_pypis(machine):
 def test_a_configured_pip_decides_alone(machine, config):
     config = f"global.timeout='60'\n{config}\n"
     assert machine.setup(FAKE_PIP_CONFIG=config)[0][1:] == [PLAIN]
+    assert machine.printed[1].startswith("setup: pip's settings (")
 
 
 @pytest.mark.parametrize("config", ["global.timeout='60'", ":env:.index-url=''", "global.cert='x'"])
 def test_other_settings_of_pip_decide_nothing(machine, config):
     assert machine.setup(FAKE_PIP_CONFIG=config)[0][1:] == [FROM_CPU_INDEX, PLAIN]
+
+
+SECRET = "https://somebody:secret@example.org/simple"
+CONFIG = f":env:.extra-index-url='{SECRET}'\nglobal.find-links='/wheels'\nglobal.cert='x'\n"
+
+
+def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
+    machine.setup(FAKE_PIP_CONFIG=CONFIG)
+    assert machine.printed[1:3] == [
+        "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
+        "PyTorch comes. PyPI's brings several GB of CUDA, useless without a GPU. For the CPU "
+        f"build: make setup TORCH_INDEX={CPU_INDEX}",
+        "setup: installing torch>=2.6 -e .[dev]",
+    ]
+    (machine.folder / ".venv" / "lib" / "python3.12" / "site-packages" / "torch").mkdir(parents=True)
+    machine.setup(FAKE_PIP_CONFIG=CONFIG)
+    assert [line.split()[1] for line in machine.printed] == ["installing", "done,"]
+
+
+@pytest.mark.parametrize("config", ["", CONFIG])
+def test_an_index_for_torch_overrides_what_was_found(machine, config):
+    machine.gpus(1)
+    log, _ = machine.setup(f"TORCH_INDEX={SECRET}", FAKE_PIP_CONFIG=config)
+    assert log[1:] == [f"pip install --no-deps --index-url {SECRET} torch>=2.6", PLAIN]
+    assert "setup: installing torch>=2.6 from https://***@example.org/simple" in machine.printed
+    assert not any("secret" in line or "decide" in line for line in machine.printed)
+
+
+def test_pip_is_quiet_but_for_its_errors(machine):
+    machine.setup()
+    assert [line.split()[1] for line in machine.printed] == ["making", *["installing"] * 2, "done,"]
+    assert machine.errors == ["ERROR: a conflict"] * 2
+    machine.gpus(1)
+    machine.setup(FAKE_INSTALL_FAILS="1", expect=2)
+    assert machine.errors[:-1] == [
+        "WARNING: a retry",
+        "ERROR: a conflict",
+        "setup: pip could not install these; its reason is above.",
+    ]
 
 
 def test_torch_can_be_pinned_and_extras_chosen(machine):
@@ -232,3 +279,21 @@ def test_make_alone_lists_every_target(machine, folder):
     targets = makefile.read_text().split(".PHONY:")[1].splitlines()[0].split()
     assert [line.split()[1] for line in result.stdout.splitlines()] == targets
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "text_classification", "image_classification"])
+def test_what_agents_md_names_is_there_and_works(tmp_path, task):
+    project = bake(tmp_path, task=task, tracker="none")
+    (project.path / ".venv").symlink_to(sys.prefix)
+    text = (project.path / "AGENTS.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
+    assert {"make setup", "make train RECIPE=smoke", "make lint", "make test"} < set(commands)
+    for command in commands:
+        if command == "make setup":
+            project.run("make", "--dry-run", "setup")
+        elif command != "make test":  # see test_the_projects_own_tests_pass
+            project.run("sh", "-c", command)
+    for word in re.findall(r"`([^`\s=]+)`", text):
+        if "." in word or "/" in word:
+            assert (project.path / word).exists(), word
+    assert (project.path / "runs" / "smoke" / "model").is_dir()

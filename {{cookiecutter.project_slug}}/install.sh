@@ -4,7 +4,8 @@
 #
 # PyTorch is the one package that needs a choice: on Linux, PyPI's build brings several GB of CUDA
 # libraries. A machine without an NVIDIA GPU gets the CPU build from PyTorch's own index, unless
-# pip's configuration names constraints or other places to look in: then that decides.
+# pip's settings name constraints or other places to look in: then those decide, and a line says so.
+# TORCH_INDEX names an index for torch, whatever was found.
 set -eu
 
 PYTHON=${PYTHON:-python3}
@@ -12,6 +13,7 @@ VENV=${VENV:-.venv}
 # The bound of pyproject.toml, so that no later step has a reason to fetch another build.
 TORCH=${TORCH:-$(sed -n 's/^ *"\(torch[<>=~!].*\)",$/\1/p' pyproject.toml)}
 TORCH=${TORCH:-torch}
+TORCH_INDEX=${TORCH_INDEX:-}
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
 stop() {
@@ -20,15 +22,32 @@ stop() {
 }
 
 pip() {
-    "$VENV/bin/python" -m pip "$@"
+    PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"
 }
 
-needs_cpu_index() {
-    [ "$(uname -s)" = Linux ] || return 1
-    nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && return 1
-    # Not `grep -q`, which would close the pipe before pip has written all of it.
-    ! pip config list |
-        grep -E "\.(constraint|(extra-)?index-url|find-links|no-index)=['\"][^'\"]" >/dev/null
+# On a terminal one line says what pip is at. All that it complained of is shown if it fails.
+install() {
+    { pip install --progress-bar off "$@" 2>"$VENV/pip.log" || echo FAILED; } | progress ||
+        { cat "$VENV/pip.log" >&2; return 1; }
+    grep -v '^WARNING: ' "$VENV/pip.log" >&2 || :
+}
+
+progress() {
+    while read -r line; do
+        [ "$line" != FAILED ] || break
+        if [ -t 1 ]; then printf '\r\033[K  %.76s' "$line"; fi
+    done
+    if [ -t 1 ]; then printf '\r\033[K'; fi
+    [ "$line" != FAILED ]
+}
+
+# The names of pip's settings that say where packages come from; their values may hold a password.
+settings() {
+    pip config list | awk -F= '
+        $1 ~ /\.(constraint|(extra-)?index-url|find-links|no-index)$/ && length($2) > 2 {
+            if (sub(/^:env:\./, "PIP_", $1)) { $1 = toupper($1); gsub("-", "_", $1) }
+            printf "%s%s", comma, $1; comma = ", "
+        }'
 }
 
 if [ ! -e "$VENV/bin/python" ]; then
@@ -37,15 +56,31 @@ if [ ! -e "$VENV/bin/python" ]; then
         stop "$("$PYTHON" -V) is too old. Name Python 3.10 or newer, for example: PYTHON=python3.12"
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
         stop "$PYTHON has no venv module. On Debian and Ubuntu: sudo apt install python3-venv"
+    echo "setup: making $VENV with $("$PYTHON" -V)"
     "$PYTHON" -m venv "$VENV"
 fi
 pip --version >/dev/null 2>&1 ||
     stop "$VENV has no pip. Remove the folder and try again, or install with what made it."
 
-if needs_cpu_index; then
+gpu=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || :)
+if [ -z "$TORCH_INDEX" ] && [ "$(uname -s)" = Linux ] && [ "$gpu" = 0 ]; then
+    deciding=$(settings)
+    if [ -z "$deciding" ]; then
+        TORCH_INDEX=$CPU_INDEX
+    elif ! ls -d "$VENV"/lib/python3*/site-packages/torch >/dev/null 2>&1; then
+        echo "setup: pip's settings ($deciding) decide which build of PyTorch comes. PyPI's brings" \
+            "several GB of CUDA, useless without a GPU. For the CPU build:" \
+            "make setup TORCH_INDEX=$CPU_INDEX"
+    fi
+fi
+if [ -n "$TORCH_INDEX" ]; then
+    shown=$(echo "$TORCH_INDEX" | sed 's|//[^/]*@|//***@|')
+    echo "setup: installing $TORCH from $shown"
     # --no-deps: this index is for torch alone, what torch needs comes with the rest.
-    pip install --no-deps --index-url "$CPU_INDEX" "$TORCH" ||
-        stop "$CPU_INDEX gave no $TORCH. Try again later, or install a build of PyTorch yourself:" \
+    install --no-deps --index-url "$TORCH_INDEX" "$TORCH" ||
+        stop "$shown gave no $TORCH. Try again later, or install a build of PyTorch yourself:" \
             "$VENV/bin/python -m pip install torch"
 fi
-pip install "$TORCH" "$@"
+echo "setup: installing $TORCH $*"
+install "$TORCH" "$@" || stop "pip could not install these; its reason is above."
+echo "setup: done, $(du -sh "$VENV" | cut -f1) in $VENV"
