@@ -6,6 +6,8 @@ import keyword
 import os
 import re
 import reprlib
+import shlex
+import shutil
 import sys
 import unicodedata
 from pathlib import Path
@@ -62,9 +64,47 @@ def default_slug(name):
 
 def check_answers(answers):
     """Refuse the answers of a command line and those given so far, as soon as they are there."""
-    check_command()
-    check_each(answers)
+    command = click.get_current_context(silent=True)
+    if command is None or command.command is not cookiecutter_command:
+        check_each(answers)  # cruft or a Python program
+        return ""
+    check_command(command.params)
+    try:
+        check_given(answers, command.params)
+    except Refused as refused:
+        if command.params["no_input"]:
+            raise
+        raise Refused(f"{refused}\n{again(answers, command.params)}") from None
     return ""
+
+
+def check_given(answers, params):
+    """Refuse the place of the project as soon as it is named, not after the last question."""
+    check_each(answers)
+    if "project_slug" not in answers:
+        return
+    output_dir, slug = os.path.abspath(params["output_dir"]), answers["project_slug"]
+    check_folder(output_dir, slug)
+    if Path(output_dir, slug).exists() and not params["overwrite_if_exists"]:
+        advice = "Write another name, or add --overwrite-if-exists."
+        refuse("project_slug", slug, "is a folder that exists already", advice)
+
+
+def again(answers, params):
+    """The command that asks once more and offers the answers that were good."""
+    good = dict(params["extra_context"] or {})
+    for question in answers.keys() & set(QUESTIONS):
+        good[question] = answers[question]
+        try:
+            check_given({question: answers[question]}, params)
+        except Refused:
+            del good[question]
+    program, *words = sys.argv
+    if Path(program).name == "__main__.py" or shutil.which(Path(program).name) == program:
+        program = "cookiecutter"
+    words = [word for word in words if word.partition("=")[0] not in QUESTIONS]
+    words += [f"{question}={good[question]}" for question in QUESTIONS if question in good]
+    return printable(f"Again, with the other answers: {shlex.join([program, *words])}")
 
 
 def check_context(context):
@@ -149,29 +189,29 @@ def check_folder(output_dir, slug):
         kind, fits = ("folder", path.is_dir) if source.is_dir() else ("file", path.is_file)
         if os.path.lexists(path) and not fits():
             refuse("--output-dir", str(path), f"is not a {kind}", advice)
+    missing = [folder for folder in (target, *target.parents) if not os.path.lexists(folder)]
     try:
-        if not target.exists():
-            target.mkdir(parents=True)
-            target.rmdir()
+        target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse("--output-dir", str(target), f"cannot be made ({error.strerror})", advice)
+    finally:
+        for folder in missing:
+            if os.path.lexists(folder):
+                folder.rmdir()
 
 
-def check_command():
+def check_command(params):
     """Refuse what cookiecutter's command line would leave out or change, and go on.
 
     It ignores an unknown question. Of a config file it only warns about a choice that does not
     exist, ignores all answers after that one, and makes text of numbers and dates. Who is asked
     sees what became of it.
     """
-    command = click.get_current_context(silent=True)
-    if command is None or command.command is not cookiecutter_command:
-        return  # cruft or a Python program
-    for question in command.params["extra_context"] or {}:
+    for question in params["extra_context"] or {}:
         if question not in OWN:
             refuse("Answers", question, "is not a question", choose(question, QUESTIONS))
-    if command.params["no_input"]:
-        config = get_user_config(command.params["config_file"], command.params["default_config"])
+    if params["no_input"]:
+        config = get_user_config(params["config_file"], params["default_config"])
         answers = config["default_context"] or {}
         check_each({name: answers[name] for name in QUESTIONS if name in answers})
 
@@ -193,9 +233,13 @@ def refuse(question, answer, problem, advice):
     short = reprlib.Repr()
     short.maxstring = short.maxother = 60
     short.maxlevel, short.maxlist, short.maxdict = 1, 2, 2
-    line = f"{question}: {short.repr(answer)} {problem}. {advice}"
+    raise Refused(printable(f"{question}: {short.repr(answer)} {problem}. {advice}"))
+
+
+def printable(line):
+    """The line with escapes for what standard output cannot show."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    raise Refused(line.encode(encoding, "backslashreplace").decode(encoding))
+    return line.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def quoted(text):

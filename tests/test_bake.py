@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -557,12 +558,55 @@ def test_folder_that_cannot_take_the_project_is_refused(tmp_path, cook):
     is_one_line(cook("--no-input", "-o", tmp_path / "{{x}}"), "contains Jinja code")
     is_one_line(cook("--no-input", "-o", tmp_path / "config.yaml"), "cannot be made (Not a dir")
     is_one_line(cook("--no-input", "-o", tmp_path / ("x" * 300)), "cannot be made (File name too")
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "replay"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
     (project / "train.py").mkdir(parents=True)
     is_one_line(cook("--no-input", "-f"), "train.py' is not a file. Choose another folder.")
     (project / "train.py").rmdir()
     (project / "configs").symlink_to("nowhere")
     is_one_line(cook("--no-input", "-f"), "configs' is not a folder. Choose another folder.")
+
+
+def test_folder_that_exists_is_refused_at_once(tmp_path, cook):
+    (tmp_path / "new" / DEFAULT_SLUG).mkdir(parents=True)
+    words = "is a folder that exists already. Write another name, or add --overwrite-if-exists."
+    is_one_line(cook("--no-input"), words)
+    assert cook("--no-input", "-f")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "typed, words, good",
+    [
+        (["It's\tmine", ""], "project_name: ", ["project_slug=it_s_mine"]),
+        (["It's mine", "torch"], "is the name of a Python", ["project_name=It's mine"]),
+        (["It's mine", "there"], "exists already", ["project_name=It's mine"]),
+        (
+            ["It's mine", "mine", "{{ x }}"],
+            "contains Jinja code",
+            ["project_name=It's mine", "project_slug=mine"],
+        ),
+    ],
+)
+def test_good_answers_are_not_lost_with_a_bad_one(tmp_path, typed, words, good):
+    """Who typed them gets a command that offers them, and that command works."""
+    (tmp_path / "there").mkdir()
+    program = str(Path(sys.executable).with_name("cookiecutter"))
+    command = [program, str(template()), "--default-config", "task=causal_lm", "tracker=none"]
+
+    def ask(command, answers):
+        env = os.environ | {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PWD": str(tmp_path)}
+        text = "".join(f"{answer}\n" for answer in answers)
+        pipes = {"input": text, "capture_output": True, "text": True}
+        return subprocess.run(command, cwd=tmp_path, env=env, **pipes)
+
+    refused = ask(command, typed)
+    *_, reason, again = refused.stdout.splitlines()
+    assert refused.returncode == 1 and words in reason
+    head, _, again = again.partition(": ")
+    assert head == "Again, with the other answers"
+    given = ["task=causal_lm", "tracker=none"]
+    assert shlex.split(again) == [*command[:3], *good, *given]
+    repeated = ask([*shlex.split(again), "--no-input"], [])
+    assert repeated.returncode == 0 and "The project is ready" in repeated.stdout
 
 
 def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):
