@@ -132,7 +132,8 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
         f"build: make setup TORCH_INDEX={CPU_INDEX}",
         "setup: installing torch>=2.6 -e .[dev]",
     ]
-    (machine.folder / ".venv" / "lib" / "python3.12" / "site-packages" / "torch").mkdir(parents=True)
+    packages = machine.folder / ".venv" / "lib" / "python3.12" / "site-packages"
+    (packages / "torch").mkdir(parents=True)
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
     assert [line.split()[1] for line in machine.printed] == ["installing", "done,"]
 
