@@ -25,11 +25,13 @@ pip() {
     PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"
 }
 
-# On a terminal one line says what pip is at. All that it complained of is shown if it fails.
+# On a terminal one line says what pip is at; what it complains of comes after that, but for the
+# packages that a local index lacks.
 install() {
-    { pip install --progress-bar off "$@" 2>"$VENV/pip.log" || echo FAILED; } | progress ||
-        { cat "$VENV/pip.log" >&2; return 1; }
-    grep -v '^WARNING: ' "$VENV/pip.log" >&2 || :
+    failed=
+    { pip install --progress-bar off "$@" 2>"$VENV/pip.log" || echo FAILED; } | progress || failed=1
+    grep -v '^WARNING: Location .* is ignored' "$VENV/pip.log" >&2 || :
+    [ -z "$failed" ]
 }
 
 progress() {
@@ -61,6 +63,9 @@ if [ ! -e "$VENV/bin/python" ]; then
 fi
 pip --version >/dev/null 2>&1 ||
     stop "$VENV has no pip. Remove the folder and try again, or install with what made it."
+pip_is_new='import pip, sys; sys.exit([int(n) for n in pip.__version__.split(".")[:2]] < [21, 3])'
+"$VENV/bin/python" -c "$pip_is_new" ||
+    stop "The pip of $VENV is too old: $VENV/bin/python -m pip install --upgrade pip"
 
 gpu=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || :)
 if [ -z "$TORCH_INDEX" ] && [ "$(uname -s)" = Linux ] && [ "$gpu" = 0 ]; then
