@@ -203,6 +203,14 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(tiny, tmp_path
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="fork is Linux's")
+def test_workers_are_forked_whatever_the_python(tiny):
+    """From 3.14 on a server starts them by default: they would not inherit the blocked signals."""
+    program = "import multiprocessing as m, process; m.set_start_method('forkserver');"
+    program += "process.StopRequest(); print(m.get_start_method())"
+    assert tiny.run("python", "-c", program).stdout == "fork\n"
+
+
 def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, tmp_path):
     """They live on for seconds; the next start does not wait for them."""
     output = tmp_path / "run"

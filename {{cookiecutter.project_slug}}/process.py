@@ -412,6 +412,8 @@ class StopRequest:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self.handle)
+        if sys.platform == "linux":  # Python 3.14 would start workers from a server, unshielded
+            multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(before=self.shield, after_in_parent=self.unshield)
         atexit.register(kill_workers)  # before multiprocessing waits for them, as it came later
 
