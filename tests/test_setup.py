@@ -130,7 +130,7 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
     assert machine.printed[1:3] == [
         "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
         "PyTorch comes. PyPI's brings several GB of CUDA, useless without a GPU. For the CPU "
-        f"build: make setup TORCH_INDEX={CPU_INDEX}",
+        f"build, stop this and add to the command: TORCH_INDEX={CPU_INDEX}",
         "setup: installing torch>=2.6 -e .[dev]",
     ]
     packages = machine.folder / ".venv" / "lib" / "python3.12" / "site-packages"

@@ -74,8 +74,8 @@ if [ -z "$TORCH_INDEX" ] && [ "$(uname -s)" = Linux ] && [ "$gpu" = 0 ]; then
         TORCH_INDEX=$CPU_INDEX
     elif ! ls -d "$VENV"/lib/python3*/site-packages/torch >/dev/null 2>&1; then
         echo "setup: pip's settings ($deciding) decide which build of PyTorch comes. PyPI's brings" \
-            "several GB of CUDA, useless without a GPU. For the CPU build:" \
-            "make setup TORCH_INDEX=$CPU_INDEX"
+            "several GB of CUDA, useless without a GPU. For the CPU build, stop this and add to the" \
+            "command: TORCH_INDEX=$CPU_INDEX"
     fi
 fi
 if [ -n "$TORCH_INDEX" ]; then
