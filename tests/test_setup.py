@@ -23,7 +23,7 @@ case "$*" in
     "-m pip --version") exit ${FAKE_NO_PIP:-0} ;;
     "-m pip config list") printf '%s' "$FAKE_PIP_CONFIG" ;;
     "-m pip install"*)
-        echo "$*" | sed 's/^-m //; s/ --progress-bar off//' >>"$FAKE_LOG"
+        echo "$*" | sed 's/^-m //; s/ --no-input --progress-bar off//' >>"$FAKE_LOG"
         echo "Collecting torch"
         echo "WARNING: Location '/wheels/torch' is ignored: it is no folder" >&2
         echo "WARNING: there is no such extra" >&2

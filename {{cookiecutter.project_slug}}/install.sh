@@ -29,7 +29,7 @@ pip() {
 # packages that a local index lacks.
 install() {
     failed=
-    { pip install --progress-bar off "$@" 2>"$VENV/pip.log" || echo FAILED; } | progress || failed=1
+    { pip install --no-input --progress-bar off "$@" 2>"$VENV/pip.log" || echo FAILED; } | progress || failed=1
     grep -v '^WARNING: Location .* is ignored' "$VENV/pip.log" >&2 || :
     [ -z "$failed" ]
 }
