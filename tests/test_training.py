@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import latest, lines
+from conftest import latest, lines, make_tiny
 
 STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
@@ -300,6 +300,15 @@ def test_a_wrong_wandb_key_is_answered_in_one_line(project, tmp_path):
 
 def test_the_projects_own_tests_pass(project):
     assert "passed" in project.run("python", "-m", "pytest", "-q").stdout
+
+
+def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
+    project = make_tiny(tmp_path)
+    task = project.path / "task.py"
+    task.write_text(task.read_text() + "\n\ndef build_model(cfg):\n    raise OSError('boom')\n")
+    told = project.run("python", "-m", "pytest", "-q", "tests/test_training.py", check=False).stdout
+    assert "5 skipped, 1 error in" in told and told.count("OSError: boom") == 1
+    assert "CalledProcessError" not in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
