@@ -376,7 +376,7 @@ def main() -> None:
         stop(f"{folder} has no chat template; leave out --chat")
     if getattr(answer.model.config, "text_pair", False):
         for text in inputs:
-            if "\t" not in text:
+            if text.strip() and "\t" not in text:
                 about = f"{folder} answers to pairs: two texts with a tab between them"
                 stop(f"{one_line(text, 60)} has no tab, but {about}")
     for start in range(0, len(inputs), arguments.batch):
