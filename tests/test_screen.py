@@ -138,6 +138,9 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
     best = min(losses, key=losses.get)
     assert 1 < best < 24  # the case is one in which it matters
     assert f"the best evaluation was that of step {best} of 24" in printed
+    card = (output / "model" / "README.md").read_text()
+    assert f"Trained for {best} steps (the best evaluation in 24) of 8 samples" in card
+    assert f"| eval_loss | {losses[best]:.5g} |" in card
     exported, saved = weights(output)
     assert {*saved} == {best, 24} and exported.equal(saved[best])
     last = tmp_path / "last"

@@ -29,8 +29,8 @@ def question(config: dict) -> str:
 def write(folder: Path, place: Path, facts: dict) -> None:
     """Writes the card of the model in the folder, which is going to be called `place`.
 
-    `facts`: step, scores (a dict of floats), config (the run's, resolved), data (samples,
-    fingerprint) and versions.
+    `facts`: step, steps (of the whole run), scores (a dict of floats), config (the run's,
+    resolved), data (samples, fingerprint) and versions.
     """
     config, data = facts["config"], facts["data"]
     task, about = task_of(folder), {}
@@ -51,10 +51,13 @@ def write(folder: Path, place: Path, facts: dict) -> None:
     use = f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
     if task == "text-classification":
         use += question(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    steps = f"{facts['step']:,} steps"
+    if facts["step"] < facts["steps"]:
+        steps += f" (the best evaluation in {facts['steps']:,})"
     parts = [
         f"---\n{yaml.safe_dump(about)}---" if about else "",
         f"# {plain(config['project'])}: {plain(place.parent.name)}",
-        f"Trained for {facts['step']:,} steps of {config['global_batch_size']} samples, out of "
+        f"Trained for {steps} of {config['global_batch_size']} samples, out of "
         f"{data['samples']:,}, from {plain(config['task'].get('data') or 'the data of task.py')} "
         f"(data fingerprint {data['fingerprint']}).",
         f"```python\nfrom transformers import pipeline\n\n{use}\n```" if task else "",
