@@ -613,11 +613,12 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
     columns: sources.Columns = {"text": cfg.text_column, "label": several or cfg.label_column}
     if cfg.text_pair_column:
         columns["text_pair"] = cfg.text_pair_column
+    texts = [role for role in TEXTS if role in columns]
     rows, given = sources.read(cfg, columns, ENDINGS, shipped_rows() if stdlib else None)
     field = "validation_data" if cfg.validation_data else "validation_split"
 
     def check_row(row: dict) -> None:
-        for role in [role for role in TEXTS if role in row]:
+        for role in texts:
             name = "text" if role == "text" else "second text"
             check_there(name, row[role])
             if not isinstance(row[role], str):
@@ -640,7 +641,7 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
         train, validation = sources.hold_out(
             rows,
             cfg.validation_fraction,
-            lambda row: row[1] if stdlib else "\0".join(row[0].get(role, "") for role in TEXTS),
+            lambda row: row[1] if stdlib else "\0".join(row[0][role] for role in texts),
             lambda row: row[0]["label"] if cfg.problem_type == SINGLE else None,
         )
     else:
