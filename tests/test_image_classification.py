@@ -489,6 +489,23 @@ def test_a_folder_without_a_model_is_refused_at_once(task, config, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_the_hub_is_asked_once_for_a_model_that_is_not_here(task, config, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def unreachable(_, name, revision, timeout):
+        asked.append((name, revision))
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
+    with pytest.raises(ValueError, match="owner/x .* nor on the Hub, or the .*: no network$"):
+        task.prepare_data(config(model_name_or_path="owner/x", revision="v1"))
+    assert asked == [("owner/x", "v1")]
+
+
 @pytest.mark.parametrize(
     "name, said",
     [

@@ -119,19 +119,29 @@ def load(auto: Any, cfg: ModelConfig, **options) -> Any:
 
 
 def check_reachable(cfg: ModelConfig) -> None:
-    """Raises ValueError for a model of the Hub that is not here and must not be downloaded."""
-    from huggingface_hub import is_offline_mode, try_to_load_from_cache
+    """Raises ValueError for a model that is neither in the local cache nor to be had from the Hub.
 
-    name, found = cfg.model_name_or_path, None
+    One question, for which transformers would take minutes of retries where there is no network.
+    """
+    from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
+
+    name, revision = cfg.model_name_or_path, cfg.revision
+    for file in ("config.json", "adapter_config.json"):
+        if isinstance(try_to_load_from_cache(name, file, revision=revision), str):
+            return
+    about = f"{one_line(name, 100)} (revision {one_line(revision, 60)})"
     if is_offline_mode():
-        for file in ("config.json", "adapter_config.json"):
-            found = found or try_to_load_from_cache(name, file, revision=cfg.revision)
-        if not isinstance(found, str):
-            raise ValueError(
-                f"task.model_name_or_path: {one_line(name, 100)} (revision "
-                f"{one_line(cfg.revision, 60)}) is not in the local cache, and HF_HUB_OFFLINE "
-                "forbids to download it"
-            )
+        raise ValueError(
+            f"task.model_name_or_path: {about} is not in the local cache, and HF_HUB_OFFLINE "
+            "forbids to download it"
+        )
+    try:
+        HfApi().model_info(name, revision=revision, timeout=30)
+    except Exception as error:  # each of many libraries below has its own
+        raise ValueError(
+            f"task.model_name_or_path: {about} is neither here nor on the Hub, or the Hub cannot "
+            f"be reached: {one_line(error, 150)}"
+        ) from None
 
 
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options) -> Any:
