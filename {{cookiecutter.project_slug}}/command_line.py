@@ -395,6 +395,8 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
     Gives a remark on one that gave way. Raises ValueError where none or both are asked for.
     """
     names = ["max_steps", "num_epochs"]
+    if not all(hasattr(cfg, name) for name in names):
+        return []
     kept = {name: value for name, value in recipe.items() if name not in flags}
     for given, place in ((flags, "the command line"), (kept, "the recipe")):
         asked = [name for name in names if given.get(name)]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import psutil
 
-from sources import NOTHING, check_read, local_path
+from sources import NOTHING, check_read, is_path, local_path
 from tracking import one_line, say
 
 # transformers takes 4 s to import: it waits for the function that needs it.
@@ -48,18 +48,6 @@ def folder_of(cfg: ModelConfig) -> Path | None:
     else:
         return None
     raise ValueError(f"task.model_name_or_path: {problem}")
-
-
-def is_path(name: str) -> bool:
-    """Whether no model of the Hub can have this name, or it is below a folder that is here."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    first, _, rest = name.partition("/")
-    return bool(rest) and (first == "runs" or Path(first).is_dir())
 
 
 def check_unread(cfg: ModelConfig) -> None:

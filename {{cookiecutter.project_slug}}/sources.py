@@ -156,7 +156,19 @@ def on_hub(data: str) -> bool:
     """
     if os.path.lexists(local_path(data, "data")) or re.search(r"\.[A-Za-z]{2,7}$", data):
         return False
-    return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", data))
+    return bool(re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", data)) and not is_path(data)
+
+
+def is_path(name: str) -> bool:
+    """Whether nothing on the Hub can have this name, or it is below a folder that is here."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    first, _, rest = name.partition("/")
+    return bool(rest) and (first == "runs" or Path(first).is_dir())
 
 
 def files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
