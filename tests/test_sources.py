@@ -125,6 +125,12 @@ def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
     assert (said in capsys.readouterr().out) is not own
 
 
+def test_a_wrong_column_is_answered_with_the_columns_that_another_separator_gives(tmp_path):
+    (tmp_path / "a.csv").write_text("one;two\n1;2\n")
+    with pytest.raises(ValueError, match="no column body among one, two; name"):
+        list(sources.rows_of(tmp_path / "a.csv", COLUMNS))
+
+
 def test_json_lines_in_a_json_file_are_read(tmp_path):
     write(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
     rows = list(sources.rows_of(tmp_path / "rows.json", COLUMNS))

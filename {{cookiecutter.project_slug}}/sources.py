@@ -381,13 +381,11 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
 def separator(line: str, own: str, wanted: set[str]) -> str:
     """What stands between the names of a header: `own`, unless they are there only with another.
 
-    Where no names are known, it is the first that divides the line.
+    Where none has these names, it is the first that divides the line.
     """
-    for mark in (own, ",", ";", "\t", "|"):
-        names = next(csv.reader([line], delimiter=mark), [])
-        if wanted <= {*names} if wanted else len(names) > 1:
-            return mark
-    return own
+    found = {m: next(csv.reader([line], delimiter=m), []) for m in (own, ",", ";", "\t", "|")}
+    right = [mark for mark, names in found.items() if wanted and wanted <= {*names}]
+    return next(iter(right + [mark for mark, names in found.items() if len(names) > 1]), own)
 
 
 def called(mark: str) -> str:

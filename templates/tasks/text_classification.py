@@ -385,8 +385,8 @@ def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
         return confusion.report(sums["table"], [*model.config.id2label.values()], folder)
     scores, rows = metrics(sums), sums["rows"]
     spread = math.sqrt(sums["spread"] / rows) * float(sums["deviation"] / rows)
-    text = f"{scores['rmse']:.4g} root mean square, {scores['mae']:.4g} mean absolute"
-    return {"errors": f"{text}; of always saying the mean: {spread:.4g} root mean square"}
+    text = f"{scores['rmse']:,.5g} root mean square, {scores['mae']:,.5g} mean absolute"
+    return {"errors": f"{text}; of always saying the mean: {spread:,.5g} root mean square"}
 
 
 def export(model: Any, folder: Path) -> None:
