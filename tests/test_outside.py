@@ -184,6 +184,28 @@ def test_ctrl_c_ends_it_without_a_word(models):
         os.close(number)
 
 
+CHATS = [
+    ("{% for i in range(10 ** 9) %}{% endfor %}", "cannot take hi: Range too big"),
+    (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "cannot take hi: it takes longer than 0.5 s",
+    ),
+    ("{{ raise_exception('no\\nroles') }}", "cannot take hi: no roles"),
+]
+
+
+@pytest.mark.parametrize("template, said", CHATS)
+def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
+    models, tmp_path, monkeypatch, template, said
+):
+    sources = programs.load("sources")
+    limit = sources.time_limit
+    monkeypatch.setattr(sources, "time_limit", lambda _: limit(0.5))
+    model = shutil.copytree(models / "lm", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    assert refused(programs.run(predict, tmp_path, "--model", "model", "--chat", "hi"), said)
+
+
 # ---- What predict.py prints ----------------------------------------------------------------------
 
 

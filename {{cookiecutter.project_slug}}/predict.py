@@ -259,6 +259,20 @@ def check_texts(texts: list[str]) -> None:
             stop(f"{text} is not UTF-8; give it in UTF-8")
 
 
+def check_template(tokenizer, texts: list[str]) -> None:
+    """Ends the program where the chat template, which is a program too, fails or does not end."""
+    from sources import time_limit
+
+    for text in texts:
+        try:
+            with time_limit(10):
+                chat = [{"role": "user", "content": text}]
+                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            given = one_line(text, 60)
+            stop(f"the chat template of this model cannot take {given}: {one_line(error, 200)}")
+
+
 # ---- Answers -------------------------------------------------------------------------------------
 
 
@@ -379,6 +393,8 @@ def main() -> None:
             if text.strip() and "\t" not in text:
                 about = f"{folder} answers to pairs: two texts with a tab between them"
                 stop(f"{one_line(text, 60)} has no tab, but {about}")
+    if arguments.chat:
+        check_template(answer.tokenizer, inputs)
     for start in range(0, len(inputs), arguments.batch):
         part = inputs[start : start + arguments.batch]
         try:
