@@ -43,7 +43,7 @@ DEVICES = {"con", "prn", "aux", "nul"} | {
 TAKEN = {
     *sys.stdlib_module_names,
     *keyword.kwlist,
-    *"""accelerate checkpoints command_line confusion contract data_order datasets deepspeed
+    *"""accelerate chats checkpoints command_line confusion contract data_order datasets deepspeed
     docstring_parser evaluate health huggingface_hub jsonargparse launch matplotlib
     model_card numpy pandas peft pil pillow pip plot predict pretrained process psutil
     pyarrow pytest pyyaml ruff safetensors scikit_learn scipy setuptools sklearn sources

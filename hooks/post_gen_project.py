@@ -25,8 +25,9 @@ def main():
     for recipe in project.glob("configs/train/*.yaml"):
         if recipe.is_file() and not recipe.read_bytes().strip():
             recipe.unlink()
-    if b"import confusion\n" not in (project / "task.py").read_bytes():
-        (project / "confusion.py").unlink()
+    for module in ("chats", "confusion"):
+        if f"\nimport {module}\n".encode() not in (project / "task.py").read_bytes():
+            (project / f"{module}.py").unlink()
     start = Path(os.environ.get("PWD", project.parent))
     if start in project.parents:
         say(NEXT_STEPS.format(folder=project.relative_to(start)))

@@ -169,6 +169,7 @@ causal_lm.prepare_data(causal_lm.{cfg!r})
 
 def test_a_killed_preparation_leaves_nothing_that_counts(task, config, tmp_path):
     cfg = config(write(tmp_path, "jsonl"))
+    task.settle(cfg)
     leftover = task.prepared_folder(cfg).with_suffix(".unfinished")
     leftover.mkdir(parents=True)
     (leftover / "tokenizer.json").write_text("half of")
@@ -186,15 +187,24 @@ def test_the_data_that_ships_with_python(task, config):
 BAD = [
     ("missing.txt", None, "nothing to read at"),
     ("empty", (), "nothing to read at"),
-    ("a.txt", b"", "there is no text in"),
-    ("a.txt", b"abc \xff def", "position 4"),
+    ("a.txt", b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
+    ("a.txt", b"abc \xff def", "byte 0xff is not UTF-8"),
     ("a.txt", b"short", "which do not fill a row of 17"),
     ("a.md", b"text", "nothing to read at"),
     ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2"),
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}', "line 2: no column text among body"),
-    ("a.jsonl", b'{"text": " "}\n', "there is no text in"),
+    ("a.jsonl", b'{"text": " "}\n', "line 1: the text is empty"),
+    ("a.jsonl", b'{"text": null}\n', "line 1: the text is empty"),
+    ("a.jsonl", b'{"text": 1}\n', "line 1: the text is 1 but must be text"),
+    ("a.jsonl", b"\n", "there is no text in"),
+    ("a.jsonl", b'{"text": "a"}\n' * 3, "are equal; add others, to hold some out"),
+    ("a.jsonl", b'{"question": "a", "answer": "b"}', "has the columns question, answer, but"),
     ("a.parquet", b"PAR1 but truncated", "cannot read"),
-    ("b.parquet", {"body": ["a"], "title": ["b"]}, "no column text among body, title"),
+    (
+        "b.parquet",
+        {"body": ["a"], "title": ["b"]},
+        "has the columns body, title, but task.rows auto looks for",
+    ),
 ]
 
 
@@ -356,7 +366,10 @@ def test_a_template_of_ones_own_and_one_that_cannot_work(task, config, tmp_path)
     assert tokenizer.decode(inputs).startswith("<system>Be brief.<user>")
     assert tokenizer.decode(labels[labels != -100]).startswith("that is ")
     (tmp_path / "odd.jinja").write_text("{{ messages | length }}" + own)
-    for file, said in (("odd.jinja", "no beginning of the answered"), ("none.jinja", "no file")):
+    for file, said in (
+        ("odd.jinja", "does not begin with what the template gives"),
+        ("none.jinja", "no file"),
+    ):
         with pytest.raises(ValueError, match="task.chat_template") as error:
             task.prepare_data(config(rows, chat_template=str(tmp_path / file), **fields))
         assert said in str(error.value) and "\n" not in str(error.value)
@@ -412,14 +425,39 @@ def test_rows_of_prompts_and_chats_come_from_every_kind_of_table(task, config, t
 
 
 BAD_ROWS = [
-    ("prompt", {"prompt": "a", "completion": ""}, "line 3: no completion, a string"),
+    ("prompt", {"prompt": "a", "completion": ""}, "line 3: the completion is empty; --task.incomp"),
+    (
+        "prompt",
+        {"prompt": None, "completion": "b"},
+        "line 3: the prompt is empty; --task.incomplete",
+    ),
     ("prompt", {"prompt": "a"}, "no column completion among prompt; name the one to take with"),
-    ("prompt", {"prompt": 1, "completion": "b"}, "line 3: no prompt, a string"),
-    ("chat", {"messages": []}, "line 3: no answer: no message after the first"),
-    ("chat", {"messages": [{"role": "user", "content": "a"}]}, "line 3: no answer"),
-    ("chat", {"messages": [{"role": "assistant", "content": "a"}]}, "line 3: no answer"),
-    ("chat", {"messages": [{"role": "user"}]}, "line 3: no messages, a list of objects with"),
-    ("chat", {"messages": "[{"}, "line 3: no messages, since"),
+    ("prompt", {"prompt": 1, "completion": "b"}, "line 3: the prompt is 1 but must be text"),
+    ("chat", {"messages": []}, "line 3: there are no messages; --task.incomplete_rows skip"),
+    ("chat", {"messages": None}, "line 3: there are no messages"),
+    ("chat", {"messages": {}}, "line 3: there are no messages"),
+    (
+        "chat",
+        {"messages": {"role": "user"}},
+        "line 3: messages is {'role': 'user'} but must be a list of",
+    ),
+    (
+        "chat",
+        {"messages": ["hi"]},
+        "line 3: message 1 is 'hi' but must be an object with role and content",
+    ),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": "a"}]},
+        "line 3: no message after the first has the role assistant (roles: ",
+    ),
+    (
+        "chat",
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        "line 3: no message after the first has the role assistant (roles: ",
+    ),
+    ("chat", {"messages": [{"role": "user"}]}, "line 3: message 1 has no content, only role"),
+    ("chat", {"messages": "[{"}, "line 3: messages is '[{', which is no JSON (Expecting"),
     ("chat", {"talk": []}, "no column messages among talk; name the one to take with --task.messa"),
 ]
 
@@ -437,10 +475,13 @@ def test_bad_rows_are_answered_in_one_line(task, config, tmp_path, rows, bad, sa
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"rows": "prompt"}, "task.data is 'pydoc' but must be"),
-        ({"data": "docstrings"}, "task.data is 'docstrings' but must be"),
+        ({"rows": "prompt"}, "task.rows is 'prompt' but must be text where task.data is pydoc"),
+        (
+            {"data": "docstrings", "rows": "text"},
+            "task.rows is 'text' but must be prompt or chat where",
+        ),
         ({"rows": "chat", "data": "docstrings", "packing": "stream"}, "best_fit for prompts"),
-        ({"lora_rank": 4}, "task.lora_rank is 4 but must be 0, or task.model_name_or_path"),
+        ({"lora_rank": 4}, "task.lora_rank is 4 but must be 0, unless task.model_name_or_path"),
         ({"packing": "best_fit", "attn_implementation": "flash_attention_2"}, "sdpa or eager"),
         (
             {"model_name_or_path": "no/such/folder"},
@@ -463,3 +504,325 @@ def test_validation_data_of_ones_own_is_all_that_is_evaluated_on(task, config, t
     texts, _ = prepared(task, config(train, validation_data=str(other)))
     assert sorted(documents(texts[0])) == sorted(DOCUMENTS[:50])
     assert sorted(documents(texts[1])) == sorted(DOCUMENTS[50:])
+
+
+# ---- Tools, other forms of chats, what a template leaves out -------------------------------------
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "tides")
+]
+
+
+def agents(text=False):
+    """Chats in which tools are called, once or in parallel; with arguments as JSON text or not."""
+
+    def call(name, **arguments):
+        arguments = json.dumps(arguments) if text else arguments
+        return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def chat(i):
+        tool = {"role": "tool", "tool_call_id": "c"}
+        return [
+            {"role": "user", "content": f"Weather of {i}?"},
+            {"role": "assistant", "content": None, "tool_calls": [call("weather", city=str(i))]},
+            {**tool, "content": f"rain {i}"},
+            {"role": "assistant", "content": f"Rain in {i}."},
+            {"role": "user", "content": "And the tides, twice?"},
+            {
+                "role": "assistant", "content": "I look.",
+                "tool_calls": [call("tides", days=i, high=True), call("tides")],
+            },
+            {**tool, "content": "low"}, {**tool, "content": "high"},
+            {"role": "assistant", "content": "Low, then high."},
+        ]  # fmt: skip
+
+    return [{"messages": chat(i), "tools": TOOLS} for i in range(40)]
+
+
+def learnt_by_number(tokenizer, batch):
+    """What is learnt of each chat, by the number that its first question names; and the inputs."""
+    found = {}
+    for inputs, labels in segments(batch):
+        text = tokenizer.decode(inputs)
+        number = int(text.split("Weather of ")[1].split("?")[0])
+        found[number] = (text, tokenizer.decode(labels[labels != -100]))
+    return found
+
+
+def write_agents(folder, kind):
+    """Chats with tools in a file of this kind, all with the same content."""
+    import csv
+
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    if kind == "dict":
+        return write_rows(folder, agents())
+    rows = agents(text=True)
+    if kind == "text":
+        return write_rows(folder, rows)
+    if kind != "csv":  # a struct has the keys of all messages and calls, null where one has none
+        rows = agents() if kind == "structs" else rows
+        pa.parquet.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+        return folder / "a.parquet"
+    with open(folder / "a.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["messages", "tools"])
+        writer.writerows([json.dumps(row[name]) for name in row] for row in rows)
+    return folder / "a.csv"
+
+
+@pytest.mark.parametrize("kind", ["dict", "text", "parquet", "structs", "csv"])
+def test_tool_calls_are_learnt_and_what_tools_answer_is_not(task, config, tmp_path, kind, capsys):
+    cfg = config(write_agents(tmp_path, kind), context_length=700, vocab_size=400)
+    tokenizer, batch = packed(task, cfg)
+    assert ", 40 with tools, from messages\n" in capsys.readouterr().out and cfg.rows == "chat"
+    found = learnt_by_number(tokenizer, batch)
+    assert len(found) == 36
+    tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
+    for i, (text, learnt) in found.items():
+        assert text.startswith(
+            f"Tools: <tools>\n{tools}</tools>\nUser: Weather of {i}?\nAssistant:"
+        )
+        assert f"\nTool: rain {i}\n" in text and "\nTool: low\nTool: high\n" in text
+        calls = [
+            f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+            for name, arguments in (
+                ("weather", {"city": str(i)}), ("tides", {"days": i, "high": True}), ("tides", {})
+            )
+        ]  # fmt: skip
+        answers = [calls[0], f"Rain in {i}.", "\n".join(["I look.", *calls[1:]]), "Low, then high."]
+        assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
+
+
+def test_share_gpt_and_alpaca_are_chats(task, config, tmp_path, capsys):
+    share = [
+        {
+            "id": i,
+            "conversations": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "human", "value": f"{i}?"},
+                {"from": "gpt", "value": f"{i}!"},
+            ],
+        }
+        for i in range(30)
+    ]
+    alpaca = [
+        {"instruction": "Repeat.", "input": f"{i}" if i % 2 else "", "output": f"{i}!", "text": "x"}
+        for i in range(30)
+    ]
+    asked = {"share": "System: Be brief.\nUser: {}?\nAssistant:", "alpaca": "User: Repeat."}
+    said = {"share": ", from conversations (not read: id)", "alpaca": "input (not read: text)"}
+    for name, rows in (("share", share), ("alpaca", alpaca)):
+        file = write_rows(tmp_path, rows, f"{name}.jsonl")
+        labels = []
+        for fields in ({}, {"rows": "chat"}):
+            cfg = config(file, context_length=64, **fields)
+            tokenizer, batch = packed(task, cfg)
+            labels.append(batch["labels"])
+        assert torch.equal(*labels)
+        printed = capsys.readouterr().out
+        assert f"30 chats of {file}" in printed and said[name] in printed
+        for inputs, learnt in segments(batch):
+            answer = tokenizer.decode(learnt[learnt != -100])
+            number = int(answer.split("!")[0])
+            assert answer == f" {number}!<|endoftext|>\n"
+            text = tokenizer.decode(inputs)
+            assert text.startswith(asked[name].format(number))
+            if name == "alpaca":
+                given = f"\n\n{number}" if number % 2 else ""
+                assert text.startswith(f"User: Repeat.{given}\nAssistant: {number}!")
+
+
+AUTO = [
+    ({"text": "a", "prompt": "b", "completion": "c"}, "prompt", ["prompt", "completion"]),
+    ({"text": "a", "prompt": "b"}, "text", ["text"]),
+    ({"text": "a", "messages": CHATS[0]["messages"]}, "chat", ["messages", "tools"]),
+    ({"instruction": "a", "output": "b"}, "chat", ["instruction", "output", "input"]),
+]
+
+
+@pytest.mark.parametrize("row, rows, read", AUTO)
+def test_rows_are_known_by_their_columns(task, config, tmp_path, row, rows, read):
+    cfg = config(write_rows(tmp_path, [row]))
+    task.settle(cfg)
+    assert (cfg.rows, [*cfg.columns.values()]) == (rows, read)
+    assert cfg.names == [*row]
+
+
+def test_a_field_that_names_a_column_decides_what_rows_are(task, config, tmp_path):
+    row = {"text": "a", "body": "b", "talk": CHATS[0]["messages"], "q": "c", "a": "d"}
+    file = write_rows(tmp_path, [row])
+    for fields, rows in [
+        ({"text_column": "body"}, "text"), ({"messages_column": "talk"}, "chat"),
+        ({"prompt_column": "q", "completion_column": "a"}, "prompt"), ({"rows": "text"}, "text"),
+    ]:  # fmt: skip
+        cfg = config(file, **fields)
+        task.settle(cfg)
+        assert cfg.rows == rows and {*fields.values()} <= {"text", *cfg.columns.values()}
+    for data, rows in (("pydoc", "text"), ("stdlib", "text"), ("docstrings", "prompt")):
+        cfg = config(data)
+        task.settle(cfg)
+        assert cfg.rows == rows
+
+
+def test_incomplete_rows_are_counted_and_skipped(task, config, tmp_path, capsys):
+    silent = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]
+    late = [*CHATS[0]["messages"][:4], {"role": "assistant", "content": " "}]
+    for good, bad in [
+        ([{"text": text} for text in DOCUMENTS], [{"text": ""}, {"text": None}, {"text": " \n"}]),
+        (PROMPTS, [{"prompt": "a", "completion": c} for c in (None, "", " ")]),
+        (CHATS, [{"messages": silent}, {"messages": late}, {"messages": None}]),
+        (
+            [{"instruction": f"a{i}", "output": "b"} for i in range(60)],
+            [{"instruction": a, "output": b} for a, b in (("a", ""), (None, "b"), ("a", None))],
+        ),
+    ]:
+        file = write_rows(tmp_path, [*good[:1], *bad, *good[1:]])
+        with pytest.raises(ValueError, match="line 2: .*; --task.incomplete_rows skip leaves"):
+            task.prepare_data(config(file, context_length=64))
+        task.prepare_data(config(file, context_length=64, incomplete_rows="skip"))
+        said = capsys.readouterr().out
+        assert f"left out 3 of {len(good) + 3} incomplete rows, the first: " in said
+        assert f" {len(good)} " in said.splitlines()[1]
+
+
+BAD_CHATS = [
+    (
+        [{"from": "bot", "value": "a"}],
+        "message 1 is from 'bot' but must be from user, assistant, system",
+    ),
+    ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
+    ([{"content": "a"}], "message 1 has no role, only content"),
+    ([{"role": 1, "content": "a"}], "the role of message 1 is 1 but must be text"),
+    ([{"from": "human", "text": "a"}], "message 1 has no content, only text, role"),
+    ([{"role": "assistant", "tool_calls": ["a"]}], "message 1 has the tool call 'a'; write {"),
+    (
+        [{"role": "assistant", "tool_calls": {"a": 1}}],
+        "tool_calls of message 1 is {'a': 1} but must be",
+    ),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "arguments in message 1 is '{', which is no JSON (Expecting",
+    ),
+    (
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}],
+        "arguments in message 1 is [1] but must be an object",
+    ),
+    (
+        [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}],
+        "message 1 has function_call, an old form of tool_calls; write these",
+    ),
+]
+
+
+@pytest.mark.parametrize("messages, said", BAD_CHATS)
+def test_messages_of_no_known_form_are_one_line(task, config, tmp_path, messages, said):
+    file = write_rows(tmp_path, [CHATS[0], {"messages": messages}])
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(file))
+    assert f"line 2: {said}" in str(error.value) and "\n" not in str(error.value)
+    file = write_rows(tmp_path, [{**CHATS[0], "tools": [{"description": "a"}]}])
+    with pytest.raises(
+        ValueError, match="line 1: tools is .* but must be a list of objects, each with a na"
+    ):
+        task.prepare_data(config(file))
+
+
+PLAIN = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}{% if m['tool_calls'] %}"
+    "{{ m['tool_calls'] | tojson }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% endif %}"
+)
+ROLES = {"system": "content of message 1 (system)", "tool": "content of message 4 (tool)"}
+DROPS = [
+    *((f"m['role'] != '{role}'", said) for role, said in ROLES.items()),
+    ("m['role'] != 'user'", "content of message 2 (user)"),
+    ("not m['tool_calls']", "tool_calls of message 3 (assistant)"),
+]
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+
+@pytest.fixture
+def drop(task, config, tmp_path):
+    """What is said of chats with tools and this template; empty: nothing."""
+
+    def tell(template, rows=None):
+        chat = [{"role": "system", "content": "  Be brief.\n"}, *agents()[7]["messages"][:4]]
+        rows = rows or [{"messages": chat, "tools": TOOLS}] * 2
+        (tmp_path / "a.jinja").write_text(template)
+        rows = [{**row, "messages": [*row["messages"][:-1], {**row["messages"][-1],
+                 "content": f"{i}!"}]} for i, row in enumerate(rows)]  # fmt: skip
+        file = write_rows(tmp_path, rows)
+        cfg = config(file, context_length=400, chat_template=str(tmp_path / "a.jinja"))
+        try:
+            task.prepare_data(cfg)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return tell
+
+
+def test_a_template_that_shows_all_is_taken(drop):
+    assert drop(WITH_TOOLS + PLAIN) == ""
+    # It writes a tool's answer as JSON, which is no part of the text then.
+    written = PLAIN.replace("m['content'] | trim", "m['content'] | tojson")
+    assert drop(WITH_TOOLS + written) == ""
+
+
+@pytest.mark.parametrize("condition, said", DROPS)
+def test_what_a_template_leaves_out_is_refused(drop, condition, said):
+    text = drop(WITH_TOOLS + PLAIN.replace("messages %}", f"messages if {condition} %}}", 1))
+    assert f": the template leaves out {said}; give one that shows it" in text
+
+
+def test_tools_parallel_calls_and_reasoning_that_are_left_out_are_refused(drop):
+    assert "the template leaves out tools; give" in drop(PLAIN)
+    first = PLAIN.replace("m['tool_calls'] | tojson", "m['tool_calls'][0] | tojson")
+    assert drop(WITH_TOOLS + first) == ""
+    parallel = [{"messages": agents()[3]["messages"][4:]}] * 2
+    assert "leaves out tool_calls of message 2 (assistant)" in drop(first, parallel)
+    names = PLAIN.replace("m['tool_calls'] | tojson", "m['tool_calls'] | map(attribute='function."
+                          "name') | list | tojson")  # fmt: skip
+    assert "leaves out arguments of tool_calls of message 2" in drop(names, parallel)
+    thought = {"role": "assistant", "content": "b", "reasoning_content": "because"}
+    rows = [{"messages": [{"role": "user", "content": "a"}, thought]}] * 2
+    assert "leaves out reasoning_content of message 2 (assistant)" in drop(PLAIN, rows)
+    # Of an earlier turn it may be gone later: that turn is learnt from a text of its own.
+    thinks = PLAIN.replace("<{{ m['role'] }}>", "<{{ m['role'] }}>{% if loop.last %}"
+                           "{{ m['reasoning_content'] }}{% endif %}")  # fmt: skip
+    again = [rows[0]["messages"] * 2]
+    assert drop(thinks, [{"messages": chat} for chat in again * 2]) == ""
+
+
+def test_a_dropped_word_that_stands_elsewhere_by_chance_is_noticed(drop):
+    chat = [
+        {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"},
+    ]  # fmt: skip
+    text = drop(PLAIN.replace("messages %}", "messages if m['role'] != 'tool' %}", 1),
+                [{"messages": chat}] * 2)  # fmt: skip
+    assert "leaves out content of message 3 (tool)" in text
+
+
+def test_tool_calls_that_are_left_out_only_beside_content_are_noticed(drop):
+    """Their name stands among the tools, their argument in the question."""
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}: Paris?"},
+                {"role": "assistant", "content": content, "tool_calls": [CALL]},
+                {"role": "tool", "content": "rain"}, {"role": "assistant", "content": "Rain."},
+            ],
+            "tools": TOOLS,
+        }
+        for i, content in enumerate([None, None, "I look."])
+    ]  # fmt: skip
+    either = PLAIN.replace(
+        "{% if m['tool_calls'] %}", "{% if m['tool_calls'] and not m['content'] %}"
+    )
+    assert drop(WITH_TOOLS + either, chats[:2]) == ""
+    assert "leaves out tool_calls of message 2 (assistant)" in drop(WITH_TOOLS + either, chats)

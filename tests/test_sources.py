@@ -315,9 +315,14 @@ HUB = {"data_config": "a", "data_split": "b", "data_revision": "c", "validation_
 UNREAD = [
     *(("causal_lm", {name: value}) for name, value in HUB.items()),
     ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
-    ("causal_lm", {"prompt_column": "a"}), ("causal_lm", {"completion_column": "a"}),
-    ("causal_lm", {"messages_column": "a"}), ("causal_lm", {"rows": "chat", "text_column": "a"}),
-    ("causal_lm", {"too_long": "cut"}), ("causal_lm", {"lora_alpha": 2.0}),
+    ("causal_lm", {"rows": "text", "prompt_column": "a"}),
+    ("causal_lm", {"rows": "text", "completion_column": "a"}),
+    ("causal_lm", {"rows": "prompt", "messages_column": "a"}),
+    ("causal_lm", {"rows": "prompt", "tools_column": "a"}),
+    ("causal_lm", {"rows": "chat", "text_column": "a"}),
+    ("causal_lm", {"messages_column": "a", "text_column": "a"}),
+    ("causal_lm", {"data": "pydoc", "text_column": "a"}),
+    ("causal_lm", {"rows": "text", "too_long": "cut"}), ("causal_lm", {"lora_alpha": 2.0}),
     ("causal_lm", {"lora_dropout": 0.1}), ("causal_lm", {"lora_targets": "q_proj"}),
     ("causal_lm", {"merge_lora": True}), ("causal_lm", {"revision": "v1"}),
     ("causal_lm", {"trust_remote_code": True}),
@@ -459,8 +464,9 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind
     task, (template, said) = load_task("causal_lm"), TEMPLATES[kind]
     limit = sources.time_limit
     monkeypatch.setattr(sources, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
-    chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 3)
+    chat = [{"role": "user", "content": "1 + %d?"}, {"role": "assistant", "content": "2"}]
+    row = json.dumps({"messages": chat})
+    (tmp_path / "a.jsonl").write_text("".join(f"{row % i}\n" for i in range(3)))
     if template is not None:
         template = template if isinstance(template, bytes) else template.encode()
         (tmp_path / "a.jinja").write_bytes(template)

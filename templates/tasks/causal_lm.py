@@ -57,6 +57,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+import chats
 import pretrained
 import sources
 from pretrained import ModelConfig
@@ -68,17 +69,11 @@ from tracking import one_line
 Batch = dict[str, torch.Tensor]
 END_OF_TEXT = "<|endoftext|>"
 IGNORED = -100  # the label that cross entropy leaves out
-MOST_CHAT = 50_000_000  # bytes of a chat: a template that gives more does not do what it should
 UNIT = "tokens"
 CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 ENDINGS = (".txt", *sources.TABLES)
 SHIPPED = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
-# For tokenizers without a template of their own: it needs no tokens that they do not have.
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize + ': ' + message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
+CALLED = {"text": "documents", "prompt": "prompts", "chat": "chats"}  # rows
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -87,12 +82,15 @@ CHAT_TEMPLATE = (
 @dataclass
 class TaskConfig(DataConfig, ModelConfig):
     data: str = "pydoc"
-    """Rows to train on: a .jsonl, .csv, .parquet or .txt file, which is one text, a folder of them,
-    or a data set on the Hub. Or what every machine has: pydoc (Python's manual, 0.4 MB), stdlib
-    (Python's own source, 5 MB), docstrings (prompts or chats: what a function of it does)."""
-    rows: Literal["text", "prompt", "chat"] = "text"
-    """What a row is: a text; a prompt and its completion; a list of messages, each with role and
-    content. Of the last two only completions and the assistant's messages are learnt."""
+    """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
+    text, a folder of such files, or a data set on the Hub. Or what every machine has: pydoc
+    (Python's manual, 0.4 MB), stdlib (Python's own source, 5 MB), docstrings (prompts or chats:
+    what a function of it does)."""
+    rows: Literal["auto", "text", "prompt", "chat"] = "auto"
+    """What a row is. text: a text. prompt: a prompt and its completion, which alone is learnt.
+    chat: messages with role and content (ShareGPT: from and value), or instruction, input and
+    output (Alpaca); the assistant's messages alone are learnt. auto: what the names of its columns
+    say; docstrings are prompts then."""
     text_column: str = "text"
     """Column of the text."""
     prompt_column: str = "prompt"
@@ -100,7 +98,10 @@ class TaskConfig(DataConfig, ModelConfig):
     completion_column: str = "completion"
     """Column of the completion."""
     messages_column: str = "messages"
-    """Column of the messages."""
+    """Column of the messages; this default stands for conversations too, or those of Alpaca."""
+    tools_column: str = "tools"
+    """Column of the tools that a chat may call, a list of JSON schemas, if there is one; empty: not
+    to be read."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: int = 64
@@ -138,21 +139,23 @@ class TaskConfig(DataConfig, ModelConfig):
 
 def best_fit(cfg: TaskConfig) -> bool:
     """Whether rows hold whole texts, which do not see each other."""
-    return cfg.rows != "text" or cfg.packing == "best_fit"
+    return cfg.rows in ("prompt", "chat") or cfg.packing == "best_fit"
 
 
 def check(cfg: TaskConfig) -> None:
-    """Refuse settings that cannot work before anything is read."""
+    """Refuse settings that cannot work, as far as they are known: `rows` may still be auto."""
     sources.check_data(cfg, SHIPPED)
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
     nearest = max(1, (min(cfg.hidden_size, 2**16) + unit // 2) // unit) * unit
-    new, text = not cfg.model_name_or_path, cfg.rows == "text"
-    fits = cfg.data not in SHIPPED or text != (cfg.data == "docstrings")
+    new, auto, text = not cfg.model_name_or_path, cfg.rows == "auto", cfg.rows == "text"
+    shipped = cfg.data in SHIPPED
+    kinds = "prompt or chat" if cfg.data == "docstrings" else "text"
+    fits = auto or not shipped or text != (cfg.data == "docstrings")
     flash = cfg.attn_implementation == "flash_attention_2"
     rules = [
         ("context_length", 2 <= cfg.context_length <= 2**20, "from 2 to 1,048,576"),
-        ("packing", text or cfg.packing != "stream", "best_fit for prompts and chats"),
-        ("data", fits, f"something else, or task.rows, which is {cfg.rows}"),
+        ("packing", text or auto or cfg.packing != "stream", "best_fit for prompts and chats"),
+        ("rows", fits, f"{kinds} where task.data is {cfg.data}"),
         (
             "attn_implementation",
             not (flash and best_fit(cfg)),
@@ -162,7 +165,7 @@ def check(cfg: TaskConfig) -> None:
         (
             "lora_rank",
             not (cfg.lora_rank and new),
-            "0, or task.model_name_or_path a model to adapt",
+            "0, unless task.model_name_or_path is a model to adapt",
         ),
         ("lora_alpha", 0 <= cfg.lora_alpha <= 1e6, "from 0 to 1,000,000"),
         ("lora_dropout", 0 <= cfg.lora_dropout < 1, "at least 0 and below 1"),
@@ -184,13 +187,20 @@ def check(cfg: TaskConfig) -> None:
     if new:
         width = cfg.hidden_size
         pretrained.check_memory(width * (2 * cfg.vocab_size + 13 * cfg.num_layers * width))
+    columns = {
+        "text": "text_column",
+        "prompt": "prompt_column completion_column",
+        "chat": "messages_column tools_column",
+    }
     check_read(
         cfg,
         [
-            ("text_column", text, f"where task.rows is {cfg.rows}"),
-            ("prompt_column completion_column", cfg.rows == "prompt", "unless task.rows is prompt"),
-            ("messages_column", cfg.rows == "chat", "unless task.rows is chat"),
-            ("too_long", best_fit(cfg), "unless task.packing is best_fit"),
+            *((names, not shipped, f"where task.data is {cfg.data}") for names in columns.values()),
+            *(
+                (names, auto or cfg.rows == kind, f"where task.rows is {cfg.rows}")
+                for kind, names in columns.items()
+            ),
+            ("too_long", auto or best_fit(cfg), "unless task.packing is best_fit"),
             (
                 "lora_alpha lora_dropout lora_targets merge_lora",
                 cfg.lora_rank,
@@ -207,10 +217,25 @@ def prepare_data(cfg: TaskConfig) -> None:
     """Split, tokenise and pack the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
     pretrained.check_unread(cfg)
+    settle(cfg)
     longest_text(cfg)
     cfg.folder = sources.prepare(
         cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
     )
+
+
+def settle(cfg: TaskConfig) -> None:
+    """Replace auto by what the rows are, before anything depends on it.
+
+    So a run's config.yaml says what they were; processes do not ask each other, as they find the
+    same columns.
+    """
+    cfg.columns, cfg.names = {}, []
+    if cfg.data not in SHIPPED:
+        cfg.rows, cfg.columns, cfg.names = chats.recognise(cfg, ENDINGS)
+    elif cfg.rows == "auto":
+        cfg.rows = "prompt" if cfg.data == "docstrings" else "text"
+    check(cfg)
 
 
 def identity(cfg: TaskConfig) -> str:
@@ -295,8 +320,8 @@ def check_apart(model: Any) -> None:
         apart = False
     if not apart:
         raise ValueError(
-            f"task.model_name_or_path: a {model.config.model_type} model cannot keep packed texts "
-            "apart; take another, or texts with --task.packing stream"
+            f"task.model_name_or_path: models of the type {model.config.model_type} cannot keep "
+            "packed texts apart; take another model, or texts with --task.packing stream"
         )
 
 
@@ -308,8 +333,8 @@ def add_adapters(model: torch.nn.Module, cfg: TaskConfig) -> torch.nn.Module:
     tied = getattr(model.config, "tie_word_embeddings", False)
     if tied and cfg.merge_lora and {"lm_head", "embed_tokens", "wte"} & {*targets}:
         raise ValueError(
-            "task.lora_targets: input and output embeddings of this model are the same weights, "
-            "into which adapters of one cannot be merged; leave them out, or merge_lora"
+            "task.lora_targets: input and output embeddings of this model are the same weights, so "
+            "that adapters of one cannot be merged; take it out, or leave out task.merge_lora"
         )
     lora = LoraConfig(
         r=cfg.lora_rank,
@@ -393,20 +418,12 @@ def export(model: Any, folder: Path) -> None:
 
 def prepared_folder(cfg: TaskConfig) -> Path:
     """Its name stands for all that shapes the data: settings, files and the code from here on."""
-    names = """rows text_column prompt_column completion_column messages_column context_length
-        packing too_long vocab_size model_name_or_path revision""".split()
-    files = [*pretrained.used_files(cfg), *filter(None, [template_file(cfg)])]
+    names = """rows columns context_length packing too_long vocab_size model_name_or_path
+        revision""".split()
+    files = [*pretrained.used_files(cfg), *filter(None, [chats.template_file(cfg)])]
     used = sources.used_files(cfg, ENDINGS, *files, shipped=shipped_files(cfg.data))
-    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, CODE)
-
-
-def template_file(cfg: TaskConfig) -> Path | None:
-    path = sources.local_path(cfg.chat_template, "chat_template")
-    if cfg.chat_template and not path.is_file():
-        raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
-    if cfg.chat_template and path.stat().st_size > 1_000_000:
-        raise ValueError(f"task.chat_template: {one_line(path, 100)} has more than 1 MB")
-    return path if cfg.chat_template else None
+    settings = [getattr(cfg, name) for name in names]
+    return sources.cache_folder(cfg, settings, used, CODE + chats.CODE)
 
 
 def shipped_files(data: str) -> list[Path] | None:
@@ -422,10 +439,10 @@ def shipped_rows(cfg: TaskConfig) -> Iterator[Row]:
         for file in shipped_files(cfg.data):
             with tokenize.open(file) as source:  # heeds the coding line of what is not UTF-8
                 text = source.read()
-            if cfg.data == "stdlib":
-                yield {"text": text}, str(file)
-            else:
+            if cfg.data == "docstrings":
                 yield from ((row, str(file)) for row in questions(text, cfg.rows))
+            elif text.strip():
+                yield {"text": text}, str(file)
         return
     from pydoc_data.topics import topics
 
@@ -469,10 +486,12 @@ def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
 
     if cfg.model_name_or_path:
         tokenizer = pretrained.load(AutoTokenizer, cfg)
+        lacks = "end-of-text token" if tokenizer.eos_token is None else "tokenizer.json"
         if not tokenizer.is_fast or tokenizer.eos_token is None:
             name = one_line(cfg.model_name_or_path, 100)
             raise ValueError(
-                f"task.model_name_or_path: the tokenizer of {name} is no fast one with an end token"
+                f"task.model_name_or_path: the tokenizer of {name} has no {lacks}; give another "
+                "model"
             )
     else:
         tokenizer = PreTrainedTokenizerFast(
@@ -482,14 +501,10 @@ def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
             model_max_length=cfg.context_length,
         )
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if file := template_file(cfg):
-        try:
-            tokenizer.chat_template = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            what = f"cannot read {one_line(file, 100)}: {one_line(error)}"
-            raise ValueError(f"task.chat_template: {what}") from None
+    if cfg.chat_template:
+        tokenizer.chat_template = chats.read_template(cfg)
     elif cfg.rows == "chat":
-        tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
+        tokenizer.chat_template = tokenizer.chat_template or chats.CHAT_TEMPLATE
     return tokenizer
 
 
@@ -505,9 +520,9 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
     if not cfg.model_name_or_path:
         sources.in_child(learn_vocabulary, train, cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
-    parts = {}
+    parts, seen = {}, set()
     for part, rows in (("train", train), ("validation", validation)):
-        encoded = [text for row in rows for text in encode(row, cfg, tokenizer)]
+        encoded = [text for row in rows for text in encode(row, cfg, tokenizer, seen)]
         parts[part] = (
             pack_best_fit(encoded, cfg, part) if best_fit(cfg) else pack_stream(encoded, cfg)
         )
@@ -539,20 +554,23 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
 
 def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
     """The rows to train and to evaluate on, all of them such that they can be encoded."""
-    roles = {"text": ["text"], "prompt": ["prompt", "completion"], "chat": ["messages"]}[cfg.rows]
-    columns = {role: getattr(cfg, f"{role}_column") for role in roles}
     shipped = shipped_rows(cfg) if cfg.data in SHIPPED else None
-    train, validation = sources.read(cfg, columns, ENDINGS, shipped)
-    for row, place in [*train, *(validation or [])]:
-        if problem := problem_of(row, cfg):
-            raise ValueError(f"task.data: {place}: {problem} in {one_line(repr(row), 80)}")
-    train = [each for each in train if each[0].get("text", "text").strip()]
-    documents = len(train) + len(validation or [])
+    train, validation = sources.read(cfg, cfg.columns, ENDINGS, shipped, chats.OPTIONAL)
+    check_row = chats.check_chat if cfg.rows == "chat" else check_text
+    field = "validation_data" if cfg.validation_data else "validation_split"
+    train = sources.complete(train, cfg, "data", check_row)
+    validation = validation and sources.complete(validation, cfg, field, check_row)
     if not train or validation == []:
-        where = one_line(cfg.validation_data if train else cfg.data, 100)
-        raise ValueError(f"task.data: there is no text in {where}")
+        empty = field if train else "data"
+        raise ValueError(f"task.{empty}: there is no text in {one_line(getattr(cfg, empty), 100)}")
+    tools = sum("tools" in row for row, _ in [*train, *(validation or [])])
+    if cfg.tools_column not in ("", "tools") and not tools:
+        name = one_line(cfg.tools_column, 60)
+        raise ValueError(f"task.tools_column: no row has tools in a column {name}")
     name = one_line(cfg.data, 100)
-    print(f"Preparing data: {documents:,} documents of {name}", flush=True)
+    what = f"{len(train) + len(validation or []):,} {CALLED[cfg.rows]} of {name}"
+    what += f", {tools:,} with tools" * bool(tools)
+    print(f"Preparing data: {what}{chats.taken(cfg.columns, cfg.names)}", flush=True)
     if validation is not None:
         return train, validation
     if len(train) == 1 and cfg.rows == "text":
@@ -562,37 +580,22 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
     if len(train) == 1:
         raise ValueError(f"task.data: {name} has one row; add rows, to hold one out")
     if cfg.rows == "text":
-        return sources.hold_out(train, cfg.validation_fraction, lambda row: row[0]["text"])
-    key = lambda row: json.dumps(row[0], default=str)  # noqa: E731  Parquet has dates
-    return sources.hold_out(train, cfg.validation_fraction, key)
+        key = lambda row: row[0]["text"]  # noqa: E731
+    else:
+        key = lambda row: json.dumps(row[0], default=str)  # noqa: E731  Parquet has dates
+    train, validation = sources.hold_out(train, cfg.validation_fraction, key)
+    if not validation:
+        raise ValueError(f"task.data: all rows of {name} are equal; add others, to hold some out")
+    return train, validation
 
 
-def problem_of(row: dict, cfg: TaskConfig) -> str | None:
-    """What is wrong with a row. Messages that a table holds as JSON are read."""
-    if cfg.rows != "chat":
-        missing = next((role for role, value in row.items() if not isinstance(value, str)), None)
-        missing = missing or ("completion" if row.get("completion") == "" else None)
-        return missing and f"no {missing}, a string,"
-    messages = row["messages"]
-    if isinstance(messages, str):
-        try:
-            row["messages"] = messages = sources.cell(json.loads(messages))
-        except (ValueError, RecursionError) as error:
-            return f"no messages, since {one_line(error, 100)},"
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict)
-        and isinstance(m.get("role"), str)
-        and (isinstance(m.get("content"), str) or m.get("tool_calls"))
-        for m in messages
-    ):
-        return "no messages, a list of objects with role and content,"
-    # Tables have all keys in all messages; those without a value are not there for a template.
-    messages = [{key: m[key] for key in m if m[key] is not None} for m in messages]
-    row["messages"] = [{"content": "", **m} for m in messages]
-    answers = [m for m in messages[1:] if m["role"] == "assistant"]
-    if not any(m.get("content") or m.get("tool_calls") for m in answers):
-        return "no answer: no message after the first has the role assistant"
-    return None
+def check_text(row: dict) -> None:
+    """Raises ValueError for a row without text, or without a completion."""
+    for role, value in row.items():
+        if value is None or (role != "prompt" and not str(value).strip()):
+            raise sources.Incomplete(f"the {role} is empty")
+        if not isinstance(value, str):
+            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 
 
 def begin_of(tokenizer: Any) -> list[int]:
@@ -600,7 +603,7 @@ def begin_of(tokenizer: Any) -> list[int]:
     return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
 
 
-def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array]]:
+def encode(row: Row, cfg: TaskConfig, tokenizer: Any, seen: set) -> list[tuple[array, array]]:
     """The tokens of a row's texts, and for each token whether it is to be learnt: 1 or 0."""
     (values, place), end = row, tokenizer.eos_token_id
     plain = {"add_special_tokens": False, "verbose": False}
@@ -618,7 +621,7 @@ def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array
         text = values["prompt"] + values["completion"]
         texts = [(text, [(len(values["prompt"]), len(text))])]
     else:
-        texts = render(values["messages"], place, tokenizer)
+        texts = chats.render(values, place, tokenizer, seen)
     found = []
     for text, answers in texts:
         encoded = tokenizer(text, return_offsets_mapping=True, **plain)
@@ -631,40 +634,6 @@ def encode(row: Row, cfg: TaskConfig, tokenizer: Any) -> list[tuple[array, array
     return found
 
 
-def render(messages: list[dict], place: str, tokenizer: Any) -> list[tuple[str, list[tuple]]]:
-    """A chat as the model sees it, and where in the text the assistant's answers stand.
-
-    Some templates change a turn when others follow, as they leave its reasoning out: then each
-    answer is learnt from a text of its own, which ends with it.
-    """
-    whole, texts = chat_text(messages, place, tokenizer), []
-    for i, message in enumerate(messages):
-        if i and message["role"] == "assistant":
-            before = chat_text(messages[:i], place, tokenizer, add_generation_prompt=True)
-            until = chat_text(messages[: i + 1], place, tokenizer)
-            if not until.startswith(before):
-                problem = "what asks for an answer is no beginning of the answered chat"
-                raise ValueError(f"task.chat_template: {place}: {problem}")
-            texts.append((until, [(len(before), len(until))]))
-    if all(whole.startswith(until) for until, _ in texts):
-        return [(whole, [answer for _, answers in texts for answer in answers])]
-    return texts
-
-
-def chat_text(messages: list[dict], place: str, tokenizer: Any, **options) -> str:
-    """What the chat template makes of messages: a program, which may fail, or not end."""
-    try:
-        with sources.time_limit(10):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        if not isinstance(text, str):
-            raise TypeError(f"it gives no text, but {type(text).__name__}")
-        if len(text.encode()) > MOST_CHAT:
-            raise ValueError(f"it gives {len(text):,} characters")
-    except Exception as error:
-        raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None
-    return text
-
-
 def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
     """The tokens after which the model is to answer: of a row, or of a text or message."""
     begin, text = begin_of(tokenizer), row
@@ -673,11 +642,12 @@ def prompt_of(row: dict | str, cfg: TaskConfig, tokenizer: Any) -> list[int]:
     elif cfg.rows == "prompt":
         text = row if isinstance(row, str) else row["prompt"]
     else:
-        begin, asked = [], [{"role": "user", "content": row}]
+        begin, asked, tools = [], [{"role": "user", "content": row}], []
         if not isinstance(row, str):
             turns = [i for i, m in enumerate(row["messages"]) if i and m["role"] == "assistant"]
-            asked = row["messages"][: turns[0]]
-        text = chat_text(asked, "task.sample_prompt", tokenizer, add_generation_prompt=True)
+            asked, tools = row["messages"][: turns[0]], row.get("tools", [])
+        place = "task.sample_prompt"
+        text = chats.chat_text(asked, tools, place, tokenizer, add_generation_prompt=True)
     tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return [*begin, *tokens] or [tokenizer.eos_token_id]
 
@@ -691,8 +661,7 @@ def learn_vocabulary(rows: list[Row], cfg: TaskConfig, folder: Path) -> None:
 
     def texts() -> Iterator[str]:
         for row, _ in rows:
-            for value in row.values():
-                yield from [value] if isinstance(value, str) else (m["content"] for m in value)
+            yield from chats.texts(row) if cfg.rows == "chat" else row.values()
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts(), cfg.vocab_size - 1, show_progress=False)
@@ -727,7 +696,10 @@ def pack_stream(encoded: list[tuple[array, array]], cfg: TaskConfig) -> dict[str
     if len(tokens) <= length:
         problem = f"{len(tokens)} tokens to train or evaluate on, which do not fill a row"
         name = one_line(cfg.data, 100)
-        raise ValueError(f"task.data: {name} has {problem} of {length + 1}: add text")
+        raise ValueError(
+            f"task.data: {name} has {problem} of {length + 1}; add text, or lower "
+            "task.context_length"
+        )
     tokens.extend([IGNORED] * ((1 - len(tokens)) % length))
     flat = np.array(tokens)
     inputs, labels = flat[:-1].reshape(-1, length), flat[1:].reshape(-1, length)
@@ -760,7 +732,8 @@ def pack_best_fit(encoded: list[tuple], cfg: TaskConfig, part: str) -> dict[str,
         )
     if not pieces:
         raise ValueError(
-            f"task.context_length: no answer of {part} fits into {longest} tokens; raise it"
+            f"task.context_length: no answer of {part} begins within {longest} tokens; raise it, "
+            "or give --task.too_long split"
         )
     pieces.sort(key=lambda piece: -len(piece[0]))  # stable: the same on every machine
     bins: list[list[tuple]] = []
