@@ -597,6 +597,37 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(task, config, tmp_pa
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
 
 
+def test_an_answer_of_weight_zero_is_not_learnt(task, config, tmp_path):
+    """The form in which OpenAI takes chats: 0 for an answer that is context alone."""
+
+    def chat(i, weights):
+        asked = {"role": "user", "content": f"Weather of {i}?"}
+        answers = [{"role": "assistant", "content": text} for text in ("Bad.", "Sun.")]
+        for answer, weight in zip(answers, weights, strict=True):
+            answer |= {} if weight is None else {"weight": weight}
+        return {"messages": [asked, answers[0], {"role": "user", "content": "No?"}, answers[1]]}
+
+    cfg = config(
+        write_rows(tmp_path, [chat(i, (0, None)) for i in range(20)]),
+        vocab_size=300,
+        context_length=200,
+    )
+    found = learnt_by_number(*packed(task, cfg))
+    assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
+    assert all("Bad." in text for text, _ in found.values())
+    for weights, said in (
+        ((0, 0), "line 1: no message of the assistant is to be"),
+        ((1, 2), "is 2; give 0 or 1"),
+    ):
+        cfg = config(
+            write_rows(tmp_path, [chat(i, weights) for i in range(20)]),
+            vocab_size=300,
+            context_length=200,
+        )
+        with pytest.raises(ValueError, match=said):
+            task.prepare_data(cfg)
+
+
 def test_share_gpt_and_alpaca_are_chats(task, config, tmp_path, capsys):
     share = [
         {

@@ -118,6 +118,13 @@ def check_chat(row: dict) -> None:
         )
     row["messages"] = [message_of(m, f"message {n}") for n, m in enumerate(messages, 1)]
     answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
+    for number, message in answers:
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(
+                f"weight of message {number} is {message['weight']!r:.60}; give 0 or 1"
+            )
+    if any(n > 1 for n, _ in answers) and not any(map(is_learnt, row["messages"][1:])):
+        raise Incomplete("no message of the assistant is to be learnt: all have the weight 0")
     if not any(number > 1 for number, _ in answers):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
         raise Incomplete(f"no message after the first has the role assistant (roles: {roles})")
@@ -130,6 +137,11 @@ def check_chat(row: dict) -> None:
                 f"tools is {short(tools)} but must be a list of objects, each with a name"
             )
         row["tools"] = tools
+
+
+def is_learnt(message: dict) -> bool:
+    """Whether it is an answer, but for one with the weight 0, as OpenAI's form has it."""
+    return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 def turns(row: dict) -> list[dict[str, str]]:
@@ -263,7 +275,7 @@ def render(row: dict, place: str, tokenizer: Any, seen: set) -> list[tuple[str, 
     messages, tools = row["messages"], row.get("tools", [])
     whole, before, until = chat_text(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
-        if i and message["role"] == "assistant":
+        if i and is_learnt(message):
             before[i] = chat_text(messages[:i], tools, place, tokenizer, add_generation_prompt=True)
             until[i] = chat_text(messages[: i + 1], tools, place, tokenizer)
     check_kept(row, whole, until, place, tokenizer, seen)
