@@ -40,7 +40,7 @@ LARGEST = 3.5e38  # the largest number that is drawn: a little more than that of
 MOST = 5  # baselines in a picture, scores in a panel, units of throughput
 ABOVE = {"frameon": False, "borderaxespad": 0.2, "fontsize": 9}  # of legends above a panel
 FORMATS = (".png", ".svg", ".pdf")
-NO_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss", "useful_share")
+NO_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")
 # Settings that do not change what is learnt.
 IGNORED = """output_dir resume timeout num_workers eval_every save_every keep_checkpoints log_every
     tracker project upload_code task.cache_dir""".split()

@@ -248,7 +248,7 @@ def digest(cfg: TaskConfig) -> str:
 
 
 def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
-    """Memory-mapped rows of context_length tokens; validation rows have three more columns."""
+    """Memory-mapped rows of context_length tokens; validation rows have two more columns."""
     from datasets import load_from_disk
 
     parts = [load_from_disk(cfg.folder / part) for part in ("train", "validation")]
@@ -367,9 +367,8 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 @torch.no_grad()
 def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
     """The loss, that of a unigram model, and the tokens and bytes that both are summed over."""
-    terms = {name: batch[name] for name in ("unigram_loss", "bytes", "used")}
+    terms = {name: batch[name] for name in ("unigram_loss", "bytes")}
     terms |= {"loss": loss_sum(model, batch), "tokens": batch["labels"] != IGNORED}
-    terms["slots"] = torch.ones_like(batch["labels"])
     return {name: values.sum() for name, values in terms.items()}
 
 
@@ -382,7 +381,6 @@ def metrics(sums: Batch) -> dict[str, float]:
         "perplexity": math.exp(min(loss, 700)),  # exp overflows above 709
         "bits_per_byte": total["loss"] / math.log(2) / max(total["bytes"], 1),
         "unigram_loss": total["unigram_loss"] / total["tokens"],  # token frequencies, nothing else
-        "useful_share": total["used"] / total["slots"],  # of the rows' tokens: the rest is padding
     }
 
 
@@ -538,9 +536,9 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
     labels = parts["validation"]["labels"]
     for name, values in (("bytes", sizes), ("unigram_loss", nats)):
         parts["validation"][name] = np.where(labels == IGNORED, 0, values[labels]).sum(1)
-    del parts["train"]["used"]
     disable_progress_bars()
     for part, columns in parts.items():
+        del columns["used"]
         Dataset.from_dict(columns).save_to_disk(folder / part)
     prompts = {}
     for number, (row, _) in enumerate(validation[: 0 if cfg.rows == "text" else 2], 1):
