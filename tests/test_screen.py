@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -88,6 +89,21 @@ def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     assert f"launch.py: process 1 (pid {ranks['1'].pid}) was ended by SIGKILL" in printed
 
 
+def test_a_killed_process_is_named_where_there_is_only_one(tiny, tmp_path):
+    import psutil
+
+    output = tmp_path / "run"
+    run = tiny.launch("launch.py", "cpu", *LONG, "--output_dir", output)
+    wait_until(lambda: trained(output, 3), run)
+    family = psutil.Process(run.pid).children(recursive=True)
+    [p for p in family if "-u" in p.cmdline() or "ACCELERATE_MIXED_PRECISION" in p.environ()][
+        -1
+    ].kill()
+    printed = run.communicate(timeout=60)[0]
+    assert run.returncode == 1 and "Traceback" not in printed, printed
+    assert "launch.py: the process that trained was ended by SIGKILL, as the kernel" in printed
+
+
 def test_what_the_launcher_itself_refuses_is_shown(tiny):
     run = tiny.launch("launch.py --no_such_flag", "cpu", "--max_steps", 3)
     printed = run.communicate(timeout=60)[0]
@@ -159,9 +175,28 @@ def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
     damaged = output / "checkpoints" / f"step-{first:08d}" / "model.safetensors"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    for path in (output / "model").iterdir():
-        path.unlink()
-    (output / "model").rmdir()
+    shutil.rmtree(output / "model")
+    quick(*flags)
+    exported, saved = weights(output)
+    assert exported.equal(saved[second])
+
+
+def test_where_no_evaluation_is_finite_the_last_model_is_exported_and_that_is_said(quick, tmp_path):
+    output, never = tmp_path / "run", "import task; task.metrics = lambda sums: {'loss': 'nan'}"
+    printed = quick("--export", "best", "--output_dir", output, before=never)
+    assert "no evaluation gave a finite loss: the last model takes the place" in printed
+    exported, saved = weights(output)
+    assert exported.equal(saved[12])
+
+
+def test_a_checkpoint_whose_manifest_is_broken_is_no_best_one(quick, tmp_path):
+    output = tmp_path / "run"
+    flags = ["--export", "best", "--learning_rate", 0.05, "--output_dir", output]
+    quick(*flags)
+    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    first, second, *_ = sorted(losses, key=losses.get)
+    (output / "checkpoints" / f"step-{first:08d}" / "manifest.json").write_text("{")
+    shutil.rmtree(output / "model")
     quick(*flags)
     exported, saved = weights(output)
     assert exported.equal(saved[second])

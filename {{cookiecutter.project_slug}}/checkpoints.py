@@ -433,14 +433,13 @@ def best(paths: list[Path]) -> tuple[Path | None, list[Path]]:
 
 def best_loss(folder: Path) -> float:
     """The smallest eval_loss of the checkpoints in a folder; infinite without one."""
-    return min(
-        (loss for p in committed(folder) if (loss := eval_loss(p)) is not None), default=math.inf
-    )
+    losses = [eval_loss(path) for path in committed(folder) if is_valid(path, hashed=False)]
+    return min((loss for loss in losses if loss is not None), default=math.inf)
 
 
-def find_best(output: Path) -> Path | None:
-    """Of the checkpoints of a run the one with the smallest eval_loss, if any has one."""
-    return best(committed(output / "checkpoints"))[0]
+def find_best(folder: Path) -> Path | None:
+    """Of the checkpoints in a folder the one with the smallest eval_loss, if any has one."""
+    return best([path for path in committed(folder) if is_valid(path, hashed=False)])[0]
 
 
 def eval_loss(path: Path) -> float | None:

@@ -108,7 +108,7 @@ def main() -> int:
         if code or {"--check", "--help", "-h"} & {*program}:  # nothing is to be launched
             return code
         report = Path(folder, "report")
-        command = [sys.executable, "-c", LAUNCHER, str(report), "--quiet", *launcher, *program]
+        command = [sys.executable, "-c", LAUNCHER, str(report), *launcher, *program]
         env["EXIT_CODE_FILE"] = str(told)
         run = subprocess.Popen(command, env=env, preexec_fn=deaf)
         training, stopping = [], False
@@ -124,18 +124,23 @@ def main() -> int:
         if code not in ("0", "2", str(STOPPED)) and not asked:
             sys.stderr.write(killed(found) or ("" if code else found))
         elif asked and not code:
-            print("launch.py: stopped before training began", file=sys.stderr)
+            about = "the same command continues from the newest checkpoint, if there is one"
+            print(f"launch.py: stopped without saving; {about}", file=sys.stderr)
         return int(code) if code else STOPPED if asked else run.returncode
 
 
 def killed(report: str) -> str:
-    """A line for each process that a signal has ended, by torchelastic's report."""
-    died = re.findall(r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)", report)
+    """A line for each process that a signal has ended, by the launcher's report."""
+    died = {}
+    for number in re.findall(r"died with <Signals\.\w+: (\d+)>", report):  # of accelerate: one
+        died["the process that trained"] = int(number)
+    several = r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)"  # of torchelastic
+    for rank, number, pid in re.findall(several, report):
+        died[f"process {rank} (pid {pid})"] = int(number)
     lines = []
-    for rank, number, pid in dict.fromkeys(died):
-        name = signal.Signals(int(number)).name
-        often = ", as the kernel does when the memory is full" * (name == "SIGKILL")
-        lines.append(f"launch.py: process {rank} (pid {pid}) was ended by {name}{often}\n")
+    for who, number in died.items():
+        often = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
+        lines.append(f"launch.py: {who} was ended by {signal.Signals(number).name}{often}\n")
     return "".join(lines)
 
 

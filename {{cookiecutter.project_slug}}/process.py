@@ -379,6 +379,16 @@ def load_trained(model: torch.nn.Module, file: Path) -> None:
     model.load_state_dict(weights, strict=False)
 
 
+def load_best(ranks: Ranks, model: torch.nn.Module, folder: Path) -> int | None:
+    """Loads the weights with the smallest eval_loss; gives their step, or None where none has one."""
+    best = ranks.alone(checkpoints.find_best, folder)
+    if best is None:
+        say("no evaluation gave a finite loss: the last model takes the place of the best")
+        return None
+    ranks.together(ask, load_trained, model, best / "model.safetensors")
+    return checkpoints.step_of(best)
+
+
 def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's state, without parameters that do not train, but with a digest of these."""
     state = model.state_dict()

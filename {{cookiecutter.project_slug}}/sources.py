@@ -245,7 +245,8 @@ def told(others: Counter) -> str:
     if not others:
         return ""
     kinds = ", ".join(f"{n:,} {one_line(kind, 20)}" for kind, n in others.most_common(10))
-    return f" (passed over {sum(others.values()):,} other files: {kinds})"
+    number = sum(others.values())
+    return f" (passed over {number:,} other file{'s' * (number > 1)}: {kinds})"
 
 
 def say_passed_over(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:

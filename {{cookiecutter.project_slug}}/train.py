@@ -361,7 +361,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
         about = {"step": first_step, "checkpoint": str(checkpoint), **scores}
-        ranks.alone(tracking.write_object, output / "evaluation" / "metrics.json", about)
+        ranks.alone(ask, tracking.write_object, output / "evaluation" / "metrics.json", about)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         ranks.alone(report, bare_model, sums, output / "evaluation")
         return 0
@@ -468,9 +468,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     else:
         last = exported = max(first_step, max_steps)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        if cfg.export == "best" and (best := ranks.alone(checkpoints.find_best, output)):
-            exported = checkpoints.step_of(best)
-            ranks.together(ask, process.load_trained, bare_model, best / "model.safetensors")
+        if cfg.export == "best":
+            exported = process.load_best(ranks, bare_model, output / "checkpoints") or last
             say(f"the best evaluation was that of step {exported} of {last}")
         if exported < last or first_step >= max_steps:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
