@@ -1,6 +1,7 @@
 """What all tests share: projects baked from a clean copy of the template, and how to run in one."""
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -89,27 +90,26 @@ class BakedProject:
             start_new_session=True,
         )
 
+    def envs(self, processes, **extra):
+        """The environment of each of so many processes, as a launcher would set it."""
+        env = self.env(**extra)
+        if processes == 1:
+            return [env]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        env |= {"ACCELERATE_USE_CPU": "true"}
+        return [env | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(processes)]
+
     def start(self, processes, *flags, program="train.py", **env):
         """Start a program in so many processes, as a launcher would: a list of Popen objects."""
-        env = self.env(**env)
-        if processes > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            env |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-            env |= {"ACCELERATE_USE_CPU": "true"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = ["python", program, *latest(flags)]
         return [
-            subprocess.Popen(
-                command,
-                cwd=self.path,
-                env=env | ({"RANK": str(r), "LOCAL_RANK": str(r)} if processes > 1 else {}),
-                stdin=subprocess.DEVNULL,
-                **pipes,
-            )
-            for r in range(processes)
+            subprocess.Popen(command, cwd=self.path, env=each, stdin=subprocess.DEVNULL, **pipes)
+            for each in self.envs(processes, **env)
         ]
 
     def train(self, processes, *flags, codes=(0,), timeout=120, **env):
@@ -215,23 +215,35 @@ def load_task(name):
     return importlib.import_module(name)
 
 
-@pytest.fixture(scope="module")
-def quick(tiny):
-    """Like tiny.train of one process, in forks of one that has imported train.py: no 4 s each."""
+@contextlib.contextmanager
+def served(project, processes=1):
+    """Like project.train, in forks of processes that have imported train.py: no 4 s each."""
     command = [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    server = subprocess.Popen(command, cwd=tiny.path, env=tiny.env(), **pipes)
+    envs = project.envs(processes)
+    servers = [subprocess.Popen(command, cwd=project.path, env=env, **pipes) for env in envs]
 
     def train(*flags, codes=(0,), **case):
-        server.stdin.write(json.dumps({**case, "flags": [*map(str, flags)]}) + "\n")
-        server.stdin.flush()
-        code, printed, errors = json.loads(server.stdout.readline())
-        assert code in codes, f"{flags} ended with {code}:\n{printed}{errors}"
-        return printed + errors
+        for server in servers:
+            server.stdin.write(json.dumps({**case, "flags": [*map(str, flags)]}) + "\n")
+            server.stdin.flush()
+        ended = [json.loads(server.stdout.readline()) for server in servers]
+        text = "".join(printed + errors for _, printed, errors in ended)
+        found = [code for code, _, _ in ended]
+        assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"
+        return text
 
     yield train
-    server.stdin.close()
-    server.wait()
+    for server in servers:
+        server.stdin.close()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def quick(tiny):
+    """Trains in the tiny project, as `served` says."""
+    with served(tiny) as train:
+        yield train
 
 
 @pytest.fixture(scope="session")
