@@ -1,0 +1,410 @@
+"""The recipes of docs/cookbook.md: each applies, does what it says, and survives a break."""
+
+import functools
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import ROOT, SOURCE, BakedProject, lines, make_tiny, reseal, served, status
+
+COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
+NO_PICTURE = "import plot; plot.draw = lambda *_: 'none'"  # it takes most of the time
+# The tiny task with a head called as those of real models, and with more rows to evaluate on.
+MORE = """
+
+numbered = build_model
+
+
+def build_model(cfg: TaskConfig) -> torch.nn.Module:
+    model = numbered(cfg)
+    model._modules["classifier"] = model._modules.pop("3")
+    return model
+
+
+def other_dataset(cfg: TaskConfig) -> Numbers:
+    return Numbers(cfg, 900, 13, 0.0)
+"""
+
+
+@functools.cache
+def recipes():
+    """The diff of each recipe, by its heading."""
+    sections = re.split(r"^## (.+)$", COOKBOOK.read_text(encoding="utf-8"), flags=re.M)[1:]
+    found = {}
+    for heading, text in zip(sections[::2], sections[1::2], strict=True):
+        (found[heading],) = re.findall(r"^```diff\n(.*?)^```$", text, flags=re.M | re.S)
+    return found
+
+
+def apply(project, heading):
+    """Applies a recipe as its reader would."""
+    # Or git would take the project for a part of whatever repository stands around it.
+    env = project.env(GIT_CEILING_DIRECTORIES=str(project.path.parent))
+    command = ["git", "apply", "--whitespace=error", "-"]
+    options = {"cwd": project.path, "env": env, "capture_output": True, "text": True}
+    result = subprocess.run(command, input=recipes()[heading], **options)
+    assert result.returncode == 0, f"{heading}: {result.stderr}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A project with a task for the recipes."""
+    baked = make_tiny(tmp_path_factory.mktemp("base"))
+    task = baked.path / "task.py"
+    task.write_text(task.read_text() + MORE)
+    return baked
+
+
+def cook(base, heading, folder):
+    """That project after a recipe."""
+    project = BakedProject(folder)
+    shutil.copytree(base.path, project.path)
+    apply(project, heading)
+    return project
+
+
+@pytest.fixture
+def cooked(base, request, tmp_path):
+    """That project after the recipe whose heading is the parameter."""
+    return cook(base, request.param, tmp_path / "project")
+
+
+def recipe(heading):
+    return pytest.mark.parametrize("cooked", [heading], indirect=True, ids=[""])
+
+
+@pytest.fixture
+def train(cooked):
+    """Trains in it, in one process, without pictures."""
+    with served(cooked) as train:
+        yield functools.partial(train, before=NO_PICTURE)
+
+
+@pytest.fixture
+def train_two(cooked):
+    """The same in two processes."""
+    with served(cooked, 2) as train:
+        yield functools.partial(train, before=NO_PICTURE)
+
+
+def checkpoint(output, step):
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def weights(output, step):
+    return load_file(checkpoint(output, step) / "model.safetensors")
+
+
+def optimizer(output, step):
+    return torch.load(checkpoint(output, step) / "optimizer.bin")
+
+
+def final(output):
+    """All numbers of the last checkpoint, bit by bit, and the bytes of the exported weights."""
+
+    def bits(value):
+        if torch.is_tensor(value):
+            return value.dtype, value.shape, value.numpy().tobytes()
+        if isinstance(value, dict):
+            return {name: bits(each) for name, each in value.items()}
+        return [bits(each) for each in value] if isinstance(value, list) else value
+
+    last = max((output / "checkpoints").iterdir())
+    files = [last / "model.safetensors", output / "model" / "weights.pt"]
+    found = {file.name: file.read_bytes() for file in files}
+    # Pickled, the same numbers may be other bytes: names are shared, or not.
+    pickled = [last / "optimizer.bin", *last.glob("custom_*")]
+    return found | {file.name: bits(torch.load(file)) for file in pickled}
+
+
+def continued(whole, step, output):
+    """The run `whole` as it was when it died some time after the checkpoint of this step."""
+    shutil.copytree(checkpoint(whole, step), checkpoint(output, step))
+    shutil.copy(whole / "metrics.jsonl", output)
+    return output
+
+
+def task_of(project):
+    """The project's task.py as a module."""
+    spec = importlib.util.spec_from_file_location("tiny_task", project.path / "task.py")
+    sys.modules["tiny_task"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def eval_loss(project, state, dataset=None):
+    """The loss of these weights on the validation rows, or others."""
+    task = task_of(project)
+    model = task.build_model(task.TaskConfig())
+    model.load_state_dict(state)
+    dataset = dataset or task.datasets(task.TaskConfig())[1]
+    batch = task.collate([dataset[i] for i in range(len(dataset))])
+    return task.metrics(task.eval_sums(model.eval(), batch))["loss"]
+
+
+# ---- The page ------------------------------------------------------------------------------------
+
+
+def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
+    assert len(recipes()) == 6
+    for number, heading in enumerate(recipes()):
+        project = cook(base, heading, tmp_path / str(number))
+        assert (project.path / "train.py").read_bytes() != (base.path / "train.py").read_bytes()
+    for command in (["check", "-q"], ["format", "-q", "--diff"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", str(tmp_path)]
+        result = subprocess.run(ruff, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+# ---- The recipes ---------------------------------------------------------------------------------
+
+
+@recipe("An average of the weights (EMA)")
+def test_the_average_is_evaluated_exported_and_continued(cooked, train, train_two, tmp_path):
+    whole, best = tmp_path / "whole", tmp_path / "best"
+    flags = ["--ema_decay", 0.7, "--save_every", 1, "--keep_checkpoints", 0]
+    train("--output_dir", whole, *flags)
+    # By hand, in float64, from the weights after each step.
+    averages = [weights(whole, 1)]
+    for step in range(2, 13):
+        now = weights(whole, step)
+        last = averages[-1]
+        averages.append({n: 0.7 * last[n].double() + 0.3 * now[n].double() for n in now})
+    exported = torch.load(whole / "model" / "weights.pt")
+    for name, value in averages[-1].items():
+        torch.testing.assert_close(exported[name].double(), value, rtol=1e-5, atol=1e-7)
+        assert (exported[name] != weights(whole, 12)[name]).any()
+    for line in lines(whole, "eval_loss"):
+        average = {n: v.float() for n, v in averages[line["step"] - 1].items()}
+        assert line["eval_loss"] == pytest.approx(eval_loss(cooked, average), rel=1e-5)
+        last = eval_loss(cooked, weights(whole, line["step"]))
+        assert line["eval_loss"] != pytest.approx(last, rel=1e-3)
+
+    half = continued(whole, 6, tmp_path / "half")
+    train("--output_dir", half, *flags)
+    assert final(half) == final(whole) and "custom_checkpoint_0.pkl" in final(whole)
+    number = lines(whole, "eval_loss")[-1]["eval_loss"]
+    assert f"eval_loss {number:.5g} " in train("--output_dir", whole, *flags, "--eval_only")
+
+    # The best evaluation is that of an average, and so is what is exported.
+    flags += ["--eval_every", 1, "--export", "best", "--learning_rate", 0.5]
+    train("--output_dir", best, *flags)
+    losses = {line["step"]: line["eval_loss"] for line in lines(best, "eval_loss")}
+    assert min(losses, key=losses.get) < 12
+    exported = torch.load(best / "model" / "weights.pt")
+    assert eval_loss(cooked, exported) == pytest.approx(min(losses.values()), rel=1e-5)
+
+    # Two processes.
+    two, again = tmp_path / "two", tmp_path / "again"
+    flags = ["--ema_decay", 0.7, "--save_every", 6]
+    train_two("--output_dir", two, *flags)
+    for key in ("loss", "eval_loss"):
+        pairs = zip(lines(whole, key), lines(two, key), strict=True)
+        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
+    train_two("--output_dir", continued(two, 6, again), *flags)
+    assert final(again) == final(two)
+
+
+@recipe("Early stopping")
+def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_path):
+    flags = ["--eval_every", 1, "--save_every", 5, "--learning_rate", 0.2, "--max_steps", 14]
+    flags += [
+        "--lr_schedule",
+        "constant",
+        "--keep_checkpoints",
+        0,
+        "--task.samples",
+        5,
+        "--seed",
+        1,
+    ]
+    free, whole, half = (tmp_path / name for name in ("free", "whole", "half"))
+    train("--output_dir", free, *flags, "--patience", 0)
+    losses = [line["eval_loss"] for line in lines(free, "eval_loss")]
+    assert len(losses) == 14
+    best = next(i for i in range(10) if min(losses[i + 1 : i + 5]) >= min(losses[: i + 1]))
+    patient, flags = flags, [*flags, "--patience", 4, "--export", "best"]
+    stop = best + 5
+    assert 5 < stop < 14 and stop % 5, f"choose other settings: {losses}"
+
+    train("--output_dir", whole, *flags)
+    assert [line["eval_loss"] for line in lines(whole, "eval_loss")] == losses[:stop]
+    assert lines(whole, "loss")[-1]["step"] == stop and checkpoint(whole, stop).exists()
+    assert status(whole)["state"] == "finished" and status(whole)["exit_code"] == 0
+    exported = torch.load(whole / "model" / "weights.pt")
+    assert all((exported[n] == v).all() for n, v in weights(whole, best + 1).items())
+
+    # The same command again, also where the end was cut off, trains no further.
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert f"is finished: {stop} steps" in train("--output_dir", whole, *flags)
+    expected = final(whole)
+    shutil.rmtree(whole / "model")
+    train("--output_dir", whole, *flags)
+    assert final(whole) == expected and (whole / "metrics.jsonl").read_bytes() == before
+
+    # A run that was killed after step 5 repeats steps; what was logged of them does not count.
+    continued(whole, 5, half)
+    shutil.copytree(checkpoint(whole, best + 1), checkpoint(half, best + 1))
+    with open(half / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "eval_loss": 0.0}\n')
+    train("--output_dir", half, *flags)
+    assert final(half) == expected and lines(half, "loss")[-1]["step"] == stop
+
+    # A signal has cut the last evaluation short: the second start makes up for it, and ends.
+    cut = continued(whole, stop, tmp_path / "cut")
+    shutil.copytree(checkpoint(whole, best + 1), checkpoint(cut, best + 1))
+    file = checkpoint(cut, stop) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["eval_losses"] == losses[:stop]
+    del manifest["eval_loss"]
+    file.write_text(json.dumps({**manifest, "eval_losses": losses[: stop - 1]}))
+    reseal(checkpoint(cut, stop))
+    train("--output_dir", cut, *flags)
+    assert final(cut) == expected and lines(cut, "loss") == lines(whole, "loss")
+
+    # With more patience it goes on, as if it had had that from the beginning.
+    train("--output_dir", half, *patient, "--patience", 0)
+    assert weights(half, 14).keys() == weights(free, 14).keys()
+    assert all((weights(half, 14)[n] == v).all() for n, v in weights(free, 14).items())
+
+
+def test_evaluations_that_count_for_patience(base, tmp_path):
+    source = (cook(base, "Early stopping", tmp_path / "project").path / "start.py").read_text()
+    names = {"math": math}
+    exec(re.search(r"^def out_of_patience.*?\n\n\n", source, flags=re.M | re.S)[0], names)
+    nan, over = math.nan, names["out_of_patience"]
+    for losses, patience in [
+        ([3, 3], 1),
+        ([3, 4], 1),
+        ([2, 3, 3], 2),
+        ([4, nan], 1),
+        ([nan, nan], 1),
+    ]:
+        assert over(losses, patience), losses
+    for losses, patience in [
+        ([], 1),
+        ([3], 1),
+        ([3, 2], 1),
+        ([3, 4], 0),
+        ([3, 4], 2),
+        ([3, 4, 2], 2),
+    ]:
+        assert not over(losses, patience), losses
+    assert not over([nan, 4], 1) and not over([4, nan, 3], 2)
+
+
+@recipe("Another optimizer")
+def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
+    whole = tmp_path / "whole"
+    flags = ["--save_every", 1, "--keep_checkpoints", 0, "--learning_rate", 0.1]
+    flags += ["--task.poisoned", 9]  # in the first step, and once in each epoch
+    train("--output_dir", whole, *flags)
+    skipped = {line["step"] for line in lines(whole, "event") if line["event"] == "skipped"}
+    assert 1 in skipped and len(skipped) < 4
+    rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
+    for step in range(2, 13):
+        state = optimizer(whole, step)
+        shapes = [tuple(each["momentum_buffer"].shape) for each in state["state"].values()]
+        assert len(shapes) == 4
+        for name, value in weights(whole, step).items():
+            moved = value - weights(whole, step - 1)[name]
+            # Biases come after matrices in the groups: here each shape has one weight.
+            buffer = state["state"][shapes.index(tuple(value.shape))]["momentum_buffer"]
+            expected = -rates[step] * buffer if step not in skipped else 0 * buffer
+            torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
+    train("--output_dir", continued(whole, 6, tmp_path / "half"), *flags)
+    assert final(tmp_path / "half") == final(whole)
+
+    manifest = json.loads((checkpoint(whole, 6) / "manifest.json").read_text())
+    assert {group["class"] for group in manifest["optimizer"]} == {"'SGD'"}
+
+
+@recipe("The head first, then all")
+def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
+    flags = ["--head_steps", 5, "--save_every", 1, "--keep_checkpoints", 0]
+    whole, two = tmp_path / "whole", tmp_path / "two"
+    train("--output_dir", whole, *flags)
+    for step in range(2, 13):
+        now, before = weights(whole, step), weights(whole, step - 1)
+        moved = {name for name in now if (now[name] != before[name]).any()}
+        head = {name for name in now if name.startswith("classifier")}
+        assert len(head) == 2 and moved == (head if step <= 5 else {*now}), step
+    states = {step: optimizer(whole, step)["state"] for step in (5, 12)}
+    counts = {
+        step: sorted(int(s["step"]) for s in state.values()) for step, state in states.items()
+    }
+    assert counts == {5: [5, 5], 12: [7, 7, 12, 12]}  # no moments of what does not train yet
+
+    half = continued(whole, 3, tmp_path / "half")
+    train("--output_dir", half, *flags)
+    assert final(half) == final(whole)
+
+    train_two("--output_dir", two, *flags)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        pairs = zip(lines(whole, key), lines(two, key), strict=True)
+        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
+    again = continued(two, 3, tmp_path / "again")
+    train_two("--output_dir", again, *flags)
+    assert final(again) == final(two)
+
+
+@recipe("A second set to evaluate on")
+def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, train_two, tmp_path):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    train("--output_dir", whole)
+    other = task_of(cooked).other_dataset(task_of(cooked).TaskConfig())
+    evaluated = lines(whole, "eval_loss")
+    assert [line["step"] for line in evaluated] == [4, 8, 12]
+    for line in evaluated:
+        state = weights(whole, line["step"])
+        assert line["eval_loss"] == pytest.approx(eval_loss(cooked, state), rel=1e-6)
+        assert line["other_loss"] == pytest.approx(eval_loss(cooked, state, other), rel=1e-6)
+        assert (line["rows"], line["other_rows"]) == (11, 13)
+    train("--output_dir", continued(whole, 4, half))
+    assert final(half) == final(whole)
+    printed = train("--output_dir", whole, "--eval_only")
+    assert f"other_loss {evaluated[-1]['other_loss']:.5g}" in printed
+    assert "other_loss" in (whole / "model" / "README.md").read_text()
+
+    train_two("--output_dir", tmp_path / "two")
+    for mine, theirs in zip(evaluated, lines(tmp_path / "two", "eval_loss"), strict=True):
+        assert theirs["other_loss"] == pytest.approx(mine["other_loss"], rel=1e-6)
+        assert theirs["other_rows"] == 13
+
+
+@recipe("A learning rate for each layer")
+def test_each_layer_has_its_learning_rate(train, tmp_path):
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    train("--output_dir", whole, "--layer_decay", 0.5)
+    rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
+    for step in (4, 8, 12):
+        groups = optimizer(whole, step)["param_groups"]
+        assert sum(len(group["params"]) for group in groups) == 4
+        assert all(group["lr"] == rates[step] * group["lr_share"] for group in groups)
+    train("--output_dir", continued(whole, 4, half), "--layer_decay", 0.5)
+    assert final(half) == final(whole)
+    changed = train("--output_dir", half, "--layer_decay", 0.6, codes=[2])
+    assert "layer_decay: 0.5 -> 0.6" in changed
+
+    program = """
+import re, torch, train
+names = ["embed.weight", "layers.0.mlp.bias", "layers.0.mlp.weight", "layers.1.mlp.weight"]
+names += ["norm.weight", "head.weight"]
+model = torch.nn.Module()
+model.named_parameters = lambda: [
+    (name, torch.nn.Parameter(torch.ones((1,) if "bias" in name or "norm" in name else (1, 1))))
+    for name in names
+]
+for group in train.build_optimizer(model, train.Config(layer_decay=0.5)).param_groups:
+    print(len(group["params"]), group["lr_share"], group["weight_decay"])
+"""
+    printed = train("--output_dir", tmp_path / "none", "--check", before=program).splitlines()
+    assert printed[:5] == ["1 0.25 0.1", "1 0.5 0.0", "1 0.5 0.1", "2 1.0 0.1", "1 1.0 0.0"]
