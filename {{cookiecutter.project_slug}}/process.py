@@ -380,7 +380,7 @@ def load_trained(model: torch.nn.Module, file: Path) -> None:
 
 
 def load_best(ranks: Ranks, model: torch.nn.Module, folder: Path) -> int | None:
-    """Loads the weights with the smallest eval_loss; gives their step, or None where none has one."""
+    """Loads the weights with the smallest eval_loss; gives their step, or None without any."""
     best = ranks.alone(checkpoints.find_best, folder)
     if best is None:
         say("no evaluation gave a finite loss: the last model takes the place of the best")

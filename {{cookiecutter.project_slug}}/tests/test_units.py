@@ -93,7 +93,7 @@ def test_the_cut_fits_the_device_and_uses_every_sample():
     [
         (["--learning_rat", "1"], "there is no field learning_rat; did you mean learning_rate?"),
         (["--max_steps", "1e3"], "max_steps"),
-        (["--num_epochs", "2"], "give --max_steps 0 to train by epochs"),
+        (["--max_steps", "0"], "one must be above 0"),
         (["--lr_schedule", "cosin"], "expected one of 'cosine', 'linear', 'constant', 'wsd'"),
         (["--config", "missing.yaml"], "missing.yaml: No such file or directory"),
     ],
