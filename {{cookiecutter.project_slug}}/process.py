@@ -379,13 +379,13 @@ def load_trained(model: torch.nn.Module, file: Path) -> None:
     model.load_state_dict(weights, strict=False)
 
 
-def load_best(ranks: Ranks, model: torch.nn.Module, folder: Path) -> int | None:
-    """Loads the weights with the smallest eval_loss; gives their step, or None without any."""
+def load_best(accelerator, ranks: Ranks, folder: Path) -> int | None:
+    """Loads the checkpoint with the smallest eval_loss; gives its step, or None without one."""
     best = ranks.alone(checkpoints.find_best, folder)
     if best is None:
         say("no evaluation gave a finite loss: the last model takes the place of the best")
         return None
-    ranks.together(ask, load_trained, model, best / "model.safetensors")
+    ranks.together(ask, accelerator.load_state, best)
     return checkpoints.step_of(best)
 
 

@@ -469,7 +469,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         last = exported = max(first_step, max_steps)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         if cfg.export == "best":
-            exported = process.load_best(ranks, bare_model, output / "checkpoints") or last
+            exported = process.load_best(accelerator, ranks, output / "checkpoints") or last
             say(f"the best evaluation was that of step {exported} of {last}")
         if exported < last or first_step >= max_steps:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
