@@ -150,12 +150,16 @@ CASES = {
     "missing data of a run": (["--task.data", "runs/none"], "nothing to read at runs/none"),
     "missing data in a folder": (["--task.data", "configs/none"], "nothing to read at configs/"),
     "data in an unknown format": (data(b"a", "data.docx"), "nothing to read at data.docx"),
-    "empty data": (data(b""), "there is no text in data.txt"),
+    "empty data": (data(b""), "data.txt: the text is empty; --task.incomplete_rows skip leaves"),
+    "nothing but empty data": (
+        (["--task.data", "data.txt", "--task.incomplete_rows", "skip"], {"data.txt": b""}),
+        "there is no text in data.txt",
+    ),
     "data that is not UTF-8": (data(b"\xff\xfe\x00" * 9), "cannot read data.txt"),
     "too little data": (data("a b c"), "which do not fill a row"),
     "bad JSON": (data('{"text": "a"}\n{"text": \n', "d.jsonl"), "d.jsonl, line 2"),
-    "row without text": (data('{"txt": "a"}\n', "d.jsonl"), "d.jsonl, line 1: no column text"),
-    "all rows empty": (data('{"text": " "}\n' * 9, "d.jsonl"), "there is no text in d.jsonl"),
+    "row without text": (data('{"txt": "a"}\n', "d.jsonl"), "d.jsonl has the columns txt, but"),
+    "all rows empty": (data('{"text": " "}\n' * 9, "d.jsonl"), "line 1: the text is empty; --task"),
     "truncated Parquet": (data(b"PAR1" + b"\0" * 50, "d.parquet"), "cannot read d.parquet"),
     "output_dir that is a file": (["--output_dir", "train.py"], "give another"),
     "output_dir below a file": (["--output_dir", "train.py/x"], "Not a directory; give another"),
@@ -410,6 +414,14 @@ def test_fields_of_other_types_with_wrong_values(tmp_path, name, text, said):
         with pytest.raises(ValueError) as error:
             parsed(tmp_path, *arguments)
         assert said in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_number_for_a_list_is_answered_with_the_list_of_it(tmp_path):
+    """As it is written on a command line, in quotes, and in a recipe."""
+    for arguments, said in ((["", "--own.hidden", "3"], '"[3]"'), (["own.hidden: 3"], "[3]")):
+        with pytest.raises(ValueError) as error:
+            parsed(tmp_path, *arguments)
+        assert str(error.value).endswith(f"own.hidden: expected a list; got '3'; write {said}")
 
 
 def test_a_pipe_is_no_recipe(tmp_path):
