@@ -124,6 +124,17 @@ def test_eval_only_says_that_it_evaluates_and_keeps_the_scores(quick, tmp_path):
     assert found == {"step": 12, "checkpoint": str(newest), **last}
 
 
+def test_eval_only_needs_no_settings_of_the_training(quick, tmp_path):
+    flags = ["--output_dir", tmp_path / "run", "--eval_only"]
+    quick(*flags[:2], "--learning_rate", 0.03, "--max_steps", 8)
+    quick(*flags)
+    found = json.loads((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
+    assert found["eval_loss"] == lines(tmp_path / "run", "eval_loss")[-1]["eval_loss"]
+    said = quick(*flags, "--task.held_out", 5, codes=[2])
+    assert "data validation: " in said and "task.held_out: 11 -> 5" in said
+    assert "learning_rate" not in said
+
+
 @pytest.mark.parametrize("flag", ["--check", "--eval_only"])
 def test_a_mistyped_folder_is_not_made(quick, tmp_path, flag):
     quick("--output_dir", tmp_path / "runs" / "mistyped", flag, codes=[0, 2])

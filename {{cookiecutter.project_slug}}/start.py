@@ -187,6 +187,8 @@ def find_checkpoint(start: Start, changes: dict[str, str]) -> None:
             f"{start.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
             "max_steps, num_epochs or global_batch_size"
         )
+    if cfg.eval_only:  # how a model was trained does not matter to its evaluation
+        changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
     if start.checkpoint:
         accept = cfg.accept_changes
         start.changed = checkpoints.compare(
