@@ -113,7 +113,7 @@ def feed(watch, *losses, norm=1.0):
     return watch.read()
 noise = [3 + 0.01 * math.sin(7 * i) - 0.001 * i for i in range(60)]
 loss, norm, notes, reason = feed(watch, *noise)
-assert abs(loss - noise[-1]) < 1e-6 and norm == 1.0 and notes == [] and reason == ""
+assert abs(loss - sum(noise) / 60) < 1e-6 and norm == 1.0 and notes == [] and reason == ""
 _, _, notes, _ = feed(watch, 3.0, 9.0, 3.0)
 assert [(n["event"], n["step"], n["spike_loss"]) for n in notes] == [("spike", 2, 9.0)]
 assert 2.9 < notes[0]["median_loss"] < 3.0
@@ -121,8 +121,8 @@ _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, the last of them 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
 scaled = health.Watch(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
-_, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
-assert notes == [] and reason == ""
+loss, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
+assert notes == [] and reason == "" and loss == 3.0  # the scale was too large, not the loss
 _, _, notes, reason = feed(scaled, math.nan, math.nan)
 assert len(notes) == 2 and reason
 scaler.get_scale = lambda: 0.5  # no scale makes these finite

@@ -83,8 +83,8 @@ class Watch:
         """The mean loss since the last line, and what else there is to say of these steps.
 
         That is the gradient norm of the last one, notes about unusual ones, and a reason to stop,
-        as a rule empty. The mean is that of all loss terms but those of steps that were skipped;
-        NaN if all were. All processes call it, and get the same; it waits for the device. A note
+        as a rule empty. The mean is that of the loss terms of all steps whose loss is finite; NaN
+        if none is. All processes call it, and get the same; it waits for the device. A note
         has the step, the event ("skipped" or "spike") and its numbers.
         """
         steps, counts, losses, norms = zip(*self.steps, strict=True)
@@ -93,8 +93,9 @@ class Watch:
         self.steps = []
         notes, reason, total, seen = [], "", 0.0, 0
         for step, terms, loss, norm in zip(steps, counts, losses, norms, strict=True):
-            if math.isfinite(loss + norm):
+            if math.isfinite(loss):
                 total, seen = total + loss, seen + terms
+            if math.isfinite(loss + norm):
                 notes += self.spike(step, loss / max(terms, 1))
                 self.in_a_row = 0
             elif not (math.isfinite(loss) and self.overflows()):
