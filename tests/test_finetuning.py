@@ -171,16 +171,18 @@ def test_eval_only_says_what_the_last_evaluation_said_and_changes_nothing(projec
     output = tuned["prompts"]
 
     def contents():
-        return {f: f.read_bytes() for f in output.rglob("*") if f.is_file() and f.name != "lock"}
+        kept = [f for f in output.rglob("*") if f.parent.name != "evaluation" and f.name != "lock"]
+        return {f: f.read_bytes() for f in kept if f.is_file()}
 
     before, last = contents(), lines(output, "eval_loss")[-1]
     for processes in (1, 2):
         printed = project.train(processes, *recipe_of("prompts"), "--eval_only")
-        said = next(line for line in printed.splitlines() if "eval_loss" in line)
-        assert said.startswith("runs/prompts/checkpoints/step-00000006: ")
-        values = said.split(": ")[1].split()
+        assert "evaluating runs/prompts/checkpoints/step-00000006\n" in printed
+        values = next(line for line in printed.splitlines() if "eval_loss" in line).split()
         for name, value in zip(values[::2], values[1::2], strict=True):
             assert float(value) == pytest.approx(last[name], rel=1e-4)
+        found = json.loads((output / "evaluation" / "metrics.json").read_text())
+        assert found["step"] == 6 and found["eval_loss"] == pytest.approx(last["eval_loss"])
     assert contents() == before
     first = project.train(
         1, *recipe_of("prompts"), "--eval_only", "--resume", checkpoint(output, 3)

@@ -192,5 +192,6 @@ print(data_order.sample_ids(range(8_000_000, 8_000_016), 37, 0).tolist())
     printed = tiny.run("python", "-c", program, *flags).stdout.splitlines()
     code, read, number = printed[-2].split(" ", 1)[0], *printed[-2].split(" ", 1)[1].rsplit(" ", 1)
     assert code == "0" and read == printed[-1]
-    # The fingerprints of training and validation, two steps, one evaluation.
-    assert int(number) < 37 + 11 + 16 + 11 + 2
+    # The fingerprints of training and validation, the rehearsal of an evaluation with a micro-batch
+    # of two, two steps, one evaluation.
+    assert int(number) < 37 + 11 + 2 + 16 + 11 + 2

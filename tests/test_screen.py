@@ -164,7 +164,7 @@ def test_the_best_model_is_that_of_the_smallest_eval_loss(quick, tmp_path):
     losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
     best = min(losses, key=losses.get)
     assert 1 < best < 24  # the case is one in which it matters
-    assert f"the best evaluation was that of step {best} of 24" in printed
+    assert f"the best evaluation was that of step {best}: {losses[best]:.5g}" in printed
     card = (output / "model" / "README.md").read_text()
     assert f"Trained for {best} steps (the best evaluation in 24) of 8 samples" in card
     assert f"| eval_loss | {losses[best]:.5g} |" in card
@@ -195,7 +195,7 @@ def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
 def test_where_no_evaluation_is_finite_the_last_model_is_exported_and_that_is_said(quick, tmp_path):
     output, never = tmp_path / "run", "import task; task.metrics = lambda sums: {'loss': 'nan'}"
     printed = quick("--export", "best", "--output_dir", output, before=never)
-    assert "no evaluation gave a finite loss: the last model takes the place" in printed
+    assert "no checkpoint has a finite eval_loss: the last model takes the place" in printed
     exported, saved = weights(output)
     assert exported.equal(saved[12])
 
@@ -224,6 +224,55 @@ def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
             reseal(max((tmp_path / name / "checkpoints").glob("step-*")))
     whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
     assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]}
+
+
+# The signal comes when an evaluation has read so many batches; the first one is a rehearsal.
+STOP = """
+import os, signal, task
+old, read = task.eval_sums, [0]
+def eval_sums(model, batch):
+    read[0] += 1
+    if read[0] == {}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return old(model, batch)
+task.eval_sums = eval_sums
+"""
+
+
+@pytest.mark.parametrize("batch", [2, 5, 7, 8])
+def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path, batch):
+    """That of step 2, of six batches: it is made up for, and its checkpoint counts."""
+    flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
+    flags += ["--keep_checkpoints", 1, "--max_steps", 12]
+    quick(*flags, "--output_dir", tmp_path / "whole")
+    parts = ["--output_dir", tmp_path / "parts"]
+    quick(*flags, *parts, codes=[75], before=STOP.format(batch))
+    assert status(tmp_path / "parts")["state"] == "stopped"
+    if batch == 5:  # stopped in the evaluation that is made up for: that goes on, not the training
+        quick(*flags, *parts, codes=[75], before=STOP.format(3))
+        assert lines(tmp_path / "parts", "loss")[-1]["step"] == 2
+    quick(*flags, *parts)
+    whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
+    assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]} == {2, 12}
+    found = [{line["step"]: line["eval_loss"] for line in lines(tmp_path / name, "eval_loss")}
+             for name in ("whole", "parts")]  # fmt: skip
+    assert found[0] == found[1] and min(found[0], key=found[0].get) == 2
+    for name in ("whole", "parts"):
+        manifest = tmp_path / name / "checkpoints" / "step-00000002" / "manifest.json"
+        assert json.loads(manifest.read_text())["eval_loss"] == found[0][2]
+        assert not [*manifest.parent.parent.glob(".*")]
+
+
+def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
+    flags = ["--export", "best", "--learning_rate", 0.05, "--output_dir", tmp_path / "run"]
+    quick(*flags, "--max_steps", 8)
+    more = ["--task.held_out", 5, "--accept_changes"]
+    quick(*flags, *more, "--max_steps", 16)
+    losses = {line["step"]: line["eval_loss"] for line in lines(tmp_path / "run", "eval_loss")}
+    of_these = {step: loss for step, loss in losses.items() if step > 8}
+    exported, saved = weights(tmp_path / "run")
+    assert exported.equal(saved[min(of_these, key=of_these.get)])
+    assert min(losses.values()) < min(of_these.values())  # the case is one in which it matters
 
 
 # ---- Settings ------------------------------------------------------------------------------------

@@ -275,20 +275,21 @@ def render(row: dict, place: str, tokenizer: Any, seen: set) -> list[tuple[str, 
     messages, tools = row["messages"], row.get("tools", [])
     whole, before, until = chat_text(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            until[i] = chat_text(messages[: i + 1], tools, place, tokenizer)
         if i and is_learnt(message):
             before[i] = chat_text(messages[:i], tools, place, tokenizer, add_generation_prompt=True)
-            until[i] = chat_text(messages[: i + 1], tools, place, tokenizer)
     check_kept(row, whole, until, place, tokenizer, seen)
-    if not all(until[i].startswith(before[i]) for i in until):
+    if not all(until[i].startswith(before[i]) for i in before):
         raise ValueError(
             f"task.chat_template: {place}: the chat with its answer does not begin with what the "
             "template gives to ask for that answer (add_generation_prompt); mend it, or give "
             "another with --task.chat_template FILE"
         )
-    answers = {i: (len(before[i]), len(until[i])) for i in until}
-    if all(whole.startswith(text) for text in until.values()):
+    answers = {i: (len(before[i]), len(until[i])) for i in before}
+    if all(whole.startswith(until[i]) for i in answers):
         return [(whole, [*answers.values()])]
-    return [(until[i], [answers[i]]) for i in until]
+    return [(until[i], [answers[i]]) for i in answers]
 
 
 def check_kept(

@@ -118,12 +118,7 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
     if odd := sorted({*blocks_of(files)} ^ {*digests}):
         name = partial / odd[0][0]
         raise ValueError(f"{name} is not seen by every process: output_dir must be shared")
-    # As JSON gives it back: the digest is that of what will be read.
-    manifest = json.loads(json.dumps({**manifest, "files": describe(files, digests)}))
-    manifest["sha256"] = digest_of(manifest)
-    with open(partial / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=2)
-    flush(partial / MANIFEST)
+    manifest = write_manifest(partial, {**manifest, "files": describe(files, digests)})
     for inner in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
         flush(inner)
 
@@ -140,9 +135,23 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
     return final
 
 
+def write_manifest(folder: Path, manifest: dict) -> dict:
+    """Puts a manifest in a folder, in place of any that is there; gives it, with its digest."""
+    # As JSON gives it back: the digest is that of what will be read.
+    manifest = json.loads(json.dumps(manifest))
+    manifest["sha256"] = digest_of(manifest)
+    # Beside the folder: a run that is killed here leaves no file in it that no manifest names.
+    partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
+    partial.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    flush(partial)
+    partial.replace(folder / MANIFEST)
+    return manifest
+
+
 def follow_umask(path: Path) -> None:
     """Gives a file the rights of any new one; safetensors makes those that only its owner reads."""
-    path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
+    with contextlib.suppress(OSError):  # some network disks have no rights
+        path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
 
 
 def flush(path: Path) -> None:
@@ -411,18 +420,19 @@ def prune(newest: Path, keep: int) -> None:
     older = [p for p in committed(newest.parent) if step_of(p) <= step_of(newest)]
     # The bytes of the best are hashed, once; of the others that would take too long.
     valid = [p for p in older if is_valid(p, hashed=False)]
-    kept, broken = best(valid)
+    kept, broken = best(valid, read_manifest(newest))
     for path in [p for p in valid if p not in broken][keep:]:
         if path not in (kept, newest):
             remove(path)
 
 
-def best(paths: list[Path]) -> tuple[Path | None, list[Path]]:
+def best(paths: list[Path], facts: dict) -> tuple[Path | None, list[Path]]:
     """The checkpoint with the smallest eval_loss, and those that had one but are broken.
 
-    Of equal ones it is the oldest. None: no checkpoint has an eval_loss.
+    Only losses of the validation data that `facts` (of a manifest) name are compared. Of equal ones
+    it is the oldest. None: no checkpoint has such a loss.
     """
-    ranked = sorted((score, p) for p in paths if (score := eval_loss(p)) is not None)
+    ranked = sorted((score, p) for p in paths if (score := eval_loss(p, facts)) is not None)
     broken = []
     for _, path in ranked:
         if is_valid(path):
@@ -431,21 +441,29 @@ def best(paths: list[Path]) -> tuple[Path | None, list[Path]]:
     return None, broken
 
 
-def best_loss(folder: Path) -> float:
-    """The smallest eval_loss of the checkpoints in a folder; infinite without one."""
-    losses = [eval_loss(path) for path in committed(folder) if is_valid(path, hashed=False)]
-    return min((loss for loss in losses if loss is not None), default=math.inf)
+def find_best(folder: Path, facts: dict) -> tuple[Path | None, float]:
+    """The checkpoint in a folder with the smallest eval_loss, and that loss; None and infinity.
+
+    For `facts` see `best`.
+    """
+    path, _ = best([p for p in committed(folder) if is_valid(p, hashed=False)], facts)
+    return path, math.inf if path is None else eval_loss(path, facts)
 
 
-def find_best(folder: Path) -> Path | None:
-    """Of the checkpoints in a folder the one with the smallest eval_loss, if any has one."""
-    return best([path for path in committed(folder) if is_valid(path, hashed=False)])[0]
+def eval_loss(path: Path, facts: dict) -> float | None:
+    """The loss in a checkpoint's manifest, if its step was evaluated, on the data of `facts`."""
+    manifest = read_manifest(path)
+    loss, data = manifest.get("eval_loss"), manifest.get("data", {}).get("validation")
+    finite = isinstance(loss, float | int) and math.isfinite(loss)
+    return loss if finite and data == facts.get("data", {}).get("validation") else None
 
 
-def eval_loss(path: Path) -> float | None:
-    """The evaluation loss that a checkpoint's manifest names, if the step was evaluated."""
-    loss = read_manifest(path).get("eval_loss")
-    return loss if isinstance(loss, float | int) and math.isfinite(loss) else None
+def amend(path: Path, facts: dict) -> None:
+    """Adds facts to the manifest of a checkpoint, whose files stay as they are."""
+    manifest = read_manifest(path)
+    del manifest["sha256"]
+    write_manifest(path, {**manifest, **facts})
+    flush(path)
 
 
 def flat(config: dict) -> dict:

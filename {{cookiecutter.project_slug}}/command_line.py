@@ -365,10 +365,10 @@ def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Pa
     """
     if {"-h", "--help"} & {*arguments}:
         others = [word for word in arguments if word not in ("-h", "--help")]
-        try:
-            cfg, path, _ = parse(config_class, others, usage)
-        except ValueError:  # whoever asks for help may have made a mistake
-            cfg, path = config_class(), RECIPE
+        cfg, path = config_class(), RECIPE
+        for words in ([], others):  # whoever asks for help may have made a mistake
+            with suppress(ValueError):
+                cfg, path, _ = parse(config_class, words, usage)
         show_help(cfg, path, usage)
         raise SystemExit(0)
     fields = {"config": (str, {}), **fields_of(config_class)}

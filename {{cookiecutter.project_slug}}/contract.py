@@ -96,9 +96,9 @@ def check_sums(sums: Any) -> None:
             raise ValueError(f"task.eval_sums: {name!r} is {kind(value)}; give a tensor")
 
 
-def scores(totals: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What task.metrics makes of the totals, as floats; raises ValueError for what is none."""
-    found, numbers = task.metrics(totals), {}
+def scores(found: Any) -> dict[str, float]:
+    """What task.metrics has given, as floats; raises ValueError for what is none."""
+    numbers = {}
     if not isinstance(found, dict) or "loss" not in found:
         raise ValueError(f"task.metrics gives {kind(found)}; give a dict of floats, with 'loss'")
     for name, value in found.items():
@@ -118,6 +118,7 @@ def try_evaluation(model: Callable, batch: dict[str, torch.Tensor]) -> None:
     model.train()
     check_sums(sums)
     try:
-        scores({name: value.detach().cpu().double() for name, value in sums.items()})
-    except ArithmeticError:  # of so few rows there may be nothing to divide by
-        pass
+        found = task.metrics({name: value.detach().cpu().double() for name, value in sums.items()})
+    except (ArithmeticError, ValueError):  # of so few rows there may be nothing to compute
+        return
+    scores(found)

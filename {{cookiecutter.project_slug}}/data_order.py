@@ -176,8 +176,11 @@ def fingerprint(dataset) -> str:
     """
     ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
     pairs = Rows(dataset).__getitems__(ids)
-    contract.check_rows(ids, [row for _, row in pairs])
-    batch, _ = collate(pairs)
+    try:
+        batch, _ = collate(pairs)
+    except (LookupError, TypeError):
+        contract.check_rows(ids, [row for _, row in pairs])  # the reason, perhaps
+        raise
     digest = hashlib.sha256(str(len(dataset)).encode())
     for name, values in sorted(batch.items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

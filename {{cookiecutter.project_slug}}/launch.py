@@ -6,7 +6,7 @@ takes the arguments of `accelerate launch` and does four things more. Recipe, fl
 run folder are checked first, in one plain process, so that a mistake is one line. Signals reach the
 processes that train, which save and stop. The launcher's own report, dozens of lines for a Ctrl-C,
 is shown only where the processes could not say how they ended. And it ends with their exit code, of
-which accelerate and torchelastic make 1: 0 finished, 75 stopped after saving, 2 wrong input, which
+which accelerate and torchelastic make 1: 0 finished, 75 stopped on request, 2 wrong input, which
 no scheduler should try again, anything else a crash, which one should.
 """
 
@@ -98,8 +98,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "exit_code")
         env = {
-            # For torchelastic. Not SIGINT: the processes that it starts shall ignore that one, too,
-            # until they can save.
+            # For torchelastic. Not SIGINT: the processes that it starts ignore it, as this launcher
+            # does, until they can save.
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
             **os.environ,
             "VERIFIED_FILE": str(Path(folder, "verified")),  # checkpoints that the check has read

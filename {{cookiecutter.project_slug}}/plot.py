@@ -43,7 +43,8 @@ FORMATS = (".png", ".svg", ".pdf")
 NO_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")
 # Settings that do not change what is learnt.
 IGNORED = """output_dir resume timeout num_workers eval_every save_every keep_checkpoints log_every
-    tracker project upload_code task.cache_dir""".split()
+    export max_skipped_steps tracker project upload_code task.cache_dir task.sample_prompt
+    task.merge_lora task.trust_remote_code""".split()
 
 # ---- Reading the runs ----------------------------------------------------------------------------
 

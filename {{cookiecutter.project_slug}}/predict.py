@@ -336,9 +336,11 @@ def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dic
     asked = given = [text for text in inputs if text.strip()]
     config, kind = pipe.model.config, "classes"
     if pipe.task == "image-classification":  # opened here: it would take URLs and any format
+        from PIL import ImageOps
+
         given = [decoded(path) for path in asked]
-        if ground := getattr(config, "background", ""):  # as in training: a pipeline has no such
-            given = [flatten(image, ground) for image in given]
+        if ground := getattr(config, "background", ""):  # as in training; pipelines ignore alpha
+            given = [flatten(ImageOps.exif_transpose(image), ground) for image in given]
     elif arguments.chat:
         given = [[{"role": "user", "content": text}] for text in asked]
     elif getattr(config, "text_pair", False):

@@ -44,7 +44,7 @@ def folder_of(cfg: ModelConfig) -> Path | None:
         problem = f"there is no folder {one_line(name, 100)}; run make train first"
     elif is_path(name):
         problem = f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME "
-        problem += "of the Hub"
+        problem += "of the Hub, and no folder called OWNER here"
     else:
         return None
     raise ValueError(f"task.model_name_or_path: {problem}")

@@ -30,7 +30,7 @@ from tracking import IS_MAIN, one_line, protect_output, say
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run, as the launcher says
 NOT_MAIN = "no answer from process 0"
-STOPPED = 75  # exit code: stopped on request after saving; start it again to continue
+STOPPED = 75  # exit code: stopped on request; start it again to continue
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -233,7 +233,7 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
         if hasattr(model, name):
             getattr(model, name)()
             return
-    raise ValueError("gradient_checkpointing is true, but the model of task.py has no such")
+    raise ValueError("gradient_checkpointing is true, but the model of task.py cannot do it")
 
 
 def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
@@ -379,13 +379,17 @@ def load_trained(model: torch.nn.Module, file: Path) -> None:
     model.load_state_dict(weights, strict=False)
 
 
-def load_best(accelerator, ranks: Ranks, folder: Path) -> int | None:
-    """Loads the checkpoint with the smallest eval_loss; gives its step, or None without one."""
-    best = ranks.alone(checkpoints.find_best, folder)
+def load_best(accelerator, ranks: Ranks, folder: Path, facts: dict) -> int | None:
+    """Loads the checkpoint with the smallest eval_loss; gives its step, or None without one.
+
+    For `facts` see `checkpoints.best`.
+    """
+    best, loss = ranks.alone(checkpoints.find_best, folder, facts)
     if best is None:
-        say("no evaluation gave a finite loss: the last model takes the place of the best")
+        say("no checkpoint has a finite eval_loss: the last model takes the place of the best")
         return None
     ranks.together(ask, accelerator.load_state, best)
+    say(f"the best evaluation was that of step {checkpoints.step_of(best)}: {loss:.5g}")
     return checkpoints.step_of(best)
 
 
@@ -525,8 +529,8 @@ def allow_files() -> None:
 
 
 def tell(code: int) -> None:
-    """Hands the exit code to launch.py: accelerate's launcher would turn it into 1."""
-    if IS_MAIN and "EXIT_CODE_FILE" in os.environ:
+    """Hands the exit code to launch.py of this machine: accelerate would turn it into 1."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and "EXIT_CODE_FILE" in os.environ:
         attempt(Path(os.environ["EXIT_CODE_FILE"]).write_text, str(code))
 
 

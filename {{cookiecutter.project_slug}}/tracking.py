@@ -119,7 +119,7 @@ def write_object(path: Path, line: dict) -> None:
 class Log:
     """Writes lines of metrics, from the main process alone."""
 
-    silence = 10  # seconds at most between lines about the training loss on a terminal
+    silence = 10  # seconds between lines about the training loss on a terminal, evaluations apart
     untracked = ("batch_hash", "sample_ids")
     unsaid = ("samples", "epoch", "data_wait", *untracked)  # in the file, not on the screen
 

@@ -206,8 +206,14 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=lambda
             totals[name] = totals.get(name, 0.0) + (value if rows else torch.zeros_like(value))
     totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
     model.train()
-    scores = ask(contract.scores, totals)
+    scores = ask(contract.scores, task.metrics(totals))
     return {"eval_loss": scores.pop("loss"), **scores}, totals
+
+
+def rehearse(accelerator: Accelerator, model, rows: Rows, slices: Slices) -> None:
+    """Evaluates the first batch: a mistake in task.py is said now, not after hours of training."""
+    batch, _ = collate(rows.__getitems__(slices.first_batch()))
+    contract.try_evaluation(model, send_to_device(batch, accelerator.device))
 
 
 # ---- Saving --------------------------------------------------------------------------------------
@@ -365,9 +371,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         ranks.alone(report, bare_model, sums, output / "evaluation")
         return 0
-    batch, _ = collate(eval_rows.__getitems__(eval_slices.first_batch()))
-    batch = send_to_device(batch, accelerator.device)
-    ranks.together(ask, contract.try_evaluation, model, batch)
+    ranks.together(ask, rehearse, accelerator, model, eval_rows, eval_slices)
 
     log = Log(accelerator, fields, first_step, max_steps)
     if start.changed:
@@ -378,12 +382,18 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     stop.training, stopped = True, False
     if due(first_step, cfg.eval_every, False) and checkpoint and "eval_loss" not in manifest:
         # A stop has cut this evaluation short.
-        if scores := evaluate(accelerator, ranks, model, eval_loader, stop.asked)[0]:
+        scores = evaluate(accelerator, ranks, model, eval_loader, stop.asked)[0]
+        stopped = scores is None
+        if scores:
             log.write({"step": first_step, **scores})
-    batches = iter(train_loader)
-    best_loss = ranks.alone(checkpoints.best_loss, output / "checkpoints")
+            if not start.changed and checkpoint.parent == output / "checkpoints":
+                ranks.alone(checkpoints.amend, checkpoint, {"eval_loss": scores["eval_loss"]})
+    best_loss = math.inf
+    if cfg.export == "best":
+        best_loss = ranks.alone(checkpoints.find_best, output / "checkpoints", start.facts)[1]
+    batches, done = iter(train_loader), first_step
     ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
-    for step in range(first_step, max_steps):
+    for step in range(first_step, first_step if stopped else max_steps):
         # Fetch the micro-batches of the step, and agree on what all of them hold.
         began = time.perf_counter()
         window, problem = attempt(lambda: [next(batches) for _ in range(accumulation)])
@@ -428,13 +438,13 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         saving = due(done, cfg.save_every, final or stopped)
         samples = first_sample + (done - first_step) * step_size
         if due(done, cfg.log_every, evaluating or saving):  # so a continued run begins a line
-            loss, grad_norm, notes, reason = watch.read()
+            mean_loss, grad_norm, notes, reason = watch.read()
             seconds = time.perf_counter() - clock
             for note in notes:
                 end = samples - (done - note["step"]) * step_size
                 log.write({**note, "sample_ids": train_rows.ids(range(end - step_size, end))})
             line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
-            line |= {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+            line |= {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
             line |= {f"{unit}_per_second": terms_seen / seconds, "data_wait": waited / seconds}
             log.write({**line, "batch_hash": f"{ids_hash:016x}"})
             ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
@@ -449,9 +459,9 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
                 stopped = scores is None
                 if scores:
                     log.write({"step": done, **scores})
-                    loss = facts["eval_loss"] = scores["eval_loss"]
-                    saving = saving or (cfg.export == "best" and loss < best_loss)
-                    best_loss = min(best_loss, loss)
+                    eval_loss = facts["eval_loss"] = scores["eval_loss"]
+                    saving = saving or (cfg.export == "best" and eval_loss < best_loss)
+                    best_loss = min(best_loss, eval_loss)
             if saving or stopped:
                 began = time.perf_counter()
                 ranks.together(ask, health.check_finite, accelerator, model, optimizer)
@@ -469,8 +479,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         last = exported = max(first_step, max_steps)
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         if cfg.export == "best":
-            exported = process.load_best(accelerator, ranks, output / "checkpoints") or last
-            say(f"the best evaluation was that of step {exported} of {last}")
+            folder = output / "checkpoints"
+            exported = process.load_best(accelerator, ranks, folder, start.facts) or last
         if exported < last or first_step >= max_steps:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         facts = {"step": exported, "steps": last, "scores": scores, **start.facts}

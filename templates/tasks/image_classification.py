@@ -83,7 +83,7 @@ ENDINGS = (*sources.TABLES, *IMAGES)
 class TaskConfig(sources.DataConfig, pretrained.ModelConfig):
     data: str = "digits"
     """Images to train on: digits (1,797 of 8 x 8 pixels, inside scikit-learn), a folder with a
-    folder of images for each class (cats/1.jpg), a .jsonl, .csv or .parquet file whose rows name an
+    folder of images for each class (cats/1.jpg), a .jsonl, .csv, ... file whose rows name an
     image, by a path beside the file, and its class, or the name of a data set on the Hub."""
     image_column: str = "image"
     """Of a table: the column of paths, or of images as the Hub has them."""
@@ -536,7 +536,7 @@ def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
     """Rows of an image and a label, to train on and, where there are such, to evaluate on."""
     columns = {"image": cfg.image_column, "label": cfg.label_column}
     validation = None
-    sources.say_passed_over(cfg, ENDINGS, shipped=cfg.data == "digits")
+    sources.say_passed_over(cfg, endings_of(cfg.data), shipped=cfg.data == "digits")
     if cfg.data == "digits":
         from sklearn.datasets import load_digits
 
@@ -572,10 +572,16 @@ def check_row(row: dict) -> None:
     row["label"] = str(label)
 
 
+def endings_of(data: str) -> tuple[str, ...]:
+    """What is read: of a folder no .json, since tools leave notes of that kind beside images."""
+    in_folder = Path(data).expanduser().is_dir()
+    return tuple(each for each in ENDINGS if not (in_folder and each == ".json"))
+
+
 def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.Row]:
     """The rows of the tables at a path; without a table, the images in its folders."""
     root, rows = Path(data).expanduser(), []
-    files = sources.files(data, (*sources.TABLES, *IMAGES), field)
+    files = sources.files(data, endings_of(data), field)
     tables = [file for file in files if sources.kind(file) in sources.TABLES]
     for table in tables:
         for row, place in sources.rows_of(table, columns, field):
