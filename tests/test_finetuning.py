@@ -187,7 +187,7 @@ def test_eval_only_says_what_the_last_evaluation_said_and_changes_nothing(projec
     first = project.train(
         1, *recipe_of("prompts"), "--eval_only", "--resume", checkpoint(output, 3)
     )
-    assert "step-00000003: eval_loss" in first, first
+    assert "step-00000003\neval_loss" in first, first
     printed = project.train(
         1, *recipe_of("prompts"), "--eval_only", "--output_dir", "runs/none", codes=(2,)
     )
