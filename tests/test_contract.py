@@ -121,3 +121,31 @@ def test_lines_that_are_further_apart_hold_the_means_of_those_between(quick, tmp
         losses.append([line["loss"] for line in lines(output, "loss")])
     means = [sum(losses[0][i : i + 4]) / 4 for i in (0, 4, 8)]
     assert losses[1] == pytest.approx(means, rel=1e-6)
+
+
+MEANS = [
+    ("loss_sum", "(a[0](a[1]['x']) - a[1]['y']).square().mean()", "task.loss_sum of a batch is"),
+    (
+        "eval_sums",
+        "{**old(*a), 'loss': old(*a)['loss'] / len(a[1]['x'])}",
+        "task.eval_sums: 'loss'",
+    ),
+]
+
+
+@pytest.mark.parametrize("name, value, said", MEANS)
+def test_a_mean_in_place_of_a_sum_is_warned_of(quick, tmp_path, name, value, said):
+    flags = ["--output_dir", tmp_path / "run", "--max_steps", 2, "--warmup_steps", 0]
+    assert "warning" not in quick(*flags)
+    flags[1] = tmp_path / "mean"
+    printed = quick(*flags, before=OLD.format(name) + value)
+    assert f"warning: {said}" in printed and "is it a mean? A sum is expected" in printed
+    assert printed.count("warning") == 1
+
+
+def test_rows_that_are_others_at_each_reading_are_refused(quick, tmp_path):
+    value = "(type('Rows', (), {'__len__': lambda s: 9, '__getitem__': lambda s, i: "
+    value += "{**old(*a)[0][i], 'x': torch.rand(8)}})(), old(*a)[1])"
+    flags = ["--output_dir", tmp_path / "run", "--check"]
+    printed = quick(*flags, before=OLD.format("datasets") + value, codes=[2])
+    assert "row 0 is another one when it is read again; draw random numbers in augment" in printed

@@ -194,4 +194,4 @@ print(data_order.sample_ids(range(8_000_000, 8_000_016), 37, 0).tolist())
     assert code == "0" and read == printed[-1]
     # The fingerprints of training and validation, the rehearsal of an evaluation with a micro-batch
     # of two, two steps, one evaluation.
-    assert int(number) < 37 + 11 + 2 + 16 + 11 + 2
+    assert int(number) < 37 + 1 + 11 + 1 + 2 + 16 + 11 + 2

@@ -131,6 +131,22 @@ def test_a_wrong_column_is_answered_with_the_columns_that_another_separator_give
         list(sources.rows_of(tmp_path / "a.csv", COLUMNS))
 
 
+@pytest.mark.parametrize("first", ["sep=;", '"sep=;"', "sep=,"])
+def test_the_line_that_excel_puts_first_is_no_header(tmp_path, first):
+    mark = first.strip('"')[-1]
+    (tmp_path / "a.csv").write_text(f"{first}\r\nbody{mark}kind\r\nx{mark}1\r\n")
+    rows = list(sources.rows_of(tmp_path / "a.csv", COLUMNS))
+    assert [row for row, _ in rows] == [{"text": "x", "label": "1"}]
+
+
+def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
+    text = "short " + "x" * 2500 + " end"
+    assert list(sources.for_vocabulary([text])) == [
+        "short " + "x" * 1000 + " " + "x" * 1000 + " " + "x" * 500 + " end"
+    ]
+    assert list(sources.for_vocabulary(["y" * 1000])) == ["y" * 1000]
+
+
 def test_json_lines_in_a_json_file_are_read(tmp_path):
     write(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
     rows = list(sources.rows_of(tmp_path / "rows.json", COLUMNS))
@@ -393,7 +409,7 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.json", b'{"body": {"0": "x"}}', "it is neither a list of objects nor"),
         ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
         ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
-        ("a.csv", b"", "no column body among nothing"),
+        ("a.csv", b"", "it is empty: there are no names of columns"),
         ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
         ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         ("a.parquet", b"PAR1", "cannot read"),

@@ -3,6 +3,7 @@
 Each mistake is a ValueError of one line that names the function, what it gave, and what to give.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -112,13 +113,36 @@ def scores(found: Any) -> dict[str, float]:
 
 
 @torch.no_grad()
-def try_evaluation(model: Callable, batch: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError where an evaluation would end in one, hours later perhaps."""
-    sums = task.eval_sums(model.eval(), batch)
-    model.train()
+def try_evaluation(model: Callable, batches: list[dict[str, torch.Tensor]]) -> list[str]:
+    """Raises ValueError where an evaluation would end in one, hours later perhaps.
+
+    `batches`: one, and perhaps its two halves. Gives remarks on sums that are not those of the
+    halves: as a rule means.
+    """
+    model.eval()
+    sums, *halves = [task.eval_sums(model, batch) for batch in batches]
     check_sums(sums)
+    remarks = [not_a_sum(f"eval_sums: {name!r}", sums[name], [half[name] for half in halves])
+               for name in sums if halves]  # fmt: skip
+    with contextlib.suppress(Exception):  # it may need what only training rows have
+        loss, *parts = [task.loss_sum(model, batch) for batch in batches]
+        remarks.append(not_a_sum("loss_sum", loss, parts))
+    model.train()
     try:
         found = task.metrics({name: value.detach().cpu().double() for name, value in sums.items()})
     except (ArithmeticError, ValueError):  # of so few rows there may be nothing to compute
-        return
-    scores(found)
+        pass
+    else:
+        scores(found)
+    return [remark for remark in remarks if remark]
+
+
+def not_a_sum(name: str, whole: torch.Tensor, halves: list[torch.Tensor]) -> str:
+    """A remark on a value of a batch far from the sum of those of its halves, or nothing."""
+    total, parts = (sum(float(each.sum()) for each in some) for some in ([whole], halves))
+    if not halves or not abs(total - parts) > 0.2 * abs(parts) + 1e-6:  # NaN is no matter of this
+        return ""
+    return (
+        f"warning: task.{name} of a batch is {total:.5g}, but {parts:.5g} if its halves are added "
+        "up: is it a mean? A sum is expected"
+    )

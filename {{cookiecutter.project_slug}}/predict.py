@@ -140,6 +140,8 @@ def model_folder(given: Path | None) -> tuple[Path, str]:
         if not folder.is_dir():
             stop(f"there is no model in {folder}; train first, or name one with --model")
         task = task_of(folder)
+        if not task and task_of(folder / "model"):
+            stop(f"{folder} is the folder of a run; give --model {folder / 'model'}")
         if not task:
             stop(f"{folder} holds no model of transformers; load it with the code that saved it")
         for path in folder.rglob("*"):  # transformers would wait for a named pipe

@@ -222,7 +222,10 @@ def check(accelerator) -> None:
     use_cpu, hidden = [os.environ.get(name, "") for name in names]
     # The launcher says False, or nothing, for the YAMLs that want GPUs.
     if use_cpu == "False" or (PROCESSES > 1 and not use_cpu and not hidden):
-        raise ValueError("there is no GPU, which the accelerate YAML asks for; take cpu.yaml")
+        raise ValueError(
+            "there is no GPU, which the launcher was told to use; give it --config_file "
+            "configs/accelerate/cpu.yaml"
+        )
     if accelerator.mixed_precision == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
 

@@ -298,6 +298,8 @@ def rows_of(
                 csv.field_size_limit(2**31 - 1)
                 lines = decoded(file)
                 first = next(lines, "")
+                if re.fullmatch(r'"?sep=."?\s*', first):  # Excel's; the separator is found anyway
+                    first = next(lines, "")
                 needed = {r: n for r, n in (columns or {}).items() if r not in optional}
                 mark = separator(first, SEPARATORS[ending], {*names_in(needed)})
                 if mark != SEPARATORS[ending] and columns is not None:
@@ -430,11 +432,13 @@ def check_columns(
 ) -> None:
     """Raises ValueError for a column that is not there, with those that are, and its field."""
     names = list(found)
+    if columns and not names:
+        raise ValueError("it is empty: there are no names of columns")
     for role in columns or {}:
         for name in names_in({role: columns[role]}):
             often = names.count(name)
             if often > 1 or (often == 0 and role not in optional):
-                there = one_line(", ".join(names[:20]) or "nothing", 100)
+                there = one_line(", ".join(names[:20]), 100)
                 some = "more than one column" if often else "no column"
                 field = f"{role}_column" + "s" * (name != columns[role])
                 raise ValueError(
@@ -554,6 +558,24 @@ def hub_rows(
             elif known and isinstance(row[column], int) and row[column] >= 0:
                 row[column] = known[row[column]]
         yield roles(row, columns), f"{place}, row {number}"
+
+
+def for_vocabulary(texts: Iterable[str]) -> Iterator[str]:
+    """The texts for a BPE to learn from, with spaces in runs of more than 1,000 characters.
+
+    The time that a run takes grows with its square: one of 3 MB would take hours.
+    """
+    for text in texts:
+        yield re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)
+
+
+def warn_of_overlap(train: Iterable[str], validation: Iterable[str]) -> None:
+    """Says how many validation rows, by what stands for them, are training rows too."""
+    known, validation = {*train}, [*validation]
+    often = sum(each in known for each in validation)
+    if often:
+        number = f"{often:,} of {len(validation):,} validation rows are training rows too"
+        print(f"Preparing data: {number}: evaluation will look better than it is", flush=True)
 
 
 # ---- Training and validation ---------------------------------------------------------------------

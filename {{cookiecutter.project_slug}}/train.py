@@ -210,10 +210,13 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=lambda
     return {"eval_loss": scores.pop("loss"), **scores}, totals
 
 
-def rehearse(accelerator: Accelerator, model, rows: Rows, slices: Slices) -> None:
+def rehearse(accelerator: Accelerator, model, rows: Rows, slices: Slices, cfg: Config) -> list[str]:
     """Evaluates the first batch: a mistake in task.py is said now, not after hours of training."""
-    batch, _ = collate(rows.__getitems__(slices.first_batch()))
-    contract.try_evaluation(model, send_to_device(batch, accelerator.device))
+    pairs = rows.__getitems__(slices.first_batch())
+    half = 0 if cfg.compile else len(pairs) // 2  # it would compile each size
+    parts = [pairs, pairs[:half], pairs[half:]] if half else [pairs]
+    batches = [send_to_device(collate(part)[0], accelerator.device) for part in parts]
+    return contract.try_evaluation(model, batches)
 
 
 # ---- Saving --------------------------------------------------------------------------------------
@@ -371,7 +374,9 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         ranks.alone(report, bare_model, sums, output / "evaluation")
         return 0
-    ranks.together(ask, rehearse, accelerator, model, eval_rows, eval_slices)
+    rehearsed = ranks.together(ask, rehearse, accelerator, model, eval_rows, eval_slices, cfg)
+    for remark in rehearsed:
+        say(remark)
 
     log = Log(accelerator, fields, first_step, max_steps)
     if start.changed:

@@ -570,6 +570,8 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
     what += f", {tools:,} with tools" * bool(tools)
     print(f"Preparing data: {what}{chats.taken(cfg.columns, cfg.names)}", flush=True)
     if validation is not None:
+        held = [[json.dumps(row, default=str) for row, _ in part] for part in (train, validation)]
+        sources.warn_of_overlap(*held)
         return train, validation
     if len(train) == 1 and cfg.rows == "text":
         row, place = train[0]
@@ -662,7 +664,8 @@ def learn_vocabulary(rows: list[Row], cfg: TaskConfig, folder: Path) -> None:
             yield from chats.texts(row) if cfg.rows == "chat" else row.values()
 
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts(), cfg.vocab_size - 1, show_progress=False)
+    some = sources.for_vocabulary(texts())
+    tokenizer.train_from_iterator(some, cfg.vocab_size - 1, show_progress=False)
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -725,7 +728,9 @@ def pack_best_fit(encoded: list[tuple], cfg: TaskConfig, part: str) -> dict[str,
     if long or empty:
         print(
             f"Prepared {part}: {long:,} of {len(encoded):,} texts are longer than {longest} tokens "
-            f"and were {cfg.too_long}; {empty:,} pieces without anything to learn were left out",
+            f"(the most that a row or the model holds) and were {cfg.too_long}"
+            + f"; {empty:,} pieces without anything to learn were left out"
+            * bool(empty),
             flush=True,
         )
     if not pieces:

@@ -599,6 +599,12 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
         folders = file.relative_to(root).parts[:-1]
         if len(folders) == 1 and not folders[0].startswith("."):  # as .ipynb_checkpoints does
             rows.append(({"image": file, "label": folders[0]}, one_line(file, 200)))
+        elif len(folders) == 2 and {*os.listdir(root)} & {"train", "training"}:
+            inside = one_line(root, 100)
+            raise ValueError(
+                f"task.{field}: {inside} has parts, not classes, as {one_line(file, 150)} shows; "
+                f"give each: --task.data {inside}/train --task.validation_data {inside}/val"
+            )
         elif not any(folder.startswith(".") for folder in folders):
             raise ValueError(
                 f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "

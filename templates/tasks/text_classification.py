@@ -593,9 +593,8 @@ def learn_vocabulary(texts: list[str], cfg: TaskConfig, folder: Path) -> None:
     from tokenizers.processors import BertProcessing
 
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        texts, cfg.vocab_size, special_tokens=SPECIAL, show_progress=False
-    )
+    some = sources.for_vocabulary(texts)
+    tokenizer.train_from_iterator(some, cfg.vocab_size, special_tokens=SPECIAL, show_progress=False)
     _, cls, sep = ((name, tokenizer.token_to_id(name)) for name in SPECIAL)
     tokenizer._tokenizer.post_processor = BertProcessing(sep, cls)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -646,7 +645,18 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
         )
     else:
         train, validation = rows, given
+        sources.warn_of_overlap(
+            *(
+                [json.dumps([row[name] for name in TEXTS if name in row]) for row, _ in part]
+                for part in (rows, given)
+            )
+        )
     data = one_line(cfg.data, 100)
+    if not validation and len({row["text"] for row, _ in rows}) > 1:
+        raise ValueError(
+            f"task.data: each of the {len(rows):,} rows of {data} is a class of its own, so that "
+            "none can be held out: is task.label_column right? If so, add rows"
+        )
     if not validation:
         raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
     size = f"{len(train):,} rows of {data} to train and {len(validation):,} to evaluate on"
