@@ -343,7 +343,8 @@ def test_what_is_too_long_is_split_or_cut_and_said(task, config, tmp_path, capsy
     cfg = config(file, **fields)
     tokenizer, train = packed(task, cfg)
     said = capsys.readouterr().out
-    assert f"27 of 27 texts are longer than 24 tokens and were {policy}" in said
+    limit = "24 tokens (the most that a row or the model holds)"
+    assert f"27 of 27 texts are longer than {limit} and were {policy}" in said
     if policy == "cut":
         assert task.count(train) == 27 * 24
         return
