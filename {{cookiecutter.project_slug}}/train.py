@@ -301,8 +301,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
     step_size, fields = cfg.global_batch_size, start.facts["config"]
 
     # Find where to start; a finished run has nothing left to do.
-    known = (start.checkpoint, start.manifest, start.finished, start.max_steps)
-    checkpoint, manifest, finished, max_steps = ranks.gather(known)[0]
+    known = (start.checkpoint, start.manifest, start.finished, start.max_steps, start.changed)
+    checkpoint, manifest, finished, max_steps, changed = ranks.gather(known)[0]
     first_step, first_sample = manifest.get("step", 0), manifest.get("samples", 0)
     if cfg.check:
         ranks.alone(checkpoints.hand_over)
@@ -379,8 +379,8 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         say(remark)
 
     log = Log(accelerator, fields, first_step, max_steps)
-    if start.changed:
-        log.write({"step": first_step, "event": "changed", "changes": "; ".join(start.changed)})
+    if changed:
+        log.write({"step": first_step, "event": "changed", "changes": "; ".join(changed)})
     watch = health.Watch(accelerator, cfg.max_skipped_steps)
     unit = getattr(task, "UNIT", "samples")
     model.train()
@@ -391,7 +391,7 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         stopped = scores is None
         if scores:
             log.write({"step": first_step, **scores})
-            if not start.changed and checkpoint.parent == output / "checkpoints":
+            if not changed and checkpoint.parent == output / "checkpoints":
                 ranks.alone(checkpoints.amend, checkpoint, {"eval_loss": scores["eval_loss"]})
     best_loss = math.inf
     if cfg.export == "best":
