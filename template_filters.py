@@ -253,6 +253,11 @@ def task_source(name):
     return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
+def modules(folder):
+    """Return the names of the Python modules in a folder of the project."""
+    return " ".join(sorted(path.stem for path in (ROOT / FOLDER / folder).glob("*.py")))
+
+
 def own_templates():
     """Yield the unnamed templates that are the template's own, not somebody's answer."""
     yield from (text for text in OWN.values() if isinstance(text, str))
@@ -265,7 +270,7 @@ class TemplateFilters(Extension):
 
     def __init__(self, environment):
         super().__init__(environment)
-        for function in (check_answers, check_context, default_slug, quoted, task_source):
+        for function in (check_answers, check_context, default_slug, modules, quoted, task_source):
             environment.filters[function.__name__] = function
         self.own_templates = set(own_templates())
         # `cruft update` bakes the old template and the new one in one process and would keep

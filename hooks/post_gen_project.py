@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache")
+# The template's own: with --overwrite-if-exists there may be others, which are the owner's.
+TASKLIB = "{{ 'tasklib' | modules }}".split()
 NEXT_STEPS = """\
 The project is ready. Next:
   cd {folder}
@@ -25,15 +28,31 @@ def main():
     for recipe in project.glob("configs/train/*.yaml"):
         if recipe.is_file() and not recipe.read_bytes().strip():
             recipe.unlink()
-    for module in ("chats", "confusion"):
-        if f"\nimport {module}\n".encode() not in (project / "task.py").read_bytes():
-            (project / f"{module}.py").unlink()
+    drop_unused(project)
     start = Path(os.environ.get("PWD", project.parent))
     if start in project.parents:
         say(NEXT_STEPS.format(folder=project.relative_to(start)))
     # `cruft update` bakes into a temporary folder only to compare: nobody will work there.
     elif Path(tempfile.gettempdir()).resolve() not in project.resolve().parents:
         say(NEXT_STEPS.format(folder=project))
+
+
+def drop_unused(project):
+    """Remove the modules of tasklib that neither task.py nor a program imports."""
+    used, new = set(), {"__init__", *imported(project.glob("*.py"))}
+    while new:
+        used |= new
+        new = imported(project / "tasklib" / f"{name}.py" for name in new) - used
+    for name in set(TASKLIB) - used:
+        (project / "tasklib" / f"{name}.py").unlink(missing_ok=True)
+
+
+def imported(files):
+    """The modules of tasklib that these files import."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
+    names = re.findall(r"^ *from tasklib import (.+)$", text, re.MULTILINE)
+    found = {word.strip() for line in names for word in line.split(",")}
+    return found | set(re.findall(r"^ *from tasklib\.(\w+) import", text, re.MULTILINE))
 
 
 def say(text):

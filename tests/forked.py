@@ -23,7 +23,7 @@ def run(case):
             code = 1
             try:
                 exec(case.get("before", ""), {})
-                train.process.run(train.main, train.prepare)
+                train.shutdown.run(train.main, train.prepare)
             except SystemExit as end:
                 code = end.code
             except BaseException:

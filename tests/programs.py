@@ -17,7 +17,7 @@ def load(name):
     sys.dont_write_bytecode = True  # a __pycache__ beside it would be part of the template
     if str(PROJECT) not in sys.path:
         sys.path.append(str(PROJECT))
-    importlib.import_module("tracking")
+    importlib.import_module("training.console")
     return importlib.import_module(name)
 
 

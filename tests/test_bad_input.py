@@ -12,7 +12,7 @@ import torch
 
 from conftest import ROOT, SOURCE, load_task
 
-command_line = load_task("command_line")
+accelerate_yaml, config = load_task("training.accelerate_yaml"), load_task("training.config")
 CPU = "configs/accelerate/cpu.yaml"
 
 
@@ -118,10 +118,10 @@ CASES = {
     "check in a recipe": (recipe("check: true\n"), "give it as a flag, --check"),
     "eval_only in a recipe": (recipe("eval_only: true\n"), "give it as a flag, --eval_only"),
     "config_file in a recipe": (recipe("config_file: x\n"), "give it as a flag, --config_file"),
-    "unread flag": (["--decay_share", "0.5"], "with lr_schedule cosine nothing reads it"),
+    "unread flag": (["--decay_fraction", "0.5"], "with lr_schedule cosine nothing reads it"),
     "unread field": (recipe("reference_batch_size: 8\n"), "with lr_scaling none nothing reads it"),
     "unread end of the schedule": (
-        ["--lr_schedule", "constant", "--final_lr_share", "0"],
+        ["--lr_schedule", "constant", "--final_lr_fraction", "0"],
         "with lr_schedule constant nothing reads it",
     ),
     "NaN": (["--learning_rate", "nan"], "learning_rate"),
@@ -365,7 +365,7 @@ class Outer:
 def parsed(tmp_path, text="", *flags):
     (tmp_path / "own.yaml").write_text(text)
     arguments = ["--config", str(tmp_path / "own.yaml"), *flags]
-    return command_line.parse(Outer, arguments, "")[0].own
+    return config.parse_config(Outer, arguments, "")[0].own
 
 
 GIVEN = {  # a field: what is written, and what it is
@@ -428,19 +428,22 @@ def test_a_pipe_is_no_recipe(tmp_path):
     """It may never begin."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="this is a pipe or a device; give a file"):
-        command_line.parse(Outer, ["--config", str(tmp_path / "pipe")], "")
+        config.parse_config(Outer, ["--config", str(tmp_path / "pipe")], "")
     with pytest.raises(ValueError, match="this is a pipe or a device; give a file"):
-        command_line.read_hardware(tmp_path / "pipe")
+        accelerate_yaml.count_processes(tmp_path / "pipe")
 
 
 @dataclass
 class Schedule:
     lr_schedule: str = "cosine"
-    decay_share: float = 0.2
+    decay_fraction: float = 0.2
     check: bool = field(default=False, metadata={"saved": False})
 
 
-WSD, COSINE = "lr_schedule: wsd\ndecay_share: 0.5\n", "lr_schedule: cosine\ndecay_share: 0.5\n"
+WSD, COSINE = (
+    "lr_schedule: wsd\ndecay_fraction: 0.5\n",
+    "lr_schedule: cosine\ndecay_fraction: 0.5\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -449,17 +452,17 @@ WSD, COSINE = "lr_schedule: wsd\ndecay_share: 0.5\n", "lr_schedule: cosine\ndeca
         (WSD, [], True),
         (WSD, ["--lr_schedule", "linear"], True),  # the recipe can stay as it is
         (COSINE, [], True),  # it names all fields, as the config.yaml of a run does
-        (COSINE, ["--decay_share", "0.1"], False),
-        (COSINE, ["--lr_schedule", "wsd", "--decay_share", "0.1"], True),
-        ("decay_share: 0.5\n", [], False),
-        ("decay_share: 0.5\n", ["--lr_schedule", "wsd"], True),
-        ("", ["--decay_share", "0.2"], False),
+        (COSINE, ["--decay_fraction", "0.1"], False),
+        (COSINE, ["--lr_schedule", "wsd", "--decay_fraction", "0.1"], True),
+        ("decay_fraction: 0.5\n", [], False),
+        ("decay_fraction: 0.5\n", ["--lr_schedule", "wsd"], True),
+        ("", ["--decay_fraction", "0.2"], False),
     ],
 )
 def test_fields_that_nothing_reads(tmp_path, text, flags, fine):
     (tmp_path / "mine.yaml").write_text(text)
-    with nullcontext() if fine else pytest.raises(ValueError, match="decay_share is given, but"):
-        command_line.parse(Schedule, ["--config", str(tmp_path / "mine.yaml"), *flags], "")
+    with nullcontext() if fine else pytest.raises(ValueError, match="decay_fraction is given, but"):
+        config.parse_config(Schedule, ["--config", str(tmp_path / "mine.yaml"), *flags], "")
 
 
 def test_help_names_every_flag_and_no_other(project):
@@ -517,7 +520,7 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
-        "before": "import process as p; p.PROCESSES = 2",
+        "before": "from training import ranks; ranks.PROCESSES = 2",
     }
     ((code, printed, errors),) = tiny.forked([case])
     assert code == 2 and printed == "" and errors.count("\n") == 1

@@ -17,7 +17,7 @@ import pytest
 
 from conftest import ROOT, SOURCE, load_task
 
-sources = load_task("sources")
+sources = load_task("tasklib.sources")
 ROWS = 200
 PATHS = [str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")]
 
@@ -357,7 +357,7 @@ def test_the_first_failure_serves_all_that_were_waiting(cfg, tmp_path):
     program = f"""
 import sys, time
 sys.path[:0] = {PATHS!r}
-import sources
+from tasklib import sources
 cfg = sources.DataConfig(data={cfg.data!r}, cache_dir={cfg.cache_dir!r})
 name = lambda: sources.cache_folder(cfg, [], sources.used_files(cfg, (".jsonl",)), "")
 def build(folder):
@@ -391,7 +391,7 @@ def test_a_signal_ends_the_learning_of_a_vocabulary_and_leaves_no_child(tmp_path
     program = f"""
 import os, signal, sys
 sys.path[:0] = {PATHS!r}
-import sources
+from tasklib import sources
 def stop(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)

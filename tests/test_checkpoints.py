@@ -1,7 +1,6 @@
 """checkpoints.py on its own: crashes at each step of a commit, damage of every kind, pruning."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -11,11 +10,9 @@ import sys
 
 import pytest
 
-from conftest import ROOT, SOURCE, reseal
+from conftest import ROOT, SOURCE, load_task, reseal
 
-spec = importlib.util.spec_from_file_location("checkpoints", ROOT / SOURCE / "checkpoints.py")
-checkpoints = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(checkpoints)
+checkpoints, run_folder = load_task("training.checkpoints"), load_task("training.run_folder")
 
 FILES = {"model.safetensors": b"weights" * 999, "optimizer.bin": b"moments", "inner/rng.pkl": b"4"}
 
@@ -26,8 +23,8 @@ class Crash(BaseException):
 
 def write(folder, step, **facts):
     """A partial checkpoint, as all ranks leave it."""
-    partial = checkpoints.partial_path(folder, step)
-    checkpoints.begin(partial)
+    partial = checkpoints.partial_folder(folder, step)
+    checkpoints.make_partial_folder(partial)
     for name, content in FILES.items():
         (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).write_bytes(content + str(step).encode())
@@ -37,7 +34,7 @@ def write(folder, step, **facts):
 def save(folder, step, keep=0, **facts):
     """A committed checkpoint."""
     partial, manifest = write(folder, step, **facts)
-    path = checkpoints.commit(partial, manifest, checkpoints.vouch(partial))
+    path = checkpoints.commit(partial, manifest, checkpoints.hash_files(partial))
     checkpoints.prune(path, keep)
     return path
 
@@ -49,7 +46,7 @@ def names(folder):
 def test_what_was_committed_is_found_and_vouched_for(tmp_path):
     path = save(tmp_path, 7, samples=56)
     assert path == tmp_path / "step-00000007"
-    found, manifest, passed_over = checkpoints.find(tmp_path, "auto")
+    found, manifest, passed_over = checkpoints.find_checkpoint(tmp_path, "auto")
     assert found == path and manifest["samples"] == 56 and passed_over == []
     assert set(manifest["files"]) == set(FILES)
     assert names(tmp_path) == ["step-00000007"]
@@ -58,7 +55,7 @@ def test_what_was_committed_is_found_and_vouched_for(tmp_path):
 def test_the_newest_is_found_by_number_also_beyond_eight_digits(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
         save(tmp_path, step)
-    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 100_000_000
+    assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 100_000_000
 
 
 def run_until(folder, limit):
@@ -94,11 +91,11 @@ def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
         save(folder, 1)
         save(folder, 2)
         calls = run_until(folder, limit)
-        found, manifest, passed_over = checkpoints.find(folder, "auto")
+        found, manifest, passed_over = checkpoints.find_checkpoint(folder, "auto")
         assert manifest["step"] in (2, 3) and passed_over == []
         # The next run starts the same step again, and nothing of the crash is in its way.
         assert save(folder, 3, keep=1) == folder / "step-00000003"
-        assert checkpoints.find(folder, "auto")[1]["step"] == 3
+        assert checkpoints.find_checkpoint(folder, "auto")[1]["step"] == 3
         if len(calls) < limit:
             total = limit
             break
@@ -182,8 +179,8 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_kept(tmp_path, damage):
     broken = save(tmp_path, 2)
     DAMAGES[damage](broken)
     before = sorted(str(p) for p in broken.rglob("*"))
-    checkpoints.KNOWN.clear()  # as in the next process
-    found, manifest, passed_over = checkpoints.find(tmp_path, "auto")
+    checkpoints.VERIFIED.clear()  # as in the next process
+    found, manifest, passed_over = checkpoints.find_checkpoint(tmp_path, "auto")
     assert manifest["step"] == 1 and found.name == "step-00000001"
     assert len(passed_over) == 1 and str(broken) in passed_over[0] and "\n" not in passed_over[0]
     assert before == sorted(str(p) for p in broken.rglob("*"))
@@ -192,14 +189,14 @@ def test_a_damaged_checkpoint_is_passed_over_named_and_kept(tmp_path, damage):
 def test_each_bit_of_a_manifest_counts(tmp_path):
     """One bit flipped anywhere: the manifest is refused, or says the very same."""
     path = save(tmp_path, 2, samples=56, config={"seed": 3, "task": {"data": "a"}}, eval_loss=2.5)
-    content, manifest = (path / "manifest.json").read_bytes(), checkpoints.read(path)
+    content, manifest = (path / "manifest.json").read_bytes(), checkpoints.verify(path)
     refused = 0
     for bit in range(8 * len(content)):
         spoilt = bytearray(content)
         spoilt[bit // 8] ^= 1 << bit % 8
         (path / "manifest.json").write_bytes(spoilt)
         try:
-            assert checkpoints.read(path) == manifest
+            assert checkpoints.verify(path) == manifest
         except ValueError as error:
             assert str(path) in str(error)
             refused += 1
@@ -213,24 +210,24 @@ def test_damage_after_a_checkpoint_was_read_is_seen(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoints, "hash_blocks", lambda *a: hashed.append(a) or hash_blocks(*a))
         for _ in range(3):
-            checkpoints.read(path)
+            checkpoints.verify(path)
         assert hashed == []
         file = path / "optimizer.bin"
         times, content = file.stat(), file.read_bytes()
         file.write_bytes(bytes(len(content)))
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         with pytest.raises(ValueError, match="optimizer.bin is not the file that was saved"):
-            checkpoints.read(path)
+            checkpoints.verify(path)
         assert len(hashed) == 1
 
 
 def test_what_the_check_has_hashed_is_handed_over(tmp_path, monkeypatch):
     save(tmp_path / "run", 2)
     monkeypatch.setenv(checkpoints.HANDED_OVER, str(tmp_path / "verified"))
-    checkpoints.hand_over()
-    program = "import checkpoints, pathlib, sys\n"
+    checkpoints.hand_over_verified()
+    program = "import pathlib, sys\nfrom training import checkpoints\n"
     program += "checkpoints.hash_blocks = lambda *a: sys.exit('hashed again')\n"
-    program += "print(checkpoints.find(pathlib.Path(sys.argv[1]), 'auto')[1]['step'])"
+    program += "print(checkpoints.find_checkpoint(pathlib.Path(sys.argv[1]), 'auto')[1]['step'])"
 
     def find():
         command = [sys.executable, "-c", program, str(tmp_path / "run")]
@@ -251,28 +248,28 @@ def test_blocks_dealt_to_any_number_of_processes_vouch_for_the_same(
     (partial / "empty").write_bytes(b"")
     digests = {}
     for share in range(shares):
-        part = checkpoints.vouch(partial, share, shares)
+        part = checkpoints.hash_files(partial, share, shares)
         assert not {*part} & {*digests}
         digests |= part
     for (name, number), digest in digests.items():
         content = (partial / name).read_bytes()[number * block : (number + 1) * block]
         assert digest == hashlib.sha256(content).hexdigest()
     path = checkpoints.commit(partial, manifest, digests)
-    checkpoints.KNOWN.clear()
-    assert checkpoints.read(path)["files"]["optimizer.bin"]["bytes"] == 8
+    checkpoints.VERIFIED.clear()
+    assert checkpoints.verify(path)["files"]["optimizer.bin"]["bytes"] == 8
     content = bytearray((path / "model.safetensors").read_bytes())
     content[5000] ^= 1
     (path / "model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="model.safetensors is not the file"):
-        checkpoints.read(path)
+        checkpoints.verify(path)
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path):
     """Else the run would start from the beginning. Tried as a user without rights."""
     folder = tmp_path / "checkpoints"
     save(folder, 2)
-    program = "import os, checkpoints, pathlib, sys\nos.setuid(65534)\n"
-    program += "print(checkpoints.find(pathlib.Path(sys.argv[1]), 'auto'))"
+    program = "import os, pathlib, sys\nfrom training import checkpoints\nos.setuid(65534)\n"
+    program += "print(checkpoints.find_checkpoint(pathlib.Path(sys.argv[1]), 'auto'))"
     command = [sys.executable, "-c", program, str(folder)]
     for each in (tmp_path, *tmp_path.parents):
         if each.stat().st_uid == os.getuid() and each != each.parent:
@@ -286,7 +283,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path):
     shutil.rmtree(folder)
     folder.write_text("a file")
     with pytest.raises(ValueError, match="checkpoints cannot be read: Not a directory"):
-        checkpoints.find(folder, "auto")
+        checkpoints.find_checkpoint(folder, "auto")
 
 
 def test_when_none_is_valid_the_run_does_not_start_from_zero(tmp_path):
@@ -294,14 +291,14 @@ def test_when_none_is_valid_the_run_does_not_start_from_zero(tmp_path):
     for step in (1, 2):
         (save(tmp_path, step) / "optimizer.bin").unlink()
     with pytest.raises(ValueError, match="no checkpoint in .* is valid .*optimizer.bin is missing"):
-        checkpoints.find(tmp_path, "auto")
+        checkpoints.find_checkpoint(tmp_path, "auto")
 
 
 def test_intact_checkpoints_raise_no_alarm(tmp_path):
     for step in range(100):
         path = save(tmp_path, step)
-        assert checkpoints.read(path)["step"] == step
-    assert checkpoints.find(tmp_path, "auto")[2] == []
+        assert checkpoints.verify(path)["step"] == step
+    assert checkpoints.find_checkpoint(tmp_path, "auto")[2] == []
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path):
@@ -318,13 +315,13 @@ def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
         save(tmp_path, step, keep=0, eval_loss=loss)
     (tmp_path / "step-00000002" / "optimizer.bin").write_bytes(b"broken!!")
     (tmp_path / "step-00000003" / "manifest.json").write_text("[]")
-    checkpoints.KNOWN.clear()
+    checkpoints.VERIFIED.clear()
     save(tmp_path, 4, keep=1, eval_loss=4.0)
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 4)]
     save(tmp_path, 5, keep=2, eval_loss=5.0)
     save(tmp_path, 6, keep=2, eval_loss=6.0)
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5, 6)]
-    assert checkpoints.read(tmp_path / "step-00000001")["eval_loss"] == 2.0
+    assert checkpoints.verify(tmp_path / "step-00000001")["eval_loss"] == 2.0
 
 
 def test_what_a_crash_left_is_no_hindrance_whatever_it_is(tmp_path):
@@ -338,9 +335,9 @@ def test_pruning_never_takes_the_checkpoint_that_was_just_committed(tmp_path):
     """A broken one with a higher step does not count among those to keep."""
     save(tmp_path, 200)
     (save(tmp_path, 300) / "optimizer.bin").unlink()
-    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 200
+    assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 200
     save(tmp_path, 250, keep=1)
-    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 250
+    assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 250
     assert names(tmp_path) == ["step-00000250", "step-00000300"]
 
 
@@ -349,29 +346,29 @@ def test_a_broken_checkpoint_of_the_same_step_is_set_aside(tmp_path):
         (save(tmp_path, 3) / "optimizer.bin").unlink()
     save(tmp_path, 3)
     assert names(tmp_path) == ["step-00000003", "step-00000003.broken-1", "step-00000003.broken-2"]
-    assert checkpoints.find(tmp_path, "auto")[1]["step"] == 3
+    assert checkpoints.find_checkpoint(tmp_path, "auto")[1]["step"] == 3
 
 
 def test_ways_to_start(tmp_path):
     own, other = tmp_path / "own", tmp_path / "other"
-    assert checkpoints.find(own, "auto") == (None, {}, [])
-    assert checkpoints.find(own, "never") == (None, {}, [])
+    assert checkpoints.find_checkpoint(own, "auto") == (None, {}, [])
+    assert checkpoints.find_checkpoint(own, "never") == (None, {}, [])
     given = save(other, 5)
-    assert checkpoints.find(own, str(given))[1]["step"] == 5
+    assert checkpoints.find_checkpoint(own, str(given))[1]["step"] == 5
     with pytest.raises(ValueError, match="has no manifest.json"):
-        checkpoints.find(own, str(other))
+        checkpoints.find_checkpoint(own, str(other))
     save(own, 7)  # the run's own newest goes before the one that it once started from
-    assert checkpoints.find(own, str(given))[1]["step"] == 7
+    assert checkpoints.find_checkpoint(own, str(given))[1]["step"] == 7
     with pytest.raises(ValueError, match="holds checkpoints and resume is never"):
-        checkpoints.find(own, "never")
+        checkpoints.find_checkpoint(own, "never")
 
 
 def test_status_is_replaced_whole(tmp_path):
-    assert checkpoints.read_status(tmp_path) == {}
-    checkpoints.write_status(tmp_path, "running")
-    assert checkpoints.read_status(tmp_path)["pid"] == os.getpid()
-    checkpoints.write_status(tmp_path, "failed", exit_code=1, reason="a reason")
+    assert run_folder.read_status(tmp_path) == {}
+    run_folder.write_status(tmp_path, "running")
+    assert run_folder.read_status(tmp_path)["pid"] == os.getpid()
+    run_folder.write_status(tmp_path, "failed", exit_code=1, reason="a reason")
     assert json.loads((tmp_path / "status.json").read_text())["reason"] == "a reason"
     assert names(tmp_path) == ["status.json"]
     (tmp_path / "status.json").write_text("{")
-    assert checkpoints.read_status(tmp_path) == {}
+    assert run_folder.read_status(tmp_path) == {}

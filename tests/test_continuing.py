@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from conftest import lines, status, trained, wait_until
 
 # All fields of the schedule are read, so that each of them can show.
-BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_share", 0.9, "--lr_scaling", "sqrt"]
+BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr_scaling", "sqrt"]
 BASE += ["--reference_batch_size", 16, "--max_grad_norm", 0.5, "--weight_decay", 0.5]
 
 
@@ -52,8 +52,10 @@ TINY = {"samples": 36, "held_out": 10, "dropout": 0.5, "seed": 1, "silent": 3}
 
 def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
     """Every field that changes the result: it is refused, and accepted it shows in the numbers."""
-    program = "import json, start, train; c = train.Config(); "
-    program += "print(json.dumps([start.effects(train.Config), start.resolved(c)]))"
+    program = "import json, train; from training import startup; c = train.Config(); "
+    program += (
+        "print(json.dumps([startup.change_effects(train.Config), startup.resolved_config(c)]))"
+    )
     effects, defaults = json.loads(tiny.run("python", "-c", program).stdout)
     fields = [n for n, effect in effects.items() if effect == "result" and "." not in n]
     assert NOT_SHOWN < {*fields} and len(fields) > 15
@@ -61,14 +63,14 @@ def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
     cases = {}
     for name in sorted({*fields} - NOT_SHOWN):
         value = OTHER.get(name, config[name] * 2 if config[name] else 1)
-        if name in ("beta1", "beta2", "final_lr_share", "decay_share"):
+        if name in ("beta1", "beta2", "final_lr_fraction", "decay_fraction"):
             value = config[name] / 2
         cases[name] = [f"--{name}", value] + (["--max_steps", 0] if name == "num_epochs" else [])
     cases |= {f"task.{name}": [f"--task.{name}", value] for name, value in TINY.items()}
     flags = []
     for name, changed in cases.items():
         given = [w for w in changed if str(w).startswith("--")]
-        given += ["--decay_share"] if name == "lr_schedule" else []  # that another does not read
+        given += ["--decay_fraction"] if name == "lr_schedule" else []  # that another does not read
         kept = [w for i in range(0, len(BASE), 2) if BASE[i] not in given for w in BASE[i : i + 2]]
         flags.append([*kept, *changed, "--output_dir", half(whole, tmp_path / name)])
     refused = tiny.forked([{"flags": [*each, "--check"]} for each in flags])
@@ -107,25 +109,26 @@ def test_compile_and_deterministic_count_as_changes(tiny, whole, tmp_path):
 def test_settings_that_the_optimizer_has_restored_are_those_of_now(tiny, whole, tmp_path):
     """Those that were not changed stay as restored: some optimizers keep a state among them."""
     program = """
-import json, sys, types, torch, process
+import json, sys, types, torch
+from training import weights
 path, = sys.argv[1:]
 def build(**settings):
     return torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **settings)
 old = build(betas=(0.9, 0.99), weight_decay=0.1)
-before = json.loads(json.dumps(process.as_text(process.settings_of(old))))
+before = json.loads(json.dumps(weights.settings_as_text(weights.optimizer_settings(old))))
 old.param_groups[0]["state_of_its_own"] = 7
 old.param_groups[0]["eps"] = 0.5  # changed while it trained
 state = old.state_dict()
 new = build(betas=(0.5, 0.99), weight_decay=0.2)
-settings = process.settings_of(new)
+settings = weights.optimizer_settings(new)
 accelerator = types.SimpleNamespace(scaler=None, load_state=lambda _: new.load_state_dict(state))
-process.load_checkpoint(accelerator, new, settings, path, {"optimizer": before})
+weights.load_checkpoint(accelerator, new, settings, path, {"optimizer": before})
 group = new.param_groups[0]
 assert group["betas"] == (0.5, 0.99) and group["weight_decay"] == 0.2, group
 assert group["state_of_its_own"] == 7 and group["eps"] == 0.5, group
-sgd = process.settings_of(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+sgd = weights.optimizer_settings(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
 try:
-    process.load_checkpoint(accelerator, new, sgd, path, {"optimizer": before})
+    weights.load_checkpoint(accelerator, new, sgd, path, {"optimizer": before})
 except ValueError as error:
     assert "was trained with 'AdamW', and build_optimizer gives 'SGD'" in str(error)
 else:
@@ -139,9 +142,9 @@ def test_shapes_are_never_accepted(tiny, whole, tmp_path):
     output = half(whole, tmp_path / "run")
     base = [*BASE, "--output_dir", output, "--accept_changes"]
     other = "import task\nbuild = task.build_model\n"
-    other += "task.build_model = lambda cfg: (setattr(cfg, 'width', 16), build(cfg))[1]"
+    other += "task.build_model = lambda cfg, p: (setattr(cfg, 'width', 16), build(cfg, p))[1]"
     one_more = "import task, torch\nbuild = task.build_model\n"
-    one_more += "task.build_model = lambda cfg: build(cfg).append(torch.nn.Linear(4, 4))"
+    one_more += "task.build_model = lambda cfg, p: build(cfg, p).append(torch.nn.Linear(4, 4))"
     results = tiny.forked(
         [
             {"flags": [*base, "--task.width", 16]},
@@ -165,7 +168,8 @@ def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path
     tiny.train(processes, *flags, "--accept_changes", "--save_every", 2)
     assert [line["samples"] for line in lines(output, "loss")] == [38, 44, 50, 56]
     program = """
-import data_order as d, sys
+import sys
+from training import batches as d
 ids = d.sample_ids(range(56), 37, 0)
 for step in range(4):
     part = ids[32 + 6 * step: 38 + 6 * step]
@@ -255,8 +259,8 @@ def fsync(handle):
 os.fsync = fsync
 sys.argv = ["train.py", *sys.argv[1:]]
 import train
-train.process.leave = lambda code: print("\\n".join(["flushed", *flushed]))
-train.process.run(train.main, train.prepare)
+train.shutdown.exit_process = lambda code: print("\\n".join(["flushed", *flushed]))
+train.shutdown.run(train.main, train.prepare)
 """
     output = tmp_path / "run"
     printed = tiny.run("python", "-c", program, "--output_dir", output, *BASE).stdout

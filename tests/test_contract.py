@@ -97,9 +97,9 @@ def test_metrics_that_need_more_rows_than_the_first_batch_do_not_end_a_run(quick
 
 
 def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
-    health = load("health")
+    monitor = load("training.monitor")
     accelerator = SimpleNamespace(reduce=lambda values, _: values, scaler=None)
-    watch, one = health.Watch(accelerator, 10), torch.ones(())
+    watch, one = monitor.StepMonitor(accelerator, 10), torch.ones(())
     for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
         watch.add(step, terms, total * one, step * one)
     loss, norm, notes, reason = watch.read()

@@ -102,11 +102,12 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
 def test_spikes_and_fp16_overflows(tiny):
     """The watch on its own: what is noted, what counts."""
     program = """
-import math, types, torch, health
+import math, types, torch
+from training import monitor
 def reduce(values, _):
     return values
 plain = types.SimpleNamespace(reduce=reduce, scaler=None)
-watch = health.Watch(plain, 2)
+watch = monitor.StepMonitor(plain, 2)
 def feed(watch, *losses, norm=1.0):
     for step, loss in enumerate(losses, 1):
         watch.add(step, 2, torch.tensor(2.0 * loss), torch.tensor(norm))
@@ -120,7 +121,7 @@ assert 2.9 < notes[0]["median_loss"] < 3.0
 _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, the last of them 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
-scaled = health.Watch(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
+scaled = monitor.StepMonitor(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
 loss, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
 assert notes == [] and reason == "" and loss == 3.0  # the scale was too large, not the loss
 _, _, notes, reason = feed(scaled, math.nan, math.nan)
@@ -135,7 +136,8 @@ assert len(notes) == 2 and reason
 
 def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not(tiny):
     program = """
-import torch, health
+import torch
+from training import monitor
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 2)
@@ -143,7 +145,7 @@ model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
 model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 def named():
     try:
-        health.check_finite(accelerator, model, optimizer)
+        monitor.check_finite(accelerator, model, optimizer)
     except ValueError as error:
         return str(error).split(" is not finite")[0]
 assert named() is None
@@ -165,9 +167,10 @@ assert named() == "bias"
 def test_one_bad_value_among_a_million_is_seen_in_any_type(tiny):
     """Wherever it stands; integers, empty and complex tensors are looked at too."""
     program = """
-import torch, health
+import torch
+from training import monitor
 def finite(values):
-    return bool(health.extremes(values).isfinite().all())
+    return bool(monitor.min_and_max(values).isfinite().all())
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
     for bad in (float("nan"), float("inf"), -float("inf")):
         for place in (0, 1, 54321, 99_999):
@@ -185,12 +188,13 @@ assert finite(torch.zeros(0)) and finite(torch.arange(3)) and finite(torch.tenso
 def test_seeds_are_those_of_torch_manual_seed(tiny):
     """The same random numbers, without its stack trace."""
     program = """
-import torch, process
+import torch
+from training import batches
 for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
     torch.manual_seed(seed)
     expected = torch.rand(3)
     torch.rand(7)
-    process.seed_generators(seed, torch.device("cpu"))
+    batches.seed_generators(seed, torch.device("cpu"))
     assert torch.equal(expected, torch.rand(3)), seed
 """
     tiny.run("python", "-c", program)
@@ -199,9 +203,10 @@ for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
 def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
     """Losses of the demo's shape, with noise: no alarm in 2,000 steps."""
     program = """
-import types, numpy, torch, health
+import types, numpy, torch
+from training import monitor
 draw = numpy.random.default_rng(0)
-watch = health.Watch(types.SimpleNamespace(reduce=lambda values, _: values, scaler=None), 2)
+watch = monitor.StepMonitor(types.SimpleNamespace(reduce=lambda values, _: values, scaler=None), 2)
 steps = numpy.arange(2000)
 losses = 3 + 4 * numpy.exp(-steps / 80) + draw.normal(0, 0.1, 2000)
 alarms = 0
@@ -250,7 +255,7 @@ sys.argv = ["train.py", *sys.argv[1:]]
 import train
 if os.environ["RANK"] == "1":
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-train.process.run(train.main, train.prepare)
+train.shutdown.run(train.main, train.prepare)
 """
     (tiny.path / "limited.py").write_text(program)
     printed = tiny.train(2, "--output_dir", output, program="limited.py", codes=[1, 2], timeout=60)
@@ -270,7 +275,7 @@ import shutil, sys
 shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**9, 10**9, {free})
 sys.argv = ["train.py", *sys.argv[1:]]
 import train
-train.process.run(train.main, train.prepare)
+train.shutdown.run(train.main, train.prepare)
 """
     flags = ["--output_dir", output, *flags]
     return tiny.run("python", "-c", program, *flags, check=False)
@@ -322,7 +327,7 @@ import train
 train.Accelerator.save_state = fail
 os.statvfs = lambda _: Full()
 sys.argv = ["train.py", *sys.argv[1:]]
-train.process.run(train.main, train.prepare)
+train.shutdown.run(train.main, train.prepare)
 """
     result = tiny.run("python", "-c", program, "--output_dir", tmp_path / "run", check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
@@ -346,7 +351,7 @@ def test_few_file_descriptors(tiny, tmp_path, processes):
 def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, tmp_path, umask):
     """safetensors makes files that only their owner can read; colleagues are to load model/."""
     output = tmp_path / "run"
-    quick("--output_dir", output, before=f"import os; os.umask({umask}); import checkpoints; "
+    quick("--output_dir", output, before=f"import os; os.umask({umask}); from training import run_folder; "
           f"checkpoints.UMASK = {umask}")  # fmt: skip
     found = [output, *output.rglob("*")]
     modes = {p.stat().st_mode & 0o777 | (0o111 & ~umask if p.is_file() else 0) for p in found}
@@ -418,7 +423,7 @@ HARMLESS = {
 }  # fmt: skip
 HARMFUL = {
     "seed": 1, "global_batch_size": 16, "learning_rate": 1, "weight_decay": 0, "beta1": 0.8,
-    "max_grad_norm": 2, "lr_schedule": "linear", "warmup_steps": 3, "final_lr_share": 0,
+    "max_grad_norm": 2, "lr_schedule": "linear", "warmup_steps": 3, "final_lr_fraction": 0,
     "max_steps": 13, "task.dropout": 0.5, "task.samples": 36, "deterministic": "true",
 }  # fmt: skip
 

@@ -370,7 +370,7 @@ def test_other_validation_rows_are_noticed(project, tuned):
 
 def test_the_digest_of_frozen_weights_is_the_same_for_any_number_of_threads(project):
     program = (
-        "import sys, torch, process\n"
+        "import sys, torch\nfrom training import weights\n"
         "torch.set_num_threads(int(sys.argv[1]))\n"
         "draw = torch.Generator().manual_seed(0)\n"
         "model = torch.nn.Linear(4096, 2048)\n"
@@ -378,8 +378,8 @@ def test_the_digest_of_frozen_weights_is_the_same_for_any_number_of_threads(proj
         "model.bias.data.zero_()\n"
         "model.weight.requires_grad_(False)\n"
         "if sys.argv[2:]:\n    model.weight.data[5, 7] += 1e-6\n"
-        "state = process.trained_weights(model)\n"
-        "print([*state], bytes(state[process.FROZEN].tolist()).hex())\n"
+        "state = weights.weights_to_save(model)\n"
+        "print([*state], bytes(state[weights.FROZEN].tolist()).hex())\n"
     )
     one, two, other = (
         project.run("python", "-c", program, *words).stdout for words in ("1", "2", "1x")

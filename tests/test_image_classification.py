@@ -627,19 +627,19 @@ def test_processes_and_workers_change_nothing(baked, runs):
 
 def test_workers_give_the_same_bits_and_epochs_differ(baked, task, config, monkeypatch):
     monkeypatch.setitem(sys.modules, "task", task)
-    import data_order
+    from training import batches
 
     cfg = config(min_crop=0.5, flip=True)
     task.prepare_data(cfg)
     train, _ = task.datasets(cfg)
     size = len(train)
-    rows = data_order.Rows(train, seed=3)
+    rows = batches.SampleDataset(train, seed=3)
 
     def batches(workers, processes, rank):
-        slices = data_order.Slices(size - 64, size + 64, 16, processes)
+        slices = batches.StepBatchSampler(size - 64, size + 64, 16, processes)
         mine = [part for i, part in enumerate(slices) if i % processes == rank]
         loader = torch.utils.data.DataLoader(
-            rows, batch_sampler=mine, collate_fn=data_order.collate, num_workers=workers
+            rows, batch_sampler=mine, collate_fn=batches.make_collate, num_workers=workers
         )
         return [batch["pixel_values"] for batch, _ in loader]
 

@@ -198,7 +198,7 @@ CHATS = [
 def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
     models, tmp_path, monkeypatch, template, said
 ):
-    sources = programs.load("sources")
+    sources = programs.load("tasklib.sources")
     limit = sources.time_limit
     monkeypatch.setattr(sources, "time_limit", lambda _: limit(0.5))
     model = shutil.copytree(models / "lm", tmp_path / "model")
@@ -427,7 +427,7 @@ def test_predictions_see_transparent_images_as_training_does(models, tmp_path):
 
 @pytest.mark.filterwarnings("error:Glyph")
 def test_a_report_on_classes_with_hostile_names(tmp_path):
-    confusion = programs.load("confusion")
+    confusion = programs.load("tasklib.confusion")
     table = torch.tensor(np.arange(16).reshape(4, 4), dtype=torch.float64)
     shown = confusion.report(table, HOSTILE, tmp_path)
     assert len(shown["classes"].splitlines()) == 6
@@ -437,7 +437,7 @@ def test_a_report_on_classes_with_hostile_names(tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_fails_nothing(tmp_path, monkeypatch):
-    confusion, task = programs.load("confusion"), load_task("image_classification")
+    confusion, task = programs.load("tasklib.confusion"), load_task("image_classification")
     table = torch.eye(2, dtype=torch.float64)
     shown = confusion.report(table, ["a", "b"], tmp_path / "none")
     assert shown["confusion"].startswith("no picture: [Errno 2]") and "a" in shown["classes"]
@@ -473,7 +473,7 @@ def test_samples_of_classes_with_hostile_names(tmp_path):
 
 
 def test_a_model_card_with_hostile_names(tmp_path):
-    model_card = programs.load("model_card")
+    model_card = programs.load("training.model_card")
     path = "a`b```\n## Evaluation\n<script>|\u202e\udcff"
     config = {
         "project": f"# {path}\n---\n",
@@ -486,7 +486,7 @@ def test_a_model_card_with_hostile_names(tmp_path):
     facts["versions"] = {"torch": "2.13.0"}
     (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"]}')
     place = Path("runs") / 'x"\n```\n\u202e' / "model"
-    model_card.write(tmp_path, place, facts)
+    model_card.write_card(tmp_path, place, facts)
 
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     lines = card.split("\n")
@@ -508,7 +508,7 @@ def test_a_model_card_with_hostile_names(tmp_path):
     assert yaml.safe_load(card.split(f"{fence}yaml")[1].split(f"\n{fence}\n")[0]) == config
 
     config["task"]["background"] = "navy"
-    model_card.write(tmp_path, place, facts)
+    model_card.write_card(tmp_path, place, facts)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "\nTraining put transparent images on navy, and predict.py does the same; " in card
 

@@ -216,7 +216,7 @@ def test_a_checkpoint_whose_manifest_is_broken_is_no_best_one(quick, tmp_path):
 def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
     """The best evaluation is before the stop: the second start knows it from the checkpoints."""
     flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
-    flags += ["--keep_checkpoints", 1, "--lr_schedule", "constant", "--final_lr_share", 0.1]
+    flags += ["--keep_checkpoints", 1, "--lr_schedule", "constant", "--final_lr_fraction", 0.1]
     flags = [*flags[:-2], "--max_steps"]
     for name, stops in (("whole", [24]), ("parts", [9, 24])):
         for steps in stops:

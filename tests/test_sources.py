@@ -25,7 +25,7 @@ import hub
 from conftest import ROOT, SOURCE, bake, lines, load_task, status
 from test_cache import open_to_all, unprivileged
 
-sources = load_task("sources")
+sources = load_task("tasklib.sources")
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
 ROLES = ("user", "assistant")
@@ -365,7 +365,7 @@ def test_fields_that_nothing_reads_are_refused(tmp_path, monkeypatch, name, fiel
 
 def test_fields_of_models_on_the_hub_are_not_read_elsewhere(tmp_path):
     """Sizes of a new model may stay in a recipe that goes on from a model."""
-    pretrained, task = load_task("pretrained"), load_task("causal_lm")
+    pretrained, task = load_task("tasklib.pretrained"), load_task("causal_lm")
     cfg = task.TaskConfig(model_name_or_path=str(tmp_path), revision="v1")
     assert "without a model on the Hub" in refused(pretrained.check_unread, cfg)
     pretrained.check_unread(task.TaskConfig(model_name_or_path="a/b", revision="v1"))
@@ -728,7 +728,7 @@ def test_the_contract_names_what_train_py_calls():
 def data_order(monkeypatch):
     """The module, around a task that has none of the optional functions."""
     monkeypatch.setitem(sys.modules, "task", types.ModuleType("task"))
-    yield load_task("data_order")
+    yield load_task("training.batches")
     del sys.modules["data_order"]
 
 
@@ -742,7 +742,7 @@ def test_random_numbers_of_a_row_are_its_own(data_order):
         def __getitem__(self, i):
             return i
 
-    rows = data_order.Rows(Numbers(), seed=3)
+    rows = batches.SampleDataset(Numbers(), seed=3)
     rows.augment = lambda row, draw: (row, torch.rand(1, generator=draw).item())
     epoch = dict(row for _, row in rows.__getitems__(list(range(10))))
     one_by_one = dict(rows.__getitems__([p])[0][1] for p in reversed(range(10)))
@@ -753,17 +753,17 @@ def test_random_numbers_of_a_row_are_its_own(data_order):
 
 def test_sorting_moves_rows_within_a_step_alone(data_order):
     sizes = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(0)).numpy()
-    rows = data_order.Rows(range(50), seed=1)
+    rows = batches.SampleDataset(range(50), seed=1)
     rows.sizes = sizes
     for micro, processes in ((8, 1), (4, 1), (2, 2)):
-        slices = list(data_order.Slices(16, 64, micro, processes, 16, rows.sort))
+        slices = list(batches.StepBatchSampler(16, 64, micro, processes, 16, rows.sort))
         assert [len(s) for s in slices] == [micro] * (48 // micro)
         for step in range(3):
             window = sum(slices[step * 16 // micro : (step + 1) * 16 // micro], [])
             assert sorted(window) == list(range(16 + 16 * step, 32 + 16 * step))
             ordered = sizes[rows.ids(window)].tolist()
             assert ordered == sorted(ordered)
-    filler = list(data_order.Slices(0, 50, 8, 4, 0, rows.sort))
+    filler = list(batches.StepBatchSampler(0, 50, 8, 4, 0, rows.sort))
     assert (
         len(filler) == 8 and filler[-1] == [50] and sorted(sum(filler[:7], [])) == list(range(50))
     )

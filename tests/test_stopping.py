@@ -208,7 +208,7 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(tiny, tmp_path
 @pytest.mark.skipif(sys.platform != "linux", reason="fork is Linux's")
 def test_workers_are_forked_whatever_the_python(tiny):
     """From 3.14 on a server starts them by default: they would not inherit the blocked signals."""
-    program = "import multiprocessing as m, process; m.set_start_method('forkserver');"
+    program = "import multiprocessing as m; from training import shutdown; m.set_start_method('forkserver');"
     program += "process.StopRequest(); print(m.get_start_method())"
     assert tiny.run("python", "-c", program).stdout == "fork\n"
 
@@ -225,7 +225,7 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, 
     run.kill()
     run.wait()
     try:
-        held = "import checkpoints, pathlib, sys; checkpoints.PATIENCE = 2;"
+        held = "import pathlib, sys; from training import run_folder; run_folder.LOCK_WAIT = 2;"
         held += "checkpoints.Lock(pathlib.Path(sys.argv[1]))"
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
         tiny.run("python", "-c", held, output)
@@ -255,14 +255,15 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, ph
 def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
     """As when a whole process group gets SIGTERM in the moment in which a loader starts."""
     program = """
-import multiprocessing, os, signal, time, torch, process
-stop = process.StopRequest()
+import multiprocessing, os, signal, time, torch
+from training import shutdown
+stop = shutdown.StopRequest()
 stop.training = True
 def worker():
     torch._C._set_worker_signal_handlers()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.2)
-    process.ignore_signals(0)
+    shutdown.ignore_signals(0)
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(7)
 child = multiprocessing.get_context("fork").Process(target=worker)
@@ -278,8 +279,9 @@ assert stop.asked()
 
 def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     program = """
-import os, signal, sys, time, process
-stop = process.StopRequest()
+import os, signal, sys, time
+from training import shutdown
+stop = shutdown.StopRequest()
 stop.training = True
 assert not stop.asked()
 for _ in range(2):
@@ -336,6 +338,6 @@ def test_a_reader_of_the_output_may_leave(tiny, tmp_path):
 
 def test_only_the_launcher_of_accelerate_is_missed_when_it_dies(project):
     """A shell whose command line merely names accelerate may go: think of `nohup ... &`."""
-    program = "import process; print(process.LAUNCHER)"
+    program = "from training import shutdown; print(shutdown.LAUNCHER_PID)"
     shell = f"python -c '{program}'; : accelerate launch"
     assert project.run("sh", "-c", shell, "accelerate notes").stdout == "None\n"

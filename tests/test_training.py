@@ -281,7 +281,7 @@ def unreachable(**options):
 wandb.init, wandb.login = unreachable, lambda **_: True
 sys.argv = ["train.py", *sys.argv[1:]]
 import train
-train.process.run(train.main, train.prepare)
+train.shutdown.run(train.main, train.prepare)
 """
     flags = latest([*FLAGS, "--tracker", "wandb", "--max_steps", 2])
     flags += ["--output_dir", tmp_path / "run"]

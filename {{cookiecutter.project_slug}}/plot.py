@@ -12,8 +12,6 @@ import argparse
 import json
 import math
 import os
-import warnings
-from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
@@ -27,8 +25,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from checkpoints import flat
-from tracking import one_line, protect_output
+from tasklib.pictures import save_figure, try_picture
+from training.checkpoints import flatten
+from training.console import one_line, protect_output
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
@@ -118,7 +117,7 @@ def settings(run: Path) -> dict[str, Any]:
     file = run / "config.yaml"
     try:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        found = flat(yaml.safe_load(text))
+        found = flatten(yaml.safe_load(text))
     except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
         return {}
     return {name: value for name, value in found.items() if name not in IGNORED}
@@ -304,28 +303,12 @@ def draw(runs: list[Path], output: Path) -> Path:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
     figure.align_ylabels()
 
-    return save(figure, output)
+    return save_figure(figure, output)
 
 
-def save(figure: Figure, output: Path) -> Path:
-    """Writes a picture: whoever looks meanwhile sees the old one or the new one, never half."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
-            figure.savefig(temporary, format=output.suffix[1:] or "png")
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return output
-
-
-def attempt_picture(function: Callable[..., Path], *arguments: Any) -> Path | str:
-    """The picture that a function draws, or why there is none: it is not worth a run."""
-    try:
-        return function(*arguments)
-    except Exception as error:  # each of many libraries below has its own
-        return f"no picture: {one_line(error)}"
+def try_draw(runs: list[Path], output: Path) -> Path | str:
+    """Draws, or says in words why it could not: a picture is not worth a run."""
+    return try_picture(draw, runs, output)
 
 
 # ---- Command line --------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ it is for. A blank line is answered by a blank one: line n of the answers is tha
 import argparse
 import io
 import json
-import math
 import os
 import re
 import signal
@@ -24,42 +23,14 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
-from tracking import escaped, one_line
+from training.console import escaped, one_line
+from training.model_card import pipeline_task
 
 # transformers takes 4 s to import: after the arguments are known to be right.
 
-# A part of a class's name in config.json, and what transformers calls such a task.
-TASKS = {
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
-    "ForConditionalGeneration": "text-generation",
-    "ForSequenceClassification": "text-classification",
-    "ForImageClassification": "image-classification",
-}
-
-# Pillow opens many formats more, EPS by starting Ghostscript.
-IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 MOST = 100_000  # classes, tokens, inputs at once
 # Control characters but tabs and line ends; marks that reverse the direction of writing.
 HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def task_of(folder: Path) -> str | None:
-    """What transformers calls the task of the model in a folder; None: it is none of transformers.
-
-    An adapter alone, of LoRA, is one of text generation here.
-    """
-    if (folder / "adapter_config.json").is_file():
-        return "text-generation"
-    try:
-        if not (folder / "config.json").is_file():  # a named pipe would be waited for
-            return None
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        name = config["architectures"][0]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    known = TASKS if isinstance(name, str) else {}
-    return next((task for end, task in known.items() if end in name), None)
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,8 +110,8 @@ def model_folder(given: Path | None) -> tuple[Path, str]:
     try:
         if not folder.is_dir():
             stop(f"there is no model in {folder}; train first, or name one with --model")
-        task = task_of(folder)
-        if not task and task_of(folder / "model"):
+        task = pipeline_task(folder)
+        if not task and pipeline_task(folder / "model"):
             stop(f"{folder} is the folder of a run; give --model {folder / 'model'}")
         if not task:
             stop(f"{folder} holds no model of transformers; load it with the code that saved it")
@@ -191,53 +162,10 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def open_image(source: str | Path | bytes):
-    """A Pillow image of a path or of bytes, not decoded yet, in one of the formats of IMAGES.
-
-    Raises OSError or ValueError for anything else; for more than 8 bits, which RGB would cut off at
-    255; and beyond Pillow's limit on pixels, of which Pillow itself would only warn.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    warnings.filterwarnings("ignore", module="PIL")  # odd metadata, or the limit
-    if isinstance(source, bytes):
-        source = io.BytesIO(source)
-    elif not stat.S_ISREG(os.stat(os.fspath(source)).st_mode):
-        raise ValueError("it is a folder, a pipe or a device")
-    try:
-        image = Image.open(source, formats=IMAGES)
-    except UnidentifiedImageError:
-        raise UnidentifiedImageError(f"its format is none of {', '.join(IMAGES)}") from None
-    except Image.DecompressionBombError as error:
-        raise ValueError(str(error)) from None
-    if math.prod(image.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
-        width, height = image.size
-        raise ValueError(
-            f"it has {width:,} x {height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}, Pillow's "
-            "limit"
-        )
-    if image.mode.startswith(("I", "F")):
-        raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
-    return image
-
-
-def is_transparent(image) -> bool:
-    """Whether something would show through some pixels of a Pillow image."""
-    return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
-
-
-def flatten(image, background: str):
-    """A Pillow image in RGB; the background shows where it is transparent."""
-    from PIL import Image
-
-    if not is_transparent(image):
-        return image.convert("RGB")
-    ground = Image.new("RGBA", image.size, background)
-    return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
-
-
 def decoded(path: str):
     """A Pillow image of a path, its file closed again."""
+    from tasklib.images import open_image
+
     with open_image(path) as image:
         image.load()
         return image
@@ -263,7 +191,7 @@ def check_texts(texts: list[str]) -> None:
 
 def check_template(tokenizer, texts: list[str]) -> None:
     """Ends the program where the chat template, which is a program too, fails or does not end."""
-    from sources import time_limit
+    from tasklib.sources import time_limit
 
     for text in texts:
         try:
@@ -342,6 +270,8 @@ def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dic
 
         given = [decoded(path) for path in asked]
         if ground := getattr(config, "background", ""):  # as in training; pipelines ignore alpha
+            from tasklib.images import flatten
+
             given = [flatten(ImageOps.exif_transpose(image), ground) for image in given]
     elif arguments.chat:
         given = [[{"role": "user", "content": text}] for text in asked]

@@ -7,11 +7,11 @@
     python train.py --help
 
 The YAML after --config_file owns the hardware: processes, devices, precision. The recipe after
---config owns the mathematics, and flags override it. The hardware never changes the result: which
-samples make up a step and the learning rate are functions of the step, the random numbers of the
-step and the micro-batch, and the gradient of a step is that of the sum of its losses over the
-number of its loss terms. So the step is the only state of the loop, and the same command, given
-again, continues a run that was killed.
+--config owns the mathematics, and flags override it. The hardware never changes the result. The
+samples of a step and its learning rate are functions of the step; random numbers are functions of
+the step and the micro-batch. The gradient is that of the summed losses of the step, divided by its
+number of loss terms. So the loop has no state but the step, and the same command continues a run
+that was killed.
 """
 
 import math
@@ -30,28 +30,38 @@ from accelerate.utils import GradientAccumulationPlugin, send_to_device
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader
 
-import checkpoints
-import contract
-import health
-import model_card
-import process
 import task
-import tracking
-from command_line import BatchSize, DecayRate, Seconds, Workers
-from data_order import Rows, Slices, collate, mix
-from process import Ranks, StopRequest, UserError, ask, attempt
-from start import Start, prepare_run
 from task import TaskConfig
-from tracking import IS_MAIN, Log, one_line, say
+from training import (
+    batches,
+    checkpoints,
+    contract,
+    model_card,
+    monitor,
+    run_folder,
+    shutdown,
+    tracking,
+    weights,
+)
+from training import (
+    ranks as rank_tools,
+)
+from training.batches import SampleDataset, StepBatchSampler
+from training.config import (
+    NOTHING,
+    ONE_COMMAND,
+    ROUNDING,
+    UNSAVED,
+    BatchSize,
+    DecayRate,
+    Seconds,
+    Workers,
+)
+from training.console import one_line, say
+from training.ranks import Ranks, UserError, as_user_error, catch
+from training.startup import RunStart, prepare_run
 
 # ---- Config --------------------------------------------------------------------------------------
-
-# What a change of a field does to a run that continues: metadata of the field. Without it, another
-# result: such a change has to be accepted.
-NOTHING = {"changes": "nothing"}
-ROUNDING = {"changes": "rounding"}  # the same result, but for the last digits and dropout's masks
-UNSAVED = {"changes": "nothing", "saved": False}  # of one start alone: not in config.yaml
-OCCASION = {**UNSAVED, "occasion": True}  # nor in a recipe: a flag
 
 
 @dataclass
@@ -64,14 +74,14 @@ class Config:
     """Seed of the weights, the sample order and dropout."""
     resume: str = field(default="auto", metadata=UNSAVED)
     """auto: go on from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
-    accept_changes: bool = field(default=False, metadata=OCCASION)
+    accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
     """Go on from a checkpoint although the data, or fields that change the result, are not those it
     was made with."""
-    check: bool = field(default=False, metadata=OCCASION)
+    check: bool = field(default=False, metadata=ONE_COMMAND)
     """Check all that can be known without a model, say in one line what was found, and stop."""
-    config_file: str = field(default="", metadata=OCCASION)
+    config_file: str = field(default="", metadata=ONE_COMMAND)
     """With check: the accelerate YAML to check too."""
-    eval_only: bool = field(default=False, metadata=OCCASION)
+    eval_only: bool = field(default=False, metadata=ONE_COMMAND)
     """Evaluate the newest checkpoint, or the one that resume names, and stop; train nothing."""
     timeout: Seconds = field(default=1800, metadata=NOTHING)
     """Seconds that a process waits for the others before the run ends with an error."""
@@ -105,9 +115,9 @@ class Config:
     """Course of the learning rate after the warm-up; wsd: constant, then a linear decay."""
     warmup_steps: NonNegativeInt = 50
     """Steps over which the learning rate rises from zero to its peak."""
-    decay_share: ClosedUnitInterval = 0.2
+    decay_fraction: ClosedUnitInterval = 0.2
     """wsd only: the last share of all steps, in which the learning rate decays."""
-    final_lr_share: ClosedUnitInterval = 0.1
+    final_lr_fraction: ClosedUnitInterval = 0.1
     """Learning rate at the end, as a share of the peak."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the peak grows with global_batch_size / reference_batch_size."""
@@ -159,24 +169,25 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
 
 
 def lr_at(step: int, cfg: Config, max_steps: int) -> float:
-    """Learning rate of the step with this number, from 0; nothing of a schedule is ever stored."""
+    """Learning rate of this step, counted from 1. Nothing of a schedule is ever stored."""
     ratio = cfg.global_batch_size / cfg.reference_batch_size
     peak = cfg.learning_rate * ratio ** {"none": 0, "sqrt": 0.5, "linear": 1}[cfg.lr_scaling]
-    if step < cfg.warmup_steps:
-        return peak * (step + 1) / cfg.warmup_steps
-    start = cfg.warmup_steps
+    if step <= cfg.warmup_steps:
+        return peak * step / cfg.warmup_steps
+    decay_start = cfg.warmup_steps
     if cfg.lr_schedule == "wsd":
-        start = max(start, round(max_steps * (1 - cfg.decay_share)))
-    left = min(1 - (step - start) / max(max_steps - start, 1), 1)  # of the decay: 1 down to 0
+        decay_start = max(decay_start, round(max_steps * (1 - cfg.decay_fraction)))
+    decay_steps = max(max_steps - decay_start, 1)
+    left = min(1 - (step - 1 - decay_start) / decay_steps, 1)  # of the decay: 1 down to 0
     if cfg.lr_schedule == "constant":
         left = 1
     elif cfg.lr_schedule == "cosine":
         left = (1 - math.cos(math.pi * left)) / 2
-    return peak * (cfg.final_lr_share + (1 - cfg.final_lr_share) * left)
+    return peak * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * left)
 
 
 def due(step: int, every: int, last: bool) -> bool:
-    """Whether something that happens `every` so many steps (0: at the end) happens after `step`."""
+    """Whether something that happens every so many steps (0: only at the end) is due now."""
     return last or (every > 0 and step % every == 0)
 
 
@@ -184,101 +195,102 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, asked=lambda: 0) -> tuple:
+def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda: 0) -> tuple:
     """The task's metrics over all of the loader's data, each sample counted once, and its sums.
 
-    None and None, at once, when `asked`, called before each batch, says 1 on any process.
+    Returns (None, None) as soon as `stop()`, asked before each batch, is 1 on any process.
     """
     model.eval()
     # Apple's GPUs have no float64.
-    home = "cpu" if accelerator.device.type == "mps" else accelerator.device
-    totals, batches = {}, iter(loader)
+    device = "cpu" if accelerator.device.type == "mps" else accelerator.device
+    totals, loaded = {}, iter(loader)
     for _ in range(len(loader)):
-        fetched, problem = attempt(next, batches)
-        if ranks.agree(asked(), problem=problem)[0]:
+        fetched, problem = catch(next, loaded)
+        (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
+        if stopped:
             model.train()
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch, (_, _, rows) = fetched
-        sums = task.eval_sums(model, batch)
-        for name, value in sums.items():
-            value = value.to(home).double()
+        for name, value in model(task.eval_sums, batch).items():
+            value = value.to(device).double()
             totals[name] = totals.get(name, 0.0) + (value if rows else torch.zeros_like(value))
     totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
     model.train()
-    scores = ask(contract.scores, task.metrics(totals))
-    return {"eval_loss": scores.pop("loss"), **scores}, totals
-
-
-def rehearse(accelerator: Accelerator, model, rows: Rows, slices: Slices, cfg: Config) -> list[str]:
-    """Evaluates the first batch: a mistake in task.py is said now, not after hours of training."""
-    pairs = rows.__getitems__(slices.first_batch())
-    half = 0 if cfg.compile else len(pairs) // 2  # it would compile each size
-    parts = [pairs, pairs[:half], pairs[half:]] if half else [pairs]
-    batches = [send_to_device(collate(part)[0], accelerator.device) for part in parts]
-    return contract.try_evaluation(model, batches)
+    with as_user_error():
+        metrics = contract.check_metrics(task.metrics(totals))
+    return {"eval_loss": metrics.pop("loss"), **metrics}, totals
 
 
 # ---- Saving --------------------------------------------------------------------------------------
 
 
-def save(accelerator: Accelerator, ranks: Ranks, start: Start, manifest: dict) -> None:
-    """Commits a checkpoint: all processes write, then the main one makes it count.
+def save(accelerator: Accelerator, ranks: Ranks, start: RunStart, manifest: dict) -> None:
+    """Commits a checkpoint: all processes write, then the main process makes it valid.
 
-    What fails on one of them ends all with its reason, and older checkpoints stay.
+    An error on one process ends all of them; older checkpoints stay.
     """
-    partial = checkpoints.partial_path(start.output / "checkpoints", manifest["step"])
+    partial = checkpoints.partial_folder(start.output / "checkpoints", manifest["step"])
     try:
-        ranks.alone(start.check_folder)
-        ranks.alone(ask, checkpoints.begin, partial)
-        ranks.together(ask, checkpoints.write, partial, accelerator.save_state, partial)
-        place = (accelerator.process_index, accelerator.num_processes)
-        shares = ranks.gather(ranks.together(checkpoints.vouch, partial, *place))
-        digests = {block: digest for share in shares for block, digest in share.items()}
-        committed = ranks.alone(ask, checkpoints.commit, partial, manifest, digests)
-        ranks.alone(ask, checkpoints.prune, committed, start.cfg.keep_checkpoints)
+        with ranks.fail_together(), as_user_error():
+            if accelerator.is_main_process:
+                start.check_folder()
+                checkpoints.make_partial_folder(partial)
+        with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
+            accelerator.save_state(partial)
+        with ranks.fail_together():
+            rank, processes = accelerator.process_index, accelerator.num_processes
+            share = checkpoints.hash_files(partial, rank, processes)
+        digests = {name: digest for each in ranks.gather(share) for name, digest in each.items()}
+        with ranks.fail_together(), as_user_error():
+            if accelerator.is_main_process:
+                committed = checkpoints.commit(partial, manifest, digests)
+                checkpoints.prune(committed, start.cfg.keep_checkpoints)
     finally:
-        if IS_MAIN:  # a full disk gets back what did not become a checkpoint
+        if accelerator.is_main_process:  # frees the space of what did not become a checkpoint
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def report(model: torch.nn.Module, sums: dict, output: Path) -> dict:
-    """Shows on the screen what the task has to show of an evaluation: texts, and pictures."""
+def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart) -> dict:
+    """Prints what the task shows of an evaluation, texts and pictures; returns it."""
     if not hasattr(task, "report"):
         return {}
     output.mkdir(exist_ok=True)
-    shown, problem = attempt(task.report, model.eval(), sums, output)
-    if problem:  # it is not worth a run
+    shown, problem = catch(task.report, model.eval(), sums, output, start.cfg.task, start.prepared)
+    if problem:  # a failed report does not end the run
         say(f"no report: {type(problem).__name__}: {one_line(problem)}")
     for name, value in (shown or {}).items():
         say(f"{name}: {value}")
     return shown or {}
 
 
-def export(model: torch.nn.Module, sums: dict, output: Path, log: Log, facts: dict) -> None:
-    """Saves the trained model with its card, shows what it can do, and draws the curves."""
-    from plot import attempt_picture, draw
+def export(model: torch.nn.Module, sums: dict, start: RunStart, log, facts: dict) -> None:
+    """Saves the trained model with its card, shows what it can do, and draws the curves.
 
-    fresh = checkpoints.fresh_folder(output / "model")
-    task.export(model.eval(), fresh)
-    model_card.write(fresh, output / "model", facts)
-    checkpoints.swap(fresh, output / "model")
-    log.show(report(model, sums, output), facts["step"])
+    For `facts` see model_card.write_card.
+    """
+    import plot
 
-    curves = attempt_picture(draw, [output], output / "curves.png")
-    say(f"model: {output / 'model'}  curves: {curves}")
+    folder = start.output / "model"
+    fresh = run_folder.make_fresh_folder(folder)
+    task.export(model.eval(), fresh, start.cfg.task, start.prepared)
+    model_card.write_card(fresh, folder, facts)
+    run_folder.replace_folder(fresh, folder)
+    log.show(report(model, sums, start.output, start), facts["step"])
+    curves = plot.try_draw([start.output], start.output / "curves.png")
+    say(f"model: {folder}  curves: {curves}")
 
 
 # ---- Training ------------------------------------------------------------------------------------
 
 
 def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
-    """The accelerator that the launcher's YAML asks for; raises UserError where it cannot be."""
+    """The accelerator that the launcher's YAML asks for; raises UserError if it is not there."""
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
     accelerator = Accelerator(
-        cpu=process.on_cpu(),
+        cpu=rank_tools.use_cpu(),
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, sync_with_dataloader=False
@@ -288,24 +300,32 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
         project_dir=cfg.output_dir,
     )
     torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it together with compile
-    ask(process.check, accelerator)
-    process.save_bare_models(accelerator)
+    with as_user_error():
+        rank_tools.check_device(accelerator)
+    weights.register_state_hooks(accelerator)
     return accelerator
 
 
-def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
-    """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
-    cfg, output = start.cfg, start.output
-    train_data, eval_data = start.data
-    micro, accumulation, processes = start.micro, start.accumulation, process.PROCESSES
-    step_size, fields = cfg.global_batch_size, start.facts["config"]
+# An error on one process has to end all of them: the others would wait for it until the timeout. So
+# what may fail on one stands inside `with ranks.fail_together()`, which every process enters, also
+# where only the main process acts. What the main process alone knows comes from ranks.from_main.
 
-    # Find where to start; a finished run has nothing left to do.
-    known = (start.checkpoint, start.manifest, start.finished, start.max_steps, start.changed)
-    checkpoint, manifest, finished, max_steps, changed = ranks.gather(known)[0]
-    first_step, first_sample = manifest.get("step", 0), manifest.get("samples", 0)
+
+def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
+    """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
+    cfg, output, plan, processes = start.cfg, start.output, start.plan, rank_tools.PROCESSES
+    train_data, eval_data = start.data
+    step_size, checkpoint_folder = cfg.global_batch_size, output / "checkpoints"
+
+    # Find where to start. The main process has looked for a checkpoint.
+    found = (start.checkpoint, start.saved, start.finished, start.max_steps, start.changed)
+    checkpoint, saved, finished, max_steps, changed = ranks.from_main(found)
+    first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
+
+    # Check only.
     if cfg.check:
-        ranks.alone(checkpoints.hand_over)
+        with ranks.fail_together():
+            checkpoints.hand_over_verified()
         where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
         where = "is finished" if finished else where
         samples = f"{step_size} of {len(train_data):,} samples"
@@ -315,195 +335,240 @@ def main(start: Start, ranks: Ranks, stop: StopRequest) -> int:
         say(f"{output} is finished: {finished}; for a new run give another --output_dir")
         return 0
 
-    # Say what runs on what, and from where.
-    accelerator = make_accelerator(cfg, accumulation)
+    # Create the accelerator, and print what runs on what.
+    accelerator = make_accelerator(cfg, plan.accumulation)
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     say(
         f"{output}: {processes} x {accelerator.device.type}, {precision}, "
-        f"distributed: {accelerator.distributed_type.value}; a step of {step_size} "
-        f"samples = {processes} x {accumulation} x {micro} (processes x micro-batches x samples)"
+        f"distributed: {accelerator.distributed_type.value}; a step of {step_size} samples = "
+        f"{plan.ranks} x {plan.accumulation} x {plan.micro_batch_size} "
+        "(processes x micro-batches x samples)"
     )
     for remark in start.remarks:
         say(remark)
-    if IS_MAIN and not cfg.eval_only:
-        with open(output / "config.yaml", "w", encoding="utf-8") as file:
-            yaml.safe_dump(fields, file, sort_keys=False, allow_unicode=True)
-        checkpoints.write_status(output, "running")
-        tracking.start_tracker(accelerator, fields)
 
-    # Build everything and hand it to accelerate; the same seed gives all ranks the same model.
+    # Write the config and the status, and start the tracker.
+    settings = start.manifest["config"]
+    if accelerator.is_main_process and not cfg.eval_only:
+        with open(output / "config.yaml", "w", encoding="utf-8") as file:
+            yaml.safe_dump(settings, file, sort_keys=False, allow_unicode=True)
+        run_folder.write_status(output, "running")
+        tracking.start_tracker(accelerator, settings)
+
+    # Build the model. The seed gives all ranks the same one.
     torch.manual_seed(cfg.seed)
-    model = ranks.together(ask, task.build_model, cfg.task)
+    with ranks.fail_together(), as_user_error():
+        model = task.build_model(cfg.task, start.prepared)
+        if cfg.gradient_checkpointing:
+            weights.enable_gradient_checkpointing(model)
+    model = weights.sync_batch_norms(model, accelerator)
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
-    if cfg.gradient_checkpointing:
-        ask(process.enable_gradient_checkpointing, model)
-    model = process.sync_batch_norms(model, accelerator)
+
+    # Build the loaders.
+    augment, sizes = getattr(task, "augment", None), getattr(task, "sizes", None)
+    train_rows = SampleDataset(train_data, cfg.seed, augment, sizes)
+    eval_rows = SampleDataset(eval_data, sizes=sizes)
     last_sample = first_sample + max(max_steps - first_step, 0) * step_size
-    train_rows, eval_rows = Rows(train_data, cfg.seed), Rows(eval_data)
-    train_slices = Slices(first_sample, last_sample, micro, processes, step_size, train_rows.sort)
-    eval_slices = Slices(0, len(eval_data), cfg.micro_batch_size, processes, 0, eval_rows.sort)
+    train_sampler = StepBatchSampler(
+        first_sample, last_sample, plan.micro_batch_size, plan.ranks, step_size, train_rows.sort
+    )
+    eval_sampler = StepBatchSampler(
+        0, len(eval_data), cfg.micro_batch_size, plan.ranks, sort=eval_rows.sort
+    )
     loading = {
-        "collate_fn": collate,
+        "collate_fn": batches.make_collate(task),
         "num_workers": cfg.num_workers,
         "persistent_workers": cfg.num_workers > 0,
         "pin_memory": accelerator.device.type == "cuda",
-        "worker_init_fn": process.ignore_signals,
-        "generator": torch.Generator(),  # or a loader draws from the generator of dropout
+        "worker_init_fn": shutdown.ignore_signals,
+        # Otherwise DataLoader advances the global generator, and changes dropout.
+        "generator": torch.Generator(),
     }
+    train_loader = DataLoader(train_rows, batch_sampler=train_sampler, **loading)
+    eval_loader = DataLoader(eval_rows, batch_sampler=eval_sampler, **loading)
+
+    # Build the optimizer.
     optimizer = build_optimizer(model, cfg)
-    settings = process.settings_of(optimizer)
-    start.facts["optimizer"] = process.as_text(settings)
+    optimizer_settings = weights.optimizer_settings(optimizer)
+    start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
+
+    # Prepare.
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
-        model,
-        optimizer,
-        DataLoader(train_rows, batch_sampler=train_slices, **loading),
-        DataLoader(eval_rows, batch_sampler=eval_slices, **loading),
+        weights.TaskModule(model), optimizer, train_loader, eval_loader
     )
+
+    # Resume.
     if checkpoint:
-        restore = process.load_checkpoint
-        ranks.together(ask, restore, accelerator, optimizer, settings, checkpoint, manifest)
+        with ranks.fail_together(), as_user_error():
+            weights.load_checkpoint(accelerator, optimizer, optimizer_settings, checkpoint, saved)
         say(f"{'evaluating' if cfg.eval_only else 'continuing from'} {checkpoint}")
-    else:  # AdamW will keep two moments of each weight
-        ranks.alone(ask, checkpoints.check_room, output / "checkpoints", 3 * size)
+    else:
+        with ranks.fail_together(), as_user_error():
+            if accelerator.is_main_process:  # AdamW will keep two moments of each weight
+                checkpoints.check_disk_space(checkpoint_folder, 3 * size)
+
+    # Evaluate only.
     if cfg.eval_only:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-        about = {"step": first_step, "checkpoint": str(checkpoint), **scores}
-        ranks.alone(ask, tracking.write_object, output / "evaluation" / "metrics.json", about)
-        bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
-        ranks.alone(report, bare_model, sums, output / "evaluation")
+        full_model = weights.gather_model(accelerator, model)
+        with ranks.fail_together(), as_user_error():
+            if accelerator.is_main_process:
+                line = {"step": first_step, "checkpoint": str(checkpoint), **scores}
+                tracking.write_json_object(output / "evaluation" / "metrics.json", line)
+                report(full_model, sums, output / "evaluation", start)
         return 0
-    rehearsed = ranks.together(ask, rehearse, accelerator, model, eval_rows, eval_slices, cfg)
-    for remark in rehearsed:
-        say(remark)
 
-    log = Log(accelerator, fields, first_step, max_steps)
+    # Try an evaluation: a mistake in task.py shows now, and not hours later.
+    with ranks.fail_together(), as_user_error():
+        tried = batches.first_batches(eval_rows, eval_sampler, task, halves=not cfg.compile)
+        tried = send_to_device(tried, accelerator.device)
+        for warning in contract.try_evaluation(task, model, tried):
+            say(warning)
+
+    # Log.
+    log = tracking.Log(accelerator, settings, first_step, max_steps)
     if changed:
         log.write({"step": first_step, "event": "changed", "changes": "; ".join(changed)})
-    watch = health.Watch(accelerator, cfg.max_skipped_steps)
     unit = getattr(task, "UNIT", "samples")
+    step_monitor = monitor.StepMonitor(accelerator, cfg.max_skipped_steps)
+    meter = monitor.ThroughputMeter(unit)
+
+    # Evaluate first, if a stop has interrupted the evaluation of this checkpoint.
     model.train()
     stop.training, stopped = True, False
-    if due(first_step, cfg.eval_every, False) and checkpoint and "eval_loss" not in manifest:
-        # A stop has cut this evaluation short.
-        scores = evaluate(accelerator, ranks, model, eval_loader, stop.asked)[0]
+    if due(first_step, cfg.eval_every, False) and checkpoint and "eval_loss" not in saved:
+        scores, _ = evaluate(accelerator, ranks, model, eval_loader, stop.requested)
         stopped = scores is None
         if scores:
             log.write({"step": first_step, **scores})
-            if not changed and checkpoint.parent == output / "checkpoints":
-                ranks.alone(checkpoints.amend, checkpoint, {"eval_loss": scores["eval_loss"]})
-    best_loss = math.inf
-    if cfg.export == "best":
-        best_loss = ranks.alone(checkpoints.find_best, output / "checkpoints", start.facts)[1]
-    batches, done = iter(train_loader), first_step
-    ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
-    for step in range(first_step, first_step if stopped else max_steps):
-        # Fetch the micro-batches of the step, and agree on what all of them hold.
-        began = time.perf_counter()
-        window, problem = attempt(lambda: [next(batches) for _ in range(accumulation)])
-        waited += time.perf_counter() - began
-        counted = np.array([numbers for _, numbers in window or [(None, (0, 0, 0))]]).sum(axis=0)
-        terms, step_hash, _, stopped = ranks.agree(*counted, stop.asked(), problem=problem)
-        terms_seen, ids_hash = terms_seen + terms, (ids_hash + step_hash) % 2**64
+            with ranks.fail_together():
+                own = checkpoint.parent == checkpoint_folder and not changed
+                if accelerator.is_main_process and own:
+                    checkpoints.add_to_manifest(checkpoint, {"eval_loss": scores["eval_loss"]})
 
-        # Sum the gradients of the micro-batches, and update the weights.
+    # Find the best evaluation so far.
+    best_loss = math.inf
+    with ranks.fail_together():
+        if accelerator.is_main_process and cfg.export == "best":
+            best_loss = checkpoints.find_best(checkpoint_folder, start.manifest)[1]
+    best_loss = ranks.from_main(best_loss)
+
+    # Train. Steps are counted from 1.
+    loaded, step, sums = iter(train_loader), first_step, None
+    last_step = first_step if stopped else max_steps
+    meter.start()
+    for step in range(first_step + 1, last_step + 1):
+        # Fetch the micro-batches of the step, and agree on what all ranks hold.
+        with meter.waiting():
+            window, problem = catch(lambda: [next(loaded) for _ in range(plan.accumulation)])
+        counts = np.sum([numbers for _, numbers in window], axis=0) if window else (0, 0, 0)
+        terms, ids_hash, _, stopped = ranks.sum_over_ranks(
+            *counts, stop.requested(), problem=problem
+        )
+        meter.add(terms, ids_hash)
+
+        # Set the learning rate.
         lr = lr_at(step, cfg, max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
+
+        # Sum the gradients of the micro-batches.
         loss_sum = torch.zeros((), device=accelerator.device)
         for turn, (batch, _) in enumerate(window):
-            # Dropout depends on the place of the micro-batch in the step, not on the rank.
-            place = turn * processes + accelerator.process_index
-            process.seed_generators(int(mix(cfg.seed, step, place)[0]), accelerator.device)
+            batches.seed_micro_batch(cfg.seed, step, plan.number(turn), accelerator.device)
             with accelerator.accumulate(model):
-                loss = task.loss_sum(model, batch)
-                if step == first_step:
-                    ranks.together(ask, contract.check_loss, loss)
-                # accelerate divides by the micro-batches, and DDP by the processes: both undone,
-                # the gradient is that of the sum over the step divided by its number of terms.
-                scale = accumulation * processes / max(terms, 1)
-                accelerator.backward(loss * (scale + health.spoil(loss)))
-                if accelerator.sync_gradients:
-                    limit = cfg.max_grad_norm or math.inf
-                    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
-                    health.skip_unless_finite(optimizer, norm)
-                optimizer.step()
-                optimizer.zero_grad()
+                loss = model(task.loss_sum, batch)
+                if step == first_step + 1:
+                    with ranks.fail_together(), as_user_error():
+                        contract.check_loss(loss)
+                accelerator.backward(loss * monitor.one_or_nan(loss) * plan.loss_scale(terms))
             loss_sum += loss.detach()
 
-        done = step + 1
-        watch.add(done, terms, loss_sum, norm)
-        log.advance(done, f"{parameters:,} parameters to train; {terms:,} {unit} a step", loss_sum)
+        # Update the weights.
+        norm = accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm or math.inf)
+        monitor.skip_unless_finite(optimizer, norm)
+        optimizer.step()
+        optimizer.zero_grad()
 
-        # Log, evaluate and save when due; nothing below changes the weights.
-        final = done == max_steps
+        # Count the step, and find out what is due. Nothing below changes the weights.
+        step_monitor.add(step, terms, loss_sum, norm)
+        log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", loss_sum)
+        samples = first_sample + (step - first_step) * step_size
+        final = step == max_steps
         stopped = stopped and not final  # the last step ends the run anyway
-        evaluating = due(done, cfg.eval_every, final) and not stopped
-        saving = due(done, cfg.save_every, final or stopped)
-        samples = first_sample + (done - first_step) * step_size
-        if due(done, cfg.log_every, evaluating or saving):  # so a continued run begins a line
-            mean_loss, grad_norm, notes, reason = watch.read()
-            seconds = time.perf_counter() - clock
+        evaluating = due(step, cfg.eval_every, final) and not stopped
+        saving = due(step, cfg.save_every, final or stopped)
+
+        # Log. Also before saving, so that a resumed run starts a new averaging window.
+        if due(step, cfg.log_every, evaluating or saving):
+            loss_mean, grad_norm, notes, reason = step_monitor.read()
             for note in notes:
-                end = samples - (done - note["step"]) * step_size
+                end = samples - (step - note["step"]) * step_size
                 log.write({**note, "sample_ids": train_rows.ids(range(end - step_size, end))})
-            line = {"step": done, "samples": samples, "epoch": samples / len(train_data)}
-            line |= {"loss": mean_loss, "lr": lr, "grad_norm": grad_norm}
-            line |= {f"{unit}_per_second": terms_seen / seconds, "data_wait": waited / seconds}
-            log.write({**line, "batch_hash": f"{ids_hash:016x}"})
-            ids_hash, terms_seen, waited, clock = 0, 0, 0.0, time.perf_counter()
+            line = {"step": step, "samples": samples, "epoch": samples / len(train_data)}
+            line |= {"loss": loss_mean, "lr": lr, "grad_norm": grad_norm, **meter.read()}
+            log.write(line)
             if reason:
                 raise UserError(reason)
-        if evaluating or saving:
-            paused = time.perf_counter()
-            facts = {"step": done, "samples": samples, "processes": processes, **start.facts}
+
+        # Evaluate.
+        manifest = {**start.manifest, "step": step, "samples": samples, "processes": processes}
+        with meter.paused():
             if evaluating:
-                asked = (lambda: 0) if final else stop.asked
-                scores, sums = evaluate(accelerator, ranks, model, eval_loader, asked)
+                requested = (lambda: 0) if final else stop.requested
+                scores, sums = evaluate(accelerator, ranks, model, eval_loader, requested)
                 stopped = scores is None
                 if scores:
-                    log.write({"step": done, **scores})
-                    eval_loss = facts["eval_loss"] = scores["eval_loss"]
-                    saving = saving or (cfg.export == "best" and eval_loss < best_loss)
-                    best_loss = min(best_loss, eval_loss)
+                    log.write({"step": step, **scores})
+                    manifest["eval_loss"] = scores["eval_loss"]
+                    best_so_far = scores["eval_loss"] < best_loss
+                    saving = saving or (cfg.export == "best" and best_so_far)
+                    best_loss = min(best_loss, scores["eval_loss"])
+
+            # Save.
             if saving or stopped:
                 began = time.perf_counter()
-                ranks.together(ask, health.check_finite, accelerator, model, optimizer)
-                save(accelerator, ranks, start, facts)
-                log.write({"step": done, "save_seconds": time.perf_counter() - began})
-            clock += time.perf_counter() - paused  # throughput is that of training alone
+                with ranks.fail_together(), as_user_error():
+                    monitor.check_finite(accelerator, model, optimizer)
+                save(accelerator, ranks, start, manifest)
+                log.write({"step": step, "save_seconds": time.perf_counter() - began})
         if stopped:
             break
     log.close()
 
-    # Export the model and draw the curves, unless the run is to be continued.
+    # Export the last model, or the best, unless the run is to be continued.
     if stopped:
-        say(f"stopped after step {done}; the same command continues the run")
+        say(f"stopped after step {step}; the same command continues the run")
     else:
         last = exported = max(first_step, max_steps)
-        bare_model = accelerator.unwrap_model(model, keep_torch_compile=False)
         if cfg.export == "best":
-            folder = output / "checkpoints"
-            exported = process.load_best(accelerator, ranks, folder, start.facts) or last
-        if exported < last or first_step >= max_steps:  # it has not just been evaluated
+            best = weights.load_best(accelerator, ranks, checkpoint_folder, start.manifest)
+            exported = best or last
+        if exported < last or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
-        facts = {"step": exported, "steps": last, "scores": scores, **start.facts}
-        ranks.alone(start.check_folder)
-        ranks.alone(export, bare_model, sums, output, log, facts)
+        full_model = weights.gather_model(accelerator, model)
+        with ranks.fail_together():
+            if accelerator.is_main_process:
+                start.check_folder()
+                facts = {"step": exported, "steps": last, "scores": scores, **start.manifest}
+                export(full_model, sums, start, log, facts)
+
+    # End.
     accelerator.wait_for_everyone()
     tracking.end_tracker(accelerator)
-    code = process.STOPPED if stopped else 0
-    if IS_MAIN:
+    code = shutdown.STOPPED if stopped else 0
+    if accelerator.is_main_process:
         state = "stopped" if stopped else "finished"
-        checkpoints.write_status(output, state, exit_code=code, settings=start.settings)
+        run_folder.write_status(output, state, exit_code=code, settings=start.settings)
     return code
 
 
-def prepare() -> Start:
-    """All that needs no model, before the processes meet; raises UserError."""
-    return prepare_run(Config, __doc__)
+def prepare() -> RunStart:
+    """Does all that needs no model, before the processes meet; raises ValueError."""
+    return prepare_run(Config, task, __doc__)
 
 
 if __name__ == "__main__":
-    process.run(main, prepare)
+    shutdown.run(main, prepare)

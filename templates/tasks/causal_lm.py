@@ -1,45 +1,17 @@
 """What is trained: a language model, on texts, on prompts with completions, or on chats.
 
-train.py calls the names below and nothing else. Rewrite this file for a task of your own: around a
-plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
+train.py calls these functions. training/contract.py says what each gets and returns:
 
-TaskConfig               A dataclass: each field is a flag --task.FIELD, its docstring the help.
-prepare_data(cfg)        What has to happen once: download, tokenise. It is called first, with the
-                         cfg that the others get, and by all processes at the same time, before
-                         they can talk to each other. Settings and data that cannot work should end
-                         here, in a ValueError of one line: what is wrong, where, what to write
-                         instead.
-datasets(cfg)            (train, validation), map-style: len(), [i] and, where that is faster,
-                         __getitems__([i, j, ...]). Row i is the same in every process and run.
-collate(rows)            A batch of these B rows: a dict of CPU tensors, B their first dimension.
-count(batch)             int: its loss terms, from the labels alone. UNIT names them: throughput is
-                         logged as UNIT_per_second; without it, as samples_per_second.
-build_model(cfg)         nn.Module with new weights, on the CPU; torch is already seeded.
-loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over count(batch) terms;
-                         train.py divides by the count of the whole step. Call model(...) itself,
-                         which accelerate has wrapped; the batch is on its device.
-eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
-metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
-export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
-                         exists.
+    prepare_data(cfg)                     what happens once, before training: download, tokenise
+    datasets(cfg, prepared)               (train, validation)
+    collate(rows)  count(batch)           a batch of rows; the number of its loss terms
+    build_model(cfg, prepared)            the model
+    loss_sum(model, batch)                the loss, summed over the terms
+    eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
+    export(model, output, cfg, prepared)  saves the trained model
 
-What survives from one to the next: what prepare_data sets on cfg, in each process, and what
-build_model sets on the model. Datasets are copied to worker processes; what they note is lost.
-
-It may also have:
-
-identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
-                         checkpoint with another one is never continued.
-digest(cfg)              Text that stands for every byte of the prepared data, training and
-                         validation: a checkpoint made with another one is refused, unless accepted.
-                         Without it train.py compares the numbers of rows and 64 rows of each: a
-                         change elsewhere is not seen.
-augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
-                         of this row in this epoch, so that no worker and no rank changes them.
-sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
-                         it, so that micro-batches hold rows alike and have less padding.
-report(model, sums, folder)  dict of what people want to see of an evaluation: texts, and pictures
-                         as paths of files that it has written in the folder.
+and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
+returned. examples/task.py is a whole task around a plain nn.Module.
 """
 
 import ast
@@ -57,12 +29,10 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-import chats
-import pretrained
-import sources
-from pretrained import ModelConfig
-from sources import NOTHING, SHAPE, DataConfig, Row, check_fields, check_read
-from tracking import one_line
+from tasklib import chats, pretrained, sources
+from tasklib.messages import one_line
+from tasklib.pretrained import ModelConfig
+from tasklib.sources import NOTHING, SHAPE, DataConfig, Row, check_fields, check_read
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
@@ -213,15 +183,13 @@ def check(cfg: TaskConfig) -> None:
 # ---- Data ----------------------------------------------------------------------------------------
 
 
-def prepare_data(cfg: TaskConfig) -> None:
+def prepare_data(cfg: TaskConfig) -> Path:
     """Split, tokenise and pack the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
     pretrained.check_unread(cfg)
     settle(cfg)
     longest_text(cfg)
-    cfg.folder = sources.prepare(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
-    )
+    return sources.prepare(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
 def settle(cfg: TaskConfig) -> None:
@@ -238,20 +206,20 @@ def settle(cfg: TaskConfig) -> None:
     check(cfg)
 
 
-def identity(cfg: TaskConfig) -> str:
+def identity(cfg: TaskConfig, folder: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else sources.digest(cfg.folder / "tokenizer.json")
+    return "" if cfg.model_name_or_path else sources.digest(folder / "tokenizer.json")
 
 
-def digest(cfg: TaskConfig) -> str:
-    return sources.content(cfg.folder)
+def digest(cfg: TaskConfig, folder: Path) -> str:
+    return sources.content(folder)
 
 
-def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
+def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
     """Memory-mapped rows of context_length tokens; validation rows have two more columns."""
     from datasets import load_from_disk
 
-    parts = [load_from_disk(cfg.folder / part) for part in ("train", "validation")]
+    parts = [load_from_disk(folder / part) for part in ("train", "validation")]
     return parts[0].with_format("torch"), parts[1].with_format("torch")
 
 
@@ -271,11 +239,11 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
     """A model to start from, or a new Llama, with what `report` and `export` need besides it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    tokenizer = load_tokenizer(cfg, cfg.folder)
+    tokenizer = load_tokenizer(cfg, folder)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
     else:
@@ -301,9 +269,6 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     if cfg.lora_rank:
         model = add_adapters(model, cfg)
-    model.task, model.tokenizer = cfg, tokenizer
-    held_out = json.loads((cfg.folder / "prompts.json").read_text(encoding="utf-8"))
-    model.prompts = {"sample": prompt_of(cfg.sample_prompt, cfg, tokenizer), **held_out}
     return model
 
 
@@ -385,10 +350,13 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 
 @torch.no_grad()
-def report(model: Any, sums: Batch, folder: Path) -> dict[str, str]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, str]:
     """Texts of the model: what it makes of the sample prompt, and of prompts held out."""
+    tokenizer = load_tokenizer(cfg, folder)
+    held_out = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
+    prompts = {"sample": prompt_of(cfg.sample_prompt, cfg, tokenizer), **held_out}
     longest, shown = getattr(model.config, "max_position_embeddings", None) or 1024, {}
-    for name, prompt in model.prompts.items():
+    for name, prompt in prompts.items():
         tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
         # Greedy, since sampling would use up random numbers; the penalty keeps it out of loops.
         answer = model.generate(
@@ -398,17 +366,17 @@ def report(model: Any, sums: Batch, folder: Path) -> dict[str, str]:
             do_sample=False,
             repetition_penalty=1.2,
         )
-        shown[name] = model.tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
+        shown[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
     return shown
 
 
-def export(model: Any, folder: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
     """Files that AutoModelForCausalLM and AutoTokenizer load."""
     with pretrained.quiet():
-        model.tokenizer.save_pretrained(folder)
-        if model.task.lora_rank and model.task.merge_lora:
+        load_tokenizer(cfg, folder).save_pretrained(output)
+        if cfg.lora_rank and cfg.merge_lora:
             model = model.merge_and_unload()  # the bare model, with adapters in its weights
-        model.save_pretrained(folder)
+        model.save_pretrained(output)
 
 
 # ---- Preparation ---------------------------------------------------------------------------------

@@ -1,45 +1,17 @@
 """What is trained: a model that says which class an image belongs to. Its data, loss and metrics.
 
-train.py calls the names below and nothing else. Rewrite this file for a task of your own: around a
-plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
+train.py calls these functions. training/contract.py says what each gets and returns:
 
-TaskConfig               A dataclass: each field is a flag --task.FIELD, its docstring the help.
-prepare_data(cfg)        What has to happen once: download, tokenise. It is called first, with the
-                         cfg that the others get, and by all processes at the same time, before
-                         they can talk to each other. Settings and data that cannot work should end
-                         here, in a ValueError of one line: what is wrong, where, what to write
-                         instead.
-datasets(cfg)            (train, validation), map-style: len(), [i] and, where that is faster,
-                         __getitems__([i, j, ...]). Row i is the same in every process and run.
-collate(rows)            A batch of these B rows: a dict of CPU tensors, B their first dimension.
-count(batch)             int: its loss terms, from the labels alone. UNIT names them: throughput is
-                         logged as UNIT_per_second; without it, as samples_per_second.
-build_model(cfg)         nn.Module with new weights, on the CPU; torch is already seeded.
-loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over count(batch) terms;
-                         train.py divides by the count of the whole step. Call model(...) itself,
-                         which accelerate has wrapped; the batch is on its device.
-eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
-metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
-export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
-                         exists.
+    prepare_data(cfg)                     what happens once, before training: download, tokenise
+    datasets(cfg, prepared)               (train, validation)
+    collate(rows)  count(batch)           a batch of rows; the number of its loss terms
+    build_model(cfg, prepared)            the model
+    loss_sum(model, batch)                the loss, summed over the terms
+    eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
+    export(model, output, cfg, prepared)  saves the trained model
 
-What survives from one to the next: what prepare_data sets on cfg, in each process, and what
-build_model sets on the model. Datasets are copied to worker processes; what they note is lost.
-
-It may also have:
-
-identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
-                         checkpoint with another one is never continued.
-digest(cfg)              Text that stands for every byte of the prepared data, training and
-                         validation: a checkpoint made with another one is refused, unless accepted.
-                         Without it train.py compares the numbers of rows and 64 rows of each: a
-                         change elsewhere is not seen.
-augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
-                         of this row in this epoch, so that no worker and no rank changes them.
-sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
-                         it, so that micro-batches hold rows alike and have less padding.
-report(model, sums, folder)  dict of what people want to see of an evaluation: texts, and pictures
-                         as paths of files that it has written in the folder.
+and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
+returned. examples/task.py is a whole task around a plain nn.Module.
 """
 
 import dataclasses
@@ -60,12 +32,10 @@ import torch.nn.functional as F
 from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-import confusion
-import pretrained
-import sources
-from predict import flatten, is_transparent, open_image
-from sources import ROUNDING, SHAPE
-from tracking import one_line
+from tasklib import confusion, pretrained, sources
+from tasklib.images import flatten, is_transparent, open_image
+from tasklib.messages import one_line
+from tasklib.sources import ROUNDING, SHAPE
 
 # transformers takes 4 s to import, sklearn and matplotlib 1 s: they wait for who needs them.
 
@@ -162,20 +132,18 @@ def is_color(text: str) -> bool:
     return len(color) == 3 and max(color) <= 255
 
 
-def prepare_data(cfg: TaskConfig) -> None:
+def prepare_data(cfg: TaskConfig) -> Path:
     """Checks the settings, and decodes the images, once, into `prepared_folder(cfg)`."""
     check(cfg)
-    cfg.folder = sources.prepare(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
-    )
+    return sources.prepare(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
-def identity(cfg: TaskConfig) -> str:
-    return sources.digest(cfg.folder / "labels.json")
+def identity(cfg: TaskConfig, folder: Path) -> str:
+    return sources.digest(folder / "labels.json")
 
 
-def digest(cfg: TaskConfig) -> str:
-    return sources.content(cfg.folder)
+def digest(cfg: TaskConfig, folder: Path) -> str:
+    return sources.content(folder)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -201,9 +169,9 @@ class Squares(torch.utils.data.Dataset):
         return self.images[number], int(self.labels[number]), self.seen
 
 
-def datasets(cfg: TaskConfig) -> tuple[Squares, Squares]:
+def datasets(cfg: TaskConfig, folder: Path) -> tuple[Squares, Squares]:
     seen = look(cfg)
-    return Squares(cfg.folder, "train", seen), Squares(cfg.folder, "validation", seen)
+    return Squares(folder, "train", seen), Squares(folder, "validation", seen)
 
 
 def look(cfg: TaskConfig) -> dict[str, Any]:
@@ -239,10 +207,10 @@ def resize(image: np.ndarray, side: int, box: tuple | None = None) -> np.ndarray
     return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC, box))
 
 
-def augment(row: Row, draw: torch.Generator) -> Row:
+def augment(row: Row, generator: torch.Generator) -> Row:
     """A random crop, its aspect ratio between 3:4 and 4:3, as the model's square; or its mirror."""
     image, label, seen = row
-    area, ratio, x, y, mirror = torch.rand(5, generator=draw).tolist()
+    area, ratio, x, y, mirror = torch.rand(5, generator=generator).tolist()
     if seen["min_crop"] < 1:
         root = math.sqrt(1 - area * (1 - seen["min_crop"]))
         stretch = (4 / 3) ** (ratio - 0.5)
@@ -273,11 +241,11 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
     """A new or a pretrained model, with what `report` and `export` need besides its weights."""
     import transformers
 
-    names = json.loads((cfg.folder / "labels.json").read_text(encoding="utf-8"))
+    names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
     classes = {"num_labels": len(names), "id2label": dict(enumerate(names))}
     classes["label2id"] = {name: i for i, name in enumerate(names)}
     auto, config = transformers.AutoModelForImageClassification, None
@@ -308,7 +276,6 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
         )
     if config:
         model = pretrained.new_model(auto, config, cfg)
-    model.validation = datasets(cfg)[1]
     model.config.background = cfg.background  # for predict.py: image processors have no such thing
     return model
 
@@ -337,24 +304,25 @@ def metrics(sums: Batch) -> dict[str, float]:
     return {"loss": loss, **confusion.scores(sums["confusion"])}
 
 
-def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, Any]:
     """The scores of each class, which were taken for which, and some images."""
-    from plot import attempt_picture
+    from tasklib.pictures import try_picture
 
     names = [model.config.id2label[i] for i in range(model.config.num_labels)]
-    found = confusion.report(sums["confusion"], names, folder)
-    return found | {"samples": attempt_picture(draw_samples, model, names, folder / "samples.png")}
+    found = confusion.report(sums["confusion"], names, output)
+    images, path = datasets(cfg, folder)[1], output / "samples.png"
+    return found | {"samples": try_picture(draw_samples, model, images, names, path)}
 
 
 @torch.no_grad()
-def draw_samples(model: Any, names: list[str], path: Path) -> Path:
+def draw_samples(model: Any, images: Squares, names: list[str], path: Path) -> Path:
     """Sixteen out of 256 validation images: first wrong ones, and of each class in turn."""
     from matplotlib.figure import Figure
 
-    from plot import save
+    from tasklib.pictures import save_figure
 
-    drawn = np.random.default_rng(0).permutation(len(model.validation))[:256]
-    rows = [model.validation[i] for i in drawn]  # at random, since classes may follow each other
+    drawn = np.random.default_rng(0).permutation(len(images))[:256]
+    rows = [images[i] for i in drawn]  # at random, since classes may follow each other
     shown = []
     for start in range(0, len(rows), 16):
         part = rows[start : start + 16]
@@ -372,7 +340,7 @@ def draw_samples(model: Any, names: list[str], path: Path) -> Path:
     shown.sort(key=rank)
     wrong = sum(label != guess for (_, label, _), guess in shown)
     figure = Figure((8, 9), dpi=150, layout="constrained")
-    part = f" (of {len(model.validation):,} validation images)"
+    part = f" (of {len(images):,} validation images)"
     figure.suptitle(f"{wrong} of {len(rows)} predictions are wrong{part}")
     panels = figure.subplots(4, 4).flat
     for axes, ((image, label, _), guess) in zip(panels, shown, strict=False):
@@ -383,20 +351,20 @@ def draw_samples(model: Any, names: list[str], path: Path) -> Path:
         axes.set_title(said, fontsize=9, color=color, parse_math=False)
     for axes in figure.axes:
         axes.set_axis_off()
-    return save(figure, path)
+    return save_figure(figure, path)
 
 
 def shorten(name: str) -> str:
     return one_line(name, 20)
 
 
-def export(model: Any, folder: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
     """Files that pipeline("image-classification", folder) loads.
 
     The processor crops as `square` does, whatever that of a pretrained model did: a pipeline sees
     images as the model has seen them here.
     """
-    seen = model.validation.seen
+    seen = look(cfg)
     with pretrained.quiet():  # without torchvision it says that it takes Pillow
         from transformers import BitImageProcessor
 
@@ -407,8 +375,8 @@ def export(model: Any, folder: Path) -> None:
             image_mean=seen["mean"],
             image_std=seen["std"],
         )
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        model.save_pretrained(output)
+        processor.save_pretrained(output)
 
 
 # ---- Preparation ---------------------------------------------------------------------------------

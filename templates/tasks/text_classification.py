@@ -1,45 +1,17 @@
 """What is trained: a model that puts texts into classes, gives them labels, or a number.
 
-train.py calls the names below and nothing else. Rewrite this file for a task of your own: around a
-plain nn.Module and a Dataset it takes about 60 lines and nothing from transformers.
+train.py calls these functions. training/contract.py says what each gets and returns:
 
-TaskConfig               A dataclass: each field is a flag --task.FIELD, its docstring the help.
-prepare_data(cfg)        What has to happen once: download, tokenise. It is called first, with the
-                         cfg that the others get, and by all processes at the same time, before
-                         they can talk to each other. Settings and data that cannot work should end
-                         here, in a ValueError of one line: what is wrong, where, what to write
-                         instead.
-datasets(cfg)            (train, validation), map-style: len(), [i] and, where that is faster,
-                         __getitems__([i, j, ...]). Row i is the same in every process and run.
-collate(rows)            A batch of these B rows: a dict of CPU tensors, B their first dimension.
-count(batch)             int: its loss terms, from the labels alone. UNIT names them: throughput is
-                         logged as UNIT_per_second; without it, as samples_per_second.
-build_model(cfg)         nn.Module with new weights, on the CPU; torch is already seeded.
-loss_sum(model, batch)   Scalar float32: the sum, not the mean, of the loss over count(batch) terms;
-                         train.py divides by the count of the whole step. Call model(...) itself,
-                         which accelerate has wrapped; the batch is on its device.
-eval_sums(model, batch)  dict of tensors of any shape, added up over all batches in float64.
-metrics(sums)            dict of floats from these totals: "loss", logged as eval_loss, and others.
-export(model, folder)    Saves the trained model, unwrapped and in eval mode, in the folder, which
-                         exists.
+    prepare_data(cfg)                     what happens once, before training: download, tokenise
+    datasets(cfg, prepared)               (train, validation)
+    collate(rows)  count(batch)           a batch of rows; the number of its loss terms
+    build_model(cfg, prepared)            the model
+    loss_sum(model, batch)                the loss, summed over the terms
+    eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
+    export(model, output, cfg, prepared)  saves the trained model
 
-What survives from one to the next: what prepare_data sets on cfg, in each process, and what
-build_model sets on the model. Datasets are copied to worker processes; what they note is lost.
-
-It may also have:
-
-identity(cfg)            Text that stands for what the weights belong to, as a vocabulary: a
-                         checkpoint with another one is never continued.
-digest(cfg)              Text that stands for every byte of the prepared data, training and
-                         validation: a checkpoint made with another one is refused, unless accepted.
-                         Without it train.py compares the numbers of rows and 64 rows of each: a
-                         change elsewhere is not seen.
-augment(row, draw)       The row as it is trained on. Random numbers come from `draw`, a generator
-                         of this row in this epoch, so that no worker and no rank changes them.
-sizes(dataset)           int array (N,), the length of each row: within a step rows are sorted by
-                         it, so that micro-batches hold rows alike and have less padding.
-report(model, sums, folder)  dict of what people want to see of an evaluation: texts, and pictures
-                         as paths of files that it has written in the folder.
+and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
+returned. examples/task.py is a whole task around a plain nn.Module.
 """
 
 import ast
@@ -60,12 +32,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import confusion
-import pretrained
-import sources
-from pretrained import ModelConfig
-from sources import SHAPE, DataConfig, Row, check_fields
-from tracking import one_line
+from tasklib import confusion, pretrained, sources
+from tasklib.messages import one_line
+from tasklib.pretrained import ModelConfig
+from tasklib.sources import SHAPE, DataConfig, Row, check_fields
 
 # transformers takes 4 s to import, datasets and scikit-learn 1 s: they wait for what needs them.
 
@@ -194,31 +164,29 @@ def label_columns(cfg: TaskConfig) -> list[str]:
 # ---- Data ----------------------------------------------------------------------------------------
 
 
-def prepare_data(cfg: TaskConfig) -> None:
+def prepare_data(cfg: TaskConfig) -> Path:
     """Split and tokenise the rows, once, into `prepared_folder(cfg)`."""
     check(cfg)
     pretrained.check_unread(cfg)
     check_model(cfg)
-    cfg.folder = sources.prepare(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder)
-    )
+    return sources.prepare(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
-def identity(cfg: TaskConfig) -> str:
+def identity(cfg: TaskConfig, folder: Path) -> str:
     """The classes or the scale of the numbers, and the vocabulary of a new model."""
     files = ["names.json", "scale.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
-    return sources.digest(*(cfg.folder / name for name in files))
+    return sources.digest(*(folder / name for name in files))
 
 
-def digest(cfg: TaskConfig) -> str:
-    return sources.content(cfg.folder)
+def digest(cfg: TaskConfig, folder: Path) -> str:
+    return sources.content(folder)
 
 
-def datasets(cfg: TaskConfig) -> tuple[Any, Any]:
+def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
     """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding."""
     from datasets import load_from_disk
 
-    parts = [load_from_disk(cfg.folder / part) for part in ("train", "validation")]
+    parts = [load_from_disk(folder / part) for part in ("train", "validation")]
     return parts[0].with_format("numpy"), parts[1].with_format("numpy")
 
 
@@ -227,11 +195,11 @@ def sizes(dataset: Any) -> np.ndarray:
     return dataset["length"][:]
 
 
-def augment(row: dict, draw: torch.Generator) -> dict:
+def augment(row: dict, generator: torch.Generator) -> dict:
     """The row without some of its tokens; the first, the last and separators stay."""
     if not row["token_dropout"]:
         return row
-    kept = (torch.rand(len(row["input_ids"]), generator=draw) >= row["token_dropout"]).numpy()
+    kept = (torch.rand(len(row["input_ids"]), generator=generator) >= row["token_dropout"]).numpy()
     kept[[0, -1]] = True
     kept |= row["input_ids"] == row["separator"]
     rest = {name: row[name][kept] for name in TOKENS if name in row}
@@ -264,15 +232,15 @@ def count(batch: Batch) -> int:
 # ---- Model and loss ------------------------------------------------------------------------------
 
 
-def build_model(cfg: TaskConfig) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
     """A model to start from, with new weights for the classes where it needs them, or a ModernBERT.
 
     It has what `report` and `export` need besides it.
     """
     from transformers import AutoModelForSequenceClassification, ModernBertConfig
 
-    tokenizer = load_tokenizer(cfg, cfg.folder)
-    names = json.loads((cfg.folder / "names.json").read_text(encoding="utf-8"))
+    tokenizer = load_tokenizer(cfg, folder)
+    names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
     about = {
         "num_labels": len(names),
         "id2label": dict(enumerate(names)),
@@ -307,11 +275,10 @@ def build_model(cfg: TaskConfig) -> torch.nn.Module:
     for name in MARKS:  # of another training, in the config of a model to start from
         vars(model.config).pop(name, None)
     if cfg.problem_type == "regression":
-        scale = json.loads((cfg.folder / "scale.json").read_text(encoding="utf-8"))
+        scale = json.loads((folder / "scale.json").read_text(encoding="utf-8"))
         model.config.label_mean, model.config.label_std = scale
     if cfg.text_pair_column:
         model.config.text_pair = True
-    model.tokenizer = tokenizer
     return model
 
 
@@ -379,21 +346,21 @@ def metrics(sums: Batch) -> dict[str, float]:
     return scores
 
 
-def report(model: Any, sums: Batch, folder: Path) -> dict[str, Any]:
+def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, Any]:
     """The scores of each class, and a picture of which were taken for which; or errors."""
     if "table" in sums:
-        return confusion.report(sums["table"], [*model.config.id2label.values()], folder)
+        return confusion.report(sums["table"], [*model.config.id2label.values()], output)
     scores, rows = metrics(sums), sums["rows"]
     spread = math.sqrt(sums["spread"] / rows) * float(sums["deviation"] / rows)
     text = f"{scores['rmse']:,.5g} root mean square, {scores['mae']:,.5g} mean absolute"
     return {"errors": f"{text}; of always saying the mean: {spread:,.5g} root mean square"}
 
 
-def export(model: Any, folder: Path) -> None:
+def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
     """Files that AutoModelForSequenceClassification and AutoTokenizer load."""
     with pretrained.quiet():
-        model.save_pretrained(folder)
-        model.tokenizer.save_pretrained(folder)
+        model.save_pretrained(output)
+        load_tokenizer(cfg, folder).save_pretrained(output)
 
 
 # ---- Preparation ---------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def prepare_data(cfg: TaskConfig) -> None:
     time.sleep(cfg.prepare_seconds)
 
 
-def datasets(cfg: TaskConfig) -> tuple:
+def datasets(cfg: TaskConfig, prepared: None) -> tuple:
     fail(cfg, "datasets")
     train = Numbers(cfg, 0, cfg.samples, cfg.row_seconds)
     return train, Numbers(cfg, 500, cfg.held_out, cfg.eval_seconds)
@@ -98,7 +98,7 @@ def count(batch: dict) -> int:
     return int(batch["counted"].sum())
 
 
-def build_model(cfg: TaskConfig) -> torch.nn.Module:
+def build_model(cfg: TaskConfig, prepared: None) -> torch.nn.Module:
     fail(cfg, "build_model")
     model = torch.nn.Sequential(
         torch.nn.Linear(8, cfg.width),
@@ -133,12 +133,14 @@ def metrics(sums: dict) -> dict:
     return {"loss": float(sums["loss"] / sums["terms"]), "rows": float(sums["rows"])}
 
 
-def report(model: torch.nn.Module, sums: dict, folder: Path) -> dict:
+def report(
+    model: torch.nn.Module, sums: dict, output: Path, cfg: TaskConfig, prepared: None
+) -> dict:
     if model.fail_report:
         raise TypeError("no picture\nof this")
     return {}
 
 
-def export(model: torch.nn.Module, folder: Path) -> dict:
+def export(model: torch.nn.Module, folder: Path, cfg: TaskConfig, prepared: None) -> None:
     torch.save(model.state_dict(), folder / "weights.pt")
     return {}

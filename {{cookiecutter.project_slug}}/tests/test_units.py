@@ -8,37 +8,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data_order
-import start
-import task
 import train
+from training import batches
+from training.ranks import UserError
 
-CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_share=0.1)
+CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_fraction=0.1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000])
 def test_each_epoch_visits_every_sample_once(size):
     for epoch in range(3):
         positions = np.arange(epoch * size, (epoch + 1) * size)
-        assert sorted(data_order.sample_ids(positions, size, seed=7)) == list(range(size))
+        assert sorted(batches.sample_ids(positions, size, seed=7)) == list(range(size))
 
 
 def test_the_order_depends_on_seed_and_epoch_and_not_on_how_it_is_asked_for():
-    first = data_order.sample_ids(np.arange(500), 500, seed=0)
-    assert (first != data_order.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
-    assert (first != data_order.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
-    one_by_one = [data_order.sample_ids([position], 500, seed=0)[0] for position in range(500)]
+    first = batches.sample_ids(np.arange(500), 500, seed=0)
+    assert (first != batches.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
+    assert (first != batches.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
+    one_by_one = [batches.sample_ids([position], 500, seed=0)[0] for position in range(500)]
     assert first.tolist() == one_by_one
 
 
 def test_a_far_position_of_a_huge_dataset_is_found():
-    ids = data_order.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
+    ids = batches.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
     assert len(set(ids.tolist())) == 512 and 0 <= ids.min() and ids.max() < 10**9
 
 
 @pytest.mark.parametrize("processes, micro", [(1, 8), (1, 2), (2, 4), (4, 1)])
 def test_any_cut_gives_a_step_the_same_positions(processes, micro):
-    slices = list(data_order.Slices(24, 48, micro, processes))
+    slices = list(batches.StepBatchSampler(24, 48, micro, processes))
     assert len(slices) % processes == 0
     accumulation = 8 // (processes * micro)
     for step in range(3):
@@ -47,14 +46,13 @@ def test_any_cut_gives_a_step_the_same_positions(processes, micro):
 
 
 def test_evaluation_slices_cover_every_sample_once_and_the_rest_is_filler():
-    slices = list(data_order.Slices(0, 11, 2, 3))
+    slices = list(batches.StepBatchSampler(0, 11, 2, 3))
     assert len(slices) == 6 and sum(slices, []) == list(range(11))
-    assert list(data_order.Slices(0, 11, 4, 2))[-1] == [11]
+    assert list(batches.StepBatchSampler(0, 11, 4, 2))[-1] == [11]
 
 
-def test_rows_keep_their_ids_and_filler_has_none(monkeypatch):
-    monkeypatch.delattr(task, "sizes", raising=False)
-    rows = data_order.Rows(["a", "b", "c"])
+def test_rows_keep_their_ids_and_filler_has_none():
+    rows = batches.SampleDataset(["a", "b", "c"])
     assert rows.__getitems__([2, 0]) == [(2, "c"), (0, "a")]
     assert rows.__getitems__([3]) == [(-1, "a")]
 
@@ -62,8 +60,8 @@ def test_rows_keep_their_ids_and_filler_has_none(monkeypatch):
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_learning_rate_rises_to_its_peak_and_ends_at_its_share(schedule):
     cfg = dataclasses.replace(CONFIG, lr_schedule=schedule)
-    rates = [train.lr_at(step, cfg, 100) for step in range(101)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    rates = [train.lr_at(step, cfg, 100) for step in range(1, 102)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert max(rates) == 1.0
     assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
     if schedule == "wsd":
@@ -76,16 +74,16 @@ def test_learning_rate_scales_with_the_global_batch():
     scaled = {"reference_batch_size": 8, "global_batch_size": 32, "warmup_steps": 0}
     for scaling, factor in (("none", 1), ("sqrt", 2), ("linear", 4)):
         cfg = dataclasses.replace(CONFIG, lr_scaling=scaling, **scaled)
-        assert train.lr_at(0, cfg, 100) == pytest.approx(factor)
+        assert train.lr_at(1, cfg, 100) == pytest.approx(factor)
 
 
 def test_the_cut_fits_the_device_and_uses_every_sample():
-    cfg = train.Config(global_batch_size=24, micro_batch_size=5)
-    for processes in (1, 2, 3, 4, 6, 8, 12, 24):
-        micro, accumulation = start.cut(cfg, processes)
-        assert micro <= 5 and micro * accumulation * processes == 24
-    with pytest.raises(start.UserError, match="give 20 or 25"):
-        start.cut(cfg, 5)
+    for ranks in (1, 2, 3, 4, 6, 8, 12, 24):
+        plan = batches.plan_step(24, 5, ranks)
+        assert plan.micro_batch_size <= 5
+        assert plan.micro_batch_size * plan.accumulation * ranks == 24
+    with pytest.raises(UserError, match="give 20 or 25"):
+        batches.plan_step(24, 5, 5)
 
 
 @pytest.mark.parametrize(

@@ -8,112 +8,32 @@ import math
 import os
 import re
 import secrets
-import select
-import sys
 import time
-import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 from tqdm import tqdm
 
-from checkpoints import flat
+from training.checkpoints import flatten
+from training.console import IS_MAIN, one_line, say
 
 if TYPE_CHECKING:  # they take 2 s to import, for which plot.py and predict.py would wait
     import torch
     from accelerate import Accelerator
 
-IS_MAIN = os.environ.get("RANK", "0") == "0"  # known before there is a process group
 
-
-class Output(io.FileIO):
-    """Standard output or error that a run outlives.
-
-    The reader of a pipe may leave (`make train | head`) and the disk of a log may fill up: what
-    cannot be written then goes nowhere, and the run goes on.
-    """
-
-    def write(self, data) -> int:
-        try:
-            while (written := super().write(data)) is None:  # a pipe that does not block is full
-                select.select([], [self], [])
-            return written
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
-            return len(data)
-
-
-def protect_output() -> None:
-    """Makes printing safe: it never fails, whatever stands behind it and whatever is printed.
-
-    Characters that the terminal's encoding lacks are escaped. A closed descriptor gets /dev/null,
-    or the next file that is opened would take its number and get what is printed.
-    """
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        stream = getattr(sys, name)
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        if stream is not None:
-            stream.flush()
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        raw = io.BufferedWriter(Output(number, "w", closefd=False))
-        safe = {"encoding": encoding, "errors": "backslashreplace", "line_buffering": True}
-        setattr(sys, name, io.TextIOWrapper(raw, **safe))
-
-
-def escaped(text: str, kept: str = "") -> str:
-    """Text in which nothing moves the cursor, hides or reverses what is shown.
-
-    Control characters, marks of the direction of writing and halves of surrogate pairs become
-    their codes, as \\x1b, but for those to be kept.
-    """
-    hidden = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-    return "".join(
-        c.encode("unicode_escape").decode()
-        if unicodedata.category(c) in hidden and c not in kept
-        else c
-        for c in text
-    )
-
-
-def one_line(text: object, longest: int = 300) -> str:
-    """Text from outside (a label, a path, an error of a library) as one line that can be shown.
-
-    Line breaks become spaces, control characters are escaped, and of a longer text the middle is
-    left out. An error without a text is called by its type.
-    """
-    found = escaped(" ".join(str(text)[: 100 * longest].split()))  # of megabytes, the beginning
-    if not found and isinstance(text, BaseException):
-        found = type(text).__name__
-    if len(found) > longest:
-        end = longest // 3
-        found = f"{found[: longest - end - 3]}...{found[-end:]}"
-    return found
-
-
-def say(text: str) -> None:
-    """Prints once, not once per rank, and above the progress bar."""
-    if IS_MAIN:
-        tqdm.write(escaped(text, kept="\n"))
-        sys.stdout.flush()
-
-
-def finite(line: dict) -> dict:
+def nan_to_null(line: dict) -> dict:
     """The line with None for numbers that JSON does not have: NaN and infinities."""
     return {
         n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in line.items()
     }
 
 
-def write_object(path: Path, line: dict) -> None:
+def write_json_object(path: Path, line: dict) -> None:
     """Writes a JSON object into a file of its own."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(finite(line)) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(nan_to_null(line)) + "\n", encoding="utf-8")
 
 
 class Log:
@@ -164,7 +84,7 @@ class Log:
         """Writes a line of numbers, with its step."""
         if not IS_MAIN:
             return
-        self.file.write(json.dumps(finite(line)).encode() + b"\n")
+        self.file.write(json.dumps(nan_to_null(line)).encode() + b"\n")
         self.file.flush()
         if "save_seconds" in line:  # what a checkpoint continues is on the disk as it is
             os.fsync(self.file.fileno())
@@ -227,7 +147,7 @@ class Log:
             self.file.close()
 
 
-def check(tracker: str, project: str) -> None:
+def check_tracker(tracker: str, project: str) -> None:
     """Raises ValueError where the tracker is not installed, or W&B refuses its key or the name."""
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
@@ -261,12 +181,12 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
     tracker, project, output = config["tracker"], config["project"], Path(config["output_dir"])
     if tracker == "none" or not IS_MAIN:
         return
-    config = flat(config)
+    config = flatten(config)
     if tracker == "wandb":
         start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": one_line(output.name, 100), "resume": "allow"}
-        with quiet():
+        with without_stdout():
             accelerator.init_trackers(project, config, {"trackio": options})
         say(f"trackio: `trackio show --project {project}` shows the run")
     else:  # in the run folder itself, so that TensorBoard calls the run as the folder is called
@@ -275,14 +195,14 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         say(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
 
 
-def quiet() -> contextlib.redirect_stdout:
+def without_stdout() -> contextlib.redirect_stdout:
     """Trackio prints a dozen lines about itself when a run begins, and when it ends."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
 def end_tracker(accelerator: "Accelerator") -> None:
     """Closes the tracker, which sends what it has not sent yet."""
-    with quiet():
+    with without_stdout():
         if any(tracker.name == "trackio" for tracker in accelerator.trackers):
             importlib.import_module("trackio").finish()  # or it does, and says so, at the exit
         accelerator.end_training()

@@ -13,46 +13,34 @@ whose manifest does not fit is not a checkpoint. Paths and bytes only: no torch,
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import socket
-import stat
-import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-UMASK = os.umask(0o022)  # reading it takes setting it
-os.umask(UMASK)
+from training.run_folder import DISK_FULL, apply_umask, fsync, read_json_object, read_text, remove
+
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that one thread of one process hashes at a time
-NAME = re.compile(r"step-\d{8,}")
-PATIENCE = 40  # tenths of a second to wait for the lock of a run folder, ten times that if its
-# holder is on another machine: a network disk takes a while to notice that one has died
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What the system says of a path that is wrong, and will say again; other errors may pass.
-LASTING = {
-    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
-    *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.ENXIO, errno.EMFILE),
-    *DISK_FULL,
-}
+FOLDER_NAME = re.compile(r"step-\d{8,}")
 
 
-def partial_path(folder: Path, step: int) -> Path:
+def partial_folder(folder: Path, step: int) -> Path:
     """Where the files of a step are written until they count: the same path on every process."""
     return folder / f".step-{step:08d}.partial"
 
 
-def check_room(folder: Path, size: float = 0, written: float = 0) -> None:
+def check_disk_space(folder: Path, size: float = 0, written: float = 0) -> None:
     """Raises ValueError unless the disk has room for a checkpoint, with a tenth to spare.
 
     Its size in bytes is that of the newest in the folder, or `size`; `written` have been already.
     """
-    newest = [path for path in committed(folder) if path.is_dir()][:1]
+    newest = [path for path in list_checkpoints(folder) if path.is_dir()][:1]
     size = 1.1 * max([size, *map(size_of, newest)]) - written
     place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(place).free
@@ -63,29 +51,30 @@ def check_room(folder: Path, size: float = 0, written: float = 0) -> None:
         )
 
 
-def begin(partial: Path) -> None:
+def make_partial_folder(partial: Path) -> None:
     """Makes that folder, empty; called by one process alone, before any writes into it."""
     for pattern in (".step-*.partial", ".step-*.trash"):  # of a run that was killed
         for left in partial.parent.glob(pattern):
             remove(left)
-    check_room(partial.parent)
+    check_disk_space(partial.parent)
     partial.mkdir(parents=True)
 
 
-def write(partial: Path, function, *arguments) -> None:
-    """Calls a function that writes into the folder; raises ValueError where the disk was full.
+@contextlib.contextmanager
+def report_full_disk(partial: Path) -> Iterator[None]:
+    """Raises ValueError if its body, which writes into this folder, fails because the disk is full.
 
-    Writers of weights say that in ways of their own, if at all.
+    The libraries that write weights say so in words of their own, or not at all.
     """
     try:
-        function(*arguments)
+        yield
     except Exception as error:
-        number = re.search(r"os error (\d+)", str(error))  # as safetensors says it
+        number = re.search(r"os error (\d+)", str(error))  # safetensors' words
         number = int(number[1]) if number else getattr(error, "errno", None)
         written = size_of(partial)
-        check_room(partial.parent, written + 1e6, written)
+        check_disk_space(partial.parent, written + 1e6, written)
         disk = os.statvfs(partial.parent)
-        if disk.f_files and not disk.f_ffree:  # torch says only that a file cannot be opened
+        if disk.f_files and not disk.f_ffree:  # torch only says that a file cannot be opened
             number = errno.ENOSPC
         if number in DISK_FULL:
             raise ValueError(
@@ -95,32 +84,32 @@ def write(partial: Path, function, *arguments) -> None:
         raise
 
 
-def vouch(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int], str]:
+def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int], str]:
     """Brings files to the disk; the SHA-256 of their blocks, by name and number, for the manifest.
 
     Each of several processes takes a share of the blocks, once all files have been written.
     """
     files = file_sizes(partial)
     for name in list(files)[share::shares]:
-        follow_umask(partial / name)
-        flush(partial / name)
+        apply_umask(partial / name)
+        fsync(partial / name)
     return hash_blocks(partial, blocks_of(files)[share::shares])
 
 
 def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -> Path:
     """Turns a folder that every process has finished writing into a checkpoint; returns its path.
 
-    Called by one process alone, with what `vouch` has said of all its files. The order matters:
-    contents reach the disk first, then the manifest that vouches for them, then the name under
+    One process calls it, with the digests that `hash_files` gave for all files. The order matters:
+    contents reach the disk first, then the manifest that names their digests, then the name under
     which the checkpoint is found.
     """
     files = file_sizes(partial)
     if odd := sorted({*blocks_of(files)} ^ {*digests}):
         name = partial / odd[0][0]
         raise ValueError(f"{name} is not seen by every process: output_dir must be shared")
-    manifest = write_manifest(partial, {**manifest, "files": describe(files, digests)})
+    manifest = write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
     for inner in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
-        flush(inner)
+        fsync(inner)
 
     final = partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
     if final.exists():  # not valid, or the run would have gone on from it: set aside, not deleted
@@ -130,8 +119,8 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
         final.rename(target)
     partial.rename(final)
     for folder in (final.parent, final.parent.parent):  # the first checkpoint's are new, too
-        flush(folder)
-    remember(final, manifest)
+        fsync(folder)
+    remember_verified(final, manifest)
     return final
 
 
@@ -143,35 +132,9 @@ def write_manifest(folder: Path, manifest: dict) -> dict:
     # Beside the folder: a run that is killed here leaves no file in it that no manifest names.
     partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
     partial.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    flush(partial)
+    fsync(partial)
     partial.replace(folder / MANIFEST)
     return manifest
-
-
-def follow_umask(path: Path) -> None:
-    """Gives a file the rights of any new one; safetensors makes those that only its owner reads."""
-    with contextlib.suppress(OSError):  # some network disks have no rights
-        path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
-
-
-def flush(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def remove(path: Path) -> None:
-    """Frees a name: deletes what is called so, of a folder as much as a network disk lets go."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
-    doomed = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
 
 
 # ---- Manifests -----------------------------------------------------------------------------------
@@ -227,7 +190,7 @@ def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, 
         return dict(zip(blocks, pool.map(hash_block, blocks), strict=True))
 
 
-def describe(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
+def describe_files(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
     """Size and SHA-256 of each file; of a file of several blocks, the SHA-256 of their digests."""
     blocks: dict[str, list[str]] = {}
     for name, number in blocks_of(files):
@@ -250,13 +213,6 @@ def digest_of(manifest: dict) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_text(path: Path) -> str:
-    """The text of a file of a run; ValueError for what is none: a pipe would be waited for."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} is no regular file")
-    return path.read_text(encoding="utf-8")
-
-
 def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint; ValueError with the reason if it is not as it was written."""
     try:
@@ -265,7 +221,7 @@ def read_manifest(path: Path) -> dict:
         files = [
             (name, saved["bytes"], saved["sha256"]) for name, saved in manifest["files"].items()
         ]
-        flat(manifest.get("config", {}))
+        flatten(manifest.get("config", {}))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} has no {MANIFEST}") from None
     except Exception as error:  # whatever it holds, an older checkpoint may be valid
@@ -275,12 +231,12 @@ def read_manifest(path: Path) -> dict:
         raise ValueError(f"{path / MANIFEST} is not the file that was saved")
     if type(step) is not int or step < 0 or not files:
         raise ValueError(f"{path / MANIFEST} names no step, or no files")
-    if NAME.fullmatch(path.name) and step_of(path) != step:
+    if FOLDER_NAME.fullmatch(path.name) and step_of(path) != step:
         raise ValueError(f"{path} is called by another step than its manifest names, {step}")
     return manifest
 
 
-def read(path: Path, hashed: bool = True) -> dict:
+def verify(path: Path, hashed: bool = True) -> dict:
     """The manifest of a checkpoint whose every file is as it was saved, and no file more.
 
     Unless `hashed`, files of the right sizes are taken for right.
@@ -297,29 +253,29 @@ def read(path: Path, hashed: bool = True) -> dict:
         for name, size in sizes.items():
             if size != saved[name]["bytes"]:
                 raise ValueError(f"{path / name} is not the file that was saved")
-        if hashed and not is_known(path, manifest):
-            found = describe(sizes, hash_blocks(path, blocks_of(sizes)))
+        if hashed and not is_verified(path, manifest):
+            found = describe_files(sizes, hash_blocks(path, blocks_of(sizes)))
             for name in sizes:
                 if found[name] != saved[name]:
                     raise ValueError(f"{path / name} is not the file that was saved")
-            remember(path, manifest)
+            remember_verified(path, manifest)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     return manifest
 
 
 def is_valid(path: Path, hashed: bool = True) -> bool:
-    """Whether a checkpoint is as it was saved, as far as `read` looks."""
+    """Whether a checkpoint is as it was saved, as far as `verify` looks."""
     try:
-        return bool(read(path, hashed))
+        return bool(verify(path, hashed))
     except ValueError:
         return False
 
 
 # Checkpoints whose bytes have been hashed, by path, with what would change if one byte did: none is
 # read twice for that, not even by the run that launch.py starts after its check.
-KNOWN: dict[str, list] = {}
-HANDED_OVER = "VERIFIED_FILE"  # environment: the file in which the check leaves KNOWN
+VERIFIED: dict[str, list] = {}
+HANDED_OVER = "VERIFIED_FILE"  # environment: the file in which the check leaves VERIFIED
 
 
 def signature(path: Path, manifest: dict) -> list:
@@ -331,31 +287,31 @@ def signature(path: Path, manifest: dict) -> list:
     ]
 
 
-def is_known(path: Path, manifest: dict) -> bool:
+def is_verified(path: Path, manifest: dict) -> bool:
     """Whether its files have been hashed, by this process or by the check before it."""
-    if not KNOWN and HANDED_OVER in os.environ:
-        KNOWN.update(read_object(Path(os.environ[HANDED_OVER])))
-    return KNOWN.get(str(path.resolve())) == signature(path, manifest)
+    if not VERIFIED and HANDED_OVER in os.environ:
+        VERIFIED.update(read_json_object(Path(os.environ[HANDED_OVER])))
+    return VERIFIED.get(str(path.resolve())) == signature(path, manifest)
 
 
-def remember(path: Path, manifest: dict) -> None:
+def remember_verified(path: Path, manifest: dict) -> None:
     """Notes that its files are those of the manifest."""
-    KNOWN[str(path.resolve())] = signature(path, manifest)
+    VERIFIED[str(path.resolve())] = signature(path, manifest)
 
 
-def hand_over() -> None:
+def hand_over_verified() -> None:
     """Leaves what has been hashed for the run that launch.py starts."""
     if HANDED_OVER in os.environ:
-        Path(os.environ[HANDED_OVER]).write_text(json.dumps(KNOWN), encoding="utf-8")
+        Path(os.environ[HANDED_OVER]).write_text(json.dumps(VERIFIED), encoding="utf-8")
 
 
 # ---- Checkpoints of a run ------------------------------------------------------------------------
 
 
-def committed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first, whole or not; raises ValueError if it is none."""
     try:
-        found = [folder / name for name in os.listdir(folder) if NAME.fullmatch(name)]
+        found = [folder / name for name in os.listdir(folder) if FOLDER_NAME.fullmatch(name)]
     except FileNotFoundError:
         return []
     except OSError as error:  # it may hold checkpoints: no reason to start from the beginning
@@ -368,7 +324,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def find(
+def find_checkpoint(
     folder: Path, resume: str, named_first: bool = False
 ) -> tuple[Path | None, dict, list[str]]:
     """The checkpoint to go on from, its manifest, and why newer ones were passed over.
@@ -379,14 +335,14 @@ def find(
     silently left behind.
     """
     passed_over, named = [], resume not in ("auto", "never")
-    for path in [] if named and named_first else committed(folder):
+    for path in [] if named and named_first else list_checkpoints(folder):
         if resume == "never":
             raise ValueError(
                 f"{folder} holds checkpoints and resume is never; "
                 "give --resume auto to go on from them, or another --output_dir to start afresh"
             )
         try:
-            manifest = read(path)
+            manifest = verify(path)
         except ValueError as reason:
             passed_over.append(str(reason))
             continue
@@ -401,7 +357,7 @@ def find(
     if not named:
         return None, {}, []
     try:
-        return Path(resume), read(Path(resume)), []
+        return Path(resume), verify(Path(resume)), []
     except ValueError as reason:
         raise ValueError(
             f"resume: {reason}; give auto, never or the folder of a checkpoint, "
@@ -417,16 +373,16 @@ def prune(newest: Path, keep: int) -> None:
     """
     if not keep:
         return
-    older = [p for p in committed(newest.parent) if step_of(p) <= step_of(newest)]
+    older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
     # The bytes of the best are hashed, once; of the others that would take too long.
     valid = [p for p in older if is_valid(p, hashed=False)]
-    kept, broken = best(valid, read_manifest(newest))
+    kept, broken = best_of(valid, read_manifest(newest))
     for path in [p for p in valid if p not in broken][keep:]:
         if path not in (kept, newest):
             remove(path)
 
 
-def best(paths: list[Path], facts: dict) -> tuple[Path | None, list[Path]]:
+def best_of(paths: list[Path], facts: dict) -> tuple[Path | None, list[Path]]:
     """The checkpoint with the smallest eval_loss, and those that had one but are broken.
 
     Only losses of the validation data that `facts` (of a manifest) name are compared. Of equal ones
@@ -444,9 +400,9 @@ def best(paths: list[Path], facts: dict) -> tuple[Path | None, list[Path]]:
 def find_best(folder: Path, facts: dict) -> tuple[Path | None, float]:
     """The checkpoint in a folder with the smallest eval_loss, and that loss; None and infinity.
 
-    For `facts` see `best`.
+    For `facts` see `best_of`.
     """
-    path, _ = best([p for p in committed(folder) if is_valid(p, hashed=False)], facts)
+    path, _ = best_of([p for p in list_checkpoints(folder) if is_valid(p, hashed=False)], facts)
     return path, math.inf if path is None else eval_loss(path, facts)
 
 
@@ -458,63 +414,39 @@ def eval_loss(path: Path, facts: dict) -> float | None:
     return loss if finite and data == facts.get("data", {}).get("validation") else None
 
 
-def amend(path: Path, facts: dict) -> None:
+def add_to_manifest(path: Path, facts: dict) -> None:
     """Adds facts to the manifest of a checkpoint, whose files stay as they are."""
     manifest = read_manifest(path)
     del manifest["sha256"]
     write_manifest(path, {**manifest, **facts})
-    flush(path)
+    fsync(path)
 
 
-def flat(config: dict) -> dict:
+def flatten(config: dict) -> dict:
     """A config without nesting: the task's fields are called task.FIELD, as their flags are."""
     own = {name: value for name, value in config.items() if name != "task"}
     return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}
 
 
-def fresh_folder(folder: Path) -> Path:
-    """An empty folder beside this one, to be filled and then to take its place."""
-    fresh = folder.with_name(f".{folder.name}.partial")
-    remove(fresh)
-    fresh.mkdir()
-    return fresh
-
-
-def swap(fresh: Path, folder: Path) -> None:
-    """Puts the fresh folder in the place of the other, of which nothing stays.
-
-    Its files are on the disk before that: no power cut leaves a folder of empty ones.
-    """
-    for path in [*fresh.rglob("*"), fresh]:
-        if path.is_file():
-            follow_umask(path)
-        flush(path)
-    old = folder.with_name(f".{folder.name}.old")
-    remove(old)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    flush(folder.parent)
-    remove(old)
-
-
-def comparable(facts: dict, changes: dict) -> dict:
+def result_settings(facts: dict, changes: dict) -> dict:
     """Of the facts in a manifest those that change the result: settings, and `data NAME`.
 
     `changes` says for a field what a change of it does: nothing, rounding, shape (of the weights)
     or result, which is that of other fields too.
     """
-    config = flat(facts.get("config", {}))
+    config = flatten(facts.get("config", {}))
     found = {n: v for n, v in config.items() if changes.get(n) not in ("nothing", "rounding")}
     found |= {f"data {name}": fact for name, fact in facts.get("data", {}).items()}
     return json.loads(json.dumps(found))  # as a manifest gives it back
 
 
-def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool) -> list[str]:
+def check_settings(
+    path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
+) -> list[str]:
     """What differs from the config and the data of a checkpoint, as `name: before -> now`.
 
     Raises ValueError where the result would be another and that was not accepted, and where the
-    weights would not fit. For `changes` see `comparable`.
+    weights would not fit. For `changes` see `result_settings`.
     """
     if manifest.get("identity", "") != facts.get("identity", ""):
         raise ValueError(
@@ -522,7 +454,7 @@ def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
             "which its weights stand for: give the data that it was made with, or another "
             "--output_dir"
         )
-    before, after = comparable(manifest, changes), comparable(facts, changes)
+    before, after = result_settings(manifest, changes), result_settings(facts, changes)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     changed = {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
     both = before.keys() & after.keys()  # a field may be new in the code
@@ -538,158 +470,3 @@ def compare(path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
             "another --output_dir, or --accept_changes to go on with the new ones"
         )
     return list(changed.values())
-
-
-# ---- The run folder ------------------------------------------------------------------------------
-
-
-class Lock:
-    """A run folder, made if need be, kept from other runs until this process ends.
-
-    The lock goes with its process, however that ends; one whose launcher was killed may still be
-    saving, so a start waits a little. Raises ValueError that says who holds it, or what is in the
-    way. A check does not `hold` it: on other machines the processes of the same run may.
-    """
-
-    def __init__(self, output: Path, hold: bool = True):
-        self.output, self.path, self.made = output, output / "lock", []
-        self.file = self.found = None
-        try:
-            self.made = [p for p in (self.path, output, *output.parents) if not p.exists()]
-            output.mkdir(parents=True, exist_ok=True)
-            check_kinds(output)
-            self.open()
-        except OSError as error:
-            self.undo()
-            if error.errno not in LASTING:
-                raise
-            raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
-        if hold:
-            self.acquire()
-
-    def open(self) -> None:
-        self.file = open(self.path, "a", encoding="utf-8")
-        os.register_at_fork(after_in_child=self.file.close)  # or worker processes would hold it too
-
-    def acquire(self) -> None:
-        waited = 0
-        while waited < (
-            PATIENCE if self.holder()["host"] == socket.gethostname() else 10 * PATIENCE
-        ):
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.is_there():
-                    self.found = os.fstat(self.file.fileno())
-                    self.file.truncate(0)
-                    self.file.write(json.dumps(owner()))
-                    self.file.flush()
-                    return
-                self.file.close()  # whoever held it has removed it at last
-                self.output.mkdir(parents=True, exist_ok=True)
-                self.open()
-            except BlockingIOError:
-                waited += 1
-                time.sleep(0.1)
-            except OSError as error:
-                if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
-                    raise
-                reason = error.strerror
-                raise ValueError(f"{self.output}: no locks on this disk: {reason}") from None
-        raise ValueError(
-            "{0} is in use by process {pid} on {host}, since {since}: there, `tail -f "
-            "{0}/metrics.jsonl` shows what it does, and `kill {pid}` saves and stops it; or give "
-            "another --output_dir".format(self.output, **self.holder())
-        )
-
-    def holder(self) -> dict:
-        """Who holds the lock, as it says itself."""
-        here = {"pid": "?", "host": socket.gethostname(), "since": "?"}
-        return here | {n: v for n, v in read_object(self.path).items() if n in here}
-
-    def check(self) -> None:
-        """Raises FileNotFoundError if the run folder was removed, or replaced by another."""
-        if not self.is_there():
-            raise FileNotFoundError(errno.ENOENT, REMOVED, str(self.output))
-
-    def is_there(self) -> bool:
-        """Whether the run folder is still the one that was locked."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
-        except FileNotFoundError:
-            return False
-
-    def undo(self) -> None:
-        """Removes what was made here, as long as nothing else is in it."""
-        with contextlib.suppress(OSError):  # another run has it, or has just begun there
-            if self.file:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not self.is_there():
-                    return
-            if self.found:  # a start that changes nothing leaves no trace
-                os.utime(self.path, ns=(self.found.st_atime_ns, self.found.st_mtime_ns))
-            for path in self.made:
-                if path == self.path and os.listdir(self.output) == [path.name]:
-                    path.unlink()
-                elif path.is_dir() and not os.listdir(path):
-                    path.rmdir()
-
-
-REMOVED = "the run folder was removed while the run was writing to it"
-FILES = ("config.yaml", "metrics.jsonl", "status.json", "wandb_run_id", "lock")
-FOLDERS = ("checkpoints", "model", "evaluation")
-
-
-def check_kinds(output: Path) -> None:
-    """Raises ValueError for a file of a run that is none: a pipe would be waited for, for ever."""
-    for name, kind, right in (
-        *((name, "file", stat.S_ISREG) for name in FILES),
-        *((name, "folder", stat.S_ISDIR) for name in FOLDERS),
-    ):
-        path = output / name
-        if path.is_symlink() and not path.exists():  # to a disk that is not there, perhaps
-            raise ValueError(f"{path} is a link to nothing: mend it, or give another --output_dir")
-        if path.exists() and not right(path.stat().st_mode):
-            raise ValueError(f"{path} is no {kind}: move it away, or give another --output_dir")
-
-
-def owner() -> dict:
-    """Who writes: this process, its machine, and now."""
-    since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-
-
-def read_object(path: Path) -> dict:
-    """A JSON object in a file; empty where there is none, or none that is whole."""
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def write_status(output: Path, state: str, **more) -> None:
-    """Replaces status.json of a run folder: what its run is doing, or how it ended."""
-    partial = output / ".status.json.partial"
-    remove(partial)
-    partial.write_text(json.dumps({"state": state, **owner(), **more}) + "\n", encoding="utf-8")
-    flush(partial)
-    partial.replace(output / "status.json")
-    flush(output)
-
-
-def end_status(output: Path, state: str, reason: str, exit_code: int) -> bool:
-    """Writes how a run ended; False if another of its processes has done so.
-
-    The status of another run in the same folder stays as it is.
-    """
-    status, me = read_status(output), [os.getpid(), socket.gethostname()]
-    main = [status.get("pid"), status.get("host")]
-    # Another process than the main one may write it, and leaves word of whose status it was.
-    if main == me or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
-        write_status(output, state, reason=reason, exit_code=exit_code, main=main)
-    return main == me or status.get("main") != me
-
-
-def read_status(output: Path) -> dict:
-    """What status.json of a run folder says; empty where there is none, or none that is whole."""
-    return read_object(output / "status.json")

@@ -30,8 +30,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from checkpoints import LASTING, flush, read_object, remove
-from tracking import one_line
+from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
+from tasklib.messages import one_line
 
 # datasets takes 1 s to import, pyarrow 0.2 s: they wait for the function that needs them.
 
@@ -787,7 +787,7 @@ def digests(paths: Iterable[Path], cfg: DataConfig, missing: str | None = None) 
     cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
 
     def known() -> dict[str, str]:
-        memo, found = read_object(cache / "digests.json"), {}
+        memo, found = read_json_object(cache / "digests.json"), {}
         for name in names:
             saved = memo.get(os.path.abspath(name))
             if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
@@ -819,7 +819,7 @@ def digests(paths: Iterable[Path], cfg: DataConfig, missing: str | None = None) 
             old = {n: [*s, v] for n, (v, s) in looked.items() if s and now - s[2] > 2_000_000_000}
             if old:
                 added = {os.path.abspath(name): saved for name, saved in old.items()}
-                write_json(cache / "digests.json", read_object(cache / "digests.json") | added)
+                write_json(cache / "digests.json", read_json_object(cache / "digests.json") | added)
     return {name: found[name] for name in names}
 
 
@@ -866,7 +866,7 @@ def prepare(cfg: DataConfig, name: Callable[[], Path], build: Callable[[Path], d
         fault = fault_of(folder, cfg)
         if not fault:
             return folder
-        failure = read_object(failed)
+        failure = read_json_object(failed)
         if isinstance(at := failure.get("at"), float) and at > asked:
             raise ValueError(str(failure.get("problem")))
         try:
@@ -888,7 +888,7 @@ def prepare(cfg: DataConfig, name: Callable[[], Path], build: Callable[[Path], d
             if isinstance(error, MemoryError):
                 what = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
                 error = ValueError(f"task.data: {what}: give fewer rows ({one_line(error, 60)})")
-            elif isinstance(error, OSError) and error.errno in LASTING:
+            elif isinstance(error, OSError) and error.errno in PERMANENT_ERRORS:
                 error = cannot_write(folder, error)
             if isinstance(error, ValueError):
                 write_json(failed, {"at": time.time(), "problem": str(error)})
@@ -997,7 +997,7 @@ def seen_by_this_boot(folder: Path) -> bool:
         found = stamps(folder)
     except OSError:
         return False
-    seen = read_object(seen_file(folder))
+    seen = read_json_object(seen_file(folder))
     return bool(boot()) and seen == {"boot": boot(), "files": found}
 
 

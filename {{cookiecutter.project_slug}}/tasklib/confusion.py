@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracking import one_line
+from tasklib.messages import one_line
 
 # scikit-learn and matplotlib take 1 s to import: they wait for what needs them.
 
@@ -49,7 +49,7 @@ def report(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any
     """The scores of each class as text, and for one class a row a picture, confusion.png."""
     from sklearn.metrics import precision_recall_fscore_support
 
-    from plot import attempt_picture
+    from tasklib.pictures import try_picture
 
     each = range(len(names))
     right, said, often = cells(table)
@@ -75,7 +75,7 @@ def report(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any
         title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
         title = f"{title}; {about}".removesuffix("; ")
         path = folder / "confusion.png"
-        found["confusion"] = attempt_picture(draw, table.numpy(), shown, short, title, path)
+        found["confusion"] = try_picture(draw, table.numpy(), shown, short, title, path)
     return found
 
 
@@ -83,7 +83,7 @@ def draw(table: np.ndarray, shown: list[int], names: list[str], title: str, path
     """Which rows of a class (down) were taken for which (across): numbers, coloured by share."""
     from matplotlib.figure import Figure
 
-    from plot import save
+    from tasklib.pictures import save_figure
 
     counts = table[np.ix_(shown, shown)]
     shares = counts / np.maximum(table.sum(1)[shown][:, None], 1)
@@ -105,4 +105,4 @@ def draw(table: np.ndarray, shown: list[int], names: list[str], title: str, path
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    return save(figure, path)
+    return save_figure(figure, path)

@@ -6,16 +6,42 @@ from pathlib import Path
 
 import yaml
 
-from predict import task_of
-from tracking import one_line
+from training.console import one_line
+
+# A part of a class's name in config.json, and what transformers calls such a task.
+PIPELINES = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForConditionalGeneration": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+}
 
 
-def plain(text: object) -> str:
+def pipeline_task(folder: Path) -> str | None:
+    """What transformers calls the task of the model in a folder; None: it is none of transformers.
+
+    An adapter alone, of LoRA, is one of text generation here.
+    """
+    if (folder / "adapter_config.json").is_file():
+        return "text-generation"
+    try:
+        if not (folder / "config.json").is_file():  # a named pipe would be waited for
+            return None
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        name = config["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    known = PIPELINES if isinstance(name, str) else {}
+    return next((task for end, task in known.items() if end in name), None)
+
+
+def escape_markdown(text: object) -> str:
     """Text from outside as one line that Markdown shows as it is."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text, 100))
 
 
-def question(config: dict) -> str:
+def classifier_example(config: dict) -> str:
     """Code that asks a classifier of pairs, or for a number, which it gives in another scale."""
     is_pair, scale = config.get("text_pair"), config.get("label_std")
     given = '{"text": "a text", "text_pair": "its pair"}' if is_pair else '"a text"'
@@ -26,14 +52,14 @@ def question(config: dict) -> str:
     return f"\nanswer({given})" if is_pair else ""
 
 
-def write(folder: Path, place: Path, facts: dict) -> None:
+def write_card(folder: Path, place: Path, facts: dict) -> None:
     """Writes the card of the model in the folder, which is going to be called `place`.
 
     `facts`: step, steps (of the whole run), scores (a dict of floats), config (the run's,
     resolved), data (samples, fingerprint) and versions.
     """
     config, data = facts["config"], facts["data"]
-    task, about = task_of(folder), {}
+    task, about = pipeline_task(folder), {}
     if task:
         about["library_name"] = "transformers"
         about["pipeline_tag"] = task
@@ -41,7 +67,7 @@ def write(folder: Path, place: Path, facts: dict) -> None:
         about["library_name"] = "peft"
     if start := config["task"].get("model_name_or_path"):
         about["base_model"] = one_line(start)
-    rows = [f"| {plain(name)} | {value:.5g} |" for name, value in facts["scores"].items()]
+    rows = [f"| {escape_markdown(name)} | {value:.5g} |" for name, value in facts["scores"].items()]
     settings = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
     if not settings.replace("\n", "").isprintable():  # as marks that reverse the text
         settings = yaml.safe_dump(config, sort_keys=False).strip()
@@ -50,18 +76,19 @@ def write(folder: Path, place: Path, facts: dict) -> None:
     ground = config["task"].get("background") if task == "image-classification" else None
     use = f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
     if task == "text-classification":
-        use += question(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        use += classifier_example(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     steps = f"{facts['step']:,} steps"
     if facts["step"] < facts["steps"]:
         steps += f" (the best evaluation in {facts['steps']:,})"
+    source = escape_markdown(config["task"].get("data") or "the data of task.py")
     parts = [
         f"---\n{yaml.safe_dump(about)}---" if about else "",
-        f"# {plain(config['project'])}: {plain(place.parent.name)}",
+        f"# {escape_markdown(config['project'])}: {escape_markdown(place.parent.name)}",
         f"Trained for {steps} of {config['global_batch_size']} samples, out of "
-        f"{data['samples']:,}, from {plain(config['task'].get('data') or 'the data of task.py')} "
+        f"{data['samples']:,}, from {source} "
         f"(data fingerprint {data['fingerprint']}).",
         f"```python\nfrom transformers import pipeline\n\n{use}\n```" if task else "",
-        f"Training put transparent images on {plain(ground)}, and predict.py does the same; "
+        f"Training put transparent images on {escape_markdown(ground)}, and so does predict.py; "
         "`pipeline` ignores transparency: put such images on that colour first."
         if ground
         else "",

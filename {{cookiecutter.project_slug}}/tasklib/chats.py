@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import sources
-from sources import Incomplete
-from tracking import one_line
+from tasklib import sources
+from tasklib.messages import one_line
+from tasklib.sources import Incomplete
 
 CODE = Path(__file__).read_text(encoding="utf-8")
 MOST_CHAT = 50_000_000  # bytes of a chat: a template that gives more does not do what it should

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import psutil
 
-from sources import NOTHING, check_read, is_path, local_path
-from tracking import one_line, say
+from tasklib.messages import one_line, say
+from tasklib.sources import NOTHING, check_read, is_path, local_path
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 

@@ -1,33 +1,38 @@
-"""What becomes of a step whose loss or gradient is not finite, and of a loss that jumps.
+"""Steps whose loss or gradient is not finite are skipped and reported; so are jumps of the loss.
 
-Numbers stay on the device until a line is due: no step waits for it in order to be watched.
+Numbers stay on the device until a line of metrics is due, so that no other step waits for them.
 """
 
+import contextlib
 import math
+import time
 from collections import deque
+from collections.abc import Iterator
 from statistics import median
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from training.weights import bare_model
+
 SPIKE = 10  # deviations from the median, in medians of such deviations: about 7 sigma
 MEMORY = 100  # losses that the median is taken of
 
 
-def spoil(loss: torch.Tensor) -> torch.Tensor:
-    """Zero for a finite loss, else NaN: added to the factor of a loss, it spoils the gradients.
+def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
+    """1 for a finite loss, else NaN: a factor that makes the gradients of a bad loss NaN.
 
-    All processes see them, and skip the step: a loss is one process's alone.
+    Each process knows its own loss alone. All of them see the gradients, and skip the step.
     """
-    return 0 * loss.detach()
+    return 1 + 0 * loss.detach()
 
 
 def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
-    """Makes the coming optimizer.step() change nothing where the gradient's norm is not finite.
+    """Makes the next optimizer.step() change nothing if the gradient's norm is not finite.
 
-    Fused optimizers of PyTorch decide that on the device. For others the CPU waits for the norm,
-    and takes the gradients away: without them an optimizer touches neither weights nor moments.
+    Fused optimizers of PyTorch decide that on the device. For others the CPU waits for the norm and
+    removes the gradients: without them an optimizer changes neither weights nor moments.
     """
     inner = optimizer.optimizer
     if getattr(inner, "_step_supports_amp_scaling", False):
@@ -39,15 +44,15 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
 def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimizer) -> None:
     """Raises ValueError that names a weight or a moment that is not finite, or a buffer with NaN.
 
-    A buffer may hold infinities on purpose, as masks do.
+    Buffers may hold infinities on purpose, as masks do.
     """
-    bare = accelerator.unwrap_model(model, keep_torch_compile=False)
-    good = {name: ~extremes(buffer).isnan().any() for name, buffer in bare.named_buffers()}
+    bare = bare_model(accelerator, model)
+    good = {name: ~min_and_max(buffer).isnan().any() for name, buffer in bare.named_buffers()}
     for name, parameter in bare.named_parameters():
-        good[name] = extremes(parameter.detach()).isfinite().all()
+        good[name] = min_and_max(parameter.detach()).isfinite().all()
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
-                good[f"{key} of {name}"] = extremes(value).isfinite().all()
+                good[f"{key} of {name}"] = min_and_max(value).isfinite().all()
     if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
         name = next(name for name, each in good.items() if not each)
         raise ValueError(
@@ -56,7 +61,7 @@ def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimize
         )
 
 
-def extremes(values: torch.Tensor) -> torch.Tensor:
+def min_and_max(values: torch.Tensor) -> torch.Tensor:
     """Smallest and largest value, (2,): NaN where one is. Far faster than isfinite().all()."""
     if values.is_complex():
         values = torch.view_as_real(values)
@@ -67,7 +72,7 @@ def extremes(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(values.aminmax())
 
 
-class Watch:
+class StepMonitor:
     """Losses and gradient norms of the steps since the last line."""
 
     def __init__(self, accelerator: Accelerator, max_skipped_steps: int):
@@ -130,3 +135,44 @@ class Watch:
                 ]
         self.recent.append(loss)
         return notes
+
+
+class ThroughputMeter:
+    """Loss terms, sample ids and time since the last line of metrics.jsonl."""
+
+    def __init__(self, unit: str):
+        self.unit = unit  # name of the loss terms
+
+    def start(self) -> None:
+        """Begins a new line."""
+        self.terms, self.ids_hash, self.waited, self.began = 0, 0, 0.0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time of its body as time spent waiting for data."""
+        began = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of its body: throughput is that of training alone."""
+        began = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - began
+
+    def add(self, terms: int, ids_hash: int) -> None:
+        """Counts a step: its loss terms, and the sum of its hashed sample ids."""
+        self.terms += terms
+        self.ids_hash = (self.ids_hash + ids_hash) % 2**64
+
+    def read(self) -> dict:
+        """The fields of a line: throughput, share of time spent waiting for data, batch_hash."""
+        seconds = time.perf_counter() - self.began
+        line = {
+            f"{self.unit}_per_second": self.terms / seconds,
+            "data_wait": self.waited / seconds,
+            "batch_hash": f"{self.ids_hash:016x}",
+        }
+        self.start()
+        return line

@@ -10,24 +10,20 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import os
 import re
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import PrecisionType
 from jsonargparse import ArgumentParser, set_parsing_settings
 from jsonargparse.typing import restricted_number_type
 
-from tracking import one_line
+from training.console import one_line
 
 RECIPE = "configs/train/default.yaml"  # without --config
 LARGEST_FILE = 100_000  # bytes, for which PyYAML takes a second
@@ -38,7 +34,7 @@ NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "me
 # ---- YAML ----------------------------------------------------------------------------------------
 
 
-class Strict(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader for YAML that is what it looks like.
 
     Of a key given twice the last one does not win silently. What can grow beyond its text, or is
@@ -76,10 +72,10 @@ class Strict(yaml.SafeLoader):
         return node
 
 
-def compose(text: str) -> yaml.Node:
+def compose_yaml(text: str) -> yaml.Node:
     """YAML as PyYAML's nodes, which have lines; raises ValueError."""
     try:
-        return yaml.compose(text, Strict) or yaml.ScalarNode(NULL, "")
+        return yaml.compose(text, StrictLoader) or yaml.ScalarNode(NULL, "")
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
@@ -87,7 +83,7 @@ def compose(text: str) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain(node: yaml.Node) -> Any:
+def plain_value(node: yaml.Node) -> Any:
     """What YAML takes a node for; raises ValueError for a month 13, and such."""
     try:
         return yaml.SafeLoader("").construct_document(node)
@@ -95,7 +91,7 @@ def plain(node: yaml.Node) -> Any:
         raise ValueError(f"there is a number or a date that none can be: {error}") from None
 
 
-def read(path: Path) -> str:
+def read_small_file(path: Path) -> str:
     """The text of a small file; raises OSError, or ValueError for any other."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # it may never end, or never begin
@@ -113,16 +109,16 @@ def read(path: Path) -> str:
 LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
 
 
-def numbers(name: str, base: type, first: float, last: float) -> Any:
+def number_type(name: str, base: type, first: float, last: float) -> Any:
     """The type of numbers from `first` to `last`."""
     text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
     return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
 
 
-BatchSize = numbers("BatchSize", int, 1, 10_000_000)
-Workers = numbers("Workers", int, 0, 256)
-Seconds = numbers("Seconds", int, 1, 31_536_000)  # a year
-DecayRate = numbers("DecayRate", float, 0, 0.9999999)  # what is nearer to 1 may be 1 in float32
+BatchSize = number_type("BatchSize", int, 1, 10_000_000)
+Workers = number_type("Workers", int, 0, 256)
+Seconds = number_type("Seconds", int, 1, 31_536_000)  # a year
+DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # what is nearer to 1 may be 1 in float32
 # How jsonargparse's own types of numbers read in an error.
 WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ": "a number, "}
 WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
@@ -135,14 +131,14 @@ def convert(kind: Any, node: yaml.Node) -> Any:
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
     text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
-    if len(members(kind)) > 1:
-        for each in members(kind):
+    if len(union_members(kind)) > 1:
+        for each in union_members(kind):
             with suppress(ValueError):  # the next may fit
                 return convert(each, node)
     elif kind is NoneType and node.tag == NULL:
         return None
     elif kind in (Any, list, dict):
-        value = plain(node)
+        value = plain_value(node)
         if kind is Any or isinstance(value, kind):
             return value
     elif origin in (list, tuple) and isinstance(node, yaml.SequenceNode):
@@ -161,28 +157,30 @@ def convert(kind: Any, node: yaml.Node) -> Any:
     elif kind is str:
         if "\0" not in text and not re.search("[\ud800-\udfff]", text):
             return text
-        raise ValueError(f"expected UTF-8 without NUL; got {shown(node)}")
+        raise ValueError(f"expected UTF-8 without NUL; got {show_node(node)}")
     elif kind is bool:
         if text.lower() in yaml.SafeLoader.bool_values:
             return yaml.SafeLoader.bool_values[text.lower()]
     elif isinstance(kind, type) and issubclass(kind, (int, float)):
-        return number(kind, node)
-    raise ValueError(f"expected {describe(kind)}; got {shown(node)}")
+        return to_number(kind, node)
+    raise ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
 
 
-def number(kind: type, node: yaml.ScalarNode) -> int | float:
+def to_number(kind: type, node: yaml.ScalarNode) -> int | float:
     """A number of Python's own types, as checkpoints hold no others; raises ValueError."""
-    text, wrong = node.value, ValueError(f"expected {describe(kind)}; got {shown(node)}")
+    text, wrong = node.value, ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
     if not re.fullmatch(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
         raise wrong
     if issubclass(kind, float):
         value = float(text)
         if abs(value) > LARGEST_FLOAT:
-            raise ValueError(f"give a number that float32 holds, up to 3.4e38; got {shown(node)}")
+            raise ValueError(
+                f"give a number that float32 holds, up to 3.4e38; got {show_node(node)}"
+            )
     elif not text.lstrip("+-").isdecimal():
         raise wrong
     elif len(text) > 20 or abs(value := int(text)) > LARGEST_INT:
-        raise ValueError(f"give a number below 2**63; got {shown(node)}")
+        raise ValueError(f"give a number below 2**63; got {show_node(node)}")
     try:
         kind(value)
     except ValueError:
@@ -190,20 +188,20 @@ def number(kind: type, node: yaml.ScalarNode) -> int | float:
     return value
 
 
-def members(kind: Any) -> tuple:
+def union_members(kind: Any) -> tuple:
     """The types of a union; of any other type, that one."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """What a value of this type is, in words."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     words |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
-    if len(members(kind)) > 1:
-        return " or ".join(map(describe, members(kind)))
+    if len(union_members(kind)) > 1:
+        return " or ".join(map(describe_type, union_members(kind)))
     if origin is tuple and inner[1:] != (...,):
         return f"a list of {len(inner)}"
     if isinstance(kind, type) and issubclass(kind, (int, float)) and kind not in words:
@@ -212,11 +210,21 @@ def describe(kind: Any) -> str:
     return words.get(origin) or "nothing, as fields of its type can be set in the code alone"
 
 
-def shown(node: yaml.Node) -> str:
+def show_node(node: yaml.Node) -> str:
     """A value, for the end of an error."""
     if not isinstance(node, yaml.ScalarNode):
         return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
     return "nothing" if node.tag == NULL else one_line(repr(node.value), 60)
+
+
+# ---- Metadata ------------------------------------------------------------------------------------
+
+# What a change of a field does to a run that continues. Without metadata it changes the result, and
+# has to be accepted.
+NOTHING = {"changes": "nothing"}
+ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
+UNSAVED = {"changes": "nothing", "saved": False}  # belongs to one start: not in config.yaml
+ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag only: not in a recipe either
 
 
 # ---- Fields --------------------------------------------------------------------------------------
@@ -241,7 +249,9 @@ def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in fields:
-            raise ValueError(unknown(name if name and word.startswith("--") else word, fields))
+            raise ValueError(
+                unknown_field(name if name and word.startswith("--") else word, fields)
+            )
         kind = fields[name][0]
         if not equals:
             if words and not words[0].startswith("--"):
@@ -252,9 +262,11 @@ def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
                 raise ValueError(f"--{name}: expected one argument")
         if name in given:
             raise ValueError(f"--{name} is given twice")
-        listed = any((get_origin(k) or k) in (list, tuple, dict, Any) for k in members(kind))
-        null = NoneType in members(kind) and text == "null"
-        given[name] = compose(text) if listed else yaml.ScalarNode(NULL if null else TEXT, text)
+        listed = any((get_origin(k) or k) in (list, tuple, dict, Any) for k in union_members(kind))
+        null = NoneType in union_members(kind) and text == "null"
+        given[name] = (
+            compose_yaml(text) if listed else yaml.ScalarNode(NULL if null else TEXT, text)
+        )
     return given
 
 
@@ -278,8 +290,8 @@ def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, ya
                 )
             found = read_recipe(value, fields, f"{name}.")
         elif name not in fields:
-            raise ValueError(unknown(name, fields))
-        elif name == "config" or fields[name][1].get("occasion"):
+            raise ValueError(unknown_field(name, fields))
+        elif name == "config" or fields[name][1].get("one_command"):
             raise ValueError(f"{name} is for one command; give it as a flag, --{name}")
         else:
             found = {name: value}
@@ -290,7 +302,7 @@ def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, ya
     return given
 
 
-def unknown(wrong: str, fields: dict) -> str:
+def unknown_field(wrong: str, fields: dict) -> str:
     """An error with the nearest right name for an unknown field."""
     group = [name for name in fields if name.startswith(f"{wrong}.")]
     if group:
@@ -319,19 +331,19 @@ def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict
     return values
 
 
-def replaced(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
+def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
     """The config with these values, by dotted name."""
     changes = {}
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            changes[field.name] = replaced(value, values, f"{name}.")
+            changes[field.name] = replace_fields(value, values, f"{name}.")
         elif name in values:
             changes[field.name] = values[name]
     return dataclasses.replace(config, **changes)
 
 
-def check_unread(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
+def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
     """Raises ValueError for a field that was given, but that nothing reads.
 
     A recipe may stay as it is where a flag switches off what would read its fields. And one that
@@ -343,8 +355,8 @@ def check_unread(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
             "accelerate launch --config_file FILE train.py"
         )
     rules = [
-        ("decay_share", "lr_schedule", lambda schedule: schedule == "wsd"),
-        ("final_lr_share", "lr_schedule", lambda schedule: schedule != "constant"),
+        ("decay_fraction", "lr_schedule", lambda schedule: schedule == "wsd"),
+        ("final_lr_fraction", "lr_schedule", lambda schedule: schedule != "constant"),
         ("reference_batch_size", "lr_scaling", lambda scaling: scaling != "none"),
     ]
     saved = {name for name, (_, about) in fields.items() if about.get("saved", True)}
@@ -358,7 +370,9 @@ def check_unread(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
             )
 
 
-def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Path, list[str]]:
+def parse_config(
+    config_class: type, arguments: list[str], usage: str
+) -> tuple[Any, Path, list[str]]:
     """A config from defaults, then the recipe after --config, then flags; its path; remarks.
 
     Raises ValueError with one line that names the place of a mistake; ends after --help.
@@ -368,7 +382,7 @@ def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Pa
         cfg, path = config_class(), RECIPE
         for words in ([], others):  # whoever asks for help may have made a mistake
             with suppress(ValueError):
-                cfg, path, _ = parse(config_class, words, usage)
+                cfg, path, _ = parse_config(config_class, words, usage)
         show_help(cfg, path, usage)
         raise SystemExit(0)
     fields = {"config": (str, {}), **fields_of(config_class)}
@@ -377,15 +391,17 @@ def parse(config_class: type, arguments: list[str], usage: str) -> tuple[Any, Pa
         flags = convert_all(read_flags(arguments, fields), fields, '"[{}]"')
         path = Path(flags.pop("config", RECIPE))
         place = str(path)
-        recipe = convert_all(read_recipe(compose(read(path)), fields), fields, "[{}]")
+        recipe = convert_all(
+            read_recipe(compose_yaml(read_small_file(path)), fields), fields, "[{}]"
+        )
     except OSError as error:
         line = f"{error.strerror}; --config takes the path of a recipe"
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
     except ValueError as error:
         raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
-    cfg = replaced(config_class(), recipe | flags)
+    cfg = replace_fields(config_class(), recipe | flags)
     remarks = choose_length(cfg, flags, recipe)
-    check_unread(cfg, flags, recipe, fields)
+    check_unread_fields(cfg, flags, recipe, fields)
     return cfg, path, remarks
 
 
@@ -427,91 +443,3 @@ def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
         if any(name.startswith(f"{action.dest}.") for name in names):  # its fields are the flags
             action.help = argparse.SUPPRESS
     parser.print_help()
-
-
-# ---- Hardware ------------------------------------------------------------------------------------
-
-
-def launched(name: str, otherwise: int) -> int:
-    """The number that launch.py was given as --name, or else that of the YAML.
-
-    Raises ValueError where it is none.
-    """
-    text = os.environ.get(f"LAUNCH_{name.removeprefix('num_').upper()}")
-    if text is None:
-        return otherwise
-    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:
-        raise ValueError(f"--{name} is {one_line(text, 60)}; give a whole number from 1")
-    return int(text)
-
-
-def read_hardware(path: Path) -> int:
-    """Processes, on all machines, that accelerate starts for one of its YAMLs.
-
-    Raises ValueError where accelerate would not understand it, or this machine cannot do it.
-    """
-    try:
-        fields = plain(compose(read(path)))
-        if not isinstance(fields, dict):
-            raise ValueError("expected lines of the form 'key: value'")
-        kinds = get_type_hints(ClusterConfig)
-        for key in fields:
-            if key not in kinds:
-                near = difflib.get_close_matches(str(key), kinds, n=1)
-                hint = f"did you mean {near[0]}?" if near else "accelerate knows no such key"
-                raise ValueError(f"there is no key {key}; {hint}")
-        for key, first in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0)):
-            value = fields.get(key, first)
-            if type(value) is not int or value < first:
-                raise ValueError(f"{key} is {value}; give a whole number from {first}")
-        for key, value in fields.items():
-            kind = members(kinds[key])  # those of true or false may be words: 'no'
-            if key != "mixed_precision" and kind[0] in (int, str, dict) and type(value) not in kind:
-                quotes = ", in quotes" if kind[0] is str else ""
-                raise ValueError(f"{key} is {value}; give {describe(kind[0])}{quotes}")
-        if fields.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-            raise ValueError("compute_environment must be LOCAL_MACHINE")
-        hardware = ClusterConfig(**ClusterConfig.process_config(fields))
-        if not isinstance(hardware.distributed_type, Enum):
-            raise ValueError(
-                f"distributed_type is {hardware.distributed_type}; write 'NO' in quotes"
-            )
-    except OSError as error:
-        line = f"{error.strerror}; --config_file takes the path of a YAML"
-        raise ValueError(f"{one_line(path, 100)}: {line}") from None
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None
-
-    kind, path = hardware.distributed_type.value, one_line(path, 100)
-    processes = launched("num_processes", hardware.num_processes)
-    machines = launched("num_machines", hardware.num_machines)
-    if processes < 1 or processes % machines:
-        number = processes if processes > 0 else "missing"
-        raise ValueError(
-            f"{path}: num_processes is {number}; give a number that the machines, {machines}, "
-            "can share equally"
-        )
-    precision, precisions = hardware.mixed_precision or "no", PrecisionType.list()
-    if str(precision) not in precisions:
-        known = ", ".join(precisions)
-        raise ValueError(
-            f"{path}: mixed_precision is {one_line(precision, 60)}; give one of {known} "
-            "(no in quotes)"
-        )
-    if kind == "NO" and processes > 1 or kind == "MULTI_CPU":
-        raise ValueError(
-            f"{path}: distributed_type {kind} starts one process alone, and num_processes is "
-            f"{processes}; see cpu_multi.yaml and multi_gpu.yaml"
-        )
-    if hardware.use_cpu or str(hardware.gpu_ids).startswith("-1"):
-        if precision == "fp16":
-            raise ValueError(f"{path}: mixed_precision fp16 needs a GPU; write 'no'")
-        return processes
-    here = -(-processes // machines)
-    gpus = torch.accelerator.device_count()
-    if gpus < here:
-        raise ValueError(
-            f"{path}: it takes {here} GPUs of this machine, which has {gpus}; "
-            + (f"set num_processes to {gpus}" if gpus else "take cpu.yaml")
-        )
-    return processes

@@ -1,0 +1,32 @@
+"""Pictures that replace older ones at once, and whose failure does not end a run."""
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from tasklib.messages import one_line
+
+
+def save_figure(figure: Figure, output: Path) -> Path:
+    """Writes a picture: whoever looks meanwhile sees the old one or the new one, never half."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph")  # a name in letters that the font lacks
+            figure.savefig(temporary, format=output.suffix[1:] or "png")
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return output
+
+
+def try_picture(function: Callable[..., Path], *arguments: Any) -> Path | str:
+    """The picture that a function draws, or why there is none: it is not worth a run."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # each of many libraries below has its own
+        return f"no picture: {one_line(error)}"

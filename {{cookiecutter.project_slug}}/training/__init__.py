@@ -1,0 +1,1 @@
+"""What train.py stands on. Nothing in here imports task.py or tasklib/."""

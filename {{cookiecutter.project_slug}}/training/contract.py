@@ -1,0 +1,257 @@
+"""What train.py calls in task.py, and checks of what it gives.
+
+`Task` is the contract. A mistake is a ValueError of one line that names the function, what it gave,
+and what to give instead, raised where it can first be seen.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Batch = dict[str, torch.Tensor]
+RESERVED = ("step", "eval_loss", "event")  # keys of lines of metrics.jsonl
+
+
+class Task(Protocol):
+    """The functions of task.py. Each raises ValueError, in one line, for what the user can correct.
+
+    B is the number of rows in a batch. `prepared` is what `prepare_data` returned in this process:
+    whatever later functions need, such as the folder of the prepared data. Nothing else is kept
+    from one function to the next. Datasets are copied to worker processes.
+
+    These may be missing: UNIT, identity, digest, augment, sizes, report.
+    """
+
+    TaskConfig: type
+    """A dataclass. Each field is a flag --task.FIELD, and its docstring the help."""
+
+    UNIT: str
+    """Name of a loss term, in the plural. Throughput is logged as UNIT_per_second; without it, as
+    samples_per_second."""
+
+    def prepare_data(self, cfg: Any) -> Any:
+        """Prepares the data once: downloads, tokenises, stores. It is called first.
+
+        All processes call it at the same time, before they can talk to each other. It may complete
+        fields of cfg that were left open (`auto`). Settings and data that cannot work should end
+        here: say what is wrong, where, and what to write instead.
+        """
+
+    def datasets(self, cfg: Any, prepared: Any) -> tuple[Any, Any]:
+        """(train, validation), map-style datasets: len(), [i] and, if it is faster,
+        __getitems__([i, j, ...]). Row i is the same in every process and every run."""
+
+    def collate(self, rows: list) -> Batch:
+        """A batch: a dict of CPU tensors whose first dimension is B = len(rows)."""
+
+    def count(self, batch: Batch) -> int:
+        """Loss terms of a batch, from its labels alone."""
+
+    def build_model(self, cfg: Any, prepared: Any) -> torch.nn.Module:
+        """A model with new or pretrained weights, on the CPU; torch is seeded."""
+
+    def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """The loss summed over the count(batch) terms: float32, shape (). A sum, not a mean:
+        train.py divides by the terms of the whole step. The batch is on the model's device."""
+
+    def eval_sums(self, model: torch.nn.Module, batch: Batch) -> Batch:
+        """Tensors of any shape. They are added up over all batches, in float64."""
+
+    def metrics(self, sums: Batch) -> dict[str, float]:
+        """Numbers from these totals: "loss", which is logged as eval_loss, and others."""
+
+    def export(self, model: torch.nn.Module, folder: Path, cfg: Any, prepared: Any) -> None:
+        """Saves the trained model in this empty folder. It is unwrapped, and in eval mode."""
+
+    def identity(self, cfg: Any, prepared: Any) -> str:
+        """Text for what the weights belong to, such as a vocabulary. A checkpoint with another
+        text is never continued."""
+
+    def digest(self, cfg: Any, prepared: Any) -> str:
+        """Text for every byte of the prepared data. A checkpoint with another text is refused,
+        unless the change is accepted. Without this function train.py compares the numbers of rows
+        and 64 rows of each dataset: a change elsewhere goes unnoticed."""
+
+    def augment(self, row: Any, generator: torch.Generator) -> Any:
+        """The row as it is trained on. Random numbers come from this generator, which belongs to
+        the row in this epoch, so that no worker and no rank changes them."""
+
+    def sizes(self, dataset: Any) -> Any:
+        """Length of each row: int array (N,). Rows are sorted by it within a step, so that
+        micro-batches need less padding."""
+
+    def report(
+        self, model: torch.nn.Module, sums: Batch, folder: Path, cfg: Any, prepared: Any
+    ) -> dict[str, str | Path]:
+        """What people want to see of an evaluation: texts, and pictures as the paths of files that
+        it has written in the folder."""
+
+
+REQUIRED = """prepare_data datasets collate count build_model loss_sum eval_sums metrics
+    export""".split()
+OPTIONAL = "identity digest augment sizes report".split()
+
+
+def check_functions(task: Any) -> None:
+    """Raises ValueError for a function that is missing, or that cannot take its arguments."""
+    missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
+    if missing:
+        raise ValueError(
+            f"task.py has no function {', '.join(missing)}; examples/task.py is a whole task"
+        )
+    for name in [*REQUIRED, *OPTIONAL]:
+        function = getattr(task, name, None)
+        if not callable(function):
+            continue
+        wanted = [each for each in inspect.signature(getattr(Task, name)).parameters][1:]
+        try:
+            inspect.signature(function).bind(*wanted)
+        except TypeError:
+            given = inspect.signature(function)
+            raise ValueError(
+                f"task.py: {name}{given} is called as {name}({', '.join(wanted)}); give it these "
+                "arguments"
+            ) from None
+        except ValueError:  # a function written in C may have no signature
+            continue
+
+
+def describe_value(value: Any) -> str:
+    """What a value is, for the end of an error."""
+    if torch.is_tensor(value):
+        return f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
+    return f"{value!r:.60}, {type(value).__name__}"
+
+
+def check_datasets(data: Any) -> None:
+    """Raises ValueError unless these are two datasets that know their length."""
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise ValueError(f"task.datasets gives {describe_value(data)}; give (train, validation)")
+    for each in data:
+        if not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
+            raise ValueError(
+                f"task.datasets gives {describe_value(each)}; give datasets with a length and rows "
+                "by number"
+            )
+
+
+def check_rows(ids: Iterable[int], rows: list) -> None:
+    """Raises ValueError for rows that are dicts with different keys."""
+    first = None
+    for number, row in zip(ids, rows, strict=True):
+        if not isinstance(row, dict):
+            return
+        first = first or (number, row)
+        for (i, has), (j, lacks) in ((first, (number, row)), ((number, row), first)):
+            for name in has.keys() - lacks.keys():
+                raise ValueError(
+                    f"task.datasets: row {j} has no {name!r}, which row {i} has; give all rows the "
+                    "same keys"
+                )
+
+
+def check_batch(batch: Any) -> None:
+    """Raises ValueError unless this is a dict of tensors on the CPU."""
+    if not isinstance(batch, dict) or not batch:
+        raise ValueError(f"task.collate gives {describe_value(batch)}; give a dict of tensors")
+    for name, value in batch.items():
+        if not torch.is_tensor(value) or value.device.type != "cpu":
+            raise ValueError(
+                f"task.collate: {name!r} is {describe_value(value)}; give a tensor on the CPU"
+            )
+
+
+def check_count(count: Any) -> int:
+    """What task.count has given, if it is a whole number; raises ValueError for any other."""
+    try:
+        number = count.__index__()
+    except (AttributeError, TypeError):
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"task.count gives {describe_value(count)}; give the number of loss terms, an int"
+        )
+    return number
+
+
+def check_loss(loss: Any) -> None:
+    """Raises ValueError unless this is a scalar in float32 that has a gradient."""
+    if torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32):
+        if loss.requires_grad:
+            return
+        raise ValueError("task.loss_sum gives a loss without a gradient; call model(...) for it")
+    raise ValueError(
+        f"task.loss_sum gives {describe_value(loss)}; give the sum of the losses, a float32 of "
+        "shape ()"
+    )
+
+
+def check_sums(sums: Any) -> None:
+    """Raises ValueError unless this is a dict of tensors that can be added up in float64."""
+    if not isinstance(sums, dict) or not sums:
+        raise ValueError(f"task.eval_sums gives {describe_value(sums)}; give a dict of tensors")
+    for name, value in sums.items():
+        if not torch.is_tensor(value) or value.is_complex():
+            raise ValueError(f"task.eval_sums: {name!r} is {describe_value(value)}; give a tensor")
+
+
+def check_metrics(metrics: Any) -> dict[str, float]:
+    """The task's metrics as floats; raises ValueError for anything else."""
+    numbers = {}
+    if not isinstance(metrics, dict) or "loss" not in metrics:
+        raise ValueError(
+            f"task.metrics gives {describe_value(metrics)}; give a dict of floats, with 'loss'"
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name in RESERVED:
+            raise ValueError(f"task.metrics: {name!r} is no name for a score; give another")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several numbers
+            raise ValueError(
+                f"task.metrics: {name!r} is {describe_value(value)}; give a float"
+            ) from None
+    return numbers
+
+
+@torch.no_grad()
+def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> list[str]:
+    """Evaluates a batch, so that a mistake shows at the start and not after hours of training.
+
+    `batches` is one batch, perhaps followed by its two halves. Returns warnings about values that
+    are not the sums of those of the halves: they are probably means.
+    """
+    model.eval()
+    sums, *halves = [model(task.eval_sums, batch) for batch in batches]
+    check_sums(sums)
+    warnings = [
+        warn_if_mean(f"eval_sums: {name!r}", sums[name], [half[name] for half in halves])
+        for name in sums
+        if halves
+    ]
+    with contextlib.suppress(Exception):  # the loss may need columns that training rows alone have
+        loss, *parts = [model(task.loss_sum, batch) for batch in batches]
+        warnings.append(warn_if_mean("loss_sum", loss, parts))
+    model.train()
+    try:
+        metrics = task.metrics({name: value.cpu().double() for name, value in sums.items()})
+    except (ArithmeticError, ValueError):  # so few rows may have no such metric
+        pass
+    else:
+        check_metrics(metrics)
+    return [warning for warning in warnings if warning]
+
+
+def warn_if_mean(name: str, whole: torch.Tensor, halves: list[torch.Tensor]) -> str:
+    """A warning if the value of a batch is far from the sum of those of its halves."""
+    total, parts = (sum(float(each.sum()) for each in some) for some in ([whole], halves))
+    if not halves or not abs(total - parts) > 0.2 * abs(parts) + 1e-6:  # NaN passes
+        return ""
+    return (
+        f"warning: task.{name} of a batch is {total:.5g}, but {parts:.5g} if its halves are added "
+        "up: is it a mean? A sum is expected"
+    )

@@ -1,0 +1,211 @@
+"""What the processes of a run tell each other: sums, objects, and the errors that one of them met.
+
+An error on one process must end all of them: the others would wait for it in the next collective
+operation until the timeout. So each step that may fail runs inside `Ranks.fail_together`.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
+
+from training.run_folder import PERMANENT_ERRORS, REMOVED
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run; the launcher sets it
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+class UserError(ValueError):
+    """An error that the user has to correct: printed as one line, exit code 2."""
+
+
+class Failed(RuntimeError):
+    """An error that ended another process of the run: printed as one line, exit code 1."""
+
+
+@contextlib.contextmanager
+def as_user_error() -> Iterator[None]:
+    """Turns errors that the user's input causes into UserError: ValueError, and others like it.
+
+    Input may also be too large or nested too deeply, or name a file that cannot be read. Python,
+    torch and the operating system have errors of their own for these.
+    """
+    try:
+        yield
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        # Other errors may pass, so they count as crashes, which are tried again.
+        if error.errno not in PERMANENT_ERRORS or error.strerror == REMOVED:
+            raise
+        raise UserError(describe_os_error(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        # torch's words for a size that no machine has. A full GPU may have room the next time.
+        sizes = "DefaultCPUAllocator|overflow|negative dimension"
+        if not isinstance(error, MemoryError) and not re.search(sizes, str(error)):
+            raise
+        raise UserError(f"there is not enough memory for these settings: {error}") from error
+
+
+def describe_os_error(error: OSError) -> str:
+    """The file and the reason of an error of the operating system."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the machine or a GPU ran out of memory."""
+    words = r"out of memory|not enough memory|allocate memory"
+    full = isinstance(error, RuntimeError) and re.search(words, str(error))
+    return bool(full) or isinstance(error, MemoryError)
+
+
+def catch(function, *arguments) -> tuple[Any, Exception | None]:
+    """(result, None), or (None, the exception that the function raised)."""
+    try:
+        return function(*arguments), None
+    except Exception as error:
+        return None, error
+
+
+# ---- The processes of a run ----------------------------------------------------------------------
+
+
+class Ranks:
+    """All processes of the run. They exchange small values in CPU memory, through gloo.
+
+    Create it after data preparation, which may take longer than the timeout: the processes meet
+    here for the first time.
+    """
+
+    def __init__(self, timeout: int):
+        self.group = None
+        limit = datetime.timedelta(seconds=timeout)
+        try:
+            state = PartialState(cpu=use_cpu(), timeout=limit, **restart_store())
+        except dist.DistError as error:  # a process did not start
+            raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
+        if state.num_processes != PROCESSES:
+            raise UserError(
+                f"{PROCESSES} processes were launched, but accelerate sees {state.num_processes}; "
+                "check distributed_type in the accelerate YAML"
+            )
+        if PROCESSES > 1:
+            self.timeout = timeout
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+            self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing
+
+    def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
+        """Sums of integers over all processes. If a process has a problem, all of them raise it."""
+        sums = torch.tensor([*numbers, problem is not None])
+        if self.group:
+            dist.all_reduce(sums, group=self.group)
+        *sums, problems = sums.tolist()
+        if problems:
+            self.raise_everywhere(problem)
+        return sums
+
+    def gather(self, value: Any) -> list:
+        """The value of each process, in the order of their ranks."""
+        values = [value] * PROCESSES
+        if self.group:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        return self.gather(value)[0]
+
+    @contextlib.contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """Runs its body on every process. If it fails on one of them, all raise the error.
+
+        All processes must enter it, also where `if accelerator.is_main_process` inside leaves the
+        work to one.
+        """
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.raise_everywhere(problem)
+
+    def raise_everywhere(self, problem: Exception | None) -> None:
+        """Raises on every process what any of them has met; each distinct problem once."""
+        told = None
+        if problem:
+            told = (isinstance(problem, UserError), str(problem) or repr(problem))
+            if not told[0]:
+                told = (False, f"{type(problem).__name__}: {told[1]}")
+        rank = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        problems = [(told, rank) for told, rank in self.gather((told, rank)) if told]
+        if not problems:
+            return
+        if problem and not told[0]:
+            raise problem  # with its traceback
+        lines = {text: None for (_, text), _ in problems}
+        if len(problems) < PROCESSES:
+            lines = {f"{rank}: {text}": None for (_, text), rank in problems}
+        error = UserError if all(told[0] for told, _ in problems) else Failed
+        raise error("; ".join(lines))
+
+    def name_missing(self, error: BaseException) -> BaseException:
+        """For an error of gloo, one line that names the processes that do not answer."""
+        if not isinstance(error, RuntimeError) or "gloo/transport" not in str(error):
+            return error
+        if "Timed out" not in str(error):
+            return Failed("lost the connection to another process, which has died")
+        try:
+            brief = datetime.timedelta(seconds=5)
+            dist.monitored_barrier(self.probe_group, timeout=brief, wait_all_ranks=True)
+            missing = "all answer now"
+        except RuntimeError as reply:
+            ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0] or "0"
+            missing = f"no answer from process {ranks}"
+        return Failed(f"waited {self.timeout} s for the other processes; {missing}")
+
+
+def restart_store() -> dict:
+    """Arguments of PartialState after torchelastic restarted the processes (`--max_restarts`).
+
+    Its store still holds the addresses of the processes that died. The new ones write theirs under
+    another prefix.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0":
+        return {}
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    place = {"rank": int(os.environ["RANK"]), "world_size": PROCESSES}
+    return {"store": dist.PrefixStore(f"restart-{restarts}", store), **place}
+
+
+def use_cpu() -> bool:
+    """Whether to train on the CPU. Accelerate has to be told, or each process would train alone."""
+    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
+
+
+def check_device(accelerator) -> None:
+    """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
+    if accelerator.device.type != "cpu":
+        return
+    names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
+    cpu, hidden = [os.environ.get(name, "") for name in names]
+    # For YAMLs with GPUs the launcher sets "False", or nothing.
+    if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
+        raise ValueError(
+            "there is no GPU, which the launcher was told to use; give it --config_file "
+            "configs/accelerate/cpu.yaml"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")

@@ -1,0 +1,211 @@
+"""What happens before the processes meet: config, data, and the checkpoint to continue from.
+
+Each process does it by itself, since preparing data may take longer than the timeout. `--check`
+runs this part alone.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import platform
+import sys
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from training import (
+    accelerate_yaml,
+    batches,
+    checkpoints,
+    config,
+    contract,
+    ranks,
+    run_folder,
+    tracking,
+)
+from training.batches import StepPlan
+from training.console import IS_MAIN, escaped, one_line
+from training.ranks import UserError
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
+
+
+@dataclass
+class RunStart:
+    """What is known before the model is built."""
+
+    cfg: Any  # train.Config
+    output: Path
+    lock: Any  # run_folder.RunLock, held until the process ends; None off the main process
+    plan: StepPlan
+    prepared: Any  # what task.prepare_data returned
+    data: tuple  # the training and the validation dataset
+    max_steps: int
+    manifest: dict  # what the manifests of this run have in common
+    # The rest is known to the main process alone.
+    checkpoint: Path | None = None  # to continue from
+    saved: dict = field(default_factory=dict)  # its manifest
+    remarks: list[str] = field(default_factory=list)  # lines to print
+    changed: list[str] = field(default_factory=list)  # accepted changes of settings
+    finished: str = ""  # why there is nothing left to do
+    settings: str = ""  # digest of the settings, for status.json
+
+    def check_folder(self) -> None:
+        """Raises FileNotFoundError if the run folder is gone; for the main process."""
+        self.lock.check_folder()
+
+
+def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
+    """The config of this run from defaults, recipe and flags, and lines to print about it."""
+    commands = about.split("\n\n")[1].strip()
+    cfg, recipe, remarks = config.parse_config(config_class, sys.argv[1:], commands)
+    cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
+    if escaped(cfg.output_dir) != cfg.output_dir:
+        name = one_line(cfg.output_dir, 100)
+        raise UserError(f"output_dir is {name}, which a terminal cannot show; give another")
+    for name, value in checkpoints.flatten(dataclasses.asdict(cfg)).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{name} is {value!r}, which config.yaml cannot hold: {error}"
+            ) from None
+    return cfg, remarks
+
+
+def change_effects(config_class: type, prefix: str = "") -> dict[str, str]:
+    """What a change of each field does to a run that continues: "changes" in its metadata."""
+    found = {}
+    for each in dataclasses.fields(config_class):
+        found[prefix + each.name] = each.metadata.get("changes", "result")
+        if dataclasses.is_dataclass(each.type):
+            found |= change_effects(each.type, f"{prefix}{each.name}.")
+    return found
+
+
+def resolved_config(cfg: Any) -> dict[str, Any]:
+    """The settings that config.yaml and manifests hold: all but those that belong to one start."""
+    unsaved = [f.name for f in dataclasses.fields(cfg) if not f.metadata.get("saved", True)]
+    return {n: value for n, value in dataclasses.asdict(cfg).items() if n not in unsaved}
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that the results depend on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart:
+    """Reads, prepares and checks all that needs no model; raises ValueError.
+
+    `about` is train.py's docstring; its second paragraph holds the commands that --help shows.
+    """
+    cfg, remarks = read_config(config_class, about)
+    contract.check_functions(task)
+    output = Path(cfg.output_dir)
+    replicas = ranks.PROCESSES
+    if cfg.config_file:
+        replicas = accelerate_yaml.count_processes(Path(cfg.config_file))
+    elif cfg.check:  # launch.py without a YAML
+        accelerate_yaml.launcher_number("num_machines", 1)
+        replicas = accelerate_yaml.launcher_number("num_processes", 1)
+    plan = batches.plan_step(cfg.global_batch_size, cfg.micro_batch_size, replicas)
+    lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
+    try:
+        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
+        tracking.check_tracker(cfg.tracker, cfg.project)
+        prepared = task.prepare_data(cfg.task)
+        data = task.datasets(cfg.task, prepared)
+        contract.check_datasets(data)
+        manifest = collect_manifest(cfg, task, prepared, data)
+        start = RunStart(cfg, output, lock, plan, prepared, data, cfg.max_steps, manifest)
+        start.remarks = remarks
+        if IS_MAIN:  # verifying a checkpoint reads all its bytes: one process does it
+            find_start(start, change_effects(config_class))
+        return start
+    except BaseException:
+        if lock:
+            lock.release()
+        raise
+
+
+def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
+    """What all manifests of this run hold: settings, data, vocabulary or classes, versions."""
+    train_data, eval_data = data
+    if not len(train_data) or not len(eval_data):
+        raise UserError(
+            f"task.datasets gives {len(train_data)} rows to train and {len(eval_data)} to evaluate "
+            "on; it needs one of each"
+        )
+    about, collate = {"samples": len(train_data)}, batches.make_collate(task)
+    # Also where the task has a digest: this finds rows that cannot be read.
+    about["fingerprint"] = batches.fingerprint(train_data, collate)
+    about["validation"] = batches.fingerprint(eval_data, collate)
+    if hasattr(task, "digest"):
+        about["fingerprint"] = task.digest(cfg.task, prepared)
+    identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
+    manifest = {"config": resolved_config(cfg), "data": about, "identity": identity}
+    return {**manifest, "versions": versions()}
+
+
+def find_start(start: RunStart, changes: dict[str, str]) -> None:
+    """Finds the checkpoint to continue from, the last step, and whether the run has finished.
+
+    Raises ValueError if the run cannot continue. For `changes` see `change_effects`.
+    """
+    cfg, output, manifest = start.cfg, start.output, start.manifest
+    folder = output / "checkpoints"
+    start.checkpoint, start.saved, passed_over = checkpoints.find_checkpoint(
+        folder, cfg.resume, cfg.eval_only
+    )
+    start.remarks += [f"passed over: {reason}" for reason in passed_over]
+    step, samples = start.saved.get("step", 0), start.saved.get("samples", 0)
+    if cfg.num_epochs:
+        total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
+        start.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+    if cfg.warmup_steps >= start.max_steps and not cfg.eval_only:
+        start.remarks.append(
+            f"the learning rate rises to the end: warmup_steps is {cfg.warmup_steps}, and the run "
+            f"has {start.max_steps} steps"
+        )
+    if start.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
+        raise ValueError(
+            f"{start.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
+            "max_steps, num_epochs or global_batch_size"
+        )
+    if cfg.eval_only:  # how a model was trained does not matter to its evaluation
+        changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
+    if start.checkpoint:
+        accept = cfg.accept_changes
+        start.changed = checkpoints.check_settings(
+            start.checkpoint, start.saved, manifest, changes, accept
+        )
+        before, now = start.saved.get("versions", {}), manifest["versions"]
+        moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
+        if moved:
+            start.remarks.append(f"other versions, which may round otherwise: {', '.join(moved)}")
+    elif cfg.eval_only:
+        raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
+    if cfg.eval_only:
+        return
+    start.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
+    status, trained = run_folder.read_status(output), (output / "model").exists()
+    if start.checkpoint and start.checkpoint.resolve().parent == folder.resolve():
+        # Without its model a finished run exports once more.
+        if status.get("state") == "finished" and step >= start.max_steps and trained:
+            start.finished = f"{step} steps"
+    elif trained or status.get("state") == "finished":
+        # Its checkpoints were deleted: another training would end by replacing the model.
+        if not trained or status.get("settings") != start.settings:
+            raise ValueError(
+                f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
+                "have been others: give another --output_dir"
+            )
+        start.finished = "its checkpoints are gone, its model is there"
+    if not start.finished:
+        checkpoints.check_disk_space(folder)
