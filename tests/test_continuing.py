@@ -441,7 +441,7 @@ def test_a_run_outlives_its_output(tiny, tmp_path, where):
     program += (
         "task.prepare_data = prepare\nimport sys, train\nsys.argv = ['train.py', *sys.argv[1:]]\n"
     )
-    program += "train.process.run(train.main, train.prepare)\n"
+    program += "train.shutdown.run(train.main, train.prepare)\n"
     (tmp_path / "program.py").write_text(program)
     flags = ["--output_dir", tmp_path / "run", *BASE]
     shell = f'python {tmp_path / "program.py"} "$@" {where}; exit ${{PIPESTATUS[0]}}'

@@ -137,15 +137,16 @@ assert len(notes) == 2 and reason
 def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not(tiny):
     program = """
 import torch
-from training import monitor
+from training import monitor, weights
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 2)
 model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+optimizer = torch.optim.AdamW(model.parameters())
+module, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
 def named():
     try:
-        monitor.check_finite(accelerator, model, optimizer)
+        monitor.check_finite(accelerator, module, optimizer)
     except ValueError as error:
         return str(error).split(" is not finite")[0]
 assert named() is None
@@ -339,7 +340,7 @@ def test_few_file_descriptors(tiny, tmp_path, processes):
     """Twenty are too few for gloo and for loaders."""
     program = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
     program += "import sys, train; sys.argv = ['train.py', *sys.argv[1:]]\n"
-    program += "train.process.run(train.main, train.prepare)"
+    program += "train.shutdown.run(train.main, train.prepare)"
     (tiny.path / "few.py").write_text(program)
     flags = ["--output_dir", tmp_path / "run", "--num_workers", 4]
     printed = tiny.train(processes, *flags, program="few.py", codes=[2], timeout=60)
@@ -351,8 +352,8 @@ def test_few_file_descriptors(tiny, tmp_path, processes):
 def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, tmp_path, umask):
     """safetensors makes files that only their owner can read; colleagues are to load model/."""
     output = tmp_path / "run"
-    quick("--output_dir", output, before=f"import os; os.umask({umask}); from training import run_folder; "
-          f"checkpoints.UMASK = {umask}")  # fmt: skip
+    quick("--output_dir", output, before=f"import os; os.umask({umask}); "
+          f"from training import run_folder; run_folder.UMASK = {umask}")  # fmt: skip
     found = [output, *output.rglob("*")]
     modes = {p.stat().st_mode & 0o777 | (0o111 & ~umask if p.is_file() else 0) for p in found}
     assert len(found) > 15 and modes == {0o777 & ~umask}

@@ -10,8 +10,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +23,7 @@ import hub
 from conftest import ROOT, SOURCE, bake, lines, load_task, status
 from test_cache import open_to_all, unprivileged
 
-sources = load_task("tasklib.sources")
+batches, sources = load_task("training.batches"), load_task("tasklib.sources")
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
 ROLES = ("user", "assistant")
@@ -710,29 +708,19 @@ def test_the_readmes_task_trains_resumes_and_exports(own, hardware):
 
 
 def test_the_contract_names_what_train_py_calls():
-    """The docstring of a task says all that other files take from it, and no more."""
+    """The Protocol says all that train.py and training/ take from a task, and no more."""
     called = set()
-    for name in ("train.py", "start.py", "data_order.py", "contract.py"):
-        code = (ROOT / SOURCE / name).read_text()
-        called |= set(re.findall(r"\btask\.([a-z_]+)\b(?!:)", code)) - {"py"}
-        called |= set(re.findall(r'getattr\(task, "(\w+)"', code)) - {"UNIT"}
-    contracts = set()
-    for name in ("causal_lm", "text_classification", "image_classification"):
-        doc = (ROOT / "templates" / "tasks" / f"{name}.py").read_text().split('"""')[1]
-        contracts.add(doc.partition("\n\n")[2])
-    [contract] = contracts
-    assert called == set(re.findall(r"^([a-z_]+)\([\w, ]+\)  ", contract, re.MULTILINE))
+    for file in [ROOT / SOURCE / "train.py", *(ROOT / SOURCE / "training").glob("*.py")]:
+        code = re.sub(r'"[^"\n]*"', '""', file.read_text())
+        called |= set(re.findall(r"(?<!import )\btask\.([a-z_]+)\b(?!:)", code)) - {"py"}
+        called |= set(re.findall(r'getattr\(task, "(\w+)"', file.read_text())) - {"UNIT"}
+    contract = load_task("training.contract")
+    assert called == {*contract.REQUIRED, *contract.OPTIONAL}
+    names = {name for name in vars(contract.Task) if name[0].islower()}
+    assert names == called
 
 
-@pytest.fixture
-def data_order(monkeypatch):
-    """The module, around a task that has none of the optional functions."""
-    monkeypatch.setitem(sys.modules, "task", types.ModuleType("task"))
-    yield load_task("training.batches")
-    del sys.modules["data_order"]
-
-
-def test_random_numbers_of_a_row_are_its_own(data_order):
+def test_random_numbers_of_a_row_are_its_own():
     """Augmentation draws the same whichever worker or rank reads the row, and anew each epoch."""
 
     class Numbers(torch.utils.data.Dataset):
@@ -743,7 +731,7 @@ def test_random_numbers_of_a_row_are_its_own(data_order):
             return i
 
     rows = batches.SampleDataset(Numbers(), seed=3)
-    rows.augment = lambda row, draw: (row, torch.rand(1, generator=draw).item())
+    rows.augment = lambda row, generator: (row, torch.rand(1, generator=generator).item())
     epoch = dict(row for _, row in rows.__getitems__(list(range(10))))
     one_by_one = dict(rows.__getitems__([p])[0][1] for p in reversed(range(10)))
     following = dict(row for _, row in rows.__getitems__(list(range(10, 20))))
@@ -751,7 +739,7 @@ def test_random_numbers_of_a_row_are_its_own(data_order):
     assert set(epoch) == set(following) and not set(epoch.values()) & set(following.values())
 
 
-def test_sorting_moves_rows_within_a_step_alone(data_order):
+def test_sorting_moves_rows_within_a_step_alone():
     sizes = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(0)).numpy()
     rows = batches.SampleDataset(range(50), seed=1)
     rows.sizes = sizes

@@ -208,8 +208,9 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(tiny, tmp_path
 @pytest.mark.skipif(sys.platform != "linux", reason="fork is Linux's")
 def test_workers_are_forked_whatever_the_python(tiny):
     """From 3.14 on a server starts them by default: they would not inherit the blocked signals."""
-    program = "import multiprocessing as m; from training import shutdown; m.set_start_method('forkserver');"
-    program += "process.StopRequest(); print(m.get_start_method())"
+    program = "import multiprocessing as m; m.set_start_method('forkserver');"
+    program += "from training import shutdown;"
+    program += "shutdown.StopRequest(); print(m.get_start_method())"
     assert tiny.run("python", "-c", program).stdout == "fork\n"
 
 

@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 
 from tasklib import chats, pretrained, sources
+from tasklib.fields import NOTHING, SHAPE
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import NOTHING, SHAPE, DataConfig, Row, check_fields, check_read
+from tasklib.sources import DataConfig, Row, check_fields, check_read
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 

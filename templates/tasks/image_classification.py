@@ -33,9 +33,9 @@ from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from tasklib import confusion, pretrained, sources
+from tasklib.fields import ROUNDING, SHAPE
 from tasklib.images import flatten, is_transparent, open_image
 from tasklib.messages import one_line
-from tasklib.sources import ROUNDING, SHAPE
 
 # transformers takes 4 s to import, sklearn and matplotlib 1 s: they wait for who needs them.
 

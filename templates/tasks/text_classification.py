@@ -33,9 +33,10 @@ import torch
 import torch.nn.functional as F
 
 from tasklib import confusion, pretrained, sources
+from tasklib.fields import SHAPE
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import SHAPE, DataConfig, Row, check_fields
+from tasklib.sources import DataConfig, Row, check_fields
 
 # transformers takes 4 s to import, datasets and scikit-learn 1 s: they wait for what needs them.
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import psutil
 
+from tasklib.fields import NOTHING
 from tasklib.messages import one_line, say
-from tasklib.sources import NOTHING, check_read, is_path, local_path
+from tasklib.sources import check_read, is_path, local_path
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 

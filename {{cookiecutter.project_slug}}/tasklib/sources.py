@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tasklib.fields import NOTHING
 from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
 from tasklib.messages import one_line
 
@@ -46,7 +47,6 @@ STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 INDEX = "index"  # of prepared data: the SHA-256 of its second line, which is JSON
 CODE = Path(__file__).read_text(encoding="utf-8")
 # Of fields: what a continued run may change. "shape": never, since weights would not fit.
-NOTHING, ROUNDING, SHAPE = ({"changes": what} for what in ("nothing", "rounding", "shape"))
 
 
 @dataclass
