@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import importlib.metadata
 import itertools
 import json
 import os
@@ -111,11 +112,60 @@ def test_python_is_copied_byte_for_byte(bakes, license_name, task, tracker):
     assert (project / "task.py").read_bytes() == source.read_bytes()
     for pattern in VERBATIM:
         for source in (template() / SOURCE).glob(pattern):
-            if source.name == ("confusion.py" if task == "causal_lm" else "chats.py"):
-                continue
             copy = project / source.relative_to(template() / SOURCE)
+            if source.parent.name == "tasklib" and not copy.exists():
+                continue  # see test_modules_of_tasklib_are_there_where_they_are_used
             assert copy.read_bytes() == source.read_bytes(), copy
             assert os.access(copy, os.X_OK) == os.access(source, os.X_OK), copy
+
+
+def imports(path):
+    """The modules that a file imports, those of packages with their own names: tasklib.text."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("training", "tasklib"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return found
+
+
+def graph(project):
+    """The project's own modules, and which of them each imports."""
+    paths = [*project.glob("*.py"), *project.glob("t[ra]*/*.py")]
+    names = {".".join(path.relative_to(project).with_suffix("").parts): path for path in paths}
+    names = {name: path for name, path in names.items() if not name.endswith("__init__")}
+    return {name: imports(path) & names.keys() for name, path in names.items()}
+
+
+@pytest.mark.parametrize("task", QUESTIONS["task"])
+def test_imports_go_down_three_floors_and_in_no_circle(bakes, task):
+    """train -> task -> tasklib, train -> training, programs -> either wing, and nothing else."""
+    arrows = graph(bakes / "MIT" / task / "none" / DEFAULT_SLUG)
+    wing = lambda name: name.partition(".")[0] if "." in name else name  # noqa: E731
+    allowed = {"train": {"task", "training", "plot"}, "task": {"tasklib"}}
+    allowed |= {"training": {"training"}, "tasklib": {"tasklib"}}
+    for name, targets in arrows.items():
+        wrong = {wing(each) for each in targets} - allowed.get(wing(name), {"training", "tasklib"})
+        assert not wrong, f"{name} imports {wrong}"
+    remaining = dict(arrows)
+    while leaves := [name for name, targets in remaining.items() if not targets & {*remaining}]:
+        for name in leaves:
+            del remaining[name]
+    assert not remaining, f"these import each other in a circle: {sorted(remaining)}"
+
+
+@pytest.mark.parametrize("task", QUESTIONS["task"])
+def test_modules_of_tasklib_are_there_where_they_are_used(bakes, task):
+    arrows = graph(bakes / "MIT" / task / "none" / DEFAULT_SLUG)
+    used, new = set(), {name for name in arrows if "." not in name}
+    while new:
+        used |= new
+        new = set().union(*(arrows[name] for name in new)) - used
+    assert {name for name in arrows if name.startswith("tasklib.")} <= used
+    assert "tasklib.sources" in arrows
 
 
 @pytest.mark.parametrize("license_name, task, tracker", PRODUCT)
@@ -197,7 +247,8 @@ def test_every_import_is_a_declared_dependency(bakes, task):
     lines = metadata["project"]["dependencies"]
     lines += itertools.chain(*metadata["project"]["optional-dependencies"].values())
     declared = {re.split("[<>=~!]", line)[0].replace("-", "_") for line in lines}
-    own = {name.stem for name in files(project)} | {"tests", "conftest"}
+    own = {name.stem for name in files(project)} | {"conftest"}
+    own |= {"tests", "training", "tasklib"}
     known = set(sys.stdlib_module_names) | own | declared | {"yaml", "PIL", "sklearn"}
     for name in files(project):
         if name.suffix != ".py":
@@ -210,6 +261,17 @@ def test_every_import_is_a_declared_dependency(bakes, task):
                 modules = [node.module]
             missing = {module.split(".")[0] for module in modules} - known
             assert not missing, f"{name} imports {missing}"
+
+
+def test_names_of_what_is_installed_are_taken():
+    """A project called as one of its dependencies would replace it."""
+    names = {d.metadata["Name"] for d in importlib.metadata.distributions()} - {"my_training"}
+    names |= {n for n in importlib.metadata.packages_distributions() if n.isidentifier()}
+    names = {re.sub("[-.]", "_", n.lower()) for n in names if n[0].isalpha()} - {"my_training"}
+    assert names - template_filters.TAKEN == set()
+    for name in ("filelock", "jinja2", "requests", "packaging", "training", "tasklib", "plot"):
+        with pytest.raises(SystemExit, match="is the name of a Python module"):
+            template_filters.check_slug(name)
 
 
 @pytest.mark.parametrize(
