@@ -28,7 +28,6 @@ import yaml
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import GradientAccumulationPlugin, send_to_device
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
-from torch.utils.data import DataLoader
 
 import task
 from task import TaskConfig
@@ -43,9 +42,6 @@ from training import (
     tracking,
     weights,
 )
-from training import (
-    ranks as rank_tools,
-)
 from training.batches import SampleDataset, StepBatchSampler
 from training.config import (
     NOTHING,
@@ -58,7 +54,7 @@ from training.config import (
     Workers,
 )
 from training.console import one_line, say
-from training.ranks import Ranks, UserError, as_user_error, catch
+from training.ranks import Ranks, UserError, as_user_error, catch, check_device, use_cpu
 from training.startup import RunStart, prepare_run
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -290,7 +286,7 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
     accelerator = Accelerator(
-        cpu=rank_tools.use_cpu(),
+        cpu=use_cpu(),
         dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, sync_with_dataloader=False
@@ -301,7 +297,7 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
     )
     torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it together with compile
     with as_user_error():
-        rank_tools.check_device(accelerator)
+        check_device(accelerator)
     weights.register_state_hooks(accelerator)
     return accelerator
 
@@ -313,38 +309,35 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
-    cfg, output, plan, processes = start.cfg, start.output, start.plan, rank_tools.PROCESSES
-    train_data, eval_data = start.data
-    step_size, checkpoint_folder = cfg.global_batch_size, output / "checkpoints"
+    cfg, output, plan = start.cfg, start.output, start.plan
+    (train_data, eval_data), step_size = start.data, cfg.global_batch_size
 
     # Find where to start. The main process has looked for a checkpoint.
-    found = (start.checkpoint, start.saved, start.finished, start.max_steps, start.changed)
-    checkpoint, saved, finished, max_steps, changed = ranks.from_main(found)
+    place = ranks.from_main(start.place)
+    checkpoint, saved, max_steps, best_loss = (
+        place.checkpoint,
+        place.saved,
+        place.max_steps,
+        place.best_loss,
+    )
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
 
-    # Check only.
-    if cfg.check:
-        with ranks.fail_together():
-            checkpoints.hand_over_verified()
-        where = f"goes on from {checkpoint}" if checkpoint else "starts from the beginning"
-        where = "is finished" if finished else where
-        samples = f"{step_size} of {len(train_data):,} samples"
-        say(f"checked: {output} {where}; {max_steps:,} steps, each with {samples}")
-        return 0
-    if finished:
-        say(f"{output} is finished: {finished}; for a new run give another --output_dir")
+    # Check only, or find that the run is finished.
+    if cfg.check or place.finished:
+        checkpoints.hand_over_verified()
+        say(start.summary())
         return 0
 
     # Create the accelerator, and print what runs on what.
     accelerator = make_accelerator(cfg, plan.accumulation)
-    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    processes, precision = accelerator.num_processes, accelerator.mixed_precision
     say(
-        f"{output}: {processes} x {accelerator.device.type}, {precision}, "
+        f"{output}: {processes} x {accelerator.device.type}, {precision.replace('no', 'fp32')}, "
         f"distributed: {accelerator.distributed_type.value}; a step of {step_size} samples = "
         f"{plan.ranks} x {plan.accumulation} x {plan.micro_batch_size} "
         "(processes x micro-batches x samples)"
     )
-    for remark in start.remarks:
+    for remark in place.remarks:
         say(remark)
 
     # Write the config and the status, and start the tracker.
@@ -366,9 +359,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
 
     # Build the loaders.
-    augment, sizes = getattr(task, "augment", None), getattr(task, "sizes", None)
-    train_rows = SampleDataset(train_data, cfg.seed, augment, sizes)
-    eval_rows = SampleDataset(eval_data, sizes=sizes)
+    train_rows = SampleDataset(train_data, task, cfg.seed)
+    eval_rows = SampleDataset(eval_data, task)
     last_sample = first_sample + max(max_steps - first_step, 0) * step_size
     train_sampler = StepBatchSampler(
         first_sample, last_sample, plan.micro_batch_size, plan.ranks, step_size, train_rows.sort
@@ -376,17 +368,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     eval_sampler = StepBatchSampler(
         0, len(eval_data), cfg.micro_batch_size, plan.ranks, sort=eval_rows.sort
     )
-    loading = {
-        "collate_fn": batches.make_collate(task),
-        "num_workers": cfg.num_workers,
-        "persistent_workers": cfg.num_workers > 0,
-        "pin_memory": accelerator.device.type == "cuda",
-        "worker_init_fn": shutdown.ignore_signals,
-        # Otherwise DataLoader advances the global generator, and changes dropout.
-        "generator": torch.Generator(),
-    }
-    train_loader = DataLoader(train_rows, batch_sampler=train_sampler, **loading)
-    eval_loader = DataLoader(eval_rows, batch_sampler=eval_sampler, **loading)
+    loading = {"num_workers": cfg.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    train_loader = batches.make_loader(train_rows, train_sampler, task, **loading)
+    eval_loader = batches.make_loader(eval_rows, eval_sampler, task, **loading)
 
     # Build the optimizer.
     optimizer = build_optimizer(model, cfg)
@@ -406,7 +390,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     else:
         with ranks.fail_together(), as_user_error():
             if accelerator.is_main_process:  # AdamW will keep two moments of each weight
-                checkpoints.check_disk_space(checkpoint_folder, 3 * size)
+                checkpoints.check_disk_space(output / "checkpoints", 3 * size)
 
     # Evaluate only.
     if cfg.eval_only:
@@ -429,8 +413,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Log.
     log = tracking.Log(accelerator, settings, first_step, max_steps)
-    if changed:
-        log.write({"step": first_step, "event": "changed", "changes": "; ".join(changed)})
+    if place.changed:
+        log.write({"step": first_step, "event": "changed", "changes": "; ".join(place.changed)})
     unit = getattr(task, "UNIT", "samples")
     step_monitor = monitor.StepMonitor(accelerator, cfg.max_skipped_steps)
     meter = monitor.ThroughputMeter(unit)
@@ -443,17 +427,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         stopped = scores is None
         if scores:
             log.write({"step": first_step, **scores})
-            with ranks.fail_together():
-                own = checkpoint.parent == checkpoint_folder and not changed
-                if accelerator.is_main_process and own:
-                    checkpoints.add_to_manifest(checkpoint, {"eval_loss": scores["eval_loss"]})
-
-    # Find the best evaluation so far.
-    best_loss = math.inf
-    with ranks.fail_together():
-        if accelerator.is_main_process and cfg.export == "best":
-            best_loss = checkpoints.find_best(checkpoint_folder, start.manifest)[1]
-    best_loss = ranks.from_main(best_loss)
+            if checkpoint.parent == output / "checkpoints" and not place.changed:
+                best_loss = min(best_loss, scores["eval_loss"])
+                with ranks.fail_together():
+                    if accelerator.is_main_process:
+                        checkpoints.add_to_manifest(checkpoint, {"eval_loss": scores["eval_loss"]})
 
     # Train. Steps are counted from 1.
     loaded, step, sums = iter(train_loader), first_step, None
@@ -544,7 +522,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     else:
         last = exported = max(first_step, max_steps)
         if cfg.export == "best":
-            best = weights.load_best(accelerator, ranks, checkpoint_folder, start.manifest)
+            folder = output / "checkpoints"
+            best = weights.load_best(accelerator, ranks, folder, start.manifest)
             exported = best or last
         if exported < last or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
@@ -561,7 +540,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     code = shutdown.STOPPED if stopped else 0
     if accelerator.is_main_process:
         state = "stopped" if stopped else "finished"
-        run_folder.write_status(output, state, exit_code=code, settings=start.settings)
+        run_folder.write_status(output, state, exit_code=code, settings=place.settings)
     return code
 
 

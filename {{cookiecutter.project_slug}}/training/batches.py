@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from training import contract
 from training.ranks import UserError
+from training.shutdown import ignore_signals
 
 Batch = dict[str, torch.Tensor]
 
@@ -198,20 +200,15 @@ class SampleDataset(torch.utils.data.Dataset):
     come from a generator of the row's own, so that they depend on no worker and no rank. Without a
     seed positions are sample ids; a position past the end gives (-1, first row).
 
-    `sizes` is the task's function of that name, or None: see `sort`.
+    Without a task there is no `augment`, and `sort` changes nothing.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        seed: int | None = None,
-        augment: Callable | None = None,
-        sizes: Callable | None = None,
-    ):
+    def __init__(self, dataset: Any, task: Any = None, seed: int | None = None):
         self.dataset, self.seed = dataset, seed
         self.order = None if seed is None else SampleOrder(len(dataset), seed)
+        sizes = getattr(task, "sizes", None)
         self.sizes = np.asarray(sizes(dataset)) if sizes else None
-        self.augment = augment if seed is not None else None
+        self.augment = getattr(task, "augment", None) if seed is not None else None
 
     def __len__(self):
         return len(self.dataset)
@@ -264,6 +261,23 @@ def collate_samples(
 def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple]]:
     """`collate_samples` with the functions of a task, for a DataLoader."""
     return functools.partial(collate_samples, task.collate, task.count)
+
+
+def make_loader(
+    rows: SampleDataset, sampler: StepBatchSampler, task: Any, num_workers: int, pin_memory: bool
+) -> DataLoader:
+    """A DataLoader of the task's batches; for what comes with each see `collate_samples`."""
+    return DataLoader(
+        rows,
+        batch_sampler=sampler,
+        collate_fn=make_collate(task),
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=pin_memory,
+        worker_init_fn=ignore_signals,
+        # Otherwise DataLoader advances the global generator, and changes dropout.
+        generator=torch.Generator(),
+    )
 
 
 def first_batches(

@@ -33,6 +33,20 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 
 @dataclass
+class StartPlace:
+    """Where the run starts, and how far it goes. The main process tells the others."""
+
+    max_steps: int
+    checkpoint: Path | None = None  # to continue from
+    saved: dict = field(default_factory=dict)  # its manifest
+    best_loss: float = math.inf  # the smallest eval_loss of a checkpoint, if export is best
+    remarks: list[str] = field(default_factory=list)  # lines to print
+    changed: list[str] = field(default_factory=list)  # accepted changes of settings
+    finished: str = ""  # why there is nothing left to do
+    settings: str = ""  # digest of the settings, for status.json
+
+
+@dataclass
 class RunStart:
     """What is known before the model is built."""
 
@@ -42,19 +56,28 @@ class RunStart:
     plan: StepPlan
     prepared: Any  # what task.prepare_data returned
     data: tuple  # the training and the validation dataset
-    max_steps: int
     manifest: dict  # what the manifests of this run have in common
-    # The rest is known to the main process alone.
-    checkpoint: Path | None = None  # to continue from
-    saved: dict = field(default_factory=dict)  # its manifest
-    remarks: list[str] = field(default_factory=list)  # lines to print
-    changed: list[str] = field(default_factory=list)  # accepted changes of settings
-    finished: str = ""  # why there is nothing left to do
-    settings: str = ""  # digest of the settings, for status.json
+    place: StartPlace  # on the main process
 
     def check_folder(self) -> None:
         """Raises FileNotFoundError if the run folder is gone; for the main process."""
         self.lock.check_folder()
+
+    def summary(self) -> str:
+        """Why this command does not train: it only checks, or the run is finished."""
+        place = self.place
+        if place.finished and not self.cfg.check:
+            return (
+                f"{self.output} is finished: {place.finished}; for a new run give another "
+                "--output_dir"
+            )
+        start = "starts from the beginning"
+        if place.checkpoint:
+            start = f"goes on from {place.checkpoint}"
+        if place.finished:
+            start = "is finished"
+        samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
+        return f"checked: {self.output} {start}; {place.max_steps:,} steps, each with {samples}"
 
 
 def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
@@ -123,11 +146,10 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
         manifest = collect_manifest(cfg, task, prepared, data)
-        start = RunStart(cfg, output, lock, plan, prepared, data, cfg.max_steps, manifest)
-        start.remarks = remarks
+        place = StartPlace(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # verifying a checkpoint reads all its bytes: one process does it
-            find_start(start, change_effects(config_class))
-        return start
+            find_start(place, cfg, manifest, change_effects(config_class))
+        return RunStart(cfg, output, lock, plan, prepared, data, manifest, place)
     except BaseException:
         if lock:
             lock.release()
@@ -153,59 +175,61 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
     return {**manifest, "versions": versions()}
 
 
-def find_start(start: RunStart, changes: dict[str, str]) -> None:
+def find_start(place: StartPlace, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
     """Finds the checkpoint to continue from, the last step, and whether the run has finished.
 
     Raises ValueError if the run cannot continue. For `changes` see `change_effects`.
     """
-    cfg, output, manifest = start.cfg, start.output, start.manifest
+    output = Path(cfg.output_dir)
     folder = output / "checkpoints"
-    start.checkpoint, start.saved, passed_over = checkpoints.find_checkpoint(
+    place.checkpoint, place.saved, passed_over = checkpoints.find_checkpoint(
         folder, cfg.resume, cfg.eval_only
     )
-    start.remarks += [f"passed over: {reason}" for reason in passed_over]
-    step, samples = start.saved.get("step", 0), start.saved.get("samples", 0)
+    place.remarks += [f"passed over: {reason}" for reason in passed_over]
+    step, samples = place.saved.get("step", 0), place.saved.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
-        start.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    if cfg.warmup_steps >= start.max_steps and not cfg.eval_only:
-        start.remarks.append(
+        place.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+    if cfg.warmup_steps >= place.max_steps and not cfg.eval_only:
+        place.remarks.append(
             f"the learning rate rises to the end: warmup_steps is {cfg.warmup_steps}, and the run "
-            f"has {start.max_steps} steps"
+            f"has {place.max_steps} steps"
         )
-    if start.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
+    if place.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
         raise ValueError(
-            f"{start.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
+            f"{place.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
             "max_steps, num_epochs or global_batch_size"
         )
     if cfg.eval_only:  # how a model was trained does not matter to its evaluation
         changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
-    if start.checkpoint:
+    if place.checkpoint:
         accept = cfg.accept_changes
-        start.changed = checkpoints.check_settings(
-            start.checkpoint, start.saved, manifest, changes, accept
+        place.changed = checkpoints.check_settings(
+            place.checkpoint, place.saved, manifest, changes, accept
         )
-        before, now = start.saved.get("versions", {}), manifest["versions"]
+        before, now = place.saved.get("versions", {}), manifest["versions"]
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
         if moved:
-            start.remarks.append(f"other versions, which may round otherwise: {', '.join(moved)}")
+            place.remarks.append(f"other versions, which may round otherwise: {', '.join(moved)}")
     elif cfg.eval_only:
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
     if cfg.eval_only:
         return
-    start.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
+    place.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
     status, trained = run_folder.read_status(output), (output / "model").exists()
-    if start.checkpoint and start.checkpoint.resolve().parent == folder.resolve():
+    if place.checkpoint and place.checkpoint.resolve().parent == folder.resolve():
         # Without its model a finished run exports once more.
-        if status.get("state") == "finished" and step >= start.max_steps and trained:
-            start.finished = f"{step} steps"
+        if status.get("state") == "finished" and step >= place.max_steps and trained:
+            place.finished = f"{step} steps"
     elif trained or status.get("state") == "finished":
         # Its checkpoints were deleted: another training would end by replacing the model.
-        if not trained or status.get("settings") != start.settings:
+        if not trained or status.get("settings") != place.settings:
             raise ValueError(
                 f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
                 "have been others: give another --output_dir"
             )
-        start.finished = "its checkpoints are gone, its model is there"
-    if not start.finished:
+        place.finished = "its checkpoints are gone, its model is there"
+    if not place.finished:
         checkpoints.check_disk_space(folder)
+    if cfg.export == "best" and not place.finished:
+        _, place.best_loss = checkpoints.find_best(folder, manifest)
