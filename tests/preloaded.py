@@ -22,10 +22,11 @@ import datasets  # noqa: F401
 import jsonargparse.typing  # noqa: F401
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
+import sklearn.metrics  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.distributed  # noqa: F401
 import torch.utils.data  # noqa: F401
-import transformers  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 
 def begin(folder, env, arguments, files):
