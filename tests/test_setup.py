@@ -302,7 +302,14 @@ def test_make_alone_lists_every_target(machine, folder):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("task", ["causal_lm", "text_classification", "image_classification"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param("causal_lm", marks=pytest.mark.slow),
+        pytest.param("text_classification", marks=pytest.mark.slow),
+        "image_classification",
+    ],
+)
 def test_what_agents_md_names_is_there_and_works(tmp_path, task):
     project = bake(tmp_path, task=task, tracker="none")
     (project.path / ".venv").symlink_to(sys.prefix)
