@@ -5,16 +5,22 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEMPLATE = {{cookiecutter.project_slug}}
 TASKS = $(basename $(notdir $(wildcard templates/tasks/*.py)))
-STAMP = .venv/.installed
+# What the demo needs, and what the tests need on top of it: the first run waits for no more.
+DEMO = .venv/.demo
+TESTS = .venv/.tests
+EXTRAS = dev,trackio,tensorboard
+# Processes that share the tests.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = .venv/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test torture
+.PHONY: help demo test test-all torture
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP)  ## bake a project into demo/ and train it; what is there is kept: rm -r demo starts over
+demo: $(DEMO)  ## bake a project into demo/ and train it; what is there is kept: rm -r demo starts over
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
 	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
 	@echo
@@ -25,20 +31,31 @@ demo: $(STAMP)  ## bake a project into demo/ and train it; what is there is kept
 	@echo '  make -C demo/my_training plot VENV=../../.venv   # draw curves.png again'
 	@echo '  $$EDITOR demo/my_training/task.py                 # what is trained: data, model, loss'
 
-test: $(STAMP)  ## check the style and run all tests (one: make test ARGS="-k hostile")
+# A test that is asked for by its name is run, slow or not.
+test: $(TESTS)  ## check the style, run the quick tests (WORKERS=2; one: ARGS="-k hostile")
 	.venv/bin/ruff check --config pyproject.toml .
 	.venv/bin/ruff format --check --config pyproject.toml .
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(if $(findstring -k,$(ARGS))$(findstring ::,$(ARGS)),,-m "not slow") $(ARGS)
 
-torture: $(STAMP)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
+test-all: $(TESTS)  ## run the slow tests, which `make test` leaves out
+	$(PYTEST) -m slow $(ARGS)
+
+torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
-$(STAMP): tests/requirements.txt $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
-	@VENV=.venv PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh' -r tests/requirements.txt
-	@for task in $(TASKS); do \
-		$(BAKE) --output-dir .venv/baked --overwrite-if-exists task=$$task >/dev/null && \
-		$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/.venv' \
-			EXTRAS=dev,trackio,tensorboard TORCH='$(TORCH)' || exit; \
-	done
+# $(call setup,TASK,EXTRAS)
+setup = $(BAKE) --output-dir .venv/baked --overwrite-if-exists task=$(1) >/dev/null && \
+	$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/.venv' \
+		EXTRAS=$(2) TORCH='$(TORCH)'
+install = VENV=.venv PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh'
+
+$(DEMO): $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
+	@$(install) '$(shell grep ^cookiecutter tests/requirements.txt)'
+	@$(call setup,causal_lm,)
+	@touch $@
+
+$(TESTS): $(DEMO) tests/requirements.txt
+	@$(install) -r tests/requirements.txt
+	@for task in $(TASKS); do $(call setup,$$task,$(EXTRAS)) || exit; done
 	@touch $@

@@ -26,6 +26,43 @@ NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cac
 # Settings of whoever runs the tests that would change what a run does.
 FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_")
 
+# Run in forks of tests/preloaded.py, unless a variable is set that imports may read.
+PRELOADED = ("-c", "train.py", "predict.py")
+
+
+@functools.cache
+def preloader():
+    """The process of tests/preloaded.py, for the whole session."""
+    command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen(command, env=env, **pipes)
+    atexit.register(server.stdin.close)
+    return server
+
+
+def preloaded(folder, envs, arguments, seconds):
+    """Exit code, stdout and stderr of `python *arguments` in each of these environments."""
+    server = preloader()
+    cases = [[str(folder), env, [*map(str, arguments)]] for env in envs]
+    server.stdin.write(json.dumps([cases, seconds]) + "\n")
+    server.stdin.flush()
+    return json.loads(server.stdout.readline())
+
+
+def visible_gpus():
+    """CUDA_VISIBLE_DEVICES for all GPUs that whoever runs the tests lets them use."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+    found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True)
+    return ",".join(map(str, range(found.stdout.count(b"GPU ")))) if found else ""
+
+
+# For tests/test_gpu.py; all other tests compare numbers of CPUs, wherever they are run.
+GPUS = visible_gpus()
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 def latest(flags):
     """Flags of train.py, of one that is given twice the last: train.py itself refuses that."""
@@ -55,15 +92,19 @@ class BakedProject:
     def run(self, *command, check=True, timeout=600, **env):
         """Run a command in the project; `check` demands exit code 0 and shows what was printed."""
         command = [str(word) for word in command]
-        result = subprocess.run(
-            command,
-            cwd=self.path,
-            env=self.env(**env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        if command[0] == "python" and command[1] in PRELOADED and not env:
+            ((code, *printed),) = preloaded(self.path, [self.env()], command[1:], timeout)
+            result = subprocess.CompletedProcess(command, code, *printed)
+        else:
+            result = subprocess.run(
+                command,
+                cwd=self.path,
+                env=self.env(**env),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
         if check and result.returncode:
             pytest.fail(
                 f"{command} ended with {result.returncode}:\n{result.stdout}{result.stderr}"
@@ -114,15 +155,24 @@ class BakedProject:
 
     def train(self, processes, *flags, codes=(0,), timeout=120, **env):
         """Run train.py in so many processes; what all of them printed. Checks their exit codes."""
+        if not env:
+            arguments = ["train.py", *latest(flags)]
+            ended = preloaded(self.path, self.envs(processes), arguments, timeout)
+            return self.ended(flags, codes, *zip(*ended, strict=True))
         runs = self.start(processes, *flags, **env)
         try:
             printed = [run.communicate(timeout=timeout) for run in runs]
         finally:
             for run in runs:
                 run.kill()
-        ended = [run.returncode for run in runs]
-        text = "".join(out + err for out, err in printed)
-        assert set(ended) <= set(codes), f"{flags} ended with {ended}:\n{text}"
+        return self.ended(
+            flags, codes, [run.returncode for run in runs], *zip(*printed, strict=True)
+        )
+
+    def ended(self, flags, codes, found, out, err):
+        """What all processes of a run printed; checks their exit codes."""
+        text = "".join(each + errors for each, errors in zip(out, err, strict=True))
+        assert set(found) <= set(codes), f"{flags} ended with {found}:\n{text}"
         return text
 
     def forked(self, cases, **env):

@@ -7,6 +7,8 @@ import tempfile
 import traceback
 
 sys.path.insert(0, os.getcwd())
+import torch._dynamo  # noqa: F401  what the first optimizer imports
+
 import train
 
 

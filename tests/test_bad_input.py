@@ -489,6 +489,7 @@ def test_data_that_may_not_be_read(project, tmp_path):
     assert "Permission denied" in result.stderr
 
 
+@pytest.mark.slow
 def test_checkpoints_in_the_way(tiny, tmp_path):
     """resume: never over checkpoints, none that is valid, and a manifest of something else."""
     output = tmp_path / "run"
@@ -527,6 +528,7 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     assert errors.startswith("train.py: 2 processes were launched, but accelerate sees 1; check")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_make_train_prints_that_line_alone(project, tmp_path):
     """launch.py ends with the code of the check, before any launcher runs."""

@@ -177,6 +177,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(task, config, tmp_path)
     assert len(documents(train)) == 54 and not leftover.exists()
 
 
+@pytest.mark.slow
 def test_the_data_that_ships_with_python(task, config):
     for data, least in (("pydoc", 50), ("stdlib", 150)):
         cfg = config(data, context_length=256, vocab_size=400)

@@ -50,6 +50,7 @@ NOT_SHOWN = {"deterministic", "compile", "task"}
 TINY = {"samples": 36, "held_out": 10, "dropout": 0.5, "seed": 1, "silent": 3}
 
 
+@pytest.mark.slow
 def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
     """Every field that changes the result: it is refused, and accepted it shows in the numbers."""
     program = "import json, train; from training import startup; c = train.Config(); "
@@ -389,6 +390,7 @@ def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
     assert run.wait(timeout=30) == 75
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_a_run_that_its_restart_names(tiny, tmp_path):
     output = tmp_path / "run"
     flags = ["--output_dir", output, "--max_steps", 10_000, "--task.row_seconds", 0.03]
@@ -407,6 +409,7 @@ def test_a_killed_launcher_leaves_a_run_that_its_restart_names(tiny, tmp_path):
     assert status(output)["exit_code"] == 75
 
 
+@pytest.mark.slow
 def test_the_line_of_another_process_is_not_contradicted(tiny, tmp_path):
     """The main process is stopped beyond the time-out, told to end, and wakes up again."""
     output = tmp_path / "run"
@@ -431,6 +434,7 @@ def test_the_line_of_another_process_is_not_contradicted(tiny, tmp_path):
 # ---- Output that cannot be written ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["> /dev/full", ">&-", "2>&-", "> /dev/full 2>&1", "| head -1"])
 def test_a_run_outlives_its_output(tiny, tmp_path, where):
     """Also `head -1` while the data is prepared, whose print finds nobody there."""
@@ -450,6 +454,7 @@ def test_a_run_outlives_its_output(tiny, tmp_path, where):
     assert status(tmp_path / "run")["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_names_that_the_terminal_cannot_show(tiny, tmp_path):
     """Without UTF-8 they are escaped; a name that is not UTF-8 itself is refused."""
     output = tmp_path / "größe"

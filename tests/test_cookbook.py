@@ -167,6 +167,7 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
 # ---- The recipes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @recipe("An average of the weights (EMA)")
 def test_the_average_is_evaluated_exported_and_continued(cooked, train, train_two, tmp_path):
     whole, best = tmp_path / "whole", tmp_path / "best"
@@ -213,6 +214,7 @@ def test_the_average_is_evaluated_exported_and_continued(cooked, train, train_tw
     assert final(again) == final(two)
 
 
+@pytest.mark.slow
 @recipe("Early stopping")
 def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_path):
     flags = ["--eval_every", 1, "--save_every", 5, "--learning_rate", 0.2, "--max_steps", 14]
@@ -327,6 +329,7 @@ def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
     assert {group["class"] for group in manifest["optimizer"]} == {"'SGD'"}
 
 
+@pytest.mark.slow
 @recipe("The head first, then all")
 def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
     flags = ["--head_steps", 5, "--save_every", 1, "--keep_checkpoints", 0]
@@ -356,6 +359,7 @@ def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
     assert final(again) == final(two)
 
 
+@pytest.mark.slow
 @recipe("A second set to evaluate on")
 def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, train_two, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"

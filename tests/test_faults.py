@@ -362,6 +362,7 @@ def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, tmp_path, um
 # ---- Processes that hang or die ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hang_at, said",
     [

@@ -224,6 +224,7 @@ def test_the_card_says_what_the_model_is(tuned):
     assert settings == yaml.safe_load((tuned["prompts"] / "config.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_predict_answers_from_arguments_a_file_and_standard_input(project, tuned, tmp_path):
     def predict(*flags, text=None, code=0):
         import subprocess

@@ -676,6 +676,7 @@ def test_batch_norm_is_warned_of_and_a_new_head_is_named(baked, runs):
     assert sorted(found["label2id"]) == ["blue", "green", "red", "white"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
 def test_pictures_and_texts_of_an_evaluation_go_to_the_tracker(baked, tmp_path, tracker):
     output = tmp_path / "run"

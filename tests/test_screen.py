@@ -61,7 +61,7 @@ def test_in_a_log_file_each_line_is_shown_and_no_bar(quick, tmp_path):
     assert found == list(range(1, 13)) and "\r" not in printed and "%|" not in printed
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "cpu_multi"])
+@pytest.mark.parametrize("hardware", ["cpu", pytest.param("cpu_multi", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_with_one_line(tiny, tmp_path, hardware):
     output = tmp_path / "run"
     run = tiny.launch("launch.py", hardware, *LONG, "--output_dir", output)
@@ -74,6 +74,7 @@ def test_ctrl_c_ends_with_one_line(tiny, tmp_path, hardware):
     assert not [line for line in printed.split("\n") if "torch" in line or "Signal" in line]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     import psutil
 
@@ -89,6 +90,7 @@ def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     assert f"launch.py: process 1 (pid {ranks['1'].pid}) was ended by SIGKILL" in printed
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_where_there_is_only_one(tiny, tmp_path):
     import psutil
 

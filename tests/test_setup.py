@@ -76,7 +76,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-PLAIN = "pip install torch>=2.6 -e .[dev]"
+PLAIN = "pip install torch>=2.6 -e ."
 FROM_CPU_INDEX = f"pip install --no-deps --index-url {CPU_INDEX} torch>=2.6"
 
 
@@ -131,7 +131,7 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
         "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
         "PyTorch comes. PyPI's brings several GB of CUDA, useless without a GPU. For the CPU "
         f"build, stop this and add to the command: TORCH_INDEX={CPU_INDEX}",
-        "setup: installing torch>=2.6 -e .[dev]",
+        "setup: installing torch>=2.6 -e .",
     ]
     packages = machine.folder / ".venv" / "lib" / "python3.12" / "site-packages"
     (packages / "torch").mkdir(parents=True)
@@ -253,6 +253,25 @@ def test_train_takes_hardware_recipe_and_flags(ready):
     )
 
 
+@pytest.mark.parametrize("target", ["test", "lint"])
+def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target):
+    scripts = ready.folder / ".venv" / "bin"
+    for name in ("python", "pytest", "ruff"):
+        (scripts / name).write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
+        (scripts / name).chmod(0o755)
+    commands = {"test": ["python -m pytest"], "lint": ["ruff check .", "ruff format --check ."]}
+    assert ready.run("make", "--silent", target).stdout.splitlines() == commands[target]
+    (scripts / "pytest").unlink()
+    install = "python -m pip install --quiet --disable-pip-version-check -e .[dev]"
+    first = ["installing pytest and ruff, once", install]
+    assert ready.run("make", "--silent", target).stdout.splitlines() == first + commands[target]
+    (scripts / "python").write_text("#!/bin/sh\nexit 1\n")
+    result = ready.run("make", "--silent", target)
+    assert result.returncode == 2 and result.stdout == "installing pytest and ruff, once\n"
+    line = f"They could not be installed. Once the reason above is gone: make {target}"
+    assert result.stderr.splitlines()[0] == line
+
+
 @pytest.mark.parametrize(
     "word, message",
     [
@@ -283,7 +302,14 @@ def test_make_alone_lists_every_target(machine, folder):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("task", ["causal_lm", "text_classification", "image_classification"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param("causal_lm", marks=pytest.mark.slow),
+        pytest.param("text_classification", marks=pytest.mark.slow),
+        "image_classification",
+    ],
+)
 def test_what_agents_md_names_is_there_and_works(tmp_path, task):
     project = bake(tmp_path, task=task, tracker="none")
     (project.path / ".venv").symlink_to(sys.prefix)

@@ -622,6 +622,7 @@ def small(data):
     return [*flags, "--task.data", data, *[f"--task.{k}={v}" for k, v in sizes.items()]]
 
 
+@pytest.mark.slow
 def test_data_and_model_of_the_hub_by_name_config_split_and_commit(project, tmp_path):
     data = [hub.DATA, "--task.data_config", "easy", "--task.context_length", "16"]
     pinned = ["--task.data_revision", hub.COMMIT]

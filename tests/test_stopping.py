@@ -68,6 +68,8 @@ SIGNALS = [
     ("accelerate", "cpu_multi", "SIGTERM", True),
     ("accelerate", "cpu_multi", "SIGUSR1", False),
 ]
+# One of each launcher, and both numbers of processes.
+QUICK = [SIGNALS[0], SIGNALS[7], SIGNALS[9]]
 
 
 def stop(project, output, launcher, hardware, name, whole_group):
@@ -80,11 +82,16 @@ def stop(project, output, launcher, hardware, name, whole_group):
         assert run.returncode == 75 and "Traceback" not in printed
 
 
-@pytest.mark.parametrize("case", SIGNALS, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in SIGNALS],
+    ids=lambda case: "-".join(map(str, case)),
+)
 def test_a_signal_saves_and_stops_every_process(tiny, tmp_path, case):
     stop(tiny, tmp_path / "run", *case)
 
 
+@pytest.mark.slow
 def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
     """Of two minutes. The step that was to be evaluated is saved."""
     output = tmp_path / "run"
@@ -99,6 +106,7 @@ def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
     assert [line["step"] for line in lines(output, "eval_loss")] == [3, 4]  # made up for
 
 
+@pytest.mark.slow
 def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):
     output = tmp_path / "run"
     project = shutil.copytree(tiny.path, tmp_path / "project")
@@ -116,7 +124,7 @@ def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):
     assert (output / "checkpoints" / "step-00000003" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "cpu_multi"])
+@pytest.mark.parametrize("hardware", ["cpu", pytest.param("cpu_multi", marks=pytest.mark.slow)])
 def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path, hardware):
     """There is nothing to save; 75 says that another start will do."""
     output = tmp_path / "run"
@@ -169,6 +177,7 @@ CHAIN = ["--max_steps", 120, "--save_every", 7, "--eval_every", 20, "--keep_chec
 CHAIN += ["--task.dropout", 0.2, "--num_workers", 1, "--task.row_seconds", 0.003]
 
 
+@pytest.mark.slow
 def test_three_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
     """kill -9 of everything, at moments that no two test runs share; the seed is printed."""
     seed = random.SystemRandom().randrange(10**6)
@@ -188,7 +197,7 @@ def test_three_random_kills_in_a_chain_change_no_bit(tiny, tmp_path):
     assert curve == {line["step"]: line["loss"] for line in lines(unbroken, "loss")}
 
 
-@pytest.mark.parametrize("chain", [(2, 1, 2), (1, 4)])
+@pytest.mark.parametrize("chain", [(2, 1, 2), pytest.param((1, 4), marks=pytest.mark.slow)])
 def test_another_number_of_processes_goes_on_along_the_same_curve(tiny, tmp_path, chain):
     output, unbroken = tmp_path / "run", tmp_path / "unbroken"
     cut = ["--global_batch_size", 8, "--micro_batch_size", 2, "--task.dropout", 0.2]
@@ -297,6 +306,7 @@ print("not reached", flush=True)
     assert result.returncode == 130 and result.stdout == "asked\n"
 
 
+@pytest.mark.slow
 def test_killing_one_rank_ends_the_others(tiny, tmp_path):
     output = tmp_path / "run"
     run, processes = begin(tiny, "launch.py", "cpu_multi", output)
@@ -308,6 +318,7 @@ def test_killing_one_rank_ends_the_others(tiny, tmp_path):
     assert printed.count("train.py: lost the connection to another process, which has died") == 1
 
 
+@pytest.mark.slow
 def test_max_restarts_continues_after_a_kill(tiny, tmp_path):
     output = tmp_path / "run"
     flags = ["--max_steps", 60, "--save_every", 2]
@@ -319,6 +330,7 @@ def test_max_restarts_continues_after_a_kill(tiny, tmp_path):
     assert lines(output, "loss")[-1]["step"] == 60
 
 
+@pytest.mark.slow
 def test_make_train_names_the_exit_code(tiny, tmp_path):
     """GNU make itself ends with 2 for whatever fails, but says which code it was."""
     poison = "--task.poisoned 1 --task.poison nan --task.samples 2 --max_skipped_steps 2"
@@ -329,6 +341,7 @@ def test_make_train_names_the_exit_code(tiny, tmp_path):
     assert status(tmp_path / "run")["exit_code"] == 2
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_output_may_leave(tiny, tmp_path):
     """`make train | head -1`: the run goes on without it."""
     flags = ["--output_dir", tmp_path / "run", "--task.row_seconds", "0.01"]

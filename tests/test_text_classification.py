@@ -498,6 +498,7 @@ def test_areas_of_the_library_are_told_apart(learnt):
     assert (learnt / "confusion.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(project, tmp_path):
     data = ["--task.data", write(tmp_path, ROWS), "--task.token_dropout", 0.2, *TINY, *STEPS]
     one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
@@ -539,6 +540,7 @@ def test_the_exported_model_answers_as_the_evaluation_did(task, learnt, project)
     assert printed["classes"][0]["label"] == best["label"] == "encodings"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(LABELS)[1:])
 def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt, tmp_path, kind):
     """Labels stand with ; between them in the CSV, and numbers of pairs as they are."""

@@ -142,6 +142,7 @@ def test_a_continued_run_is_bit_identical_and_the_same_run_in_wandb(project, one
     assert next(output.glob("wandb/offline-run-*")).name.endswith(f"-{run_id}")
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_along_the_same_curve(project, one, two, tmp_path):
     for source, hardware in ((two, "cpu"), (one, "cpu_multi")):
         output = tmp_path / hardware
@@ -153,6 +154,7 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(project, one, 
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_another_cut_goes_on_along_the_same_curve(project, one, tmp_path):
     """From a step that the new accumulation does not divide; without dropout, that masks follow."""
     flags = ["--task.dropout", 0, "--save_every", 3, "--eval_every", 0]
@@ -169,6 +171,7 @@ def test_another_cut_goes_on_along_the_same_curve(project, one, tmp_path):
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_is_passed_over_by_name_and_kept(project, one, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(one[0] / "checkpoints", output / "checkpoints")
@@ -230,6 +233,7 @@ def test_the_resolved_config_is_a_recipe_that_gives_the_same_run(project, one, t
     assert mine["loss"] == theirs["loss"] and mine["batch_hash"] == theirs["batch_hash"]
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_same_losses(project, tmp_path):
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
@@ -245,6 +249,7 @@ def test_tensorboard_gets_the_same_losses(project, tmp_path):
     assert logged == pytest.approx({line["step"]: line["loss"] for line in lines(output, "loss")})
 
 
+@pytest.mark.slow
 def test_trackio_gets_the_same_losses(project, tmp_path):
     output, store = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
     train(project, "cpu", output, "--tracker", "trackio", "--max_steps", 4, **store)
@@ -254,6 +259,7 @@ def test_trackio_gets_the_same_losses(project, tmp_path):
     assert logged == pytest.approx([line["loss"] for line in lines(output, "loss")])
 
 
+@pytest.mark.slow
 def test_num_epochs_and_workers(project, one, tmp_path):
     """Half an epoch of steps, and worker processes that change no digit."""
     flags = ["--num_workers", 2, "--eval_every", 0, "--save_every", 0]
@@ -269,6 +275,7 @@ def test_num_epochs_and_workers(project, one, tmp_path):
     assert 0.01 <= last["epoch"] < 0.01 + last["epoch"] / len(steps)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_offline_when_wandb_cannot_be_reached(project, tmp_path):
     """An outage, in place of which wandb.init raises what it raises after its time-out."""
     program = """
@@ -302,6 +309,7 @@ def test_the_projects_own_tests_pass(project):
     assert "passed" in project.run("python", "-m", "pytest", "-q").stdout
 
 
+@pytest.mark.slow
 def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
     project = make_tiny(tmp_path)
     task = project.path / "task.py"
@@ -314,7 +322,9 @@ def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-@pytest.mark.parametrize("hardware", ["single_gpu_bf16", "multi_gpu"])
+@pytest.mark.parametrize(
+    "hardware", ["single_gpu_bf16", pytest.param("multi_gpu", marks=pytest.mark.slow)]
+)
 def test_a_yaml_for_gpus_is_refused_where_there_is_none(project, tmp_path, hardware):
     result = train(project, hardware, tmp_path / "run", check=False, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1  # the launcher's, of every code but 0

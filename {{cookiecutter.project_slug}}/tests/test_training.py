@@ -1,6 +1,7 @@
 """Real runs: the hardware does not change the result, and a continued run is an unbroken one.
 
-Each run is a few steps of the task with its own default data, through `accelerate launch`.
+Each run is a few steps of the task with its own default data. The first one and that of two
+processes are those of `accelerate launch`, the others of what it launches.
 """
 
 import json
@@ -21,17 +22,25 @@ BATCH = ["--global_batch_size", "8", "--warmup_steps", "2", "--keep_checkpoints"
 BATCH += ["--task.dropout", "0"] if hasattr(task.TaskConfig, "dropout") else []
 
 
-def launch(hardware: str, output: Path, *flags: str) -> str:
-    """Trains in `output`; what was printed."""
-    command = [Path(sys.executable).with_name("accelerate"), "launch", "--quiet"]
-    command += ["--config_file", f"configs/accelerate/{hardware}.yaml", "train.py"]
+def start(hardware: str, output: Path, *flags: str) -> subprocess.Popen:
+    """Begins to train in `output` on what a YAML describes; "" is one CPU process, without one."""
+    command = [sys.executable, "train.py"]
+    if hardware:
+        command = [Path(sys.executable).with_name("accelerate"), "launch", "--quiet"]
+        command += ["--config_file", f"configs/accelerate/{hardware}.yaml", "train.py"]
     command += [*STEPS, *BATCH, "--tracker", "none", "--output_dir", output, *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
-    if result.returncode:
-        told = f"{' '.join(map(str, command))}\nended with {result.returncode}:\n"
-        pytest.fail(told + result.stdout + result.stderr, pytrace=False)
-    return result.stdout
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=PROJECT, env=env, **pipes)
+
+
+def finish(run: subprocess.Popen) -> str:
+    """What a run has printed when it is over."""
+    printed = run.communicate()[0]
+    if run.returncode:
+        told = f"{' '.join(map(str, run.args))}\nended with {run.returncode}:\n"
+        pytest.fail(told + printed, pytrace=False)
+    return printed
 
 
 def lines(output: Path, key: str) -> list[dict]:
@@ -45,7 +54,7 @@ def first(tmp_path_factory):
     """The folder of a run of one process, and why it failed if it did."""
     output = tmp_path_factory.mktemp("one") / "run"
     try:
-        launch("cpu", output)
+        finish(start("cpu", output))
     except pytest.fail.Exception as failure:
         return output, [failure]
     return output, []
@@ -72,10 +81,10 @@ def test_a_run_leaves_what_the_readme_promises(one):
     assert any((one / "model").iterdir())
 
 
-@pytest.mark.parametrize("hardware, micro", [("cpu", "2"), ("cpu_multi", "2")])
+@pytest.mark.parametrize("hardware, micro", [("", "2"), ("cpu_multi", "2")])
 def test_any_cut_of_a_step_trains_the_same(one, tmp_path, hardware, micro):
     """Four micro-batches in place of one, and two processes with two each."""
-    launch(hardware, tmp_path / "run", "--micro_batch_size", micro)
+    finish(start(hardware, tmp_path / "run", "--micro_batch_size", micro))
     for key in ("loss", "eval_loss"):
         pairs = zip(lines(one, key), lines(tmp_path / "run", key), strict=True)
         for mine, theirs in pairs:
@@ -84,18 +93,28 @@ def test_any_cut_of_a_step_trains_the_same(one, tmp_path, hardware, micro):
             assert mine.get("lr") == theirs.get("lr")
 
 
+@pytest.fixture(scope="module")
+def halves(first, tmp_path_factory):
+    """Runs that lost their second half, or have it with a wrong byte, started again together."""
+    begun = {}
+    for corrupted in () if first[1] else (False, True):
+        output = tmp_path_factory.mktemp("half") / "run"
+        shutil.copytree(first[0] / "checkpoints", output / "checkpoints")
+        last = output / "checkpoints" / "step-00000006"
+        if corrupted:
+            content = (last / "optimizer.bin").read_bytes()
+            (last / "optimizer.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        else:
+            shutil.rmtree(last)
+        begun[corrupted] = output, start("", output)
+    return begun
+
+
 @pytest.mark.parametrize("corrupted", [False, True])
-def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, tmp_path, corrupted):
+def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, halves, corrupted):
     """Lost, or there with one byte that is not what was saved."""
-    output = tmp_path / "run"
-    shutil.copytree(one / "checkpoints", output / "checkpoints")
-    last = output / "checkpoints" / "step-00000006"
-    if corrupted:
-        content = (last / "optimizer.bin").read_bytes()
-        (last / "optimizer.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    else:
-        shutil.rmtree(last)
-    printed = launch("cpu", output)
+    output, run = halves[corrupted]
+    printed, last = finish(run), output / "checkpoints" / "step-00000006"
     assert f"continuing from {output / 'checkpoints' / 'step-00000003'}" in printed
     assert (f"passed over: {last / 'optimizer.bin'} is not the file" in printed) == corrupted
     for mine, theirs in zip(lines(one, "loss")[3:], lines(output, "loss"), strict=True):
@@ -108,5 +127,5 @@ def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, tmp_path,
 
 def test_a_finished_run_is_left_alone(one):
     before = (one / "metrics.jsonl").read_bytes()
-    assert "is finished" in launch("cpu", one)
+    assert "is finished" in finish(start("", one))
     assert (one / "metrics.jsonl").read_bytes() == before

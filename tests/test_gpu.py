@@ -1,0 +1,153 @@
+"""What only a GPU can show: precisions, compiled models, GPUs instead of processes, same bytes."""
+
+import hashlib
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import GPUS, lines, trained, wait_until
+from test_stopping import kill_all
+
+NUMBER = len([each for each in GPUS.split(",") if each]) if torch.version.cuda else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUMBER < 1, reason="no NVIDIA GPU, or a build of torch without CUDA"),
+]
+two_gpus = pytest.mark.skipif(NUMBER < 2, reason="fewer than two NVIDIA GPUs")
+ASKED = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+OLD = NUMBER and re.match("[1-7][.]", subprocess.run(ASKED, capture_output=True, text=True).stdout)
+bf16 = pytest.mark.skipif(bool(OLD), reason="a GPU without bf16")
+# A language model, which other than the tiny task can recompute its activations.
+MODEL = ["--max_steps", 6, "--global_batch_size", 8, "--micro_batch_size", 4, "--log_every", 1]
+MODEL += ["--task.num_layers", 2, "--task.hidden_size", 64, "--tracker", "none"]
+
+
+def start(project, hardware, output, *flags):
+    """A run of `accelerate launch` that sees the GPUs."""
+    flags = [*flags, "--output_dir", output]
+    return project.launch("accelerate", hardware, *flags, CUDA_VISIBLE_DEVICES=GPUS)
+
+
+def train(project, hardware, output, *flags):
+    """Such a run from its beginning to its end; its folder."""
+    run = start(project, hardware, output, *flags)
+    printed = run.communicate(timeout=900)[0]
+    assert run.returncode == 0, printed
+    device = "cpu" if hardware == "cpu" else "cuda"
+    assert f" x {device}, " in printed or "is finished" in printed
+    return output
+
+
+@pytest.fixture(scope="module")
+def one(tiny, tmp_path_factory):
+    """A run of one GPU in fp32."""
+    return train(tiny, "single_gpu", tmp_path_factory.mktemp("gpu") / "run")
+
+
+def check_close(one, other, rel):
+    """The same samples in each step, and losses that differ by no more than `rel`."""
+    for key in ("loss", "eval_loss"):
+        for mine, theirs in zip(lines(one, key), lines(other, key), strict=True):
+            assert mine.get("batch_hash") == theirs.get("batch_hash")
+            assert mine[key] == pytest.approx(theirs[key], rel=rel)
+
+
+def checkpoint(output, step):
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def check_same_end(one, other):
+    """In the last checkpoint: the bytes of the weights, and the numbers of the optimizer."""
+    folders = [max((output / "checkpoints").glob("step-*")) for output in (one, other)]
+    assert folders[0].name == folders[1].name
+    digests = [hashlib.sha256((f / "model.safetensors").read_bytes()).digest() for f in folders]
+    assert digests[0] == digests[1]
+    states = [torch.load(f / "optimizer.bin", map_location="cpu")["state"] for f in folders]
+    for index, values in states[0].items():
+        assert all(torch.equal(values[name], states[1][index][name]) for name in values)
+
+
+def test_a_gpu_in_fp32_trains_what_a_cpu_trains(tiny, one, tmp_path):
+    check_close(one, train(tiny, "cpu", tmp_path / "run"), rel=1e-4)
+
+
+@two_gpus
+def test_two_gpus_train_what_one_trains(tiny, one, tmp_path):
+    check_close(one, train(tiny, "multi_gpu", tmp_path / "run"), rel=1e-5)
+
+
+@two_gpus
+@bf16
+def test_two_gpus_in_bf16_end_near_fp32(tiny, one, tmp_path):
+    check_close(one, train(tiny, "multi_gpu_bf16", tmp_path / "run"), rel=0.1)
+
+
+@bf16
+def test_bf16_ends_near_fp32(tiny, one, tmp_path):
+    check_close(one, train(tiny, "single_gpu_bf16", tmp_path / "run"), rel=0.1)
+
+
+def test_fp16_keeps_its_scaler_and_continues_bit_by_bit(tiny, tmp_path):
+    whole = train(tiny, "single_gpu_fp16", tmp_path / "whole", "--deterministic", "true")
+    output = tmp_path / "run"
+    shutil.copytree(checkpoint(whole, 4), checkpoint(output, 4))
+    train(tiny, "single_gpu_fp16", output, "--deterministic", "true")
+    check_same_end(whole, output)
+    early, mine, theirs = [
+        torch.load(folder / "scaler.pt")
+        for folder in (checkpoint(whole, 4), checkpoint(whole, 12), checkpoint(output, 12))
+    ]
+    assert early != mine == theirs  # it counts steps, so it would show where it is not restored
+
+
+def test_a_compiled_model_trains_what_the_eager_one_trains(tiny, one, tmp_path):
+    check_close(one, train(tiny, "single_gpu", tmp_path / "run", "--compile", "true"), rel=1e-4)
+
+
+def test_recomputed_activations_train_the_same(project, tmp_path):
+    """Dropout is on: its masks are drawn twice, and are the same."""
+    flags = [*MODEL, "--task.dropout", 0.1]
+    for value in ("false", "true"):
+        flags = [*flags, "--gradient_checkpointing", value]
+        train(project, "single_gpu", tmp_path / value, *flags)
+    check_close(tmp_path / "false", tmp_path / "true", rel=1e-5)
+
+
+def test_a_killed_run_ends_with_the_same_bytes(tiny, tmp_path):
+    flags = ["--deterministic", "true", "--task.dropout", 0.2, "--task.row_seconds", 0.003]
+    flags += ["--max_steps", 60, "--save_every", 5]
+    whole, output = train(tiny, "single_gpu", tmp_path / "whole", *flags), tmp_path / "run"
+    run = start(tiny, "single_gpu", output, *flags)
+    wait_until(lambda: trained(output, 12), run, seconds=300)
+    kill_all(run)
+    assert len(lines(output, "loss")) < 60
+    train(tiny, "single_gpu", output, *flags)
+    check_same_end(whole, output)
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    ["single_gpu", pytest.param("single_gpu_bf16", marks=bf16), "single_gpu_fp16"],
+)
+def test_a_step_with_nan_changes_nothing_on_the_device(tiny, tmp_path, hardware):
+    """The optimizer's kernel reads found_inf there; in fp16 the scaler has its own say."""
+    flags = ["--save_every", 1, "--task.poisoned", 20, "--task.poison", "nan"]
+    output = train(tiny, hardware, tmp_path / "run", *flags)
+    skipped = {line["step"] for line in lines(output, "event") if line["event"] == "skipped"}
+    assert skipped
+    for line in lines(output, "loss"):
+        step = line["step"]
+        assert (line["loss"] is None) == (step in skipped)
+        if step > 1:
+            before, after = [
+                load_file(checkpoint(output, each) / "model.safetensors")
+                for each in (step - 1, step)
+            ]
+            same = all(torch.equal(before[name], after[name]) for name in before)
+            # fp16 also skips steps whose gradients are too large for its scale, without a word.
+            assert same == (step in skipped) or (same and hardware == "single_gpu_fp16")
+            assert all(tensor.isfinite().all() for tensor in after.values())
