@@ -17,6 +17,7 @@ import pytest
 
 from conftest import ROOT, SOURCE, load_task
 
+cache, child = load_task("tasklib.cache"), load_task("tasklib.child")
 sources = load_task("tasklib.sources")
 ROWS = 200
 PATHS = [str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")]
@@ -34,11 +35,11 @@ def cfg(tmp_path):
 def later(monkeypatch):
     """Lets the two seconds pass within which a file that changed is not in the memo."""
     now = time.time_ns
-    monkeypatch.setattr(sources.time, "time_ns", lambda: now() + 3_000_000_000)
+    monkeypatch.setattr(cache.time, "time_ns", lambda: now() + 3_000_000_000)
 
 
 def name(cfg):
-    return sources.cache_folder(cfg, [], sources.used_files(cfg, (".jsonl",)), "")
+    return cache.cache_folder(cfg, [], cache.hash_input_files(cfg, (".jsonl",)), [])
 
 
 def build(folder, number=ROWS):
@@ -56,7 +57,7 @@ def prepare(cfg, made=None):
             made.append(folder)
         return build(folder)
 
-    return sources.prepare(cfg, lambda: name(cfg), counted)
+    return cache.prepare_once(cfg, lambda: name(cfg), counted)
 
 
 def unprivileged(function):
@@ -116,8 +117,8 @@ def test_a_file_edited_in_place_with_equal_size_and_time_has_another_key(cfg, kn
 
 def test_a_file_is_read_again_only_when_something_of_it_changed(cfg, later, monkeypatch):
     before, read = name(cfg), []
-    real = sources.sha256
-    monkeypatch.setattr(sources, "sha256", lambda path: (read.append(path), real(path))[1])
+    real = cache.hash_file
+    monkeypatch.setattr(cache, "hash_file", lambda path: (read.append(path), real(path))[1])
     assert name(cfg) == before and read == []
     os.utime(cfg.data)
     assert name(cfg) == before and read == [cfg.data]
@@ -151,11 +152,11 @@ def test_model_files_templates_and_counts_of_other_files_are_part_of_the_key(tmp
     more = tmp_path / "tokenizer.json"
     more.write_text("{}")
     cfg = sources.DataConfig(data=str(data), cache_dir=str(tmp_path / "cache"))
-    keys = [str(sources.used_files(cfg, (".jsonl",), more))]
+    keys = [str(cache.hash_input_files(cfg, (".jsonl",), more))]
     more.write_text("[]")
-    keys.append(str(sources.used_files(cfg, (".jsonl",), more)))
+    keys.append(str(cache.hash_input_files(cfg, (".jsonl",), more)))
     (data / "b.jsonl.gz").write_text("")
-    keys.append(str(sources.used_files(cfg, (".jsonl",), more)))
+    keys.append(str(cache.hash_input_files(cfg, (".jsonl",), more)))
     assert len(set(keys)) == 3
 
 
@@ -176,21 +177,21 @@ def test_the_content_digest_stands_for_every_value_and_for_nothing_else():
         rows = [np.arange(i % 5, dtype=np.int32) for i in range(50)]
         return {"ids": rows, "labels": np.arange(50), "weight": np.ones(50, np.float32)}
 
-    whole = sources.content_of({"train": columns(), "validation": columns()})
-    assert whole == sources.content_of({"train": columns(), "validation": columns()})
+    whole = cache.hash_columns({"train": columns(), "validation": columns()})
+    assert whole == cache.hash_columns({"train": columns(), "validation": columns()})
     # The same on any machine: a number that was computed on another day.
-    assert sources.content_of({"a": {"b": np.arange(3)}})[:16] == "1af3f1d604ab5cbe"
+    assert cache.hash_columns({"a": {"b": np.arange(3)}})[:16] == "1af3f1d604ab5cbe"
     changed = []
     for part in ("train", "validation"):
         for column in columns():
             parts = {"train": columns(), "validation": columns()}
             parts[part][column][-1] = parts[part][column][-1] + 1
-            changed.append(sources.content_of(parts))
+            changed.append(cache.hash_columns(parts))
     other = columns() | {"labels": np.arange(50, dtype=np.int32)}
-    changed.append(sources.content_of({"train": other, "validation": columns()}))
+    changed.append(cache.hash_columns({"train": other, "validation": columns()}))
     moved = columns()
     moved["ids"][1], moved["ids"][2] = moved["ids"][1][:0], np.array([0, 0, 1], np.int32)
-    changed.append(sources.content_of({"train": moved, "validation": columns()}))
+    changed.append(cache.hash_columns({"train": moved, "validation": columns()}))
     assert len({whole, *changed}) == len(changed) + 1
 
 
@@ -242,7 +243,7 @@ def test_damaged_data_is_prepared_again_with_one_line(cfg, capsys, damage, seen)
     assert prepare(cfg, made) == folder and len(made) == 1
     DAMAGE[damage](folder)
     if not seen:
-        sources.seen_file(folder).write_text('{"boot": ["another", "machine"]}')
+        cache.verified_file(folder).write_text('{"boot": ["another", "machine"]}')
     capsys.readouterr()
     assert prepare(cfg, made) == folder and len(made) == 2
     printed = capsys.readouterr().out
@@ -257,8 +258,8 @@ def test_damaged_data_is_prepared_again_with_one_line(cfg, capsys, damage, seen)
 
 def test_bytes_are_read_in_full_once_a_boot_and_when_a_stamp_changed(cfg, monkeypatch):
     folder, read = prepare(cfg), []
-    real = sources.sha256
-    monkeypatch.setattr(sources, "sha256", lambda path: (read.append(Path(path)), real(path))[1])
+    real = cache.hash_file
+    monkeypatch.setattr(cache, "hash_file", lambda path: (read.append(Path(path)), real(path))[1])
     inside = lambda: [path.name for path in read if folder in path.parents]  # noqa: E731
     prepare(cfg)
     assert inside() == []
@@ -266,11 +267,11 @@ def test_bytes_are_read_in_full_once_a_boot_and_when_a_stamp_changed(cfg, monkey
     prepare(cfg)
     assert sorted(inside()) == ["names.json", "rows.npy"]
     prepare(cfg)
-    monkeypatch.setattr(sources, "boot", lambda: ["later", "here"])
+    monkeypatch.setattr(cache, "boot_id", lambda: ["later", "here"])
     prepare(cfg)
     prepare(cfg)
     assert len(inside()) == 4
-    monkeypatch.setattr(sources, "boot", list)  # a machine that does not say: each time
+    monkeypatch.setattr(cache, "boot_id", list)  # a machine that does not say: each time
     prepare(cfg)
     prepare(cfg)
     assert len(inside()) == 8
@@ -278,8 +279,8 @@ def test_bytes_are_read_in_full_once_a_boot_and_when_a_stamp_changed(cfg, monkey
 
 def test_everything_is_on_the_disk_before_it_has_its_name(cfg, monkeypatch):
     flushed, renamed = [], []
-    real, rename = sources.flush, Path.rename
-    monkeypatch.setattr(sources, "flush", lambda path: (flushed.append(path), real(path)))
+    real, rename = cache.flush, Path.rename
+    monkeypatch.setattr(cache, "flush", lambda path: (flushed.append(path), real(path)))
 
     def noted(path, target):
         renamed.append([Path(path), len(flushed)])
@@ -315,7 +316,7 @@ def test_a_failed_preparation_leaves_nothing_and_the_next_tries_anew(cfg):
 
     for _ in range(2):
         with pytest.raises(ValueError, match="^task.data: bad row$"):
-            sources.prepare(cfg, lambda: name(cfg), fail)
+            cache.prepare_once(cfg, lambda: name(cfg), fail)
         assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
     made = []
     folder = prepare(cfg, made)
@@ -338,7 +339,7 @@ def test_what_else_can_end_a_preparation(cfg, raised, kind, said):
         raise raised
 
     with pytest.raises(kind, match=said):
-        sources.prepare(cfg, lambda: name(cfg), fail)
+        cache.prepare_once(cfg, lambda: name(cfg), fail)
     assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
 
 
@@ -348,8 +349,8 @@ def test_files_that_change_while_they_are_prepared_are_said(cfg):
         return build(folder)
 
     before = name(cfg)
-    with pytest.raises(ValueError, match="files changed while they were prepared"):
-        sources.prepare(cfg, lambda: name(cfg), change)
+    with pytest.raises(ValueError, match="files changed during the preparation"):
+        cache.prepare_once(cfg, lambda: name(cfg), change)
     assert not before.exists()
 
 
@@ -357,9 +358,9 @@ def test_the_first_failure_serves_all_that_were_waiting(cfg, tmp_path):
     program = f"""
 import sys, time
 sys.path[:0] = {PATHS!r}
-from tasklib import sources
+from tasklib import cache, child, sources
 cfg = sources.DataConfig(data={cfg.data!r}, cache_dir={cfg.cache_dir!r})
-name = lambda: sources.cache_folder(cfg, [], sources.used_files(cfg, (".jsonl",)), "")
+name = lambda: cache.cache_folder(cfg, [], cache.hash_input_files(cfg, (".jsonl",)), [])
 def build(folder):
     open({str(tmp_path / "builds")!r}, "a").write("x")
     print("building", flush=True)
@@ -368,7 +369,7 @@ def build(folder):
 print("asking", flush=True)
 sys.stdin.readline()
 try:
-    sources.prepare(cfg, name, build)
+    cache.prepare_once(cfg, name, build)
 except ValueError as error:
     print(error)
 """
@@ -391,7 +392,7 @@ def test_a_signal_ends_the_learning_of_a_vocabulary_and_leaves_no_child(tmp_path
     program = f"""
 import os, signal, sys
 sys.path[:0] = {PATHS!r}
-from tasklib import sources
+from tasklib import cache, child, sources
 def stop(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
@@ -400,7 +401,7 @@ def learn():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as deaf as a library
     while True:
         pass
-sources.in_child(learn)
+child.run_in_child(learn)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -419,12 +420,12 @@ def test_what_goes_wrong_in_a_child_is_one_line(tmp_path):
     def fail():
         raise RuntimeError("two\nlines")
 
-    sources.in_child(write)
+    child.run_in_child(write)
     assert (tmp_path / "done").read_text() == "it is"
     with pytest.raises(ValueError, match="^task.data: two lines; give fewer or other rows$"):
-        sources.in_child(fail)
+        child.run_in_child(fail)
     with pytest.raises(ValueError, match="ended by SIGKILL, perhaps for want of memory"):
-        sources.in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        child.run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with contextlib.suppress(ChildProcessError):
         assert os.waitpid(-1, os.WNOHANG) == (0, 0)
 

@@ -718,7 +718,7 @@ def test_incomplete_rows_are_counted_and_skipped(task, config, tmp_path, capsys)
             task.prepare_data(config(file, context_length=64))
         task.prepare_data(config(file, context_length=64, incomplete_rows="skip"))
         said = capsys.readouterr().out
-        assert f"left out 3 of {len(good) + 3} incomplete rows, the first: " in said
+        assert f"left out 3 incomplete rows of {len(good) + 3}, the first: " in said
         assert f" {len(good)} " in said.splitlines()[1]
 
 

@@ -144,7 +144,7 @@ def test_a_data_set_of_the_hub(task, config, tmp_path, monkeypatch):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
     columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
     hub = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
-    monkeypatch.setattr(task.sources, "hub_dataset", lambda *_: hub)
+    monkeypatch.setattr(task.hub, "load_hub_split", lambda *_: hub)
     check_colors(task, config("somebody/colors", data_revision="0" * 40), 24)
 
 
@@ -229,7 +229,7 @@ def test_rows_without_an_image_or_a_class_are_refused_or_left_out(task, config, 
     ):
         task.prepare_data(config(path))
     check_colors(task, config(path, incomplete_rows="skip"), 24)
-    assert f"left out 2 of 26 incomplete rows, the first: {path}, line 25: the" in (
+    assert f"left out 2 incomplete rows of 26, the first: {path}, line 25: the" in (
         capsys.readouterr().out
     )
 

@@ -198,9 +198,9 @@ CHATS = [
 def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
     models, tmp_path, monkeypatch, template, said
 ):
-    sources = programs.load("tasklib.sources")
-    limit = sources.time_limit
-    monkeypatch.setattr(sources, "time_limit", lambda _: limit(0.5))
+    child = programs.load("tasklib.child")
+    limit = child.time_limit
+    monkeypatch.setattr(child, "time_limit", lambda _: limit(0.5))
     model = shutil.copytree(models / "lm", tmp_path / "model")
     (model / "chat_template.jinja").write_text(template)
     assert refused(programs.run(predict, tmp_path, "--model", "model", "--chat", "hi"), said)

@@ -23,7 +23,9 @@ import hub
 from conftest import ROOT, SOURCE, bake, lines, load_task, status
 from test_cache import open_to_all, unprivileged
 
-batches, sources = load_task("training.batches"), load_task("tasklib.sources")
+batches, cache = load_task("training.batches"), load_task("tasklib.cache")
+child, sources = load_task("tasklib.child"), load_task("tasklib.sources")
+data_hub, tables = load_task("tasklib.hub"), load_task("tasklib.tables")
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
 ROLES = ("user", "assistant")
@@ -41,9 +43,9 @@ def write(folder, ending):
 
     path = folder / f"rows{ending}"
     rows = [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)]
-    if ending in sources.SEPARATORS:
+    if ending in tables.SEPARATORS:
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
-            mark = sources.SEPARATORS[ending]
+            mark = tables.SEPARATORS[ending]
             writer = csv.DictWriter(file, list(rows[0]), delimiter=mark)
             writer.writeheader()
             writer.writerows(rows)
@@ -71,26 +73,26 @@ def pack(path, ending):
     return found
 
 
-PACKED = [(ending, p) for ending in sources.TABLES[:-1] for p in ("", *sources.PACKED)]
+PACKED = [(ending, p) for ending in tables.TABLES[:-1] for p in ("", *tables.COMPRESSIONS)]
 
 
 @pytest.mark.parametrize("ending, packing", [*PACKED, (".parquet", "")])
 def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     path = pack(write(tmp_path, ending), packing)
-    assert sources.files(str(tmp_path), [ending]) == [path]
+    assert sources.list_files(str(tmp_path), [ending]) == [path]
     cfg = sources.DataConfig(data=str(tmp_path))
-    assert sources.first_columns(cfg, [ending]) == ["id", "body", "kind"]
-    rows = list(sources.rows_of(path, COLUMNS))
+    assert sources.read_column_names(cfg, [ending]) == ["id", "body", "kind"]
+    rows = list(tables.read_rows(path, COLUMNS))
     assert [row["text"] for row, _ in rows] == TEXTS
     assert [int(row["label"]) for row, _ in rows] == [i % 3 for i in range(20)]
     assert all(list(row) == ["text", "label"] for row, _ in rows)
     assert all(place.startswith(f"{path}, ") for _, place in rows)
     with pytest.raises(ValueError) as error:
-        list(sources.rows_of(path, {"text": "words", "label": "kind"}))
-    line = "no column words among id, body, kind; name the one to take with --task.text_column"
+        list(tables.read_rows(path, {"text": "words", "label": "kind"}))
+    line = "no column words among id, body, kind; name the right one with --task.text_column"
     assert line in str(error.value) and str(path) in str(error.value)
     more = {**COLUMNS, "tools": "functions"}
-    found = [row for row, _ in sources.rows_of(path, more, optional={"tools"})]
+    found = [row for row, _ in tables.read_rows(path, more, optional={"tools"})]
     assert found == [{**row, "tools": None} for row, _ in rows]
 
 
@@ -100,25 +102,27 @@ def test_a_packed_file_is_whole_and_no_bomb(tmp_path):
     packed = pack(path, ".gz")
     content = packed.read_bytes()
     packed.write_bytes(content[:-4])
-    assert "GZ: it is broken" in refused(list, sources.rows_of(packed, COLUMNS))
+    assert "GZ: it is damaged" in refused(list, tables.read_rows(packed, COLUMNS))
     packed.write_bytes((tmp_path / "copy.csv").read_bytes())
-    assert "or not packed as its name says" in refused(list, sources.rows_of(packed, COLUMNS))
+    assert "or its ending names another compression" in refused(
+        list, tables.read_rows(packed, COLUMNS)
+    )
     (tmp_path / "a.txt").write_bytes(bytes(2**28 + 1))
     bomb = pack(tmp_path / "a.txt", ".zst")
     assert bomb.stat().st_size < 50_000
-    said = "a.txt.ZST: it holds more than 200 times its size; unpack it if that is right"
-    assert said in refused(list, sources.rows_of(bomb, COLUMNS))
+    said = "a.txt.ZST: its content is more than 200 times its size; decompress it if that is right"
+    assert said in refused(list, tables.read_rows(bomb, COLUMNS))
 
 
 @pytest.mark.parametrize("mark, name", [(";", ";"), ("\t", "tabs"), ("|", "|"), (",", "commas")])
-@pytest.mark.parametrize("ending", sources.SEPARATORS)
+@pytest.mark.parametrize("ending", tables.SEPARATORS)
 def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
     tmp_path, capsys, ending, mark, name
 ):
     (tmp_path / f"a{ending}").write_text(f'body{mark}kind\n"x,y;z"{mark}1\nb{mark}2\n')
-    rows = [row for row, _ in sources.rows_of(tmp_path / f"a{ending}", COLUMNS)]
+    rows = [row for row, _ in tables.read_rows(tmp_path / f"a{ending}", COLUMNS)]
     assert rows == [{"text": "x,y;z", "label": "1"}, {"text": "b", "label": "2"}]
-    own = mark == sources.SEPARATORS[ending]
+    own = mark == tables.SEPARATORS[ending]
     said = f"a{ending}: the fields seem to be separated by {name}, not by "
     assert (said in capsys.readouterr().out) is not own
 
@@ -126,28 +130,28 @@ def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
 def test_a_wrong_column_is_answered_with_the_columns_that_another_separator_gives(tmp_path):
     (tmp_path / "a.csv").write_text("one;two\n1;2\n")
     with pytest.raises(ValueError, match="no column body among one, two; name"):
-        list(sources.rows_of(tmp_path / "a.csv", COLUMNS))
+        list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
 
 
 @pytest.mark.parametrize("first", ["sep=;", '"sep=;"', "sep=,"])
 def test_the_line_that_excel_puts_first_is_no_header(tmp_path, first):
     mark = first.strip('"')[-1]
     (tmp_path / "a.csv").write_text(f"{first}\r\nbody{mark}kind\r\nx{mark}1\r\n")
-    rows = list(sources.rows_of(tmp_path / "a.csv", COLUMNS))
+    rows = list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
     assert [row for row, _ in rows] == [{"text": "x", "label": "1"}]
 
 
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     text = "short " + "x" * 2500 + " end"
-    assert list(sources.for_vocabulary([text])) == [
+    assert list(sources.break_long_words([text])) == [
         "short " + "x" * 1000 + " " + "x" * 1000 + " " + "x" * 500 + " end"
     ]
-    assert list(sources.for_vocabulary(["y" * 1000])) == ["y" * 1000]
+    assert list(sources.break_long_words(["y" * 1000])) == ["y" * 1000]
 
 
 def test_json_lines_in_a_json_file_are_read(tmp_path):
     write(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
-    rows = list(sources.rows_of(tmp_path / "rows.json", COLUMNS))
+    rows = list(tables.read_rows(tmp_path / "rows.json", COLUMNS))
     assert [row["text"] for row, _ in rows] == TEXTS and rows[2][1].endswith(", line 3")
 
 
@@ -157,18 +161,18 @@ def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
     row = '{"text": "x"}'
     content = {".txt": "x", ".csv": "text\nx\n", ".json": f"[{row}]"}.get(ending, row)
     path.write_text(content, encoding="utf-8-sig")
-    [(row, _)] = sources.rows_of(path, {"text": "text"})
+    [(row, _)] = tables.read_rows(path, {"text": "text"})
     assert row == {"text": "x"}
     path.write_text(content, encoding="utf-16")
     said = "it is UTF-16; save it as UTF-8"
-    assert said in refused(list, sources.rows_of(path, {"text": "text"}))
+    assert said in refused(list, tables.read_rows(path, {"text": "text"}))
 
 
 def test_a_role_may_have_several_columns(tmp_path):
     (tmp_path / "a.csv").write_text("body,good,bad\nx,1,0\n")
-    [(row, _)] = sources.rows_of(tmp_path / "a.csv", {"text": "body", "label": ["bad", "good"]})
+    [(row, _)] = tables.read_rows(tmp_path / "a.csv", {"text": "body", "label": ["bad", "good"]})
     assert row == {"text": "x", "label": {"bad": "0", "good": "1"}}
-    wrong = sources.rows_of(tmp_path / "a.csv", {"label": ["good", "odd"]})
+    wrong = tables.read_rows(tmp_path / "a.csv", {"label": ["good", "odd"]})
     assert "no column odd among body, good, bad" in (text := refused(list, wrong))
     assert text.endswith("--task.label_columns")
 
@@ -178,8 +182,8 @@ def test_a_text_file_is_a_row_with_the_name_of_its_folder(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "good" / "notes.md").write_text("no data")
-    found = sources.files(str(tmp_path), (".txt",))
-    rows = [row for file in found for row, _ in sources.rows_of(file, COLUMNS)]
+    found = sources.list_files(str(tmp_path), (".txt",))
+    rows = [row for file in found for row, _ in tables.read_rows(file, COLUMNS)]
     assert rows == [
         {"text": "bad/1.TXT", "label": "bad"},
         {"text": "good/1.txt", "label": "good"},
@@ -193,12 +197,12 @@ def test_linked_folders_count_and_hidden_copies_do_not(tmp_path, monkeypatch):
         (tmp_path / name).write_text(name)
     (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
     data = tmp_path / "data"
-    assert sources.files(str(data), (".txt",)) == [data / "a" / "1.txt", data / "b" / "2.txt"]
+    assert sources.list_files(str(data), (".txt",)) == [data / "a" / "1.txt", data / "b" / "2.txt"]
     monkeypatch.chdir(data)
-    assert sources.files(".", (".txt",)) == [Path("a/1.txt"), Path("b/2.txt")]
+    assert sources.list_files(".", (".txt",)) == [Path("a/1.txt"), Path("b/2.txt")]
     (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data")
     with pytest.raises(ValueError, match="is a link to a folder above itself"):
-        sources.files(str(data), (".txt",))
+        sources.list_files(str(data), (".txt",))
 
 
 def refused(function, *arguments):
@@ -217,8 +221,8 @@ def bound_socket(path):
 
 
 UNREACHABLE = {
-    "a link to nothing": (lambda path: path.symlink_to("none"), "is a link to nothing"),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "is a link to nothing"),
+    "a link to nothing": (lambda path: path.symlink_to("none"), "is a broken link"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "is a broken link"),
     "a pipe": (os.mkfifo, "is neither file nor folder"),
     "a socket": (bound_socket, "is neither file nor folder"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither file nor folder"),
@@ -234,10 +238,10 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, e
     (tmp_path / "data" / "cats" / "1.txt").write_text("a cat")
     monkeypatch.chdir(tmp_path / "data")
     make(tmp_path / "data" / f"dogs{ending}")
-    text = refused(sources.files, str(tmp_path / "data"), (".txt",), "validation_data")
+    text = refused(sources.list_files, str(tmp_path / "data"), (".txt",), "validation_data")
     assert text.startswith("task.validation_data: ") and said in text and "dogs" in text
     if kind != "a folder again":  # and by itself
-        assert "dogs" in refused(sources.files, f"dogs{ending}", (".txt",))
+        assert "dogs" in refused(sources.list_files, f"dogs{ending}", (".txt",))
 
 
 def test_links_in_circles_end(tmp_path):
@@ -246,7 +250,7 @@ def test_links_in_circles_end(tmp_path):
         (tmp_path / "data" / name / "1.txt").write_text(name)
     (tmp_path / "data" / "a" / "to").symlink_to(tmp_path / "data" / "b")
     (tmp_path / "data" / "b" / "to").symlink_to(tmp_path / "data" / "a")
-    assert "remove one" in refused(sources.files, str(tmp_path / "data"), (".txt",))
+    assert "remove one" in refused(sources.list_files, str(tmp_path / "data"), (".txt",))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -257,9 +261,9 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path, inside):
         (tmp_path / "data" / name / "1.txt").write_text(name)
     cfg = sources.DataConfig(data=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
     open_to_all(tmp_path / "data")
-    assert unprivileged(lambda: len(sources.used_files(cfg, (".txt",)))) == ["3", ""]
+    assert unprivileged(lambda: len(cache.hash_input_files(cfg, (".txt",)))) == ["3", ""]
     (tmp_path / "data" / inside).chmod(0)
-    _, said = unprivileged(lambda: sources.used_files(cfg, (".txt",)))
+    _, said = unprivileged(lambda: cache.hash_input_files(cfg, (".txt",)))
     assert "dogs" in said and "Permission denied" in said and "\n" not in said
 
 
@@ -275,13 +279,13 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     ):
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
-    rows, _ = sources.read(cfg, {"text": "text"})
+    rows, _ = sources.read_splits(cfg, {"text": "text"})
     assert len(rows) == 2
-    said = "(passed over 4 other files: 2 .jsonl.xz, 1 .JPG.gz, 1 no ending)"
+    said = "(skipped 4 other files: 2 .jsonl.xz, 1 .JPG.gz, 1 no ending)"
     assert said in " ".join(sorted(capsys.readouterr().out.split("\n")))
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
-    assert said in refused(sources.files, str(tmp_path), sources.TABLES)
+    assert said in refused(sources.list_files, str(tmp_path), tables.TABLES)
 
 
 def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
@@ -289,7 +293,7 @@ def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
     os.mkdir(folder)
     with open(folder + b"/1.txt", "w") as file:
         file.write("text")
-    assert "is not UTF-8" in refused(sources.files, str(tmp_path), (".txt",))
+    assert "is not UTF-8" in refused(sources.list_files, str(tmp_path), (".txt",))
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "x/" * 3000, "a\0b", "~nobody-of-that-name/x"])
@@ -424,7 +428,7 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
 def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as error:
-        list(sources.rows_of(tmp_path / name, COLUMNS))
+        list(tables.read_rows(tmp_path / name, COLUMNS))
     text = str(error.value)
     assert text.startswith("task.data: cannot read ") and said in text and len(text) < 700
     assert text.isprintable() and name[-20:] in text
@@ -432,7 +436,7 @@ def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
 
 def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "a\\ud800", "kind": [{"x": "\\udc00b"}]}')
-    [(row, _)] = sources.rows_of(tmp_path / "a.jsonl", COLUMNS)
+    [(row, _)] = tables.read_rows(tmp_path / "a.jsonl", COLUMNS)
     assert row == {"text": "a?", "label": [{"x": "?b"}]}
 
 
@@ -445,10 +449,10 @@ def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand(tmp_path):
 )  # fmt: skip
 def test_what_is_taken_for_a_name_on_the_hub(data, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert sources.on_hub(data) == hub
+    assert data_hub.is_hub_name(data) == hub
     if hub:
         (tmp_path / data).mkdir(parents=True)
-        assert not sources.on_hub(data)
+        assert not data_hub.is_hub_name(data)
 
 
 # ---- What rows hold, and what is done with it --------------------------------------------------
@@ -476,8 +480,8 @@ TEMPLATES = {
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind):
     task, (template, said) = load_task("causal_lm"), TEMPLATES[kind]
-    limit = sources.time_limit
-    monkeypatch.setattr(sources, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
+    limit = child.time_limit
+    monkeypatch.setattr(child, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
     chat = [{"role": "user", "content": "1 + %d?"}, {"role": "assistant", "content": "2"}]
     row = json.dumps({"messages": chat})
     (tmp_path / "a.jsonl").write_text("".join(f"{row % i}\n" for i in range(3)))
@@ -542,7 +546,7 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     cfg = task.TaskConfig(data=str(folder), cache_dir=str(tmp_path / "cache"), **sizes)
     task.prepare_data(cfg)
     printed = capsys.readouterr().out
-    assert "passed over" in printed and printed.count("\n") <= 5
+    assert "skipped" in printed and printed.count("\n") <= 5
     assert all(line.isprintable() and len(line) < 500 for line in printed.splitlines()), printed
     if name != "causal_lm":
         with open(folder / "a.jsonl", "a") as file:

@@ -195,7 +195,7 @@ def test_rows_without_a_label_are_refused_or_skipped(task, config, tmp_path, cap
     cfg = config(write(tmp_path, rows, kind), incomplete_rows="skip", **numbers)
     task.prepare_data(cfg)
     assert sum(map(len, task.datasets(cfg))) == 20
-    assert "left out 10 of 30 incomplete rows" in capsys.readouterr().out
+    assert "left out 10 incomplete rows of 30" in capsys.readouterr().out
     if not numbers:
         assert json.loads((cfg.folder / "names.json").read_text()) == sorted(map(str, labels[:2]))
 

@@ -191,7 +191,7 @@ def check_texts(texts: list[str]) -> None:
 
 def check_template(tokenizer, texts: list[str]) -> None:
     """Ends the program where the chat template, which is a program too, fails or does not end."""
-    from tasklib.sources import time_limit
+    from tasklib.child import time_limit
 
     for text in texts:
         try:

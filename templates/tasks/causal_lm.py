@@ -29,11 +29,13 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from tasklib import chats, pretrained, sources
-from tasklib.fields import NOTHING, SHAPE
+from tasklib import cache, chats, pretrained, sources
+from tasklib.child import run_in_child
+from tasklib.fields import NOTHING, SHAPE, check_fields, check_ignored_fields
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Row, check_fields, check_read
+from tasklib.sources import DataConfig
+from tasklib.tables import TABLES, Row
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
@@ -41,8 +43,7 @@ Batch = dict[str, torch.Tensor]
 END_OF_TEXT = "<|endoftext|>"
 IGNORED = -100  # the label that cross entropy leaves out
 UNIT = "tokens"
-CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-ENDINGS = (".txt", *sources.TABLES)
+ENDINGS = (".txt", *TABLES)
 SHIPPED = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
 CALLED = {"text": "documents", "prompt": "prompts", "chat": "chats"}  # rows
 
@@ -115,7 +116,7 @@ def best_fit(cfg: TaskConfig) -> bool:
 
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work, as far as they are known: `rows` may still be auto."""
-    sources.check_data(cfg, SHIPPED)
+    sources.check_data_config(cfg, SHIPPED)
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
     nearest = max(1, (min(cfg.hidden_size, 2**16) + unit // 2) // unit) * unit
     new, auto, text = not cfg.model_name_or_path, cfg.rows == "auto", cfg.rows == "text"
@@ -163,7 +164,7 @@ def check(cfg: TaskConfig) -> None:
         "prompt": "prompt_column completion_column",
         "chat": "messages_column tools_column",
     }
-    check_read(
+    check_ignored_fields(
         cfg,
         [
             *((names, not shipped, f"where task.data is {cfg.data}") for names in columns.values()),
@@ -190,7 +191,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     pretrained.check_unread(cfg)
     settle(cfg)
     longest_text(cfg)
-    return sources.prepare(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
+    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
 def settle(cfg: TaskConfig) -> None:
@@ -209,11 +210,11 @@ def settle(cfg: TaskConfig) -> None:
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else sources.digest(folder / "tokenizer.json")
+    return "" if cfg.model_name_or_path else cache.short_digest(folder / "tokenizer.json")
 
 
 def digest(cfg: TaskConfig, folder: Path) -> str:
-    return sources.content(folder)
+    return cache.content_digest(folder)
 
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
@@ -384,13 +385,16 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
 
 
 def prepared_folder(cfg: TaskConfig) -> Path:
-    """Its name stands for all that shapes the data: settings, files and the code from here on."""
+    """Its name depends on all that shapes the data: settings, files and code."""
     names = """rows columns context_length packing too_long vocab_size model_name_or_path
         revision""".split()
     files = [*pretrained.used_files(cfg), *filter(None, [chats.template_file(cfg)])]
-    used = sources.used_files(cfg, ENDINGS, *files, shipped=shipped_files(cfg.data))
+    used = cache.hash_input_files(cfg, ENDINGS, *files, shipped=shipped_files(cfg.data))
     settings = [getattr(cfg, name) for name in names]
-    return sources.cache_folder(cfg, settings, used, CODE + chats.CODE)
+    shaped_by = [chats, shipped_files, shipped_rows, questions, longest_text]
+    shaped_by += [load_tokenizer, build, read, check_text, begin_of, encode, prompt_of]
+    shaped_by += [learn_vocabulary, token_bytes, pack_stream, pack_best_fit]
+    return cache.cache_folder(cfg, settings, used, shaped_by)
 
 
 def shipped_files(data: str) -> list[Path] | None:
@@ -485,7 +489,7 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
 
     train, validation = read(cfg)
     if not cfg.model_name_or_path:
-        sources.in_child(learn_vocabulary, train, cfg, folder)
+        run_in_child(learn_vocabulary, train, cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
     parts, seen = {}, set()
     for part, rows in (("train", train), ("validation", validation)):
@@ -498,7 +502,7 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
     print(f"Prepared: {size}, {share:.1%} of them useful, the rest padding", flush=True)
 
     # Not of the unigram loss: logarithms differ in the last bit from machine to machine.
-    content = sources.content_of(parts)
+    content = cache.hash_columns(parts)
     labels = parts["train"]["labels"]
     frequency = 1 + np.bincount(labels[labels != IGNORED], minlength=len(tokenizer))
     nats, sizes = -np.log(frequency / frequency.sum()), token_bytes(tokenizer)
@@ -522,11 +526,11 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
 def read(cfg: TaskConfig) -> tuple[list[Row], list[Row]]:
     """The rows to train and to evaluate on, all of them such that they can be encoded."""
     shipped = shipped_rows(cfg) if cfg.data in SHIPPED else None
-    train, validation = sources.read(cfg, cfg.columns, ENDINGS, shipped, chats.OPTIONAL)
+    train, validation = sources.read_splits(cfg, cfg.columns, ENDINGS, shipped, chats.OPTIONAL)
     check_row = chats.check_chat if cfg.rows == "chat" else check_text
     field = "validation_data" if cfg.validation_data else "validation_split"
-    train = sources.complete(train, cfg, "data", check_row)
-    validation = validation and sources.complete(validation, cfg, field, check_row)
+    train = sources.keep_valid_rows(train, cfg, "data", check_row)
+    validation = validation and sources.keep_valid_rows(validation, cfg, field, check_row)
     if not train or validation == []:
         empty = field if train else "data"
         raise ValueError(f"task.{empty}: there is no text in {one_line(getattr(cfg, empty), 100)}")
@@ -562,7 +566,7 @@ def check_text(row: dict) -> None:
     """Raises ValueError for a row without text, or without a completion."""
     for role, value in row.items():
         if value is None or (role != "prompt" and not str(value).strip()):
-            raise sources.Incomplete(f"the {role} is empty")
+            raise sources.IncompleteRow(f"the {role} is empty")
         if not isinstance(value, str):
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 
@@ -633,7 +637,7 @@ def learn_vocabulary(rows: list[Row], cfg: TaskConfig, folder: Path) -> None:
             yield from chats.texts(row) if cfg.rows == "chat" else row.values()
 
     tokenizer = ByteLevelBPETokenizer()
-    some = sources.for_vocabulary(texts())
+    some = sources.break_long_words(texts())
     tokenizer.train_from_iterator(some, cfg.vocab_size - 1, show_progress=False)
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(folder / "tokenizer.json"))

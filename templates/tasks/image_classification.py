@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from tasklib import confusion, pretrained, sources
-from tasklib.fields import ROUNDING, SHAPE
+from tasklib import cache, confusion, hub, images, pretrained, sources, tables
+from tasklib.fields import ROUNDING, SHAPE, check_fields, check_ignored_fields
 from tasklib.images import flatten, is_transparent, open_image
 from tasklib.messages import one_line
 
@@ -41,9 +41,8 @@ from tasklib.messages import one_line
 
 Batch = dict[str, torch.Tensor]
 Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and what `look` gives
-CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-ENDINGS = (*sources.TABLES, *IMAGES)
+ENDINGS = (*tables.TABLES, *IMAGES)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ class TaskConfig(sources.DataConfig, pretrained.ModelConfig):
 
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work before anything is read."""
-    sources.check_data(cfg, ["digits"])
+    sources.check_data_config(cfg, ["digits"])
     new, vit, digits = not cfg.model_name_or_path, cfg.architecture == "vit", cfg.data == "digits"
     patch = max(cfg.patch_size, 1) if vit and new else 1
     unit = max(cfg.num_heads, 1) if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
@@ -113,13 +112,13 @@ def check(cfg: TaskConfig) -> None:
     patches = (cfg.image_size // patch) ** 2
     if vit and new:
         rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
-    sources.check_fields(cfg, rules)
+    check_fields(cfg, rules)
     if new:
         layer = (12 if vit else 2) * cfg.hidden_size
         outside = patches + 3 * patch**2 if vit else 0
         pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
     read = "image_column label_column corrupt background incomplete_rows"
-    sources.check_read(cfg, [(read, not digits, "where task.data is digits")])
+    check_ignored_fields(cfg, [(read, not digits, "where task.data is digits")])
     pretrained.check_unread(cfg)
 
 
@@ -135,15 +134,15 @@ def is_color(text: str) -> bool:
 def prepare_data(cfg: TaskConfig) -> Path:
     """Checks the settings, and decodes the images, once, into `prepared_folder(cfg)`."""
     check(cfg)
-    return sources.prepare(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
+    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
-    return sources.digest(folder / "labels.json")
+    return cache.short_digest(folder / "labels.json")
 
 
 def digest(cfg: TaskConfig, folder: Path) -> str:
-    return sources.content(folder)
+    return cache.content_digest(folder)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -383,13 +382,15 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
 
 
 def prepared_folder(cfg: TaskConfig) -> Path:
-    """Its name stands for all that shapes the data: settings, files and the code from here on.
+    """Its name depends on all that shapes the data: settings, files and code.
 
     Images that a table names are not among the files: `build` gives their digests.
     """
     settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt, cfg.background]
-    used = [] if cfg.data == "digits" else sources.used_files(cfg, ENDINGS)
-    return sources.cache_folder(cfg, settings, used, CODE)
+    used = [] if cfg.data == "digits" else cache.hash_input_files(cfg, ENDINGS)
+    shaped_by = [images, stored_side, look, build, named_images, read, check_row]
+    shaped_by += [endings_of, local_rows, opened, square]
+    return cache.cache_folder(cfg, settings, used, shaped_by)
 
 
 def stored_side(cfg: TaskConfig) -> int:
@@ -486,25 +487,25 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
         np.save(folder / f"{name}.npy", values)
     (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
     arrays["images"] = np.array([key for key, _ in found], "S64")  # their digests stand for them
-    return {"content": sources.content_of({"images": arrays}), "named": named}
+    return {"content": cache.hash_columns({"images": arrays}), "named": named}
 
 
-def named_images(cfg: TaskConfig, rows: list[sources.Row]) -> dict[str, str]:
+def named_images(cfg: TaskConfig, rows: list[tables.Row]) -> dict[str, str]:
     """Digests of the images that rows name and that are not files of the data; "": unreadable."""
     known: set[Path] = set()
     for name in ("data", "validation_data"):
         data = getattr(cfg, name)
-        if data and data != "digits" and not (name == "data" and sources.on_hub(data)):
-            known.update(sources.files(data, ENDINGS, name))
+        if data and data != "digits" and not (name == "data" and hub.is_hub_name(data)):
+            known.update(sources.list_files(data, ENDINGS, name))
     paths = [row["image"] for row, _ in rows if isinstance(row["image"], Path)]
-    return sources.digests([path for path in paths if path not in known], cfg, missing="")
+    return cache.hash_files([path for path in paths if path not in known], cfg, missing="")
 
 
-def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
+def read(cfg: TaskConfig) -> tuple[list[tables.Row], list[tables.Row] | None]:
     """Rows of an image and a label, to train on and, where there are such, to evaluate on."""
     columns = {"image": cfg.image_column, "label": cfg.label_column}
     validation = None
-    sources.say_passed_over(cfg, endings_of(cfg.data), shipped=cfg.data == "digits")
+    sources.print_skipped_files(cfg, endings_of(cfg.data), shipped=cfg.data == "digits")
     if cfg.data == "digits":
         from sklearn.datasets import load_digits
 
@@ -512,16 +513,16 @@ def read(cfg: TaskConfig) -> tuple[list[sources.Row], list[sources.Row] | None]:
         images = [Image.fromarray(i) for i in (digits.images * 255 / 16).round().astype(np.uint8)]
         pairs = zip(images, digits.target.tolist(), strict=True)
         train = [({"image": image, "label": label}, "digits") for image, label in pairs]
-    elif sources.on_hub(cfg.data):
+    elif hub.is_hub_name(cfg.data):
         elsewhere = dataclasses.replace(cfg, validation_data="")  # may be a folder of images
-        train, validation = sources.read(elsewhere, columns)
+        train, validation = sources.read_splits(elsewhere, columns)
     else:
         train = local_rows(cfg.data, columns, "data")
     if cfg.validation_data:
         validation = local_rows(cfg.validation_data, columns, "validation_data")
     field = "validation_data" if cfg.validation_data else "validation_split"
-    train = sources.complete(train, cfg, "data", check_row)
-    return train, validation and sources.complete(validation, cfg, field, check_row)
+    train = sources.keep_valid_rows(train, cfg, "data", check_row)
+    return train, validation and sources.keep_valid_rows(validation, cfg, field, check_row)
 
 
 def check_row(row: dict) -> None:
@@ -532,7 +533,7 @@ def check_row(row: dict) -> None:
     for role, value in (("image", image), ("label", label)):
         blank = isinstance(value, (str, bytes)) and not value.strip()
         if value is None or blank or value != value:  # NaN: what pandas writes for nothing
-            raise sources.Incomplete(f"the {role} is empty")
+            raise sources.IncompleteRow(f"the {role} is empty")
     if not isinstance(label, (str, int)):
         raise ValueError(f"the label is {one_line(repr(label), 60)}; give text or a whole number")
     if not isinstance(image, (str, bytes, Path, Image.Image)):
@@ -546,13 +547,13 @@ def endings_of(data: str) -> tuple[str, ...]:
     return tuple(each for each in ENDINGS if not (in_folder and each == ".json"))
 
 
-def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.Row]:
+def local_rows(data: str, columns: dict[str, str], field: str) -> list[tables.Row]:
     """The rows of the tables at a path; without a table, the images in its folders."""
     root, rows = Path(data).expanduser(), []
-    files = sources.files(data, endings_of(data), field)
-    tables = [file for file in files if sources.kind(file) in sources.TABLES]
-    for table in tables:
-        for row, place in sources.rows_of(table, columns, field):
+    files = sources.list_files(data, endings_of(data), field)
+    listed = [file for file in files if tables.file_ending(file) in tables.TABLES]
+    for table in listed:
+        for row, place in tables.read_rows(table, columns, field):
             image = row["image"]
             if isinstance(image, dict) and not image.get("bytes"):
                 image = image.get("path")
@@ -563,7 +564,7 @@ def local_rows(data: str, columns: dict[str, str], field: str) -> list[sources.R
                     raise ValueError(f"task.{field}: cannot read {place}: it is not a file")
                 image = Path(path)
             rows.append(({**row, "image": image}, place))
-    for file in [] if tables else files:
+    for file in [] if listed else files:
         folders = file.relative_to(root).parts[:-1]
         if len(folders) == 1 and not folders[0].startswith("."):  # as .ipynb_checkpoints does
             rows.append(({"image": file, "label": folders[0]}, one_line(file, 200)))

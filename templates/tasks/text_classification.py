@@ -32,17 +32,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasklib import confusion, pretrained, sources
-from tasklib.fields import SHAPE
+from tasklib import cache, confusion, pretrained, sources
+from tasklib.child import run_in_child
+from tasklib.fields import SHAPE, check_fields, check_ignored_fields
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Row, check_fields
+from tasklib.sources import DataConfig
+from tasklib.tables import TABLES, Columns, Row
 
 # transformers takes 4 s to import, datasets and scikit-learn 1 s: they wait for what needs them.
 
 Batch = dict[str, torch.Tensor]
-CODE = Path(__file__).read_text(encoding="utf-8").partition("# ---- Preparation")[2]
-ENDINGS = (".txt", *sources.TABLES)
+ENDINGS = (".txt", *TABLES)
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 TEXTS = ("text", "text_pair")
 TOKENS = ("input_ids", "token_type_ids")  # of a row, one value a token
@@ -100,7 +101,7 @@ class TaskConfig(DataConfig, ModelConfig):
 
 def check(cfg: TaskConfig) -> None:
     """Refuse settings that cannot work before anything is read."""
-    sources.check_data(cfg, ["stdlib"])
+    sources.check_data_config(cfg, ["stdlib"])
     unit = 2 * max(1, cfg.num_heads)  # rotary embeddings turn the dimensions of a head in pairs
     nearest = max(1, (min(cfg.hidden_size, 2**16) + unit // 2) // unit) * unit
     single, several = cfg.problem_type == SINGLE, label_columns(cfg)
@@ -154,7 +155,7 @@ def check(cfg: TaskConfig) -> None:
     plain = cfg.data != "stdlib"
     columns, where = "text_column text_pair_column label_column", "where task.data is stdlib"
     beside = ("label_column", not several, "beside task.label_columns")
-    sources.check_read(cfg, [(columns, plain, where), beside])
+    check_ignored_fields(cfg, [(columns, plain, where), beside])
 
 
 def label_columns(cfg: TaskConfig) -> list[str]:
@@ -170,17 +171,17 @@ def prepare_data(cfg: TaskConfig) -> Path:
     check(cfg)
     pretrained.check_unread(cfg)
     check_model(cfg)
-    return sources.prepare(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
+    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), lambda folder: build(cfg, folder))
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
     """The classes or the scale of the numbers, and the vocabulary of a new model."""
     files = ["names.json", "scale.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
-    return sources.digest(*(folder / name for name in files))
+    return cache.short_digest(*(folder / name for name in files))
 
 
 def digest(cfg: TaskConfig, folder: Path) -> str:
-    return sources.content(folder)
+    return cache.content_digest(folder)
 
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
@@ -377,12 +378,16 @@ AREAS = {
 
 
 def prepared_folder(cfg: TaskConfig) -> Path:
-    """Its name stands for all that shapes the data: settings, files and the code from here on."""
+    """Its name depends on all that shapes the data: settings, files and code."""
     names = """text_column text_pair_column label_column label_columns problem_type class_weights
         max_length token_dropout vocab_size model_name_or_path revision""".split()
     shipped = [file for *_, file in shipped_files()] if cfg.data == "stdlib" else None
-    used = sources.used_files(cfg, ENDINGS, *pretrained.used_files(cfg), shipped=shipped)
-    return sources.cache_folder(cfg, [getattr(cfg, name) for name in names], used, CODE)
+    used = cache.hash_input_files(cfg, ENDINGS, *pretrained.used_files(cfg), shipped=shipped)
+    settings = [AREAS, *(getattr(cfg, name) for name in names)]
+    shaped_by = [shipped_files, shipped_rows, functions, load_tokenizer, build]
+    shaped_by += [scale_of, learn_vocabulary, read, names_in, check_there, labels_of, list_in]
+    shaped_by += [is_bracketed, label_of]
+    return cache.cache_folder(cfg, settings, used, shaped_by)
 
 
 def shipped_files() -> list[tuple[str, str, Path]]:
@@ -484,7 +489,7 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
     train, validation, names = read(cfg)
     if not cfg.model_name_or_path:
         texts = [row[role] for row, _ in train for role in TEXTS if role in row]
-        sources.in_child(learn_vocabulary, texts, cfg, folder)
+        run_in_child(learn_vocabulary, texts, cfg, folder)
     tokenizer = load_tokenizer(cfg, folder)
     marks = (tokenizer.sep_token_id, tokenizer.eos_token_id, -1)
     separator = next(mark for mark in marks if mark is not None)
@@ -540,7 +545,7 @@ def build(cfg: TaskConfig, folder: Path) -> dict[str, str]:
     print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}{some}", flush=True)
     for name, value in (("names", names), ("scale", [mean, deviation])):
         (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
-    return {"content": sources.content_of(parts)}
+    return {"content": cache.hash_columns(parts)}
 
 
 def scale_of(rows: list[Row]) -> tuple[float, float]:
@@ -561,7 +566,7 @@ def learn_vocabulary(texts: list[str], cfg: TaskConfig, folder: Path) -> None:
     from tokenizers.processors import BertProcessing
 
     tokenizer = ByteLevelBPETokenizer()
-    some = sources.for_vocabulary(texts)
+    some = sources.break_long_words(texts)
     tokenizer.train_from_iterator(some, cfg.vocab_size, special_tokens=SPECIAL, show_progress=False)
     _, cls, sep = ((name, tokenizer.token_to_id(name)) for name in SPECIAL)
     tokenizer._tokenizer.post_processor = BertProcessing(sep, cls)
@@ -577,11 +582,11 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
     A number has one name, that of its column.
     """
     several, stdlib = label_columns(cfg), cfg.data == "stdlib"
-    columns: sources.Columns = {"text": cfg.text_column, "label": several or cfg.label_column}
+    columns: Columns = {"text": cfg.text_column, "label": several or cfg.label_column}
     if cfg.text_pair_column:
         columns["text_pair"] = cfg.text_pair_column
     texts = [role for role in TEXTS if role in columns]
-    rows, given = sources.read(cfg, columns, ENDINGS, shipped_rows() if stdlib else None)
+    rows, given = sources.read_splits(cfg, columns, ENDINGS, shipped_rows() if stdlib else None)
     field = "validation_data" if cfg.validation_data else "validation_split"
 
     def check_row(row: dict) -> None:
@@ -597,8 +602,8 @@ def read(cfg: TaskConfig) -> tuple[list[Row], list[Row], list[str]]:
             check_there("label", row["label"])
         row["label"] = label_of(row["label"], cfg.problem_type)
 
-    rows = sources.complete(rows, cfg, "data", check_row)
-    given = given and sources.complete(given, cfg, field, check_row)
+    rows = sources.keep_valid_rows(rows, cfg, "data", check_row)
+    given = given and sources.keep_valid_rows(given, cfg, field, check_row)
     for name, part in (("data", rows), (field, given)):
         if part == []:
             where = one_line(getattr(cfg, name), 100)
@@ -671,7 +676,7 @@ def names_in(row: dict) -> list[str]:
 def check_there(name: str, value: Any) -> None:
     """Raises Incomplete for null, NaN, which tables have in its place, and text of spaces."""
     if value is None or value != value or not str(value).strip():
-        raise sources.Incomplete(f"the {name} is {'NaN' if value != value else 'empty'}")
+        raise sources.IncompleteRow(f"the {name} is {'NaN' if value != value else 'empty'}")
 
 
 def labels_of(values: Any, columns: list[str]) -> list[str]:

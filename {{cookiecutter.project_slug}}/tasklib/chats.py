@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tasklib import sources
+from tasklib import child, sources
+from tasklib.fields import local_path
 from tasklib.messages import one_line
-from tasklib.sources import Incomplete
+from tasklib.sources import IncompleteRow
+from tasklib.tables import replace_surrogates
 
-CODE = Path(__file__).read_text(encoding="utf-8")
 MOST_CHAT = 50_000_000  # bytes of a chat: a template that gives more does not do what it should
 # Columns that rows are known by, of the more structured first; each by its role.
 LAYOUTS: list[tuple[str, dict[str, str]]] = [
@@ -64,7 +65,7 @@ def recognise(cfg: Any, endings: tuple[str, ...]) -> tuple[str, dict[str, str], 
     if rows in ("text", "prompt", *named):
         columns = {role: fields[role] for role in kinds if kinds[role] == rows}
     else:
-        names = sources.first_columns(cfg, endings)
+        names = sources.read_column_names(cfg, endings)
         known = [(kind, columns) for kind, columns in LAYOUTS if rows in ("auto", kind)]
         fits = [each for each in known if {*each[1].values()} <= {*names}]
         if not fits:
@@ -111,7 +112,7 @@ def check_chat(row: dict) -> None:
     tools = parsed(tools, "tools") if isinstance(tools, str) else filled(tools)
     tools = [parsed(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
-        raise Incomplete("there are no messages")
+        raise IncompleteRow("there are no messages")
     if not isinstance(messages, list):
         raise ValueError(
             f"messages is {short(messages)} but must be a list of objects with role and content"
@@ -124,13 +125,13 @@ def check_chat(row: dict) -> None:
                 f"weight of message {number} is {message['weight']!r:.60}; give 0 or 1"
             )
     if any(n > 1 for n, _ in answers) and not any(map(is_learnt, row["messages"][1:])):
-        raise Incomplete("no message of the assistant is to be learnt: all have the weight 0")
+        raise IncompleteRow("no message of the assistant is to be learnt: all have the weight 0")
     if not any(number > 1 for number, _ in answers):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
-        raise Incomplete(f"no message after the first has the role assistant (roles: {roles})")
+        raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
     for number, message in answers:
         if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
-            raise Incomplete(f"message {number}, of the assistant, is empty")
+            raise IncompleteRow(f"message {number}, of the assistant, is empty")
     if tools:
         if not isinstance(tools, list) or not all(map(name_of, tools)):
             raise ValueError(
@@ -151,7 +152,7 @@ def turns(row: dict) -> list[dict[str, str]]:
         if not isinstance(text, str):
             raise ValueError(f"the {role} is {short(text)} but must be text")
         if role != "input" and not text.strip():
-            raise Incomplete(f"there is no {role}")
+            raise IncompleteRow(f"there is no {role}")
     asked = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
     return [
         {"role": "user", "content": asked},
@@ -187,7 +188,7 @@ def message_of(message: Any, where: str) -> dict:
             raise ValueError(f"tool_calls of {where} is {short(calls)} but must be a list")
         found["tool_calls"] = [call_of(call, where) for call in calls]
     elif "content" not in found:
-        raise Incomplete(f"{where} has no content")
+        raise IncompleteRow(f"{where} has no content")
     return {"content": "", **found}
 
 
@@ -216,7 +217,7 @@ def parsed(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return sources.cell(json.loads(value)) if value.strip() else None
+        return replace_surrogates(json.loads(value)) if value.strip() else None
     except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
         raise ValueError(f"{what} is {short(value)}, which is no JSON ({problem})") from None
@@ -249,7 +250,7 @@ def short(value: Any) -> str:
 
 def template_file(cfg: Any) -> Path | None:
     """The file that the field names."""
-    path = sources.local_path(cfg.chat_template, "chat_template")
+    path = local_path(cfg.chat_template, "chat_template")
     if cfg.chat_template and not path.is_file():
         raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
     if cfg.chat_template and path.stat().st_size > 1_000_000:
@@ -362,7 +363,7 @@ def chat_text(
 ) -> str:
     """What the chat template makes of messages: a program, which may fail, or not end."""
     try:
-        with sources.time_limit(10):
+        with child.time_limit(10):
             text = tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, **options
             )

@@ -1,11 +1,18 @@
-"""Types and metadata for the fields of a TaskConfig.
+"""Types, metadata and rules for the fields of a TaskConfig.
 
 A type states which values a field takes: a wrong one is refused with the type's description. The
 metadata says what a change of the field does to a run that continues; without it, the change
-affects the result and has to be accepted.
+affects the result and has to be accepted. Rules between fields are functions.
 """
 
-from jsonargparse.typing import restricted_number_type
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from jsonargparse.typing import OpenUnitInterval, restricted_number_type
+
+from tasklib.messages import one_line
 
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
@@ -20,3 +27,48 @@ def number_type(name: str, base: type, first: float, last: float) -> type:
 
 # At least 0 and below 1.
 Dropout = restricted_number_type("Dropout", float, [(">=", 0), ("<", 1)])
+Fraction = OpenUnitInterval  # above 0 and below 1
+
+
+def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+    """Raises ValueError for the first violated rule: (field, whether it holds, expected value)."""
+    for name, value in vars(cfg).items():
+        if isinstance(value, str) and value != value.encode(errors="replace").decode():
+            raise ValueError(f"task.{name}: {one_line(value, 60)} is not UTF-8")
+    for name, holds, expected in rules:
+        if not holds:
+            value = one_line(repr(getattr(cfg, name)), 60)
+            raise ValueError(f"task.{name} is {value} but must be {expected}")
+
+
+def check_ignored_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+    """Raises ValueError for the first field that is set although the other settings ignore it.
+
+    `rules`: (names of fields, whether they are used, the circumstance that makes them ignored).
+    """
+    defaults = {each.name: each.default for each in dataclasses.fields(cfg)}
+    for names, used, circumstance in rules:
+        for name in names.split():
+            value = getattr(cfg, name)
+            if not used and value != defaults[name]:
+                value, default = (one_line(repr(v), 60) for v in (value, defaults[name]))
+                raise ValueError(
+                    f"task.{name} is {value}, but nothing reads it {circumstance}; leave it out, "
+                    f"or give its default, {default}"
+                )
+
+
+def local_path(text: str, field: str) -> Path:
+    """The path in a field, whether it exists or not.
+
+    Raises ValueError for a text that cannot be a path, and for one without permission to look.
+    """
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, an unknown ~user
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"task.{field}: {one_line(text, 60)}: {reason}; give another") from None
+    return path

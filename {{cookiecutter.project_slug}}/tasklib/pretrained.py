@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import psutil
 
-from tasklib.fields import NOTHING
+from tasklib.fields import NOTHING, check_ignored_fields, local_path
+from tasklib.hub import is_local_name
 from tasklib.messages import one_line, say
-from tasklib.sources import check_read, is_path, local_path
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -43,7 +43,7 @@ def folder_of(cfg: ModelConfig) -> Path | None:
         problem = f"{one_line(name, 100)} is a file; give the folder that it is in"
     elif Path("runs/default") in (folder, *folder.parents):
         problem = f"there is no folder {one_line(name, 100)}; run make train first"
-    elif is_path(name):
+    elif is_local_name(name):
         problem = f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME "
         problem += "of the Hub, and no folder called OWNER here"
     else:
@@ -58,7 +58,7 @@ def check_unread(cfg: ModelConfig) -> None:
     """
     hub = bool(cfg.model_name_or_path and not folder_of(cfg))
     fields = "revision trust_remote_code"
-    check_read(cfg, [(fields, hub, "without a model on the Hub to start from")])
+    check_ignored_fields(cfg, [(fields, hub, "without a model on the Hub to start from")])
 
 
 def check_memory(weights: int) -> None:

@@ -1,0 +1,388 @@
+"""Prepared data on disk: a folder whose name depends on all that shapes it, written once.
+
+Two digests matter. The key (`cache_folder`) names the folder; it depends on the input: settings,
+files, code. The content digest (`hash_columns`) depends on the output: the rows themselves.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import hashlib
+import inspect
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from tasklib import hub, sources, tables
+from tasklib.fields import local_path
+from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
+from tasklib.messages import one_line
+from tasklib.sources import DataConfig
+
+INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
+
+
+# ---- Key -----------------------------------------------------------------------------------------
+
+
+def cache_folder(
+    cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[ModuleType | Callable]
+) -> Path:
+    """The folder for prepared data; its name is a hash of all that shapes the data.
+
+    `settings`: values of the task's own fields, and `used`: the files (`hash_input_files`), both as
+    JSON. `shaped_by`: modules, and single functions or classes, whose source shapes the data; a
+    function that is missing here changes without a new key. The fields of DataConfig and the
+    modules that read rows always count.
+    """
+    fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
+    del fields["cache_dir"]
+    code = [read_source(part) for part in (sources, tables, hub, *shaped_by)]
+    key = hashlib.sha256(json.dumps([fields, settings, used, code]).encode()).hexdigest()[:16]
+    return local_path(cfg.cache_dir, "cache_dir") / key
+
+
+@functools.cache  # an edit during the preparation must not change the key
+def read_source(part: ModuleType | Callable) -> str:
+    """The source of a module, function or class."""
+    return inspect.getsource(part)
+
+
+def hash_input_files(
+    cfg: DataConfig, endings: Iterable[str], *more: Path, shipped: list[Path] | None = None
+) -> list[list]:
+    """Paths and digests of the files that the data comes from, for `cache_folder`.
+
+    Data on the Hub counts by its commit, which is checked here. Skipped files are counted, so that
+    a new one is reported. `more`: files beside the data, such as a tokenizer. `shipped`: the files,
+    if `data` names data that the task brings along.
+    """
+    found, skipped, given = [*more, *(shipped or [])], [], []
+    if shipped is None and hub.is_hub_name(cfg.data):
+        hub.check_commit(cfg)
+    elif shipped is None:
+        check_cache_outside_data(cfg)
+        given.append(("data", cfg.data))
+    if cfg.validation_data:
+        given.append(("validation_data", cfg.validation_data))
+    for name, path in given:
+        paths, others = sources.find_files(path, endings, name)
+        found += paths or sources.list_files(path, endings, name)  # raises, with the reason
+        skipped.append(others)
+    return [*hash_files(found, cfg).items(), *(sorted(each.items()) for each in skipped)]
+
+
+def check_cache_outside_data(cfg: DataConfig) -> None:
+    """Raises ValueError if prepared data would count as data, which would change its own key."""
+    cache, data = (local_path(path, "data").resolve() for path in (cfg.cache_dir, cfg.data))
+    below = cache.relative_to(data).parts if cache.is_relative_to(data) else (".",)
+    if not any(part.startswith(".") for part in below):
+        raise ValueError(
+            f"task.cache_dir: {one_line(cfg.cache_dir, 60)} lies in task.data: give another"
+        )
+
+
+# ---- Content -------------------------------------------------------------------------------------
+
+
+def hash_columns(parts: dict[str, dict[str, Any]]) -> str:
+    """64 hex digits for the columns of each part: names, types, shapes and values.
+
+    A column is an array, or a list of arrays of one type. The digest is the same on every machine
+    and with every version of the libraries; the bytes of Arrow files are not.
+    """
+    total = hashlib.sha256()
+    for part, columns in parts.items():
+        for name, values in sorted(columns.items()):
+            arrays = [values] if isinstance(values, np.ndarray) else values
+            shapes = [array.shape for array in arrays]
+            dtype = arrays[0].dtype.newbyteorder("<") if arrays else np.dtype(bool)
+            total.update(repr((part, name, dtype.str, shapes)).encode())
+            for array in arrays:
+                total.update(np.ascontiguousarray(array, dtype))
+    return total.hexdigest()
+
+
+def content_digest(folder: Path) -> str:
+    """The "content" that `build` returned when the folder was prepared."""
+    return read_index(folder)["content"]
+
+
+def short_digest(*files: Path) -> str:
+    """16 hex digits for the content of files."""
+    digests = (hashlib.sha256(file.read_bytes()).digest() for file in files)
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+
+
+# ---- Digests of files ----------------------------------------------------------------------------
+
+
+def file_stamp(status: os.stat_result) -> list[int]:
+    """Size, times and inode. They change with the file: its ctime cannot be set back."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def hash_file(path: Path | str) -> tuple[str, list[int]]:
+    """A file's SHA-256 and its stamp. Raises OSError, also for a pipe or device: it may block."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+        status, digest, block = os.fstat(file.fileno()), hashlib.sha256(), bytearray(1 << 20)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, "not a file", str(path))
+        while size := file.readinto(block):
+            digest.update(memoryview(block)[:size])
+    return digest.hexdigest(), file_stamp(status)
+
+
+def map_in_threads(function: Callable, items: list) -> list:
+    """[function(item) for item in items], in threads: hashing and reading release the GIL."""
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
+        return list(pool.map(function, items))
+
+
+def hash_files(
+    paths: Iterable[Path], cfg: DataConfig, missing: str | None = None
+) -> dict[str, str]:
+    """SHA-256 of each file by its path. `missing`: the digest of an unreadable file; None: raise.
+
+    A memo in the cache folder spares reading files whose size, times and inode are the same. A file
+    that changed less than two seconds before it was read is not in the memo: another change might
+    leave the same times. Of processes that start together, the first reads and the others wait for
+    its memo; if the memo cannot be written, each reads. Raises ValueError for an unreadable file.
+    """
+    cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
+
+    def read_memo() -> dict[str, str]:
+        memo, digests = read_json_object(cache / "digests.json"), {}
+        for name in names:
+            saved = memo.get(os.path.abspath(name))
+            if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
+                with contextlib.suppress(OSError, ValueError):  # hash_or_raise reports it
+                    if file_stamp(os.stat(name)) == saved[:4]:
+                        digests[name] = saved[4]
+        return digests
+
+    def hash_or_raise(name: str) -> tuple[str, list[int]]:
+        try:
+            return hash_file(name)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            if missing is not None:
+                return missing, []
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise ValueError(
+                f"cannot read {one_line(name, 200)}: {reason}; fix or remove it"
+            ) from None
+
+    digests = read_memo()
+    if len(digests) < len(names):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError, NotImplementedError):  # a read-only disk
+                stack.enter_context(file_lock(cache / "digests.lock"))
+                digests = read_memo()
+            now, new = time.time_ns(), [name for name in names if name not in digests]
+            hashed = dict(zip(new, map_in_threads(hash_or_raise, new), strict=True))
+            digests |= {name: digest for name, (digest, _) in hashed.items()}
+            settled = {
+                os.path.abspath(name): [*stamp, digest]
+                for name, (digest, stamp) in hashed.items()
+                if stamp and now - stamp[2] > 2_000_000_000
+            }
+            if settled:
+                memo = read_json_object(cache / "digests.json")
+                try_write_json(cache / "digests.json", memo | settled)
+    return {name: digests[name] for name in names}
+
+
+def file_lock(path: Path) -> Any:
+    """A context manager: a lock between processes. Raises OSError if its file is not writable."""
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(path)
+
+
+def try_write_json(path: Path, value: dict) -> None:
+    """Replaces a small file of the cache; a failure is ignored, as only time is lost."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(value), encoding="utf-8")
+        partial.replace(path)
+    with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+
+
+# ---- Prepared folders ----------------------------------------------------------------------------
+
+
+def prepare_once(
+    cfg: DataConfig, name_folder: Callable[[], Path], build: Callable[[Path], dict]
+) -> Path:
+    """The prepared folder that `name_folder` names; `build(folder)` fills it if it is not intact.
+
+    `build` returns {"content": `hash_columns(...)`, "named": digests of input files that are not
+    part of the key} for the index, which is written last. Safe for processes that start together:
+    one builds, the others wait; if it fails, all raise its error. Leftovers of killed processes do
+    not count, and the next process removes them.
+    """
+    start, folder = time.time(), name_folder()
+    if is_verified(folder) and not find_fault(folder, cfg):
+        return folder
+    unfinished, failed = folder.with_suffix(".unfinished"), folder.with_suffix(".failed")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(folder.with_suffix(".lock")))
+        except (OSError, NotImplementedError) as error:
+            if not find_fault(folder, cfg):  # intact, on a read-only disk
+                return folder
+            raise write_error(folder, error) from None
+        fault = find_fault(folder, cfg)
+        if not fault:
+            return folder
+        failure = read_json_object(failed)
+        if isinstance(failure.get("at"), float) and failure["at"] > start:
+            raise ValueError(str(failure.get("problem")))
+        try:
+            remove(unfinished)
+            if os.path.lexists(folder):
+                print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
+                discarded = folder.with_suffix(f".discarded-{os.getpid()}")
+                remove(discarded)
+                folder.rename(discarded)  # before deleting: another run may have it open
+                remove(discarded)
+            unfinished.mkdir()
+            facts = build(unfinished)
+            if name_folder() != folder:
+                raise ValueError("task.data: files changed during the preparation: start again")
+            commit_folder(folder, unfinished, facts)
+            remove(failed)
+        except BaseException as error:
+            remove(unfinished)  # frees a full disk
+            if isinstance(error, MemoryError):
+                problem = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
+                error = ValueError(f"task.data: {problem}: give fewer rows ({one_line(error, 60)})")
+            elif isinstance(error, OSError) and error.errno in PERMANENT_ERRORS:
+                error = write_error(folder, error)
+            if isinstance(error, ValueError):
+                try_write_json(failed, {"at": time.time(), "problem": str(error)})
+            raise error from None
+    return folder
+
+
+def write_error(folder: Path, error: Exception) -> ValueError:
+    reason = getattr(error, "strerror", None) or one_line(error)
+    return ValueError(f"task.cache_dir: cannot write {one_line(folder, 100)}: {reason}")
+
+
+def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
+    """Turns a filled folder into prepared data. Files, index and names reach the disk in turn.
+
+    The index holds the size and SHA-256 of each file, and its own SHA-256.
+    """
+    paths = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    hashed = map_in_threads(lambda path: (flush(path), hash_file(path))[1], paths)
+    files = {
+        path.relative_to(unfinished).as_posix(): [stamp[0], digest]
+        for path, (digest, stamp) in zip(paths, hashed, strict=True)
+    }
+    text = json.dumps({**facts, "files": files}).encode()
+    own = hashlib.sha256(text).hexdigest().encode()
+    (unfinished / INDEX).write_bytes(own + b"\n" + text + b"\n")
+    for path in [unfinished / INDEX, *(p for p in unfinished.rglob("*") if p.is_dir())]:
+        flush(path)
+    flush(unfinished)
+    unfinished.rename(folder)
+    flush(folder.parent)
+    note_verified(folder, folder_stamps(folder))
+
+
+def read_index(folder: Path) -> dict:
+    """The index of a prepared folder; raises ValueError if it is missing or damaged."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise ValueError("has no index")
+    own, _, text = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != own:
+        raise ValueError("has a damaged index")
+    return json.loads(text)
+
+
+def folder_stamps(folder: Path) -> dict[str, list[int]]:
+    """The stamp of each file below a folder; an empty one for a link, a pipe or a device.
+
+    Hidden files do not count: file managers and network disks create them.
+    """
+    stamps = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        below = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in below.parts)
+        if not stat.S_ISDIR(status.st_mode) and not hidden:
+            regular = stat.S_ISREG(status.st_mode)
+            stamps[below.as_posix()] = file_stamp(status) if regular else []
+    return stamps
+
+
+def find_fault(folder: Path, cfg: DataConfig) -> str:
+    """The fault of a prepared folder, or of the input files it names; empty: it is intact.
+
+    Each call compares names, sizes and the index's digest. All bytes are compared only on the first
+    call since the machine started, and when a stamp has changed since: reading all at each start
+    takes as long as the disk does, and a damage by disk or crash comes with one of these.
+    """
+    try:
+        index, stamps = read_index(folder), folder_stamps(folder)
+        files, named = index["files"], index.get("named", {})
+        sizes = {name: stamp[:1] for name, stamp in stamps.items() if name != INDEX}
+        wrong = [n for n in {**sizes, **files} if sizes.get(n) != files.get(n, [])[:1]]
+        if not wrong and not is_verified(folder):
+            digests = map_in_threads(lambda name: hash_file(folder / name)[0], list(files))
+            pairs = zip(files.items(), digests, strict=True)
+            wrong = [name for (name, (_, digest)), now in pairs if digest != now]
+        if wrong:
+            return f"has a damaged file: {one_line(wrong[0], 60)}"
+        note_verified(folder, stamps)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT):
+            raise  # not the files' fault
+        return getattr(error, "strerror", None) or str(error)
+    digests = hash_files(map(Path, named), cfg, missing="")
+    changed = next((name for name in named if digests[name] != named[name]), "")
+    return changed and f"is out of date, as {one_line(changed, 100)} has changed"
+
+
+def boot_id() -> list[str]:
+    """An id that changes when this machine starts, and its name; empty on systems without one."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]
+    except OSError:
+        return []
+
+
+def verified_file(folder: Path) -> Path:
+    """The file with this machine's note; other machines may share the disk."""
+    return folder.with_suffix(f".{socket.gethostname()}.seen")
+
+
+def is_verified(folder: Path) -> bool:
+    """Whether this machine, since it started, wrote or verified the files as they are now."""
+    try:
+        stamps = folder_stamps(folder)
+    except OSError:
+        return False
+    note = read_json_object(verified_file(folder))
+    return bool(boot_id()) and note == {"boot": boot_id(), "files": stamps}
+
+
+def note_verified(folder: Path, stamps: dict[str, list[int]]) -> None:
+    """Notes that the files with these stamps are intact."""
+    if boot_id():
+        try_write_json(verified_file(folder), {"boot": boot_id(), "files": stamps})
