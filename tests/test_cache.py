@@ -160,6 +160,30 @@ def test_model_files_templates_and_counts_of_other_files_are_part_of_the_key(tmp
     assert len(set(keys)) == 3
 
 
+SHAPED = """
+def encode(text):
+    return text.split()
+
+def loss_sum(model, batch):
+    return 0
+"""
+
+
+def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    edits = {"first": SHAPED, "loss": SHAPED.replace("0", '"""The loss."""'), "again": SHAPED}
+    edits["encoding"] = SHAPED.replace("split()", "split(' ')")
+    keys = {}
+    for name, code in edits.items():
+        (tmp_path / f"shaped_{name}.py").write_text(code)
+        module = load_task(f"shaped_{name}")
+        parts = {"function": [module.encode], "module": [module]}
+        keys[name] = {k: cache.cache_folder(cfg, [], [], part) for k, part in parts.items()}
+    functions, modules = ({n: key[k] for n, key in keys.items()} for k in ("function", "module"))
+    assert functions["first"] == functions["loss"] == functions["again"] != functions["encoding"]
+    assert modules["first"] == modules["again"] and len({*modules.values()}) == 3
+
+
 def test_the_cache_does_not_lie_among_the_data(tmp_path):
     (tmp_path / "a.jsonl").write_text("{}")
     cfg = sources.DataConfig(data=str(tmp_path), cache_dir=str(tmp_path / "cache"))
@@ -424,7 +448,9 @@ def test_what_goes_wrong_in_a_child_is_one_line(tmp_path):
     assert (tmp_path / "done").read_text() == "it is"
     with pytest.raises(ValueError, match="^task.data: two lines; give fewer or other rows$"):
         child.run_in_child(fail)
-    with pytest.raises(ValueError, match="ended by SIGKILL, perhaps for want of memory"):
+    with pytest.raises(
+        ValueError, match="SIGKILL ended its preparation, perhaps for lack of memory"
+    ):
         child.run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with contextlib.suppress(ChildProcessError):
         assert os.waitpid(-1, os.WNOHANG) == (0, 0)
@@ -455,8 +481,7 @@ def test_the_digest_of_a_task_is_that_of_its_values(tmp_path, task_name):
         if task_name == "causal_lm" and i == 2:
             file.write_text(file.read_text().replace("text 70 of", "text 71 of"))
         task, cfg = small(task_name, data=str(file), cache_dir=str(tmp_path / f"cache{i}"))
-        task.prepare_data(cfg)
-        found.append(task.digest(cfg))
+        found.append(task.digest(cfg, task.prepare_data(cfg)))
     assert found[0] == found[1] != found[2] and len(found[0]) == 64
 
 
@@ -479,8 +504,7 @@ def test_images_that_a_table_names_are_looked_at(tmp_path, capsys, monkeypatch):
     cfg = task.TaskConfig(data=str(pictures(tmp_path)), cache_dir=cache, image_size=8, min_crop=1.0)
 
     def digest():
-        task.prepare_data(cfg)
-        return task.digest(cfg), capsys.readouterr().out
+        return task.digest(cfg, task.prepare_data(cfg)), capsys.readouterr().out
 
     before, printed = digest()
     assert "12 images" in printed and digest() == (before, "")
