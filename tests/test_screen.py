@@ -281,10 +281,10 @@ def test_losses_of_other_validation_data_do_not_count(quick, tmp_path):
 
 LENGTHS = [
     # recipe, flags, steps (37 samples in steps of 8), what is said
-    ("max_steps: 12", ["--num_epochs", 3], 14, "--num_epochs 3.0 takes the place of max_steps 12"),
+    ("max_steps: 12", ["--num_epochs", 3], 14, "--num_epochs 3.0 replaces max_steps 12"),
     ("num_epochs: 1", [], 5, ""),
-    ("num_epochs: 1", ["--max_steps", 3], 3, "--max_steps 3 takes the place of num_epochs 1"),
-    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3, "takes the place of num_epochs 1"),
+    ("num_epochs: 1", ["--max_steps", 3], 3, "--max_steps 3 replaces num_epochs 1"),
+    ("max_steps: 0\nnum_epochs: 1", ["--max_steps", 3], 3, "replaces num_epochs 1"),
     ("max_steps: 12", ["--max_steps", 0, "--num_epochs", 1], 5, ""),
     ("seed: 1", ["--max_steps", 7], 7, ""),
 ]
@@ -306,7 +306,11 @@ REFUSED = [
     ("seed: 1", ["--max_steps", 0], "max_steps and num_epochs are both 0; one must be above 0"),
     ("seed: 1", ["--max_steps", 3, "--num_epochs", 1], "the command line gives both max_steps and"),
     ("max_steps: 3\nnum_epochs: 1", [], "the recipe gives both max_steps and num_epochs"),
-    ("task: {data: x, rows: y}", [], "the section task belongs to another task: data and rows are"),
+    (
+        "task: {data: x, rows: y}",
+        [],
+        "section task belongs to another task: data and rows are not",
+    ),
     ("task: {sampels: 3}", [], "there is no field task.sampels; did you mean task.samples?"),
 ]
 

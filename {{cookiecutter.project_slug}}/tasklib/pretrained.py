@@ -20,6 +20,7 @@ from tasklib.messages import one_line, say
 class ModelConfig:
     """Fields that all tasks have for a model of transformers."""
 
+    # Pretrained model
     model_name_or_path: str = ""
     """Weights to start from: a model on the Hub, or a folder such as runs/default/model; empty: new
     weights, and a model of the sizes below."""

@@ -24,6 +24,7 @@ from tasklib.tables import TABLES, Columns, Row
 class DataConfig:
     """The data fields that all tasks share."""
 
+    # Data
     data: str = ""
     """Training rows: a file, a folder, or the name of a data set on the Hub."""
     data_config: str = ""

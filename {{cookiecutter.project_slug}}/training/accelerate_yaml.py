@@ -1,6 +1,6 @@
-"""The accelerate YAML as `--check` sees it: how many processes, and whether this machine has them.
+"""Checks an accelerate YAML for `--check`: its number of processes, and the GPUs that they need.
 
-accelerate's launcher reads the same file when it starts the processes.
+accelerate's launcher reads the same file later, when it starts the processes.
 """
 
 import difflib
@@ -25,9 +25,9 @@ from training.console import one_line
 
 
 def launcher_number(name: str, otherwise: int) -> int:
-    """The number that launch.py was given as --name, or else that of the YAML.
+    """The number that launch.py got as --name; without one `otherwise`, the number of the YAML.
 
-    Raises ValueError where it is none.
+    Raises ValueError for a text that is not a whole number from 1 to 999,999.
     """
     text = os.environ.get(f"LAUNCH_{name.removeprefix('num_').upper()}")
     if text is None:
@@ -38,9 +38,9 @@ def launcher_number(name: str, otherwise: int) -> int:
 
 
 def count_processes(path: Path) -> int:
-    """Processes, on all machines, that accelerate starts for one of its YAMLs.
+    """The number of processes, on all machines, that accelerate starts for this YAML.
 
-    Raises ValueError where accelerate would not understand it, or this machine cannot do it.
+    Raises ValueError if accelerate would refuse or misread the file, or if this machine lacks GPUs.
     """
     try:
         fields = plain_value(compose_yaml(read_small_file(path)))
@@ -57,7 +57,7 @@ def count_processes(path: Path) -> int:
             if type(value) is not int or value < first:
                 raise ValueError(f"{key} is {value}; give a whole number from {first}")
         for key, value in fields.items():
-            kind = union_members(kinds[key])  # those of true or false may be words: 'no'
+            kind = union_members(kinds[key])  # fields of true or false may be words: 'no'
             if key != "mixed_precision" and kind[0] in (int, str, dict) and type(value) not in kind:
                 quotes = ", in quotes" if kind[0] is str else ""
                 raise ValueError(f"{key} is {value}; give {describe_type(kind[0])}{quotes}")
@@ -80,8 +80,7 @@ def count_processes(path: Path) -> int:
     if processes < 1 or processes % machines:
         number = processes if processes > 0 else "missing"
         raise ValueError(
-            f"{path}: num_processes is {number}; give a number that the machines, {machines}, "
-            "can share equally"
+            f"{path}: num_processes is {number}; give a number that num_machines, {machines}, divides"
         )
     precision, precisions = hardware.mixed_precision or "no", PrecisionType.list()
     if str(precision) not in precisions:
@@ -92,7 +91,7 @@ def count_processes(path: Path) -> int:
         )
     if kind == "NO" and processes > 1 or kind == "MULTI_CPU":
         raise ValueError(
-            f"{path}: distributed_type {kind} starts one process alone, and num_processes is "
+            f"{path}: distributed_type {kind} starts only one process, but num_processes is "
             f"{processes}; see cpu_multi.yaml and multi_gpu.yaml"
         )
     if hardware.use_cpu or str(hardware.gpu_ids).startswith("-1"):
@@ -103,7 +102,7 @@ def count_processes(path: Path) -> int:
     gpus = torch.accelerator.device_count()
     if gpus < here:
         raise ValueError(
-            f"{path}: it takes {here} GPUs of this machine, which has {gpus}; "
-            + (f"set num_processes to {gpus}" if gpus else "take cpu.yaml")
+            f"{path}: it needs {here} GPUs on this machine, which has {gpus}; "
+            + (f"set num_processes to {gpus}" if gpus else "use cpu.yaml")
         )
     return processes

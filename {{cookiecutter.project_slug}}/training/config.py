@@ -1,15 +1,14 @@
-"""A dataclass from a recipe and flags, strictly: every mistake is one line that says what to write.
+"""Builds the config dataclass from a recipe and flags. Each mistake is a ValueError of one line.
 
-Only fields can be given, and a value is read as the type of its field says. jsonargparse prints the
-help and has the types of numbers. It does not read values: in them it looks for names of classes,
-which it imports, and for YAML, whose aliases multiply. For `--check` this file also reads the YAML
-of the hardware, which accelerate's launcher reads otherwise.
+Only fields can be set, and the type of a field decides how its value is read. jsonargparse prints
+the help and has the types of numbers, but it does not parse values: it would import classes that a
+value names, and expand YAML aliases, which multiply.
 """
 
-import argparse
 import dataclasses
 import difflib
 import functools
+import inspect
 import re
 import stat
 from collections.abc import Mapping
@@ -25,9 +24,9 @@ from jsonargparse.typing import restricted_number_type
 
 from training.console import one_line
 
-RECIPE = "configs/train/default.yaml"  # without --config
-LARGEST_FILE = 100_000  # bytes, for which PyYAML takes a second
-DEEPEST = 20  # lists and mappings inside each other
+RECIPE = "configs/train/default.yaml"  # the default of --config
+MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
+MAX_DEPTH = 20  # of nested lists and mappings
 NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "merge"))
 
 
@@ -35,10 +34,10 @@ NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "me
 
 
 class StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader for YAML that is what it looks like.
+    """PyYAML's safe loader, without surprises.
 
-    Of a key given twice the last one does not win silently. What can grow beyond its text, or is
-    meant for programs, is refused: anchors and aliases, tags, merge keys, deep nesting.
+    Refuses duplicate keys, of which the last would win silently, and all that can grow beyond its
+    text or is meant for programs: anchors and aliases, tags, merge keys, deep nesting.
     """
 
     depth = 0
@@ -47,14 +46,17 @@ class StrictLoader(yaml.SafeLoader):
         event = self.peek_event()
         line = event.start_mark.line + 1
         if getattr(event, "anchor", None):
-            raise ValueError(f"line {line}: there is & or *; quote it, or write the value itself")
+            raise ValueError(
+                f"line {line}: & and * (anchors, aliases) are not supported; quote the text, or "
+                "write the value itself"
+            )
         if getattr(event, "tag", None):
             raise ValueError(
-                f"line {line}: there is the tag {event.tag}; quote it, or leave it out"
+                f"line {line}: the tag {event.tag} is not supported; quote it, or leave it out"
             )
         self.depth += 1
-        if self.depth > DEEPEST:
-            raise ValueError(f"line {line}: more than {DEEPEST} lists or mappings in each other")
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"line {line}: lists or mappings are nested deeper than {MAX_DEPTH}")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -64,7 +66,7 @@ class StrictLoader(yaml.SafeLoader):
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
-                raise ValueError(f"line {line}: a key is a name, and not <<, a list or a mapping")
+                raise ValueError(f"line {line}: a key must be a name, not <<, a list or a mapping")
             if key.value in lines:
                 first = lines[key.value]
                 raise ValueError(f"{key.value} is given twice, in line {first} and line {line}")
@@ -73,7 +75,7 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def compose_yaml(text: str) -> yaml.Node:
-    """YAML as PyYAML's nodes, which have lines; raises ValueError."""
+    """The PyYAML node of a text; nodes know their lines. Raises ValueError."""
     try:
         return yaml.compose(text, StrictLoader) or yaml.ScalarNode(NULL, "")
     except yaml.MarkedYAMLError as error:
@@ -84,33 +86,33 @@ def compose_yaml(text: str) -> yaml.Node:
 
 
 def plain_value(node: yaml.Node) -> Any:
-    """What YAML takes a node for; raises ValueError for a month 13, and such."""
+    """The value of a node by YAML's own rules; raises ValueError, for example for a month 13."""
     try:
         return yaml.SafeLoader("").construct_document(node)
     except (ValueError, OverflowError, yaml.YAMLError) as error:
-        raise ValueError(f"there is a number or a date that none can be: {error}") from None
+        raise ValueError(f"invalid number or date: {error}") from None
 
 
 def read_small_file(path: Path) -> str:
-    """The text of a small file; raises OSError, or ValueError for any other."""
+    """The text of a small file; raises OSError, or ValueError if it is large or no file."""
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # it may never end, or never begin
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # reading may block or never end
         raise ValueError("this is a pipe or a device; give a file")
     with open(path, "rb") as file:
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ValueError(f"the file has more than {LARGEST_FILE:,} bytes; give a YAML of fields")
+        content = file.read(MAX_FILE_SIZE + 1)
+    if len(content) > MAX_FILE_SIZE:
+        raise ValueError(f"the file has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
     return content.decode()
 
 
 # ---- Values --------------------------------------------------------------------------------------
 
-# Tensors hold integers below 2**63, and optimizers take their numbers as float32.
-LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
+# Tensors hold integers below 2**63, and optimizers compute with float32.
+MAX_INT, MAX_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
 
 
 def number_type(name: str, base: type, first: float, last: float) -> Any:
-    """The type of numbers from `first` to `last`."""
+    """The type of the numbers from `first` to `last`, both included."""
     text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
     return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
 
@@ -118,22 +120,22 @@ def number_type(name: str, base: type, first: float, last: float) -> Any:
 BatchSize = number_type("BatchSize", int, 1, 10_000_000)
 Workers = number_type("Workers", int, 0, 256)
 Seconds = number_type("Seconds", int, 1, 31_536_000)  # a year
-DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # what is nearer to 1 may be 1 in float32
-# How jsonargparse's own types of numbers read in an error.
+DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # above, float32 rounds to 1
+# Replacements in the descriptions of jsonargparse's own number types, for error messages.
 WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ": "a number, "}
 WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
 
 
 def convert(kind: Any, node: yaml.Node) -> Any:
-    """The value of a field of this type; raises ValueError that says what was expected.
+    """The value of a field with this type. Raises ValueError, which names the expected values.
 
-    The type decides what a value is, and not YAML: in a field of text, 007 and yes are text.
+    The type decides, not YAML: in a text field, 007 and yes are text.
     """
     origin, inner = get_origin(kind) or kind, get_args(kind)
     text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
     if len(union_members(kind)) > 1:
         for each in union_members(kind):
-            with suppress(ValueError):  # the next may fit
+            with suppress(ValueError):  # try the next type
                 return convert(each, node)
     elif kind is NoneType and node.tag == NULL:
         return None
@@ -167,20 +169,20 @@ def convert(kind: Any, node: yaml.Node) -> Any:
 
 
 def to_number(kind: type, node: yaml.ScalarNode) -> int | float:
-    """A number of Python's own types, as checkpoints hold no others; raises ValueError."""
+    """A plain int or float, because checkpoints store no other types; raises ValueError."""
     text, wrong = node.value, ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
     if not re.fullmatch(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
         raise wrong
     if issubclass(kind, float):
         value = float(text)
-        if abs(value) > LARGEST_FLOAT:
+        if abs(value) > MAX_FLOAT:
             raise ValueError(
-                f"give a number that float32 holds, up to 3.4e38; got {show_node(node)}"
+                f"expected a number that float32 holds, up to 3.4e38; got {show_node(node)}"
             )
     elif not text.lstrip("+-").isdecimal():
         raise wrong
-    elif len(text) > 20 or abs(value := int(text)) > LARGEST_INT:
-        raise ValueError(f"give a number below 2**63; got {show_node(node)}")
+    elif len(text) > 20 or abs(value := int(text)) > MAX_INT:
+        raise ValueError(f"expected a number below 2**63; got {show_node(node)}")
     try:
         kind(value)
     except ValueError:
@@ -189,12 +191,12 @@ def to_number(kind: type, node: yaml.ScalarNode) -> int | float:
 
 
 def union_members(kind: Any) -> tuple:
-    """The types of a union; of any other type, that one."""
+    """The types in a union; any other type alone."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def describe_type(kind: Any) -> str:
-    """What a value of this type is, in words."""
+    """The values of a type, in words."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     words |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
@@ -207,11 +209,11 @@ def describe_type(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, (int, float)) and kind not in words:
         text = kind.__doc__ or kind.__name__
         return functools.reduce(lambda text, pair: text.replace(*pair), WORDS.items(), text)
-    return words.get(origin) or "nothing, as fields of its type can be set in the code alone"
+    return words.get(origin) or "no value, because a field of this type can only be set in the code"
 
 
 def show_node(node: yaml.Node) -> str:
-    """A value, for the end of an error."""
+    """A value as error messages quote it."""
     if not isinstance(node, yaml.ScalarNode):
         return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
     return "nothing" if node.tag == NULL else one_line(repr(node.value), 60)
@@ -219,19 +221,19 @@ def show_node(node: yaml.Node) -> str:
 
 # ---- Metadata ------------------------------------------------------------------------------------
 
-# What a change of a field does to a run that continues. Without metadata it changes the result, and
-# has to be accepted.
+# The effect of changing a field when a run continues. Without metadata, the change affects the
+# result and has to be accepted.
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
-UNSAVED = {"changes": "nothing", "saved": False}  # belongs to one start: not in config.yaml
-ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag only: not in a recipe either
+UNSAVED = {"changes": "nothing", "saved": False}  # for one start: not in config.yaml
+ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
 
 
 # ---- Fields --------------------------------------------------------------------------------------
 
 
 def fields_of(config_class: type, prefix: str = "") -> dict[str, tuple[Any, Mapping]]:
-    """Names of all fields, those of dataclasses inside it with dots, their types and metadata."""
+    """Type and metadata of each field by its name; fields of nested dataclasses have a prefix."""
     kinds, found = get_type_hints(config_class), {}
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name, kinds[field.name]
@@ -243,7 +245,7 @@ def fields_of(config_class: type, prefix: str = "") -> dict[str, tuple[Any, Mapp
 
 
 def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
-    """The flags, by name; raises ValueError for what is no flag of a field, or is given twice."""
+    """The values of the flags by field; raises ValueError for unknown and duplicate flags."""
     words, given = list(arguments), {}
     while words:
         word = words.pop(0)
@@ -271,7 +273,7 @@ def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
 
 
 def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, yaml.Node]:
-    """The fields of a recipe, by name; raises ValueError for what is none, or is given twice."""
+    """The values in a recipe by field; raises ValueError for unknown and duplicate fields."""
     given: dict[str, yaml.Node] = {}
     if node.tag == NULL:  # an empty recipe or section
         return given
@@ -286,13 +288,13 @@ def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, ya
             if len(strange) > max(1, len(inner) / 2):
                 raise ValueError(
                     f"the section {name} belongs to another task: {one_line(strange[0], 60)} and "
-                    f"{one_line(strange[1], 60)} are no fields of task.py; empty it"
+                    f"{one_line(strange[1], 60)} are not fields of task.py; empty it"
                 )
             found = read_recipe(value, fields, f"{name}.")
         elif name not in fields:
             raise ValueError(unknown_field(name, fields))
         elif name == "config" or fields[name][1].get("one_command"):
-            raise ValueError(f"{name} is for one command; give it as a flag, --{name}")
+            raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
         else:
             found = {name: value}
         for twice in given.keys() & found.keys():
@@ -303,10 +305,10 @@ def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, ya
 
 
 def unknown_field(wrong: str, fields: dict) -> str:
-    """An error with the nearest right name for an unknown field."""
+    """The error for an unknown field, with the nearest existing name."""
     group = [name for name in fields if name.startswith(f"{wrong}.")]
     if group:
-        return f"{wrong} has fields of its own; give them one by one, as --{group[0]}"
+        return f"{wrong} is a group of fields; give them one by one, as --{group[0]}"
     near = [name for name in fields if name.endswith(f".{wrong}")]
     near = near or difflib.get_close_matches(wrong[:100], fields, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
@@ -314,9 +316,9 @@ def unknown_field(wrong: str, fields: dict) -> str:
 
 
 def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict[str, Any]:
-    """The values of the fields that were given; raises ValueError with the name of a wrong one.
+    """Converts the given fields to their types; raises ValueError with the name of a wrong one.
 
-    `list_of` is how a list of one is written there.
+    `list_of`: how a list with one element is written there, for the hint.
     """
     values = {}
     for name, node in given.items():
@@ -332,7 +334,7 @@ def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict
 
 
 def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
-    """The config with these values, by dotted name."""
+    """A copy of the config with these values, by dotted name."""
     changes = {}
     for field in dataclasses.fields(config):
         name, value = prefix + field.name, getattr(config, field.name)
@@ -344,14 +346,14 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
 
 
 def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
-    """Raises ValueError for a field that was given, but that nothing reads.
+    """Raises ValueError for a field that is given although the other settings ignore it.
 
-    A recipe may stay as it is where a flag switches off what would read its fields. And one that
-    names all fields was written by a run.
+    Fields of the recipe are exempt if a flag switches off their reader, and so is a recipe with all
+    fields: a run wrote it.
     """
     if flags.get("config_file") and not cfg.check:
         raise ValueError(
-            "config_file is read by --check alone; to train, give it to the launcher: "
+            "only --check reads config_file; to train, give it to the launcher: "
             "accelerate launch --config_file FILE train.py"
         )
     rules = [
@@ -373,14 +375,14 @@ def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> No
 def parse_config(
     config_class: type, arguments: list[str], usage: str
 ) -> tuple[Any, Path, list[str]]:
-    """A config from defaults, then the recipe after --config, then flags; its path; remarks.
+    """The config from defaults, recipe and flags, the later first; the recipe's path; remarks.
 
-    Raises ValueError with one line that names the place of a mistake; ends after --help.
+    Raises ValueError with one line that names the place of the mistake. --help ends the program.
     """
     if {"-h", "--help"} & {*arguments}:
         others = [word for word in arguments if word not in ("-h", "--help")]
         cfg, path = config_class(), RECIPE
-        for words in ([], others):  # whoever asks for help may have made a mistake
+        for words in ([], others):  # the arguments beside --help may be wrong
             with suppress(ValueError):
                 cfg, path, _ = parse_config(config_class, words, usage)
         show_help(cfg, path, usage)
@@ -406,9 +408,9 @@ def parse_config(
 
 
 def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
-    """Leaves max_steps or num_epochs: a flag counts more than the recipe, this more than a default.
+    """Keeps max_steps or num_epochs: a flag wins over the recipe, the recipe over a default.
 
-    Gives a remark on one that gave way. Raises ValueError where none or both are asked for.
+    Returns a remark if one of them was replaced. Raises ValueError if none or both are given.
     """
     names = ["max_steps", "num_epochs"]
     if not all(hasattr(cfg, name) for name in names):
@@ -422,15 +424,32 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
             wins, other = asked[0], names[1 - names.index(asked[0])]
             value = kept.get(other)
             setattr(cfg, other, type(getattr(cfg, other))(0))
-            line = f"--{wins} {given[wins]} takes the place of {other} {value} of the recipe"
+            line = f"--{wins} {given[wins]} replaces {other} {value} of the recipe"
             return [line] if value else []
     if not cfg.max_steps and not cfg.num_epochs:
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
     return []
 
 
+def field_headings(config_class: type, prefix: str = "", title: str = "Fields") -> dict[str, str]:
+    """The heading of each field in --help: the comment after a blank line that opens its group."""
+    headings, kinds = {}, get_type_hints(config_class)
+    for base in reversed(config_class.__mro__[:-1]):
+        heading, previous = title, ""
+        for line in inspect.getsource(base).splitlines():
+            if not previous and (comment := re.fullmatch(r"    # (.+)", line)):
+                heading = f"{title}: {comment[1]}" if prefix else comment[1]
+            elif name := re.match(r"    (\w+):", line):
+                headings[prefix + name[1]] = heading
+            previous = line
+    for name, kind in kinds.items():
+        if dataclasses.is_dataclass(kind):
+            headings |= field_headings(kind, f"{prefix}{name}.", name.capitalize())
+    return headings
+
+
 def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
-    """Prints all flags, their docstrings, their types, and the values that would be used."""
+    """Prints all flags under headings: description, type, and the value that would be used."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(prog="train.py", usage=usage, print_config=None)
     about = "The recipe; the defaults below are its values."
@@ -439,7 +458,12 @@ def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
     names = fields_of(type(cfg))
     values = {name: functools.reduce(getattr, name.split("."), cfg) for name in names}
     parser.set_defaults(values)
-    for action in parser._actions:
-        if any(name.startswith(f"{action.dest}.") for name in names):  # its fields are the flags
-            action.help = argparse.SUPPRESS
+    headings, groups = field_headings(type(cfg)), {}
+    for group in parser._action_groups:  # argparse has no public way to move a flag
+        for action in [each for each in group._group_actions if each.dest in headings]:
+            group._group_actions.remove(action)
+            if action.dest in names:  # else a group of fields, such as --task
+                groups.setdefault(headings[action.dest], []).append(action)
+    for heading, actions in groups.items():
+        parser.add_argument_group(heading)._group_actions.extend(actions)
     parser.print_help()
