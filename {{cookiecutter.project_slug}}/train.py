@@ -64,6 +64,7 @@ from training.startup import RunStart, prepare_run
 class Config:
     """Fields of a recipe, each also a flag; what they say holds on any hardware."""
 
+    # Run
     output_dir: str = field(default="", metadata=NOTHING)
     """Folder of the run; empty: runs/ and the recipe's file name."""
     seed: NonNegativeInt = 0
@@ -82,6 +83,7 @@ class Config:
     timeout: Seconds = field(default=1800, metadata=NOTHING)
     """Seconds that a process waits for the others before the run ends with an error."""
 
+    # Length and batches
     max_steps: NonNegativeInt = 800
     """Optimizer steps to train; 0: num_epochs decides."""
     num_epochs: NonNegativeFloat = 0.0
@@ -94,6 +96,7 @@ class Config:
     num_workers: Workers = field(default=0, metadata=NOTHING)
     """Processes that load data for each training process; 0: it loads its own."""
 
+    # Optimizer
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
@@ -107,6 +110,8 @@ class Config:
     max_skipped_steps: NonNegativeInt = field(default=10, metadata=NOTHING)
     """Steps in a row that may be skipped, as their loss or gradient is not finite, before the run
     ends; 0: any number."""
+
+    # Learning rate schedule
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Course of the learning rate after the warm-up; wsd: constant, then a linear decay."""
     warmup_steps: NonNegativeInt = 50
@@ -120,6 +125,7 @@ class Config:
     reference_batch_size: BatchSize = 32
     """Global batch size for which learning_rate was chosen; read by lr_scaling."""
 
+    # Evaluation and checkpoints
     eval_every: NonNegativeInt = field(default=100, metadata=NOTHING)
     """Steps between evaluations; there is one at the end; 0: only that one."""
     save_every: NonNegativeInt = field(default=200, metadata=NOTHING)
@@ -129,6 +135,8 @@ class Config:
     export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
     """Which model is exported at the end: the last, or the one with the smallest eval_loss. For
     best, there is a checkpoint of each evaluation that is the best so far."""
+
+    # Logging
     log_every: PositiveInt = field(default=10, metadata=NOTHING)
     """Steps between lines of metrics.jsonl; their loss is the mean over these steps."""
     tracker: Literal["wandb", "trackio", "tensorboard", "none"] = field(
@@ -140,6 +148,7 @@ class Config:
     upload_code: bool = field(default=False, metadata=NOTHING)
     """W&B: also upload the code, the git commit and the uncommitted changes."""
 
+    # Speed, memory and determinism
     compile: bool = False
     """torch.compile: slower to start, faster to run; for GPUs. Dropout's masks are others then."""
     deterministic: bool = False
