@@ -80,7 +80,8 @@ def count_processes(path: Path) -> int:
     if processes < 1 or processes % machines:
         number = processes if processes > 0 else "missing"
         raise ValueError(
-            f"{path}: num_processes is {number}; give a number that num_machines, {machines}, divides"
+            f"{path}: num_processes is {number}; give a number that num_machines, {machines}, "
+            "divides"
         )
     precision, precisions = hardware.mixed_precision or "no", PrecisionType.list()
     if str(precision) not in precisions:
