@@ -29,6 +29,11 @@ def number_type(name: str, base: type, first: float, last: float) -> type:
 Dropout = restricted_number_type("Dropout", float, [(">=", 0), ("<", 1)])
 Fraction = OpenUnitInterval  # above 0 and below 1
 
+# Sizes of a new transformer.
+Layers = number_type("Layers", int, 1, 1000)
+Heads = number_type("Heads", int, 1, 1024)
+Width = number_type("Width", int, 1, 65_536)
+
 
 def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
     """Raises ValueError for the first violated rule: (field, whether it holds, expected value)."""
