@@ -30,7 +30,7 @@ class LoraFields:
 
 
 def check_adapters(cfg: Any) -> None:
-    """Raises ValueError for adapters without a model to adapt, and for fields that nothing reads."""
+    """Raises ValueError for adapters without a model to adapt, and for fields nothing reads."""
     fits = bool(cfg.model_name_or_path) or not cfg.lora_rank
     check_fields(
         cfg, [("lora_rank", fits, "0, unless task.model_name_or_path is a model to adapt")]

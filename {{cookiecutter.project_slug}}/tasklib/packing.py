@@ -4,11 +4,13 @@ Both ways give the columns of the rows, int arrays (rows, length): `input_ids`, 
 token after each input or IGNORE_INDEX. `used`, (rows,), counts the tokens that are not padding.
 """
 
+from array import array
 from typing import Any
 
 import numpy as np
 import torch
 
+from tasklib.messages import one_line
 from tasklib.text import Tokens
 
 IGNORE_INDEX = -100  # the label that cross entropy leaves out
@@ -19,13 +21,13 @@ def pack_stream(texts: list[Tokens], length: int, source: str) -> dict[str, np.n
 
     Raises ValueError where all texts together do not fill a row; `source` names them there.
     """
-    tokens = texts[0][0][:0]
+    tokens = array("i")
     for ids, _ in texts:  # one token may both end a text and begin the next
         tokens.extend(ids[1:] if tokens and ids[0] == tokens[-1] else ids)
     if len(tokens) <= length:
         raise ValueError(
-            f"task.data: {source} has {len(tokens)} tokens to train or evaluate on, which do not "
-            f"fill a row of {length + 1}; add text, or lower task.context_length"
+            f"task.data: {one_line(source, 100)} has {len(tokens)} tokens to train or evaluate on, "
+            f"which do not fill a row of {length + 1}; add text, or lower task.context_length"
         )
     tokens.extend([IGNORE_INDEX] * ((1 - len(tokens)) % length))
     flat = np.array(tokens)
@@ -57,7 +59,8 @@ def pack_best_fit(
         print(
             f"Prepared {part}: {long:,} of {len(texts):,} texts are longer than {longest} tokens "
             f"(the most that a row or the model holds) and were {too_long}"
-            + f"; {empty:,} pieces without a loss term were left out" * bool(empty),
+            + f"; {empty:,} pieces without a loss term were left out"
+            * bool(empty),
             flush=True,
         )
     if not pieces:
