@@ -25,8 +25,9 @@ def number_type(name: str, base: type, first: float, last: float) -> type:
     return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
 
 
-# At least 0 and below 1.
-Dropout = restricted_number_type("Dropout", float, [(">=", 0), ("<", 1)])
+Dropout = restricted_number_type(
+    "Dropout", float, [(">=", 0), ("<", 1)], docstring="a number, at least 0 and below 1"
+)
 Fraction = OpenUnitInterval  # above 0 and below 1
 
 # Sizes of a new transformer.
