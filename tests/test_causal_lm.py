@@ -1,6 +1,5 @@
 """The task causal_lm: what it reads, how it packs, what it counts, and how it answers bad input."""
 
-import inspect
 import json
 import math
 import shutil
@@ -235,18 +234,16 @@ def test_bad_data_is_answered_in_one_line(task, config, tmp_path, name, content,
     assert "\n" not in message and name in message
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("validation_fraction", 1.0), ("validation_fraction", float("nan")), ("hidden_size", 15),
-    ],
-)  # fmt: skip
-def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
-    with pytest.raises(ValueError, match=f"task.{field} is .* but must be"):
-        task.prepare_data(config("no such file", **{field: value}))
+def test_a_width_that_heads_do_not_divide_is_refused_before_anything_is_read(task, config):
+    with pytest.raises(
+        ValueError, match="task.hidden_size is .* but must be a multiple of 2 x num"
+    ):
+        task.prepare_data(config("no such file", hidden_size=15))
 
 
 OUT_OF_RANGE = [
+    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
+    ("validation_fraction", "nan", "a number, above 0 and below 1"),
     ("context_length", "1", "a whole number from 2 to 1,048,576"),
     ("vocab_size", "256", "a whole number from 257 to 1,048,576"),
     ("num_layers", "0", "a whole number from 1 to 1,000"),
@@ -463,7 +460,7 @@ BAD_ROWS = [
         {"prompt": None, "completion": "b"},
         "line 3: the prompt is empty; --task.incomplete",
     ),
-    ("prompt", {"prompt": "a"}, "no column completion among prompt; name the one to take with"),
+    ("prompt", {"prompt": "a"}, "no column completion among prompt; name the right one with"),
     ("prompt", {"prompt": 1, "completion": "b"}, "line 3: the prompt is 1 but must be text"),
     ("chat", {"messages": []}, "line 3: there are no messages; --task.incomplete_rows skip"),
     ("chat", {"messages": None}, "line 3: there are no messages"),
@@ -490,7 +487,7 @@ BAD_ROWS = [
     ),
     ("chat", {"messages": [{"role": "user"}]}, "line 3: message 1 has no content, only role"),
     ("chat", {"messages": "[{"}, "line 3: messages is '[{', which is not JSON (Expecting"),
-    ("chat", {"talk": []}, "no column messages among talk; name the one to take with --task.messa"),
+    ("chat", {"talk": []}, "no column messages among talk; name the right one with --task.messa"),
 ]
 
 
@@ -893,12 +890,12 @@ def test_tool_calls_that_are_left_out_only_beside_content_are_noticed(drop):
 
 def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
     """Preparation counts, also where it stands in task.py; the loss does not."""
-    cfg, source = config("pydoc"), inspect.getsource
+    cfg, source = config("pydoc"), task.cache.read_source
     layout = layouts.recognize_layout(cfg)
 
     def key(changed):
         mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
-        monkeypatch.setattr(inspect, "getsource", mark)
+        monkeypatch.setattr(task.cache, "read_source", mark)
         return task.cache_folder(cfg, layout)
 
     before = key(None)

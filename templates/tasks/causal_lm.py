@@ -15,7 +15,6 @@ returned: here, the folder of the prepared data. examples/task.py is a whole tas
 nn.Module.
 """
 
-import inspect
 import json
 import math
 from dataclasses import dataclass, field
@@ -26,13 +25,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasklib import chats, demo_data, layouts, lora, packing, pretrained, sources, text
+from tasklib import cache, chats, demo_data, fields, layouts, lora, packing, pretrained, text
 from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.layouts import ENDINGS, Layout
 from tasklib.lora import LoraFields
 from tasklib.packing import IGNORE_INDEX
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, check_fields, check_read
+from tasklib.sources import DataConfig, check_data_config
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
@@ -102,7 +101,7 @@ def uses_best_fit(cfg: TaskConfig) -> bool:
 
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    sources.check_data(cfg, demo_data.TEXTS)
+    check_data_config(cfg, demo_data.TEXTS)
     layouts.check_layout_fields(cfg)
     lora.check_adapters(cfg)
     stream = cfg.rows in ("auto", "text")
@@ -111,15 +110,15 @@ def check_config(cfg: TaskConfig) -> None:
         ("packing", stream or cfg.packing != "stream", "best_fit for prompts and chats"),
         ("attn_implementation", apart, "sdpa or eager, to keep packed texts apart"),
     ]
-    check_fields(cfg, rules)
+    fields.check_fields(cfg, rules)
     is_read = cfg.rows == "auto" or uses_best_fit(cfg)
-    check_read(cfg, [("too_long", is_read, "unless task.packing is best_fit")])
+    fields.check_ignored_fields(cfg, [("too_long", is_read, "unless task.packing is best_fit")])
     if not cfg.model_name_or_path:
         width, layers = cfg.hidden_size, cfg.num_layers
         unit = 2 * cfg.num_heads  # rotary embeddings turn the dimensions of a head in pairs
         nearest = max(1, (width + unit // 2) // unit) * unit
         wanted = f"a multiple of 2 x num_heads, {nearest}"
-        check_fields(cfg, [("hidden_size", width == nearest, wanted)])
+        fields.check_fields(cfg, [("hidden_size", width == nearest, wanted)])
         pretrained.check_memory(width * (2 * cfg.vocab_size + 13 * layers * width))
 
 
@@ -137,18 +136,18 @@ def prepare_data(cfg: TaskConfig) -> Path:
     cfg.rows = layout.kind
     check_config(cfg)
     max_text_length(cfg)
-    return sources.prepare(
+    return cache.prepare_once(
         cfg, lambda: cache_folder(cfg, layout), lambda folder: build_data(cfg, layout, folder)
     )
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else sources.digest(folder / text.FILE)
+    return "" if cfg.model_name_or_path else cache.short_digest(folder / text.FILE)
 
 
 def digest(cfg: TaskConfig, folder: Path) -> str:
-    return sources.content(folder)
+    return cache.content_digest(folder)
 
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
@@ -279,9 +278,9 @@ def cache_folder(cfg: TaskConfig, layout: Layout) -> Path:
     settings = [layout.kind, layout.columns, *(getattr(cfg, name) for name in names)]
     files = [*pretrained.used_files(cfg), *filter(None, [chats.template_path(cfg)])]
     shipped = demo_data.text_files(cfg.data)
-    used = sources.used_files(cfg, ENDINGS, *files, shipped=shipped)
+    used = cache.hash_input_files(cfg, ENDINGS, *files, shipped=shipped)
     code = (chats, demo_data, layouts, packing, text, load_tokenizer, max_text_length, build_data)
-    return sources.cache_folder(cfg, settings, used, "".join(map(inspect.getsource, code)))
+    return cache.cache_folder(cfg, settings, used, code)
 
 
 def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
@@ -303,8 +302,8 @@ def max_text_length(cfg: TaskConfig) -> int:
 
     limit = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else cfg.context_length
-    fits = uses_best_fit(cfg) or cfg.context_length <= limit
-    check_fields(cfg, [("context_length", fits, f"at most {limit}, which the model can see")])
+    fits, wanted = uses_best_fit(cfg) or cfg.context_length <= limit, f"at most {limit}"
+    fields.check_fields(cfg, [("context_length", fits, f"{wanted}, which the model can see")])
     return min(limit, cfg.context_length)
 
 
@@ -329,7 +328,7 @@ def build_data(cfg: TaskConfig, layout: Layout, folder: Path) -> dict[str, str]:
     useful = f"{used.sum() / labels.size:.1%} of them useful, the rest padding"
     print(f"Prepared: {size}, {useful}", flush=True)
 
-    content = sources.content_of(parts)  # without logarithms: machines round their last bit apart
+    content = cache.hash_columns(parts)  # without logarithms: machines round their last bit apart
     frequency = 1 + np.bincount(labels[labels != IGNORE_INDEX], minlength=len(tokenizer))
     nats, labels = -np.log(frequency / frequency.sum()), parts["validation"]["labels"]
     for name, values in (("bytes", text.token_bytes(tokenizer)), ("unigram_loss", nats)):

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tasklib import sources
+from tasklib import child
+from tasklib.fields import local_path
 from tasklib.messages import one_line
-from tasklib.sources import Incomplete
+from tasklib.sources import IncompleteRow
+from tasklib.tables import replace_surrogates
 
 MOST_BYTES = 50_000_000  # of a chat as text; a template that gives more is broken
 # Roles that ShareGPT names otherwise.
@@ -45,7 +47,7 @@ CHAT_TEMPLATE = """\
 def normalize_chat(row: dict) -> None:
     """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place.
 
-    Raises Incomplete for a chat without an answer, and ValueError for any other mistake.
+    Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
     if "instruction" in row:
         row["messages"] = alpaca_messages(row)
@@ -53,7 +55,7 @@ def normalize_chat(row: dict) -> None:
     tools = parse_json(tools, "tools") if isinstance(tools, str) else drop_nulls(tools)
     tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
-        raise Incomplete("there are no messages")
+        raise IncompleteRow("there are no messages")
     if not isinstance(messages, list):
         raise ValueError(
             f"messages is {shorten(messages)} but must be a list of objects with role and content"
@@ -66,13 +68,13 @@ def normalize_chat(row: dict) -> None:
                 f"weight of message {number} is {message['weight']!r:.60}; give 0 or 1"
             )
     if any(n > 1 for n, _ in answers) and not any(map(is_trained_on, row["messages"][1:])):
-        raise Incomplete("no message of the assistant is trained on: all have the weight 0")
+        raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if not any(number > 1 for number, _ in answers):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
-        raise Incomplete(f"no message after the first has the role assistant (roles: {roles})")
+        raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
     for number, message in answers:
         if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
-            raise Incomplete(f"message {number}, of the assistant, is empty")
+            raise IncompleteRow(f"message {number}, of the assistant, is empty")
     if tools:
         if not isinstance(tools, list) or not all(map(function_name, tools)):
             raise ValueError(
@@ -93,7 +95,7 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
         if not isinstance(text, str):
             raise ValueError(f"the {role} is {shorten(text)} but must be text")
         if role != "input" and not text.strip():
-            raise Incomplete(f"there is no {role}")
+            raise IncompleteRow(f"there is no {role}")
     question = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
     return [
         {"role": "user", "content": question},
@@ -131,7 +133,7 @@ def normalize_message(message: Any, where: str) -> dict:
             raise ValueError(f"tool_calls of {where} is {shorten(calls)} but must be a list")
         result["tool_calls"] = [normalize_call(call, where) for call in calls]
     elif "content" not in result:
-        raise Incomplete(f"{where} has no content")
+        raise IncompleteRow(f"{where} has no content")
     return {"content": "", **result}
 
 
@@ -160,7 +162,7 @@ def parse_json(value: Any, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return sources.cell(json.loads(value)) if value.strip() else None
+        return replace_surrogates(json.loads(value)) if value.strip() else None
     except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
         raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
@@ -194,7 +196,7 @@ def shorten(value: Any) -> str:
 
 def template_path(cfg: Any) -> Path | None:
     """The file in cfg.chat_template, or None; raises ValueError where there is no such file."""
-    path = sources.local_path(cfg.chat_template, "chat_template")
+    path = local_path(cfg.chat_template, "chat_template")
     if cfg.chat_template and not path.is_file():
         raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
     if cfg.chat_template and path.stat().st_size > 1_000_000:
@@ -314,7 +316,7 @@ def apply_template(
     if it does, or if its text has more than MOST_BYTES.
     """
     try:
-        with sources.time_limit(10):
+        with child.time_limit(10):
             text = tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, **options
             )

@@ -10,7 +10,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasklib.sources import Row
+from tasklib.tables import Row
 
 # Names of the texts, and their files below Python's library.
 TEXTS = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}

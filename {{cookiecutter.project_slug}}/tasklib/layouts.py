@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tasklib import chats, demo_data, sources, text
+from tasklib.fields import check_fields, check_ignored_fields
 from tasklib.messages import one_line
-from tasklib.sources import Row
+from tasklib.tables import TABLES, Row
 from tasklib.text import Tokens
 
-ENDINGS = (".txt", *sources.TABLES)
+ENDINGS = (".txt", *TABLES)
 PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
 # The columns of each kind of rows by their roles, the more structured layouts first.
 KNOWN: list[tuple[str, dict[str, str]]] = [
@@ -46,16 +47,16 @@ def check_layout_fields(cfg: Any) -> None:
     shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
     fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
     wanted = f"{'prompt or chat' if pairs else 'text'} where task.data is {cfg.data}"
-    sources.check_fields(cfg, [("rows", fits, wanted)])
+    check_fields(cfg, [("rows", fits, wanted)])
     columns = {
         "text": "text_column",
         "prompt": "prompt_column completion_column",
         "chat": "messages_column tools_column",
     }
     where = f"where task.data is {cfg.data}"
-    sources.check_read(cfg, [(names, not shipped, where) for names in columns.values()])
+    check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
-    sources.check_read(
+    check_ignored_fields(
         cfg,
         [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()],
     )
@@ -76,7 +77,7 @@ def recognize_layout(cfg: Any) -> Layout:
     if kind in ("text", "prompt", *named):
         columns = {role: fields[role] for role in kinds if kinds[role] == kind}
     else:
-        names = sources.first_columns(cfg, ENDINGS)
+        names = sources.read_column_names(cfg, ENDINGS)
         layouts = [each for each in KNOWN if kind in ("auto", each[0])]
         fitting = [each for each in layouts if {*each[1].values()} <= {*names}]
         if not fitting:
@@ -127,11 +128,11 @@ def read_rows(cfg: Any, layout: Layout) -> tuple[list[Row], list[Row]]:
     """
     kind, data = layout.kind, one_line(cfg.data, 100)
     shipped = demo_data.text_rows(cfg.data, kind) if cfg.data in demo_data.TEXTS else None
-    train, validation = sources.read(cfg, layout.columns, ENDINGS, shipped, OPTIONAL)
+    train, validation = sources.read_splits(cfg, layout.columns, ENDINGS, shipped, OPTIONAL)
     check_row = chats.normalize_chat if kind == "chat" else check_text
     field = "validation_data" if cfg.validation_data else "validation_split"
-    train = sources.complete(train, cfg, "data", check_row)
-    validation = validation and sources.complete(validation, cfg, field, check_row)
+    train = sources.keep_valid_rows(train, cfg, "data", check_row)
+    validation = validation and sources.keep_valid_rows(validation, cfg, field, check_row)
     if not train or validation == []:
         empty = field if train else "data"
         raise ValueError(f"task.{empty}: there is no text in {one_line(getattr(cfg, empty), 100)}")
@@ -172,7 +173,7 @@ def check_text(row: dict) -> None:
     """Raises ValueError for a row without text, or without a completion."""
     for role, value in row.items():
         if value is None or (role != "prompt" and not str(value).strip()):
-            raise sources.Incomplete(f"the {role} is empty")
+            raise sources.IncompleteRow(f"the {role} is empty")
         if not isinstance(value, str):
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasklib import pretrained
-from tasklib.fields import NOTHING, SHAPE, Dropout, number_type
+from tasklib.fields import NOTHING, SHAPE, Dropout, check_fields, check_ignored_fields, number_type
 from tasklib.messages import one_line
-from tasklib.sources import check_fields, check_read
 
 Rank = number_type("Rank", int, 0, 4096)
 Alpha = number_type("Alpha", float, 0, 1_000_000)
@@ -36,7 +35,7 @@ def check_adapters(cfg: Any) -> None:
         cfg, [("lora_rank", fits, "0, unless task.model_name_or_path is a model to adapt")]
     )
     fields = "lora_alpha lora_dropout lora_targets merge_lora"
-    check_read(cfg, [(fields, cfg.lora_rank, "unless task.lora_rank is more than 0")])
+    check_ignored_fields(cfg, [(fields, cfg.lora_rank, "unless task.lora_rank is more than 0")])
 
 
 def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tasklib import pretrained, sources
+from tasklib import pretrained
+from tasklib.child import run_in_child
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
 
@@ -77,7 +78,7 @@ def learn_vocabulary(
     after a text, and `end` between the texts of a pair too. Raises ValueError where it fails.
     """
     # The library does not return to Python for seconds, and a signal would wait for it.
-    sources.in_child(train_and_save, texts, size, folder / FILE, first, last, begin, end)
+    run_in_child(train_and_save, texts, size, folder / FILE, first, last, begin, end)
 
 
 def train_and_save(
