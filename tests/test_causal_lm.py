@@ -350,9 +350,12 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(task, config, tmp_pat
 def test_best_fit_wastes_less_than_a_hundredth(task, config, tmp_path):
     import random
 
-    draw = random.Random(0)
+    generator = random.Random(0)
     rows = [
-        {"prompt": "ask " * draw.randint(1, 20), "completion": "tell " * draw.randint(1, 60)}
+        {
+            "prompt": "ask " * generator.randint(1, 20),
+            "completion": "tell " * generator.randint(1, 60),
+        }
         for _ in range(1500)
     ]
     cfg = config(write_rows(tmp_path, rows), context_length=256, rows="prompt")
