@@ -6,7 +6,7 @@ token that is a loss term and 0 for context.
 
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tasklib import pretrained
 from tasklib.child import run_in_child
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
+from tasklib.sources import break_long_words
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
@@ -106,15 +107,6 @@ def train_and_save(
             special_tokens=[(name, tokenizer.token_to_id(name)) for name in {begin, end} - {""}],
         )
     tokenizer.save(str(path))
-
-
-def break_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts with a space after each 1,000 characters of a longer word.
-
-    BPE takes time that grows with the square of a word's length: one of 3 MB would take hours.
-    """
-    for text in texts:
-        yield re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:
