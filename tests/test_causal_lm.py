@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ import torch
 from conftest import ROOT, SOURCE, load_task
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
+IGNORE_INDEX = -100
+layouts = load_task("tasklib.layouts")
 DOCUMENTS = [" ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f" {i}.\n" for i in range(60)]
 
 
@@ -31,15 +34,15 @@ def config(task, tmp_path):
     return make
 
 
-def prepared(task, cfg):
+def read_back(task, cfg):
     """The text of both parts, and their rows."""
-    task.prepare_data(cfg)
-    tokenizer = task.build_model(cfg).tokenizer
-    parts = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    tokenizer = task.load_tokenizer(cfg, prepared)
+    parts = task.datasets(cfg, prepared)
     texts = []
     for part in parts:
         labels = torch.cat([part[i]["labels"] for i in range(len(part))])
-        tokens = torch.cat([part[0]["input_ids"][:1], labels[labels != task.IGNORED]])
+        tokens = torch.cat([part[0]["input_ids"][:1], labels[labels != IGNORE_INDEX]])
         texts.append(tokenizer.decode(tokens))
     return texts, parts
 
@@ -74,21 +77,21 @@ def write(folder, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
 def test_every_document_is_in_one_part_and_comes_back_as_it_was(task, config, tmp_path, kind):
-    (train, validation), _ = prepared(task, config(write(tmp_path, kind)))
+    (train, validation), _ = read_back(task, config(write(tmp_path, kind)))
     train, validation = documents(train), documents(validation)
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert len(validation) == 6
 
 
 def test_a_single_text_keeps_its_end_for_validation(task, config, tmp_path):
-    (train, validation), _ = prepared(task, config(write(tmp_path, "txt")))
+    (train, validation), _ = read_back(task, config(write(tmp_path, "txt")))
     assert documents(train)[0] + documents(validation)[0] == "".join(DOCUMENTS)
 
 
 def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(
     task, config, tmp_path
 ):
-    (_, validation), (train, rows) = prepared(task, config(write(tmp_path, "jsonl")))
+    (_, validation), (train, rows) = read_back(task, config(write(tmp_path, "jsonl")))
     batch = task.collate([rows[i] for i in range(len(rows))])
     assert batch["input_ids"].shape == batch["labels"].shape == (len(rows), 16)
     assert int(batch["bytes"].sum()) == sum(len(d.encode()) for d in documents(validation))
@@ -102,9 +105,10 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(
 
 def test_the_loss_is_the_sum_over_the_counted_tokens(task, config, tmp_path):
     cfg = config(write(tmp_path, "jsonl"))
-    _, (_, rows) = prepared(task, cfg)
+    prepared = task.prepare_data(cfg)
+    _, rows = task.datasets(cfg, prepared)
     torch.manual_seed(0)
-    model = task.build_model(cfg).eval()
+    model = task.build_model(cfg, prepared).eval()
     batch = task.collate([rows[i] for i in range(len(rows))])
     with torch.no_grad():
         # transformers shifts labels itself: the row with its first token again gives the same mean.
@@ -128,12 +132,13 @@ def test_text_of_any_bytes_survives(task, config, tmp_path):
     file = tmp_path / "odd.jsonl"
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     cfg = config(file)
-    task.prepare_data(cfg)
-    tokenizer = task.build_model(cfg).tokenizer
+    prepared = task.prepare_data(cfg)
+    tokenizer = task.load_tokenizer(cfg, prepared)
     for text in texts[1:]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     end = tokenizer.eos_token_id
-    ends = sum(int((row["labels"] == end).sum()) for part in task.datasets(cfg) for row in part)
+    parts = task.datasets(cfg, prepared)
+    ends = sum(int((row["labels"] == end).sum()) for part in parts for row in part)
     assert ends == len(texts)  # a document that spells the mark does not end there
 
 
@@ -169,11 +174,12 @@ causal_lm.prepare_data(causal_lm.{cfg!r})
 
 def test_a_killed_preparation_leaves_nothing_that_counts(task, config, tmp_path):
     cfg = config(write(tmp_path, "jsonl"))
-    task.settle(cfg)
-    leftover = task.prepared_folder(cfg).with_suffix(".unfinished")
-    leftover.mkdir(parents=True)
+    folder = task.prepare_data(cfg)
+    shutil.rmtree(folder)
+    leftover = folder.with_suffix(".unfinished")
+    leftover.mkdir()
     (leftover / "tokenizer.json").write_text("half of")
-    (train, _), _ = prepared(task, cfg)
+    (train, _), _ = read_back(task, cfg)
     assert len(documents(train)) == 54 and not leftover.exists()
 
 
@@ -181,7 +187,7 @@ def test_a_killed_preparation_leaves_nothing_that_counts(task, config, tmp_path)
 def test_the_data_that_ships_with_python(task, config):
     for data, least in (("pydoc", 50), ("stdlib", 150)):
         cfg = config(data, context_length=256, vocab_size=400)
-        _, (train, validation) = prepared(task, cfg)
+        _, (train, validation) = read_back(task, cfg)
         assert len(train) > 5 * len(validation) > least / 10
 
 
@@ -228,17 +234,35 @@ def test_bad_data_is_answered_in_one_line(task, config, tmp_path, name, content,
     assert "\n" not in message and name in message
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("validation_fraction", 1.0), ("validation_fraction", float("nan")), ("context_length", 1),
-        ("vocab_size", 256), ("num_layers", 0), ("num_heads", 0), ("hidden_size", 15),
-        ("dropout", 1.0),
-    ],
-)  # fmt: skip
-def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
-    with pytest.raises(ValueError, match=f"task.{field} is .* but must be"):
-        task.prepare_data(config("no such file", **{field: value}))
+def test_a_width_that_heads_do_not_divide_is_refused_before_anything_is_read(task, config):
+    with pytest.raises(
+        ValueError, match="task.hidden_size is .* but must be a multiple of 2 x num"
+    ):
+        task.prepare_data(config("no such file", hidden_size=15))
+
+
+OUT_OF_RANGE = [
+    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
+    ("validation_fraction", "nan", "a number, above 0 and below 1"),
+    ("context_length", "1", "a whole number from 2 to 1,048,576"),
+    ("vocab_size", "256", "a whole number from 257 to 1,048,576"),
+    ("num_layers", "0", "a whole number from 1 to 1,000"),
+    ("num_heads", "0", "a whole number from 1 to 1,024"),
+    ("hidden_size", "65537", "a whole number from 1 to 65,536"),
+    ("dropout", "1.0", "a number, at least 0 and below 1"),
+    ("lora_rank", "4097", "a whole number from 0 to 4,096"),
+    ("lora_alpha", "-1", "a number from 0 to 1,000,000"),
+    ("lora_dropout", "nan", "a number, at least 0 and below 1"),
+]
+
+
+@pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
+def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
+    config = load_task("training.config")
+    flags = config.read_flags([f"--{field}", value], config.fields_of(task.TaskConfig))
+    with pytest.raises(ValueError) as error:
+        config.convert_all(flags, config.fields_of(task.TaskConfig), "")
+    assert str(error.value) == f"{field}: expected {expected}; got {value!r}"
 
 
 # ---- Prompts, chats, packing ---------------------------------------------------------------------
@@ -264,9 +288,10 @@ def write_rows(folder, rows, name="rows.jsonl"):
 
 def packed(task, cfg):
     """Tokenizer, and all rows of training in one batch."""
-    task.prepare_data(cfg)
-    train, _ = task.datasets(cfg)
-    return task.build_model(cfg).tokenizer, task.collate([train[i] for i in range(len(train))])
+    prepared = task.prepare_data(cfg)
+    train, _ = task.datasets(cfg, prepared)
+    tokenizer = task.load_tokenizer(cfg, prepared)
+    return tokenizer, task.collate([train[i] for i in range(len(train))])
 
 
 def segments(batch):
@@ -276,7 +301,7 @@ def segments(batch):
     ):
         starts = [*(places == 0).nonzero().flatten().tolist(), len(places)]
         for first, last in zip(starts, starts[1:], strict=False):
-            if last - first > 1 or labels[first] != -100:
+            if last - first > 1 or labels[first] != IGNORE_INDEX:
                 yield inputs[first:last], labels[first:last]
 
 
@@ -286,7 +311,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, config, tmp_p
     cfg = config(write_rows(tmp_path, PROMPTS), **fields)
     _, batch = packed(task, cfg)
     torch.manual_seed(0)
-    model = task.build_model(cfg).double()
+    model = task.build_model(cfg, task.prepare_data(cfg)).double()
     for weights in model.parameters():
         weights.data *= 4  # attention that is not almost even
     alone = []
@@ -304,7 +329,9 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, config, tmp_p
 def test_completions_alone_are_learnt_and_every_one_of_them(task, config, tmp_path):
     cfg = config(write_rows(tmp_path, PROMPTS), context_length=128, rows="prompt")
     tokenizer, batch = packed(task, cfg)
-    learnt = sorted(tokenizer.decode(labels[labels != -100]) for _, labels in segments(batch))
+    learnt = sorted(
+        tokenizer.decode(labels[labels != IGNORE_INDEX]) for _, labels in segments(batch)
+    )
     answers = {row["completion"] + "<|endoftext|>" for row in PROMPTS}
     assert len(learnt) == 54 and set(learnt) < answers
 
@@ -317,15 +344,18 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(task, config, tmp_pat
         assert text.startswith("System: Be brief.\nUser: ")
         number = int(text.split("User: ")[1].split()[0])
         expected = f" that is {number + 1}<|endoftext|>\n yes{'!' * (number % 7)}<|endoftext|>\n"
-        assert tokenizer.decode(labels[labels != -100]) == expected
+        assert tokenizer.decode(labels[labels != IGNORE_INDEX]) == expected
 
 
 def test_best_fit_wastes_less_than_a_hundredth(task, config, tmp_path):
     import random
 
-    draw = random.Random(0)
+    generator = random.Random(0)
     rows = [
-        {"prompt": "ask " * draw.randint(1, 20), "completion": "tell " * draw.randint(1, 60)}
+        {
+            "prompt": "ask " * generator.randint(1, 20),
+            "completion": "tell " * generator.randint(1, 60),
+        }
         for _ in range(1500)
     ]
     cfg = config(write_rows(tmp_path, rows), context_length=256, rows="prompt")
@@ -349,7 +379,7 @@ def test_what_is_too_long_is_split_or_cut_and_said(task, config, tmp_path, capsy
     if policy == "cut":
         assert task.count(train) == 27 * 24
         return
-    validation = task.datasets(cfg)[1]
+    validation = task.datasets(cfg, task.prepare_data(cfg))[1]
     held_out = task.collate([validation[i] for i in range(len(validation))])
     # Every token of a text, and its end, is the label of one piece.
     whole = sum(len(tokenizer(text).input_ids) + 1 for text in texts)
@@ -366,7 +396,7 @@ def test_a_template_of_ones_own_and_one_that_cannot_work(task, config, tmp_path)
     tokenizer, batch = packed(task, cfg)
     inputs, labels = next(segments(batch))
     assert tokenizer.decode(inputs).startswith("<system>Be brief.<user>")
-    assert tokenizer.decode(labels[labels != -100]).startswith("that is ")
+    assert tokenizer.decode(labels[labels != IGNORE_INDEX]).startswith("that is ")
     (tmp_path / "odd.jinja").write_text("{{ messages | length }}" + own)
     for file, said in (
         ("odd.jinja", "does not begin with what the template gives"),
@@ -393,7 +423,7 @@ def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_te
     texts = list(segments(batch))
     assert len(texts) == 2 * 54
     for inputs, labels in texts:
-        learnt = tokenizer.decode(labels[labels != -100])
+        learnt = tokenizer.decode(labels[labels != IGNORE_INDEX])
         assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
         assert tokenizer.decode(inputs).count("<assistant>") == (2 if "yes" in learnt else 1)
 
@@ -433,7 +463,7 @@ BAD_ROWS = [
         {"prompt": None, "completion": "b"},
         "line 3: the prompt is empty; --task.incomplete",
     ),
-    ("prompt", {"prompt": "a"}, "no column completion among prompt; name the one to take with"),
+    ("prompt", {"prompt": "a"}, "no column completion among prompt; name the right one with"),
     ("prompt", {"prompt": 1, "completion": "b"}, "line 3: the prompt is 1 but must be text"),
     ("chat", {"messages": []}, "line 3: there are no messages; --task.incomplete_rows skip"),
     ("chat", {"messages": None}, "line 3: there are no messages"),
@@ -459,8 +489,8 @@ BAD_ROWS = [
         "line 3: no message after the first has the role assistant (roles: ",
     ),
     ("chat", {"messages": [{"role": "user"}]}, "line 3: message 1 has no content, only role"),
-    ("chat", {"messages": "[{"}, "line 3: messages is '[{', which is no JSON (Expecting"),
-    ("chat", {"talk": []}, "no column messages among talk; name the one to take with --task.messa"),
+    ("chat", {"messages": "[{"}, "line 3: messages is '[{', which is not JSON (Expecting"),
+    ("chat", {"talk": []}, "no column messages among talk; name the right one with --task.messa"),
 ]
 
 
@@ -503,7 +533,7 @@ def test_settings_that_do_not_fit_each_other(task, config, fields, said, monkeyp
 def test_validation_data_of_ones_own_is_all_that_is_evaluated_on(task, config, tmp_path):
     train = write_rows(tmp_path, [{"text": text} for text in DOCUMENTS[:50]], "train.jsonl")
     other = write_rows(tmp_path, [{"text": text} for text in DOCUMENTS[50:]], "other.jsonl")
-    texts, _ = prepared(task, config(train, validation_data=str(other)))
+    texts, _ = read_back(task, config(train, validation_data=str(other)))
     assert sorted(documents(texts[0])) == sorted(DOCUMENTS[:50])
     assert sorted(documents(texts[1])) == sorted(DOCUMENTS[50:])
 
@@ -549,7 +579,7 @@ def learnt_by_number(tokenizer, batch):
     for inputs, labels in segments(batch):
         text = tokenizer.decode(inputs)
         number = int(text.split("Weather of ")[1].split("?")[0])
-        found[number] = (text, tokenizer.decode(labels[labels != -100]))
+        found[number] = (text, tokenizer.decode(labels[labels != IGNORE_INDEX]))
     return found
 
 
@@ -618,7 +648,7 @@ def test_an_answer_of_weight_zero_is_not_learnt(task, config, tmp_path):
     assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
     assert all("Bad." in text for text, _ in found.values())
     for weights, said in (
-        ((0, 0), "line 1: no message of the assistant is to be"),
+        ((0, 0), "line 1: no message of the assistant is trained on"),
         ((1, 2), "is 2; give 0 or 1"),
     ):
         cfg = config(
@@ -659,7 +689,7 @@ def test_share_gpt_and_alpaca_are_chats(task, config, tmp_path, capsys):
         printed = capsys.readouterr().out
         assert f"30 chats of {file}" in printed and said[name] in printed
         for inputs, learnt in segments(batch):
-            answer = tokenizer.decode(learnt[learnt != -100])
+            answer = tokenizer.decode(learnt[learnt != IGNORE_INDEX])
             number = int(answer.split("!")[0])
             assert answer == f" {number}!<|endoftext|>\n"
             text = tokenizer.decode(inputs)
@@ -678,27 +708,24 @@ AUTO = [
 
 
 @pytest.mark.parametrize("row, rows, read", AUTO)
-def test_rows_are_known_by_their_columns(task, config, tmp_path, row, rows, read):
-    cfg = config(write_rows(tmp_path, [row]))
-    task.settle(cfg)
-    assert (cfg.rows, [*cfg.columns.values()]) == (rows, read)
-    assert cfg.names == [*row]
+def test_rows_are_known_by_their_columns(config, tmp_path, row, rows, read):
+    layout = layouts.recognize_layout(config(write_rows(tmp_path, [row])))
+    assert (layout.kind, [*layout.columns.values()]) == (rows, read)
+    assert layout.names == [*row]
 
 
-def test_a_field_that_names_a_column_decides_what_rows_are(task, config, tmp_path):
+def test_a_field_that_names_a_column_decides_what_rows_are(config, tmp_path):
     row = {"text": "a", "body": "b", "talk": CHATS[0]["messages"], "q": "c", "a": "d"}
     file = write_rows(tmp_path, [row])
     for fields, rows in [
         ({"text_column": "body"}, "text"), ({"messages_column": "talk"}, "chat"),
         ({"prompt_column": "q", "completion_column": "a"}, "prompt"), ({"rows": "text"}, "text"),
     ]:  # fmt: skip
-        cfg = config(file, **fields)
-        task.settle(cfg)
-        assert cfg.rows == rows and {*fields.values()} <= {"text", *cfg.columns.values()}
+        layout = layouts.recognize_layout(config(file, **fields))
+        assert layout.kind == rows
+        assert {*fields.values()} <= {"text", *layout.columns.values()}
     for data, rows in (("pydoc", "text"), ("stdlib", "text"), ("docstrings", "prompt")):
-        cfg = config(data)
-        task.settle(cfg)
-        assert cfg.rows == rows
+        assert layouts.recognize_layout(config(data)).kind == rows
 
 
 def test_incomplete_rows_are_counted_and_skipped(task, config, tmp_path, capsys):
@@ -738,7 +765,7 @@ BAD_CHATS = [
     ),
     (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-        "arguments in message 1 is '{', which is no JSON (Expecting",
+        "arguments in message 1 is '{', which is not JSON (Expecting",
     ),
     (
         [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}],
@@ -746,7 +773,7 @@ BAD_CHATS = [
     ),
     (
         [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}],
-        "message 1 has function_call, an old form of tool_calls; write these",
+        "message 1 has function_call, the old form of tool_calls; write tool_calls",
     ),
 ]
 
@@ -859,3 +886,23 @@ def test_tool_calls_that_are_left_out_only_beside_content_are_noticed(drop):
     )
     assert drop(WITH_TOOLS + either, chats[:2]) == ""
     assert "leaves out tool_calls of message 2 (assistant)" in drop(WITH_TOOLS + either, chats)
+
+
+# ---- The key of prepared data --------------------------------------------------------------------
+
+
+def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
+    """Preparation counts, also where it stands in task.py; the loss does not."""
+    cfg, source = config("pydoc"), task.cache.read_source
+    layout = layouts.recognize_layout(cfg)
+
+    def key(changed):
+        mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
+        monkeypatch.setattr(task.cache, "read_source", mark)
+        return task.cache_folder(cfg, layout)
+
+    before = key(None)
+    assert key(task.loss_sum) == key(task.report) == before
+    shaping = (task.text, task.packing, task.chats, task.layouts, task.demo_data)
+    for each in (*shaping, task.build_data, task.load_tokenizer):
+        assert key(each) != before

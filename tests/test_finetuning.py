@@ -373,9 +373,9 @@ def test_the_digest_of_frozen_weights_is_the_same_for_any_number_of_threads(proj
     program = (
         "import sys, torch\nfrom training import weights\n"
         "torch.set_num_threads(int(sys.argv[1]))\n"
-        "draw = torch.Generator().manual_seed(0)\n"
+        "generator = torch.Generator().manual_seed(0)\n"
         "model = torch.nn.Linear(4096, 2048)\n"
-        "model.weight.data = torch.randn(2048, 4096, generator=draw)\n"
+        "model.weight.data = torch.randn(2048, 4096, generator=generator)\n"
         "model.bias.data.zero_()\n"
         "model.weight.requires_grad_(False)\n"
         "if sys.argv[2:]:\n    model.weight.data[5, 7] += 1e-6\n"

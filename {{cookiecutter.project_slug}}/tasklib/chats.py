@@ -1,7 +1,8 @@
-"""Chats: how rows are known to be some, what they must hold, and what templates make of them.
+"""Chats: what a row of messages must hold, and what a chat template makes of it.
 
-A chat is {"messages": [...], "tools": [...]}, in the form of OpenAI and of transformers' templates:
-arguments of tool calls are objects, and `tools` is only there if there are some.
+A chat is {"messages": [...], "tools": [...]} in the form of OpenAI, which the templates of
+transformers take too. The arguments of tool calls are objects. `tools` is missing if there are
+none.
 """
 
 import json
@@ -9,28 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tasklib import child, sources
+from tasklib import child
 from tasklib.fields import local_path
 from tasklib.messages import one_line
 from tasklib.sources import IncompleteRow
 from tasklib.tables import replace_surrogates
 
-MOST_CHAT = 50_000_000  # bytes of a chat: a template that gives more does not do what it should
-# Columns that rows are known by, of the more structured first; each by its role.
-LAYOUTS: list[tuple[str, dict[str, str]]] = [
-    ("chat", {"messages": "messages"}),
-    ("chat", {"messages": "conversations"}),  # ShareGPT
-    ("chat", {"instruction": "instruction", "output": "output"}),  # Alpaca
-    ("prompt", {"prompt": "prompt", "completion": "completion"}),
-    ("text", {"text": "text"}),
-]
-# Roles whose column need not be there: of Alpaca, no field could name another.
-OPTIONAL = ("tools", "instruction", "input", "output")
-# Who speaks in ShareGPT, as the other forms call them.
+MOST_BYTES = 50_000_000  # of a chat as text; a template that gives more is broken
+# Roles that ShareGPT names otherwise.
 SPEAKERS = {name: name for name in ("user", "assistant", "system", "tool")}
 SPEAKERS |= {"human": "user", "gpt": "assistant"}
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field, in transformers
-# For tokenizers without a template of their own: it needs no tokens that they do not have.
+REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
+# For tokenizers without a template. It needs no special token but the end of text.
 CHAT_TEMPLATE = """\
 {%- if tools %}{{ 'Tools: <tools>\\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '</tools>\\n' }}
@@ -53,79 +44,31 @@ CHAT_TEMPLATE = """\
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def recognise(cfg: Any, endings: tuple[str, ...]) -> tuple[str, dict[str, str], list[str]]:
-    """What the rows of the data are, and their columns by role.
+def normalize_chat(row: dict) -> None:
+    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place.
 
-    Fields decide; where they do not, the names of the columns, which are given then too.
+    Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
-    kinds = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
-    fields, names = {role: getattr(cfg, f"{role}_column") for role in kinds}, []
-    named = [kind for role, kind in kinds.items() if fields[role] != role]
-    rows = named[0] if named and cfg.rows == "auto" else cfg.rows
-    if rows in ("text", "prompt", *named):
-        columns = {role: fields[role] for role in kinds if kinds[role] == rows}
-    else:
-        names = sources.read_column_names(cfg, endings)
-        known = [(kind, columns) for kind, columns in LAYOUTS if rows in ("auto", kind)]
-        fits = [each for each in known if {*each[1].values()} <= {*names}]
-        if not fits:
-            raise ValueError(unknown(cfg, names, [columns for _, columns in known]))
-        rows, columns = fits[0]
-    if rows == "chat":
-        more = {"tools": cfg.tools_column} if "messages" in columns else {"input": "input"}
-        columns = {**columns, **{role: name for role, name in more.items() if name}}
-    return rows, columns, names
-
-
-def unknown(cfg: Any, names: list[str], known: list[dict[str, str]]) -> str:
-    """What to write instead of data whose columns are not known."""
-    if not names:
-        return f"task.data: there is no text in {one_line(cfg.data, 100)}"
-    forms = ", ".join(" + ".join(columns.values()) for columns in known)
-    fields = "--task.messages_column"
-    if cfg.rows == "auto":
-        fields = (
-            f"--task.text_column, {fields}, or --task.prompt_column and --task.completion_column"
-        )
-    there = one_line(", ".join(names[:20]), 100)
-    return (
-        f"task.data: {one_line(cfg.data, 100)} has the columns {there}, but task.rows {cfg.rows} "
-        f"looks for {forms}; name yours with {fields}"
-    )
-
-
-def taken(columns: dict[str, str], names: list[str]) -> str:
-    """Which columns are read, and which of these names are not, as the end of a sentence."""
-    read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
-    unread = [name for name in names if name not in columns.values()]
-    if not read or names == ["text", "label"]:  # of a .txt file: its text, its folder
-        return ""
-    others = f" (not read: {one_line(', '.join(unread), 200)})" * bool(unread)
-    return f", from {one_line(', '.join(read), 200)}{others}"
-
-
-def check_chat(row: dict) -> None:
-    """Makes a row of any layout a chat; raises ValueError for one that is none, or unanswered."""
     if "instruction" in row:
-        row["messages"] = turns(row)
-    messages, tools = parsed(row.pop("messages"), "messages"), row.pop("tools", None)
-    tools = parsed(tools, "tools") if isinstance(tools, str) else filled(tools)
-    tools = [parsed(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
+        row["messages"] = alpaca_messages(row)
+    messages, tools = parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
+    tools = parse_json(tools, "tools") if isinstance(tools, str) else drop_nulls(tools)
+    tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
         raise IncompleteRow("there are no messages")
     if not isinstance(messages, list):
         raise ValueError(
-            f"messages is {short(messages)} but must be a list of objects with role and content"
+            f"messages is {shorten(messages)} but must be a list of objects with role and content"
         )
-    row["messages"] = [message_of(m, f"message {n}") for n, m in enumerate(messages, 1)]
+    row["messages"] = [normalize_message(m, f"message {n}") for n, m in enumerate(messages, 1)]
     answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
     for number, message in answers:
         if message.get("weight", 1) not in (0, 1):
             raise ValueError(
                 f"weight of message {number} is {message['weight']!r:.60}; give 0 or 1"
             )
-    if any(n > 1 for n, _ in answers) and not any(map(is_learnt, row["messages"][1:])):
-        raise IncompleteRow("no message of the assistant is to be learnt: all have the weight 0")
+    if any(n > 1 for n, _ in answers) and not any(map(is_trained_on, row["messages"][1:])):
+        raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if not any(number > 1 for number, _ in answers):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
@@ -133,105 +76,107 @@ def check_chat(row: dict) -> None:
         if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
             raise IncompleteRow(f"message {number}, of the assistant, is empty")
     if tools:
-        if not isinstance(tools, list) or not all(map(name_of, tools)):
+        if not isinstance(tools, list) or not all(map(function_name, tools)):
             raise ValueError(
-                f"tools is {short(tools)} but must be a list of objects, each with a name"
+                f"tools is {shorten(tools)} but must be a list of objects, each with a name"
             )
         row["tools"] = tools
 
 
-def is_learnt(message: dict) -> bool:
-    """Whether it is an answer, but for one with the weight 0, as OpenAI's form has it."""
+def is_trained_on(message: dict) -> bool:
+    """Whether a message is an answer. OpenAI's weight 0 makes it context."""
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
-def turns(row: dict) -> list[dict[str, str]]:
-    """The messages of a row of Alpaca."""
+def alpaca_messages(row: dict) -> list[dict[str, str]]:
+    """The messages of a row of Alpaca, whose columns are taken out of the row."""
     texts = {role: row.pop(role, None) or "" for role in ("instruction", "input", "output")}
     for role, text in texts.items():
         if not isinstance(text, str):
-            raise ValueError(f"the {role} is {short(text)} but must be text")
+            raise ValueError(f"the {role} is {shorten(text)} but must be text")
         if role != "input" and not text.strip():
             raise IncompleteRow(f"there is no {role}")
-    asked = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
+    question = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
     return [
-        {"role": "user", "content": asked},
+        {"role": "user", "content": question},
         {"role": "assistant", "content": texts["output"]},
     ]
 
 
-def message_of(message: Any, where: str) -> dict:
-    """A message with role, content and perhaps tool_calls, whatever form it had."""
+def normalize_message(message: Any, where: str) -> dict:
+    """A message with role and content, and tool_calls if there are any. `where` names it."""
     if not isinstance(message, dict):
-        raise ValueError(f"{where} is {short(message)} but must be an object with role and content")
-    found = filled(message)
-    if "from" in found and "role" not in found:
-        speaker = found.pop("from")
+        raise ValueError(
+            f"{where} is {shorten(message)} but must be an object with role and content"
+        )
+    result = drop_nulls(message)
+    if "from" in result and "role" not in result:
+        speaker = result.pop("from")
         if speaker not in [*SPEAKERS]:
             known = ", ".join(SPEAKERS)
-            raise ValueError(f"{where} is from {short(speaker)} but must be from {known}")
+            raise ValueError(f"{where} is from {shorten(speaker)} but must be from {known}")
         content = {"content": message["value"]} if "value" in message else {}
-        found.pop("value", None)
-        return message_of({**found, **content, "role": SPEAKERS[speaker]}, where)
-    calls = parsed(found.pop("tool_calls", None), f"tool_calls of {where}")
-    has = {"role": "role" in found, "content": "content" in message or calls}
+        result.pop("value", None)
+        return normalize_message({**result, **content, "role": SPEAKERS[speaker]}, where)
+    calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
+    has = {"role": "role" in result, "content": "content" in message or calls}
     for name in has:
         if not has[name]:
-            there = one_line(", ".join(map(str, found)) or "nothing", 60)
+            there = one_line(", ".join(map(str, result)) or "nothing", 60)
             raise ValueError(f"{where} has no {name}, only {there}")
-        if not isinstance(found.get(name, ""), str):
-            raise ValueError(f"the {name} of {where} is {short(found[name])} but must be text")
-    if found.get("function_call"):
-        raise ValueError(f"{where} has function_call, an old form of tool_calls; write these")
+        if not isinstance(result.get(name, ""), str):
+            raise ValueError(f"the {name} of {where} is {shorten(result[name])} but must be text")
+    if result.get("function_call"):
+        raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
     if calls:
         if not isinstance(calls, list):
-            raise ValueError(f"tool_calls of {where} is {short(calls)} but must be a list")
-        found["tool_calls"] = [call_of(call, where) for call in calls]
-    elif "content" not in found:
+            raise ValueError(f"tool_calls of {where} is {shorten(calls)} but must be a list")
+        result["tool_calls"] = [normalize_call(call, where) for call in calls]
+    elif "content" not in result:
         raise IncompleteRow(f"{where} has no content")
-    return {"content": "", **found}
+    return {"content": "", **result}
 
 
-def call_of(call: Any, where: str) -> dict:
-    """A tool call in OpenAI's form, the arguments as an object: templates write it as JSON."""
-    if not name_of(call):
+def normalize_call(call: Any, where: str) -> dict:
+    """A tool call in OpenAI's form. Its arguments are an object, which templates write as JSON."""
+    if not function_name(call):
         form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
-        raise ValueError(f"{where} has the tool call {short(call)}; write {form}")
+        raise ValueError(f"{where} has the tool call {shorten(call)}; write {form}")
     function = call.get("function", call)
-    arguments = parsed(function.get("arguments"), f"arguments in {where}") or {}
+    arguments = parse_json(function.get("arguments"), f"arguments in {where}") or {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"arguments in {where} is {short(arguments)} but must be an object")
+        raise ValueError(f"arguments in {where} is {shorten(arguments)} but must be an object")
     call = call if "function" in call else {}
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def name_of(value: Any) -> str:
-    """The name of a tool or a tool call; empty: it has none."""
+def function_name(value: Any) -> str:
+    """The name of a tool or a tool call; empty if it has no name."""
     function = value.get("function", value) if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def parsed(value: Any, what: str) -> Any:
-    """What JSON text stands for, as a cell of a table may hold it; anything else as it is."""
+def parse_json(value: Any, what: str) -> Any:
+    """The value of JSON text, which cells of tables hold; any other value as it is."""
     if not isinstance(value, str):
         return value
     try:
         return replace_surrogates(json.loads(value)) if value.strip() else None
     except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
-        raise ValueError(f"{what} is {short(value)}, which is no JSON ({problem})") from None
+        raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
 
 
-def filled(value: Any) -> Any:
-    """Without keys that have no value: objects in a table have those of all rows."""
+def drop_nulls(value: Any) -> Any:
+    """The value without null keys: in a table, each object has the keys of all rows."""
     if isinstance(value, dict):
-        return {key: filled(each) for key, each in value.items() if each is not None}
-    return [filled(each) for each in value] if isinstance(value, list) else value
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def texts(row: dict) -> Iterator[str]:
-    """All text of a chat, for a vocabulary to be learnt from."""
+def chat_texts(row: dict) -> Iterator[str]:
+    """All text of a chat: contents, and tool calls and tools as JSON."""
     for message in row["messages"]:
         yield message["content"]
         yield from (
@@ -241,15 +186,16 @@ def texts(row: dict) -> Iterator[str]:
     yield from (json.dumps(tool, ensure_ascii=False) for tool in row.get("tools", []))
 
 
-def short(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """A value of a row, for a message."""
     return one_line(repr(value), 60)
 
 
 # ---- Templates -----------------------------------------------------------------------------------
 
 
-def template_file(cfg: Any) -> Path | None:
-    """The file that the field names."""
+def template_path(cfg: Any) -> Path | None:
+    """The file in cfg.chat_template, or None; raises ValueError where there is no such file."""
     path = local_path(cfg.chat_template, "chat_template")
     if cfg.chat_template and not path.is_file():
         raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
@@ -259,28 +205,30 @@ def template_file(cfg: Any) -> Path | None:
 
 
 def read_template(cfg: Any) -> str:
-    """What the file holds."""
+    """The text of the file in cfg.chat_template; raises ValueError if it cannot be read."""
     try:
-        return template_file(cfg).read_text(encoding="utf-8")
+        return template_path(cfg).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot read {one_line(cfg.chat_template, 100)}: {one_line(error)}"
         raise ValueError(f"task.chat_template: {what}") from None
 
 
-def render(row: dict, place: str, tokenizer: Any, seen: set) -> list[tuple[str, list[tuple]]]:
-    """A chat as the model sees it, and where in the text the assistant's answers stand.
+def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:
+    """A chat as text, with the start and end of each answer in it.
 
-    Some templates change a turn when others follow, as they leave its reasoning out: then each
-    answer is learnt from a text of its own, which ends with it. For `seen` see `check_kept`.
+    Some templates change a turn when others follow; they leave out its reasoning, for example. Then
+    each answer gets a text of its own, which ends with it. `shown` is for check_nothing_left_out.
     """
     messages, tools = row["messages"], row.get("tools", [])
-    whole, before, until = chat_text(messages, tools, place, tokenizer), {}, {}
+    whole, before, until = apply_template(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            until[i] = chat_text(messages[: i + 1], tools, place, tokenizer)
-        if i and is_learnt(message):
-            before[i] = chat_text(messages[:i], tools, place, tokenizer, add_generation_prompt=True)
-    check_kept(row, whole, until, place, tokenizer, seen)
+            until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
+        if i and is_trained_on(message):
+            before[i] = apply_template(
+                messages[:i], tools, place, tokenizer, add_generation_prompt=True
+            )
+    check_nothing_left_out(row, whole, until, place, tokenizer, shown)
     if not all(until[i].startswith(before[i]) for i in before):
         raise ValueError(
             f"task.chat_template: {place}: the chat with its answer does not begin with what the "
@@ -293,25 +241,26 @@ def render(row: dict, place: str, tokenizer: Any, seen: set) -> list[tuple[str, 
     return [(until[i], [answers[i]]) for i in answers]
 
 
-def check_kept(
-    row: dict, whole: str, until: dict[int, str], place: str, tokenizer: Any, seen: set
+def check_nothing_left_out(
+    row: dict, whole: str, until: dict[int, str], place: str, tokenizer: Any, shown: set
 ) -> None:
-    """Raises ValueError for what a template leaves out of a chat without a word.
+    """Raises ValueError for a part of a chat that the template leaves out silently.
 
-    An answer must show in the text that ends with it: later the template may leave its reasoning
-    out. A part shows where the text contains it. What is not found there may be written otherwise,
-    and a word may stand there by chance: then, and for the first part of each kind, which `seen`
-    has, the text must change with the part.
+    `until` has the texts that end with each answer: an answer is looked for in its own text, since
+    the template may drop its reasoning later. A part is shown if the text contains its words. The
+    template may write them otherwise, and words may match by chance; so for missing words, and for
+    the first part of each kind, the text must change when the part changes. `shown` collects the
+    kinds that have passed.
     """
     messages, tools = row["messages"], row.get("tools", [])
 
     def shows(kind: tuple, words: list[str], text: str, *changed: list[dict]) -> bool:
-        if kind in seen and all(word in text for word in words):
+        if kind in shown and all(word in text for word in words):
             return True
-        seen.add(kind)
+        shown.add(kind)
         try:
-            return chat_text(*changed, place, tokenizer) != text
-        except ValueError:  # it looks at this part, and takes no other
+            return apply_template(*changed, place, tokenizer) != text
+        except ValueError:  # the template reads this part, and refuses another value
             return True
 
     for i, tool in enumerate(tools):
@@ -321,26 +270,26 @@ def check_kept(
         others = [*tools[:i], {**tool, **({"function": other} if "function" in tool else other)}]
         kind = ("tools", i > 0, messages[0]["role"])
         if not shows(kind, words, whole, messages, others + tools[i + 1 :]):
-            raise left_out("tools", place)
+            raise omission("tools", place)
     for i, message in enumerate(messages):
         here, text = messages[: i + 1] if i in until else messages, until.get(i, whole)
         around = (messages[i - 1]["role"] if i else "", i + 1 == len(here), bool(tools))
         form = (message["role"], bool(message["content"].strip()), "tool_calls" in message)
-        for what, number, words, other in parts_of(message):
+        for what, number, words, other in message_parts(message):
             kind = (what, number > 0, *form, *around)
             if not shows(kind, words, text, [*here[:i], other, *here[i + 1 :]], tools):
-                raise left_out(f"{what} of message {i + 1} ({message['role']})", place)
+                raise omission(f"{what} of message {i + 1} ({message['role']})", place)
 
 
-def left_out(what: str, place: str) -> ValueError:
+def omission(what: str, place: str) -> ValueError:
     return ValueError(
         f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
         "it with --task.chat_template FILE, or take it out of the data"
     )
 
 
-def parts_of(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
-    """What a template has to show of a message: name, number, words in it, the message changed."""
+def message_parts(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
+    """Parts that a template has to show: name, number, words, and the message with it changed."""
     reasoning = REASONING if message["role"] == "assistant" else ()
     for name in ("content", *reasoning):
         text = message.get(name)
@@ -350,18 +299,22 @@ def parts_of(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
     for i, call in enumerate(calls):
         function, arguments = call["function"], call["function"]["arguments"]
         words = [text for text in arguments.values() if isinstance(text, str)]
-        for what, found, other in (
+        for what, texts, other in (
             ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
             ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
         ):
             changed = {**call, "function": {**function, **other}}
-            yield what, i, found, {**message, "tool_calls": [*calls[:i], changed, *calls[i + 1 :]]}
+            yield what, i, texts, {**message, "tool_calls": [*calls[:i], changed, *calls[i + 1 :]]}
 
 
-def chat_text(
+def apply_template(
     messages: list[dict], tools: list[dict], place: str, tokenizer: Any, **options
 ) -> str:
-    """What the chat template makes of messages: a program, which may fail, or not end."""
+    """Messages as text, by the tokenizer's chat template.
+
+    A template is a program: it may fail or never end. Raises ValueError with the place of the row
+    if it does, or if its text has more than MOST_BYTES.
+    """
     try:
         with child.time_limit(10):
             text = tokenizer.apply_chat_template(
@@ -369,7 +322,7 @@ def chat_text(
             )
         if not isinstance(text, str):
             raise TypeError(f"it gives no text, but {type(text).__name__}")
-        if len(text.encode()) > MOST_CHAT:
+        if len(text.encode()) > MOST_BYTES:
             raise ValueError(f"it gives {len(text):,} characters")
     except Exception as error:
         raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None

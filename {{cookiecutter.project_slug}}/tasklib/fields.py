@@ -25,9 +25,15 @@ def number_type(name: str, base: type, first: float, last: float) -> type:
     return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
 
 
-# At least 0 and below 1.
-Dropout = restricted_number_type("Dropout", float, [(">=", 0), ("<", 1)])
+Dropout = restricted_number_type(
+    "Dropout", float, [(">=", 0), ("<", 1)], docstring="a number, at least 0 and below 1"
+)
 Fraction = OpenUnitInterval  # above 0 and below 1
+
+# Sizes of a new transformer.
+Layers = number_type("Layers", int, 1, 1000)
+Heads = number_type("Heads", int, 1, 1024)
+Width = number_type("Width", int, 1, 65_536)
 
 
 def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers: weights to start from, what they need, and what is saved in the end."""
+"""Models of transformers: pretrained weights and their tokenizers, or new weights."""
 
 import contextlib
 import warnings
@@ -18,24 +18,24 @@ from tasklib.messages import one_line, say
 
 @dataclass
 class ModelConfig:
-    """Fields that all tasks have for a model of transformers."""
+    """Fields of every task with a model of transformers."""
 
     # Pretrained model
     model_name_or_path: str = ""
     """Weights to start from: a model on the Hub, or a folder such as runs/default/model; empty: new
     weights, and a model of the sizes below."""
     revision: str = "main"
-    """Of a model on the Hub: its branch, tag or commit."""
+    """Model on the Hub: its branch, tag or commit."""
     trust_remote_code: bool = field(default=False, metadata=NOTHING)
-    """Of a model on the Hub: run the code that its owner has put there."""
+    """Model on the Hub: run the code in its repository."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """How attention is computed; flash_attention_2 needs its package, a GPU, and bf16 or fp16."""
 
 
 def folder_of(cfg: ModelConfig) -> Path | None:
-    """The folder here that the model to start from is in; None: it is on the Hub, or new.
+    """The local folder of the model to start from; None for one on the Hub, or a new model.
 
-    Raises ValueError for a path where no folder is: the Hub would be asked for it.
+    Raises ValueError for a path without a folder, which would be looked up on the Hub.
     """
     name, folder = cfg.model_name_or_path, local_path(cfg.model_name_or_path, "model_name_or_path")
     if not name or folder.is_dir():
@@ -53,9 +53,9 @@ def folder_of(cfg: ModelConfig) -> Path | None:
 
 
 def check_unread(cfg: ModelConfig) -> None:
-    """Raises ValueError for fields that are set and that nothing would read.
+    """Raises ValueError for fields of a model on the Hub that are set without one.
 
-    Sizes of a new model may stand beside a model to start from: its own recipe names them.
+    Sizes of a new model are accepted beside a model to start from, as they are in its recipe.
     """
     hub = bool(cfg.model_name_or_path and not folder_of(cfg))
     fields = "revision trust_remote_code"
@@ -63,28 +63,28 @@ def check_unread(cfg: ModelConfig) -> None:
 
 
 def check_memory(weights: int) -> None:
-    """Raises ValueError for a new model whose weights, 4 bytes each, this machine cannot hold."""
-    there = psutil.virtual_memory().total
-    if 4 * weights > there:
+    """Raises ValueError for so many new weights, 4 bytes each, that memory cannot hold them."""
+    memory = psutil.virtual_memory().total
+    if 4 * weights > memory:
         raise ValueError(
             f"task.hidden_size, task.num_layers: a model of these sizes has about {weights:.1g} "
-            f"weights, {4 * weights / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB of "
-            "memory: give smaller ones"
+            f"weights, {4 * weights / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
+            "memory; give smaller ones"
         )
 
 
 def used_files(cfg: ModelConfig) -> list[Path]:
-    """The files that shape a tokenizer or an image processor, of a model in a folder here."""
+    """Files of a local model folder that shape its tokenizer or image processor, sorted."""
     folder, endings = folder_of(cfg), (".json", ".jinja", ".txt", ".model", ".py")
-    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
-    return sorted(file for file in found if file.suffix in endings)
+    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
+    return sorted(file for file in files if file.suffix in endings)
 
 
 def load(auto: Any, cfg: ModelConfig, **options) -> Any:
-    """`auto.from_pretrained` of the model that the fields name; a ValueError of one line."""
+    """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
     name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)
     for file in folder.iterdir() if folder else []:
-        if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for
+        if file.exists() and not file.is_file() and not file.is_dir():  # reading a pipe would block
             raise ValueError(
                 f"task.model_name_or_path: {one_line(file, 100)} is neither a file nor a folder; "
                 "remove it"
@@ -109,9 +109,9 @@ def load(auto: Any, cfg: ModelConfig, **options) -> Any:
 
 
 def check_reachable(cfg: ModelConfig) -> None:
-    """Raises ValueError for a model that is neither in the local cache nor to be had from the Hub.
+    """Raises ValueError for a model that is neither in the local cache nor on the Hub.
 
-    One question, for which transformers would take minutes of retries where there is no network.
+    This is one request. Without a network, transformers would retry for minutes.
     """
     from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
 
@@ -123,7 +123,7 @@ def check_reachable(cfg: ModelConfig) -> None:
     if is_offline_mode():
         raise ValueError(
             f"task.model_name_or_path: {about} is not in the local cache, and HF_HUB_OFFLINE "
-            "forbids to download it"
+            "forbids the download"
         )
     try:
         HfApi().model_info(name, revision=revision, timeout=30)
@@ -135,31 +135,31 @@ def check_reachable(cfg: ModelConfig) -> None:
 
 
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options) -> Any:
-    """A model in fp32, of which only weights that belong to the `head` may be new.
+    """A pretrained model in fp32, since the accelerate YAML decides the precision.
 
-    Precision is the accelerate YAML's. Raises ValueError when other weights are missing.
+    Weights whose names contain one of `head` may be new. Raises ValueError if others are missing.
     """
     import torch
 
     options |= {"dtype": torch.float32}
-    if cfg.attn_implementation != "sdpa":  # transformers takes it by itself, where a model has it
+    if cfg.attn_implementation != "sdpa":  # unset, it is sdpa, or eager where a model lacks sdpa
         options["attn_implementation"] = cfg.attn_implementation
-    model, facts = load(auto, cfg, output_loading_info=True, **options)
-    fresh = {*facts["missing_keys"], *(each[0] for each in facts["mismatched_keys"])}
-    alien = sorted(name for name in fresh if not any(part in name for part in head))
-    if alien:
+    model, info = load(auto, cfg, output_loading_info=True, **options)
+    new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
+    missing = sorted(name for name in new if not any(part in name for part in head))
+    if missing:
         raise ValueError(
             f"task.model_name_or_path: {one_line(cfg.model_name_or_path, 100)} is for something "
-            f"else: it has no weights for {one_line(', '.join(alien[:3]), 200)}"
+            f"else: it has no weights for {one_line(', '.join(missing[:3]), 200)}"
         )
-    if fresh:
-        names = one_line(", ".join(sorted(fresh)))
+    if new:
+        names = one_line(", ".join(sorted(new)))
         say(f"{one_line(cfg.model_name_or_path, 100)}: new weights for {names}")
     return model
 
 
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
-    """A model with new weights; raises ValueError where it has no such attention."""
+    """A model with new weights; raises ValueError if it lacks cfg.attn_implementation."""
     options = {}
     if cfg.attn_implementation != "sdpa":
         options["attn_implementation"] = cfg.attn_implementation
@@ -171,7 +171,7 @@ def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and remarks, which every process would print."""
+    """Silences progress bars and warnings of transformers, which every process would print."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

@@ -1,0 +1,161 @@
+"""Text as tokens: tokenizers to load or to learn, loss masks, the bytes that a token stands for.
+
+A tokenised text is two arrays of equal length: its token ids, and its loss mask, which is 1 for a
+token that is a loss term and 0 for context.
+"""
+
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasklib import pretrained
+from tasklib.child import run_in_child
+from tasklib.messages import one_line
+from tasklib.pretrained import ModelConfig
+from tasklib.sources import break_long_words
+
+# transformers takes 4 s to import: it waits for the function that needs it.
+
+Tokens = tuple[array, array]  # ids, loss mask
+FILE = "tokenizer.json"
+NEEDS = {  # attributes of a tokenizer, and how a message calls them
+    "eos_token": "end-of-text token",
+    "pad_token": "pad token",
+    "is_fast": FILE,
+}
+BLOCK = 1_000_000  # characters in one call of a tokenizer, which bounds its memory
+
+
+# ---- Tokenizers ----------------------------------------------------------------------------------
+
+
+def load_tokenizer(
+    cfg: ModelConfig,
+    folder: Path,
+    needs: Sequence[str] = ("eos_token", "is_fast"),
+    **options: Any,
+) -> Any:
+    """The tokenizer of cfg.model_name_or_path, or the one that learn_vocabulary saved in `folder`.
+
+    A new model has the latter; `options` are arguments of PreTrainedTokenizerFast for it, such as
+    its special tokens. Where there is no pad token, the end-of-text token takes its place. Raises
+    ValueError for a tokenizer without one of `needs`, which are keys of NEEDS.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not cfg.model_name_or_path:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / FILE), **options)
+    else:
+        tokenizer = pretrained.load(AutoTokenizer, cfg)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    for name in needs:
+        if not getattr(tokenizer, name):
+            model = one_line(cfg.model_name_or_path, 100)
+            raise ValueError(
+                f"task.model_name_or_path: the tokenizer of {model} has no {NEEDS[name]}; give "
+                "another model"
+            )
+    return tokenizer
+
+
+def learn_vocabulary(
+    texts: Iterable[str],
+    size: int,
+    folder: Path,
+    *,
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+    begin: str = "",
+    end: str = "",
+) -> None:
+    """Saves a byte-level BPE of the texts, to which no text is unknown, in `folder`.
+
+    `size` is the number of tokens, special ones included: those in `first` get the lowest ids,
+    those in `last` the highest. The tokenizer puts the special tokens `begin` before and `end`
+    after a text, and `end` between the texts of a pair too. Raises ValueError where it fails.
+    """
+    # The library does not return to Python for seconds, and a signal would wait for it.
+    run_in_child(train_and_save, texts, size, folder / FILE, first, last, begin, end)
+
+
+def train_and_save(
+    texts: Iterable[str],
+    size: int,
+    path: Path,
+    first: Sequence[str],
+    last: Sequence[str],
+    begin: str,
+    end: str,
+) -> None:
+    """Learns the vocabulary in this process; the arguments are those of learn_vocabulary."""
+    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
+    )
+    tokenizer.add_special_tokens([*last])
+    if begin or end:
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=f"{begin} $A {end}".strip(),
+            pair=f"{begin} $A {end} $B:1 {end and f'{end}:1'}".strip(),
+            special_tokens=[(name, tokenizer.token_to_id(name)) for name in {begin, end} - {""}],
+        )
+    tokenizer.save(str(path))
+
+
+def token_bytes(tokenizer: Any) -> np.ndarray:
+    """Bytes of text that each token stands for, 0 for special ones: int64 (vocabulary,)."""
+    sizes = np.zeros(len(tokenizer), np.int64)
+    byte_level = "ByteLevel" in tokenizer.backend_tokenizer.to_str().partition('"decoder"')[2][:500]
+    for token, i in tokenizer.get_vocab().items():
+        if byte_level:
+            sizes[i] = len(token)  # a character stands for a byte
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            sizes[i] = 1
+        else:
+            sizes[i] = len(token.replace("▁", " ").encode())  # SentencePiece writes spaces so
+    sizes[tokenizer.all_special_ids] = 0
+    return sizes
+
+
+# ---- Tokens and loss masks -----------------------------------------------------------------------
+
+
+def begin_tokens(tokenizer: Any) -> list[int]:
+    """The begin-of-text token where the tokenizer puts one before a text; else an empty list."""
+    return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
+
+
+def tokenize_document(text: str, tokenizer: Any) -> Tokens:
+    """A whole text between special tokens; all of its tokens are loss terms.
+
+    It begins with the begin-of-text token, or with the end-of-text token where there is none. Text
+    that spells a special token stays text.
+    """
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    tokens = array("i", begin_tokens(tokenizer) or [tokenizer.eos_token_id])
+    for start in range(0, len(text), BLOCK):
+        tokens.extend(tokenizer(text[start : start + BLOCK], **options).input_ids)
+    tokens.append(tokenizer.eos_token_id)
+    return tokens, array("b", [1]) * len(tokens)
+
+
+def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> Tokens:
+    """A text of which the answers alone are loss terms; special tokens in it are special.
+
+    `answers`: where each begins and ends in the text, in characters. A token that reaches into an
+    answer belongs to it.
+    """
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoded = tokenizer(text, **options)
+    mask = [
+        any(last > start and first < stop for start, stop in answers)
+        for first, last in encoded["offset_mapping"]
+    ]
+    return array("i", encoded["input_ids"]), array("b", mask)
