@@ -130,7 +130,7 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
     assert machine.printed[1:3] == [
         "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
         "PyTorch comes. PyPI's brings several GB of CUDA, useless without a GPU. For the CPU "
-        f"build, stop this and add to the command: TORCH_INDEX={CPU_INDEX}",
+        f"build, press Ctrl-C and add to the command: TORCH_INDEX={CPU_INDEX}",
         "setup: installing torch>=2.6 -e .",
     ]
     packages = machine.folder / ".venv" / "lib" / "python3.12" / "site-packages"
@@ -156,7 +156,7 @@ def test_pip_is_quiet_but_for_what_it_complains_of(machine):
     machine.setup(FAKE_INSTALL_FAILS="1", expect=2)
     assert machine.errors[:-1] == [
         "WARNING: there is no such extra",
-        "setup: pip could not install these; its reason is above.",
+        "setup: pip failed; its reason is above.",
     ]
 
 
