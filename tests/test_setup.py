@@ -150,7 +150,11 @@ def test_an_index_for_torch_overrides_what_was_found(machine, config):
 
 def test_pip_is_quiet_but_for_what_it_complains_of(machine):
     machine.setup()
-    assert [line.split()[1] for line in machine.printed] == ["creating", *["installing"] * 2, "done,"]
+    assert [line.split()[1] for line in machine.printed] == [
+        "creating",
+        *["installing"] * 2,
+        "done,",
+    ]
     assert machine.errors == ["WARNING: there is no such extra"] * 2
     machine.gpus(1)
     machine.setup(FAKE_INSTALL_FAILS="1", expect=2)

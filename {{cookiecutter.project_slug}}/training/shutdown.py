@@ -137,7 +137,7 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, Failed):
         return 1, f"{error}; the same command continues from the newest checkpoint"
     if isinstance(error, OSError) and error.errno in run_folder.DISK_FULL:
-        return 2, f"{error}: free some space; what was saved is kept"
+        return 2, f"{error}: free some space; saved checkpoints are kept"
     if isinstance(error, RuntimeError) and "Expected to have finished reduction" in str(error):
         return 2, (
             "some weights of the model get no gradient, which several processes wait for; call "
