@@ -272,7 +272,7 @@ def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target):
     (scripts / "python").write_text("#!/bin/sh\nexit 1\n")
     result = ready.run("make", "--silent", target)
     assert result.returncode == 2 and result.stdout == "installing pytest and ruff, once\n"
-    line = f"They could not be installed. Once the reason above is gone: make {target}"
+    line = f"pip failed; its reason is above. Correct it, then run: make {target}"
     assert result.stderr.splitlines()[0] == line
 
 
