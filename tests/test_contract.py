@@ -32,7 +32,7 @@ CASES = [
     ("collate", "a[0]", "task.collate returns [{"),
     ("collate", "{**old(*a), 'names': ['x']}", "'names' is ['x'], list; give a tensor on the CPU"),
     ("datasets", "old(*a)[0]", "give (train, validation)"),
-    ("datasets", "(old(*a)[0], iter([1]))", "give datasets with a length and rows by number"),
+    ("datasets", "(old(*a)[0], iter([1]))", "give datasets with len() and [i]"),
     ("datasets", "([{'x': 1}, {'y': 1}], old(*a)[1])", "row 1 has no 'x', which row 0 has"),
 ]
 
@@ -57,7 +57,7 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
         printed = quick("--check", "--output_dir", tmp_path / "run", before=before, codes=[2])
         assert printed.count("\n") == 1 and name in printed
     printed = quick("--check", before="import task; del task.metrics, task.count", codes=[2])
-    assert "train.py: task.py has no function count, metrics; README.md shows" in printed
+    assert "train.py: task.py has no function count, metrics; examples/task.py is" in printed
 
 
 def test_two_processes_say_it_once(tiny, tmp_path):
