@@ -166,7 +166,7 @@ CASES = {
     "output_dir that is read-only": (["--output_dir", "/proc/x"], "give another"),
     "resume path that is missing": (["--resume", "none"], "none has no manifest.json; give auto"),
     "resume path that is a file": (["--resume", "train.py"], "has no manifest.json; give auto"),
-    "missing tracker": (["--tracker", "trackio"], "trackio, which is not installed; pip install"),
+    "missing tracker": (["--tracker", "trackio"], "trackio, which is not installed; run pip"),
     "W&B key of the wrong form": (
         with_env(["--tracker", "wandb"], WANDB_API_KEY="short"),
         "W&B: ",

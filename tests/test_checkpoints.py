@@ -223,7 +223,7 @@ def test_damage_after_a_checkpoint_was_read_is_seen(tmp_path):
 
 def test_what_the_check_has_hashed_is_handed_over(tmp_path, monkeypatch):
     save(tmp_path / "run", 2)
-    monkeypatch.setenv(checkpoints.HANDED_OVER, str(tmp_path / "verified"))
+    monkeypatch.setenv(checkpoints.VERIFIED_FILE, str(tmp_path / "verified"))
     checkpoints.hand_over_verified()
     program = "import pathlib, sys\nfrom training import checkpoints\n"
     program += "checkpoints.hash_blocks = lambda *a: sys.exit('hashed again')\n"

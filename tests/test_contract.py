@@ -13,22 +13,26 @@ SCALAR = "give the sum of the losses, a float32 of shape ()"
 CASES = [
     ("metrics", "{**old(*a), 'acc': torch.ones(3)}", "'acc' is a tensor, float32, of shape (3,)"),
     ("metrics", "{**old(*a), 'acc': 'good'}", "'acc' is 'good', str; give a float"),
-    ("metrics", "{**old(*a), 'step': 3}", "'step' is no name for a score"),
+    ("metrics", "{**old(*a), 'step': 3}", "a score cannot be called 'step'"),
     ("metrics", "{'los': 1.0}", "give a dict of floats, with 'loss'"),
-    ("metrics", "None", "task.metrics gives None, NoneType"),
+    ("metrics", "None", "task.metrics returns None, NoneType"),
     ("eval_sums", "{'loss': 1.0}", "task.eval_sums: 'loss' is 1.0, float"),
-    ("eval_sums", "torch.ones(3)", "task.eval_sums gives a tensor, float32, of shape (3,)"),
-    ("loss_sum", "old(*a).half()", f"task.loss_sum gives a tensor, float16, of shape (); {SCALAR}"),
-    ("loss_sum", "old(*a).double()", f"gives a tensor, float64, of shape (); {SCALAR}"),
+    ("eval_sums", "torch.ones(3)", "task.eval_sums returns a tensor, float32, of shape (3,)"),
+    (
+        "loss_sum",
+        "old(*a).half()",
+        f"task.loss_sum returns a tensor, float16, of shape (); {SCALAR}",
+    ),
+    ("loss_sum", "old(*a).double()", f"returns a tensor, float64, of shape (); {SCALAR}"),
     ("loss_sum", "old(*a)[None]", f"of shape (1,); {SCALAR}"),
-    ("loss_sum", "old(*a).item()", "task.loss_sum gives "),
+    ("loss_sum", "old(*a).item()", "task.loss_sum returns "),
     ("loss_sum", "old(*a).detach()", "a loss without a gradient"),
-    ("count", "float(old(*a))", "task.count gives "),
-    ("count", "-1", "task.count gives -1, int"),
-    ("collate", "a[0]", "task.collate gives [{"),
+    ("count", "float(old(*a))", "task.count returns "),
+    ("count", "-1", "task.count returns -1, int"),
+    ("collate", "a[0]", "task.collate returns [{"),
     ("collate", "{**old(*a), 'names': ['x']}", "'names' is ['x'], list; give a tensor on the CPU"),
     ("datasets", "old(*a)[0]", "give (train, validation)"),
-    ("datasets", "(old(*a)[0], iter([1]))", "give datasets with a length and rows by number"),
+    ("datasets", "(old(*a)[0], iter([1]))", "give datasets with len() and [i]"),
     ("datasets", "([{'x': 1}, {'y': 1}], old(*a)[1])", "row 1 has no 'x', which row 0 has"),
 ]
 
@@ -53,7 +57,7 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
         printed = quick("--check", "--output_dir", tmp_path / "run", before=before, codes=[2])
         assert printed.count("\n") == 1 and name in printed
     printed = quick("--check", before="import task; del task.metrics, task.count", codes=[2])
-    assert "train.py: task.py has no function count, metrics; README.md shows" in printed
+    assert "train.py: task.py has no function count, metrics; examples/task.py is" in printed
 
 
 def test_two_processes_say_it_once(tiny, tmp_path):
@@ -62,7 +66,7 @@ def test_two_processes_say_it_once(tiny, tmp_path):
     (tiny.path / "wrong.py").write_text(program)
     flags = ["--output_dir", tmp_path / "run"]
     printed = tiny.train(2, *flags, program="wrong.py", codes=[2])
-    assert printed.count("train.py: ") == 1 and "task.loss_sum gives 1.0, float" in printed
+    assert printed.count("train.py: ") == 1 and "task.loss_sum returns 1.0, float" in printed
 
 
 def test_scores_are_floats_whatever_holds_the_number(quick, tmp_path):
@@ -124,7 +128,7 @@ def test_lines_that_are_further_apart_hold_the_means_of_those_between(quick, tmp
 
 
 MEANS = [
-    ("loss_sum", "(a[0](a[1]['x']) - a[1]['y']).square().mean()", "task.loss_sum of a batch is"),
+    ("loss_sum", "(a[0](a[1]['x']) - a[1]['y']).square().mean()", "task.loss_sum is "),
     (
         "eval_sums",
         "{**old(*a), 'loss': old(*a)['loss'] / len(a[1]['x'])}",
@@ -148,4 +152,4 @@ def test_rows_that_are_others_at_each_reading_are_refused(quick, tmp_path):
     value += "{**old(*a)[0][i], 'x': torch.rand(8)}})(), old(*a)[1])"
     flags = ["--output_dir", tmp_path / "run", "--check"]
     printed = quick(*flags, before=OLD.format("datasets") + value, codes=[2])
-    assert "row 0 is another one when it is read again; draw random numbers in augment" in printed
+    assert "row 0 changes when it is read again; draw random numbers in augment" in printed

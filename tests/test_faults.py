@@ -119,7 +119,7 @@ _, _, notes, _ = feed(watch, 3.0, 9.0, 3.0)
 assert [(n["event"], n["step"], n["spike_loss"]) for n in notes] == [("spike", 2, 9.0)]
 assert 2.9 < notes[0]["median_loss"] < 3.0
 _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
-assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, the last of them 4" in reason
+assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, up to step 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
 scaled = monitor.StepMonitor(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
 loss, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
@@ -127,7 +127,7 @@ assert notes == [] and reason == "" and loss == 3.0  # the scale was too large, 
 _, _, notes, reason = feed(scaled, math.nan, math.nan)
 assert len(notes) == 2 and reason
 scaler.get_scale = lambda: 0.5  # no scale makes these finite
-scaled.in_a_row = 0
+scaled.skipped = 0
 _, _, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)
 assert len(notes) == 2 and reason
 """
@@ -295,7 +295,7 @@ def test_a_disk_that_has_filled_up_keeps_the_old_checkpoint(tiny, tmp_path):
     before = sorted(output.glob("checkpoints/*"))
     result = full_disk(tiny, output, "--max_steps", 14, "--accept_changes", free=100)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "what was saved is kept" in result.stderr
+    assert "saved checkpoints are kept" in result.stderr
     assert sorted(output.glob("checkpoints/*")) == before
 
 

@@ -143,7 +143,7 @@ def test_adapters_do_not_go_on_from_other_weights(project, tuned):
         shutil.copytree(checkpoint(tuned["lora"], 3), checkpoint(output, 3))
         flags = [*recipe_of("lora"), "--output_dir", output]
         printed = project.train(1, *flags, codes=(2,))
-        assert "was trained on other pretrained weights" in printed.splitlines()[-1]
+        assert "was trained with other pretrained weights" in printed.splitlines()[-1]
     finally:
         shutil.rmtree(model)
         kept.rename(model)

@@ -20,6 +20,8 @@ from conftest import load_task
 from programs import PROJECT, refused
 
 predict = programs.load("predict")
+images = programs.load("tasklib.images")
+model_card = programs.load("training.model_card")
 
 HOSTILE = ["a\nb\x1b[31m|`x`", "\u202eright to left", "x" * 10_000, "$\\frac_{\udcff\u4e2d"]
 
@@ -126,7 +128,7 @@ CONFIGS = [
 @pytest.mark.parametrize("content", CONFIGS)
 def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
-    assert predict.task_of(tmp_path) is None
+    assert model_card.pipeline_task(tmp_path) is None
     result = programs.run(predict, models, "--model", tmp_path, "x")
     assert refused(result, f"{tmp_path} holds no model of transformers")
 
@@ -177,7 +179,7 @@ def test_ctrl_c_ends_it_without_a_word(models):
     command = [sys.executable, "-B", PROJECT / "predict.py", *LM]
     pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(command, cwd=models, **pipes)
-    assert run.stderr.readline() == b"One input a line; Ctrl-D ends them.\n"
+    assert run.stderr.readline() == b"One input a line; Ctrl-D ends the input.\n"
     run.send_signal(signal.SIGINT)
     assert (*run.communicate(), run.returncode) == (b"", b"", -signal.SIGINT)  # a shell says 130
     for number in (ours, terminal):
@@ -185,12 +187,12 @@ def test_ctrl_c_ends_it_without_a_word(models):
 
 
 CHATS = [
-    ("{% for i in range(10 ** 9) %}{% endfor %}", "cannot take hi: Range too big"),
+    ("{% for i in range(10 ** 9) %}{% endfor %}", "fails on hi: Range too big"),
     (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "cannot take hi: it takes longer than 0.5 s",
+        "fails on hi: it takes longer than 0.5 s",
     ),
-    ("{{ raise_exception('no\\nroles') }}", "cannot take hi: no roles"),
+    ("{{ raise_exception('no\\nroles') }}", "fails on hi: no roles"),
 ]
 
 
@@ -328,7 +330,7 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
 def test_other_formats_are_refused(tmp_path, kind):
     picture(tmp_path / "a.png", kind)
     with pytest.raises(OSError, match="none of JPEG, PNG, WEBP, BMP, GIF, TIFF"):
-        predict.open_image(tmp_path / "a.png")
+        images.open_image(tmp_path / "a.png")
 
 
 def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
@@ -349,10 +351,10 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     for path in (tmp_path / "pipe.png", tmp_path, Path("/dev/zero")):
         with pytest.raises(ValueError, match="it is a folder, a pipe or a device"):
-            predict.open_image(path)
+            images.open_image(path)
     for nothing in (None, 5, True, [], {}):
         with pytest.raises((TypeError, ValueError)):
-            predict.open_image(nothing)
+            images.open_image(nothing)
 
 
 @pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "folder", "none.png", "a\u0000.png"])

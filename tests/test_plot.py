@@ -59,13 +59,15 @@ def test_the_last_line_of_a_step_counts(tmp_path):
         {"step": 20, "eval_loss": 2.7},
         training(30, 1.9),
     ]
-    train, evals = plot.read(write(tmp_path / "a", lines))
+    train, evals = plot.read_metrics(write(tmp_path / "a", lines))
     assert {step: row["loss"] for step, row in train.items()} == {10: 3.0, 20: 2.4, 30: 1.9}
     assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
 
 
 def test_steps_are_sorted(tmp_path):
-    train, _ = plot.read(write(tmp_path / "a", [training(30, 1), training(10, 3), training(20, 2)]))
+    train, _ = plot.read_metrics(
+        write(tmp_path / "a", [training(30, 1), training(10, 3), training(20, 2)])
+    )
     assert list(train) == [10, 20, 30]
 
 
@@ -74,7 +76,7 @@ def test_steps_are_sorted(tmp_path):
 )
 def test_other_and_torn_lines_are_ignored(tmp_path, torn):
     lines = [{"note": "started"}, {"step": 10, "note": "saved"}, "", training(10, 3.0), torn]
-    train, evals = plot.read(write(tmp_path / "a", lines))
+    train, evals = plot.read_metrics(write(tmp_path / "a", lines))
     assert plot.column(train, "loss") == [3.0]
     assert evals == {}
 
@@ -83,12 +85,12 @@ def test_a_line_torn_inside_a_letter_is_ignored(tmp_path):
     run = write(tmp_path / "a", [training(10, 3.0), ""])
     with open(run / "metrics.jsonl", "ab") as file:
         file.write('{"step": 20, "é'.encode()[:-1])
-    assert list(plot.read(run)[0]) == [10]
+    assert list(plot.read_metrics(run)[0]) == [10]
 
 
 def test_what_is_not_finite_is_a_gap(tmp_path):
     lines = [training(i, loss) for i, loss in enumerate([2.0, math.nan, math.inf, None, "x", 1])]
-    train, _ = plot.read(write(tmp_path / "a", lines))
+    train, _ = plot.read_metrics(write(tmp_path / "a", lines))
     values = plot.column(train, "loss")
     assert [math.isnan(value) for value in values] == [False, True, True, True, True, False]
     assert all(math.isnan(value) for value in plot.column(train, "no such key"))
@@ -105,10 +107,10 @@ def test_the_average_neither_lags_nor_spreads_gaps():
 
 
 def test_names_tell_runs_apart():
-    assert plot.names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert plot.names([Path("runs/a"), Path("other/a")]) == ["runs/a", "other/a"]
-    assert plot.names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
-    assert len(plot.names([Path("runs") / ("long" * 40)])[0]) == 50
+    assert plot.short_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert plot.short_names([Path("runs/a"), Path("other/a")]) == ["runs/a", "other/a"]
+    assert plot.short_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
+    assert len(plot.short_names([Path("runs") / ("long" * 40)])[0]) == 50
 
 
 # ---- Pictures ------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ def test_settings_that_differ_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["", "[]", "1", "\x00", "a: *b", "[" * 9999, "task: 5", "é"])
 def test_a_config_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
-    assert plot.differences([tmp_path, tmp_path]) == [[], []]
+    assert plot.differing_settings([tmp_path, tmp_path]) == [[], []]
 
 
 @pytest.mark.filterwarnings("error")

@@ -197,7 +197,7 @@ def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
 def test_where_no_evaluation_is_finite_the_last_model_is_exported_and_that_is_said(quick, tmp_path):
     output, never = tmp_path / "run", "import task; task.metrics = lambda sums: {'loss': 'nan'}"
     printed = quick("--export", "best", "--output_dir", output, before=never)
-    assert "no checkpoint has a finite eval_loss: the last model takes the place" in printed
+    assert "no checkpoint has a finite eval_loss: the last model is exported" in printed
     exported, saved = weights(output)
     assert exported.equal(saved[12])
 

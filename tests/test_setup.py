@@ -130,7 +130,7 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
     assert machine.printed[1:3] == [
         "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
         "PyTorch comes. PyPI's brings several GB of CUDA, useless without a GPU. For the CPU "
-        f"build, stop this and add to the command: TORCH_INDEX={CPU_INDEX}",
+        f"build, press Ctrl-C and add to the command: TORCH_INDEX={CPU_INDEX}",
         "setup: installing torch>=2.6 -e .",
     ]
     packages = machine.folder / ".venv" / "lib" / "python3.12" / "site-packages"
@@ -150,13 +150,17 @@ def test_an_index_for_torch_overrides_what_was_found(machine, config):
 
 def test_pip_is_quiet_but_for_what_it_complains_of(machine):
     machine.setup()
-    assert [line.split()[1] for line in machine.printed] == ["making", *["installing"] * 2, "done,"]
+    assert [line.split()[1] for line in machine.printed] == [
+        "creating",
+        *["installing"] * 2,
+        "done,",
+    ]
     assert machine.errors == ["WARNING: there is no such extra"] * 2
     machine.gpus(1)
     machine.setup(FAKE_INSTALL_FAILS="1", expect=2)
     assert machine.errors[:-1] == [
         "WARNING: there is no such extra",
-        "setup: pip could not install these; its reason is above.",
+        "setup: pip failed; its reason is above.",
     ]
 
 
@@ -268,7 +272,7 @@ def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target):
     (scripts / "python").write_text("#!/bin/sh\nexit 1\n")
     result = ready.run("make", "--silent", target)
     assert result.returncode == 2 and result.stdout == "installing pytest and ruff, once\n"
-    line = f"They could not be installed. Once the reason above is gone: make {target}"
+    line = f"pip failed; its reason is above. Correct it, then run: make {target}"
     assert result.stderr.splitlines()[0] == line
 
 

@@ -110,11 +110,9 @@ def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
 def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):
     output = tmp_path / "run"
     project = shutil.copytree(tiny.path, tmp_path / "project")
-    text = (project / "checkpoints.py").read_text()
-    slow = text.replace(
-        "def vouch(", "def vouch(*a): time.sleep(2); return fast(*a)\n\n\ndef fast("
-    )
-    (project / "checkpoints.py").write_text(slow)
+    file = project / "training" / "checkpoints.py"
+    slow = "import time\n\n\ndef hash_files(*a): time.sleep(2); return fast(*a)\n\n\ndef fast("
+    file.write_text(file.read_text().replace("def hash_files(", slow))
     flags = [*LONG, "--output_dir", output, "--save_every", 3]
     run = type(tiny)(project).launch("launch.py", "cpu_multi", *flags)
     wait_until(lambda: list(output.glob("checkpoints/.step-00000003.partial")), run)
@@ -236,7 +234,7 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, 
     run.wait()
     try:
         held = "import pathlib, sys; from training import run_folder; run_folder.LOCK_WAIT = 2;"
-        held += "checkpoints.Lock(pathlib.Path(sys.argv[1]))"
+        held += "run_folder.RunLock(pathlib.Path(sys.argv[1]))"
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
         tiny.run("python", "-c", held, output)
     finally:

@@ -1,13 +1,15 @@
-"""accelerate launch, after a check of its input, and with the exit code of the run itself.
+"""Checks the input, runs `accelerate launch`, and exits with the exit code of the run.
 
     python launch.py --config_file configs/accelerate/cpu.yaml train.py --learning_rate 1e-3
 
-takes the arguments of `accelerate launch` and does four things more. Recipe, flags, YAML, data and
-run folder are checked first, in one plain process, so that a mistake is one line. Signals reach the
-processes that train, which save and stop. The launcher's own report, dozens of lines for a Ctrl-C,
-is shown only where the processes could not say how they ended. And it ends with their exit code, of
-which accelerate and torchelastic make 1: 0 finished, 75 stopped on request, 2 wrong input, which
-no scheduler should try again, anything else a crash, which one should.
+It takes the arguments of `accelerate launch`, and does four things more:
+- One plain process checks recipe, flags, YAML, data and run folder, so that a mistake is one line.
+- It forwards signals to the training processes, which save and stop.
+- It hides the launcher's report, dozens of lines for a Ctrl-C, unless it alone knows the reason.
+- It exits with the code of the training processes, where accelerate and torchelastic exit with 1.
+
+Exit codes: 0 finished; 2 the input is wrong, do not retry; 75 stopped on request, and anything else
+a crash: the same command continues.
 """
 
 import argparse
@@ -23,8 +25,8 @@ from pathlib import Path
 import psutil
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
-STOPPED = 75  # exit code of train.py: stopped on request, start it again to continue
-# The launcher, whose own messages go to a file; those of the processes that it starts do not.
+STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
+# Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
 LAUNCHER = """
 import sys
 sys.stderr = open(sys.argv.pop(1), "w", buffering=1)
@@ -33,16 +35,19 @@ main()
 """
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's arguments, and the program's with its own."""
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's arguments; the program and its arguments."""
     for i, word in enumerate(arguments):
         if word.endswith(".py"):
             return arguments[:i], arguments[i:]
     sys.exit(f"launch.py: name a program, such as train.py\n{__doc__.splitlines()[2].strip()}")
 
 
-def check(launcher: list[str], program: list[str], asked: list[int], env: dict) -> int:
-    """Exit code of the program's own check, told what the launcher would tell its processes."""
+def run_check(launcher: list[str], program: list[str], signals: list[int], env: dict) -> int:
+    """Runs the program with --check; its exit code, or STOPPED after a signal.
+
+    The numbers of processes and machines are passed on, since the launcher is not there to do it.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config_file", default="")
     for name in ("num_processes", "num_machines"):
@@ -53,20 +58,20 @@ def check(launcher: list[str], program: list[str], asked: list[int], env: dict) 
     command += ["--check"] if "--check" not in given else []
     if known.config_file and "--config_file" not in given:
         command += ["--config_file", known.config_file]
-    told = {"LAUNCH_PROCESSES": known.num_processes, "LAUNCH_MACHINES": known.num_machines}
-    told = {name: value for name, value in told.items() if value is not None}
-    checking = subprocess.Popen(command, env={**env, **told}, preexec_fn=deaf)
-    told_it = False
-    while checking.poll() is None:
+    numbers = {"LAUNCH_PROCESSES": known.num_processes, "LAUNCH_MACHINES": known.num_machines}
+    numbers = {name: value for name, value in numbers.items() if value is not None}
+    check = subprocess.Popen(command, env={**env, **numbers}, preexec_fn=ignore_sigint)
+    terminated = False
+    while check.poll() is None:
         time.sleep(0.05)
-        if asked and not told_it:
-            checking.terminate()
-            told_it = True
-    return STOPPED if asked else checking.returncode
+        if signals and not terminated:
+            check.terminate()
+            terminated = True
+    return STOPPED if signals else check.returncode
 
 
-def trainers(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
-    """The processes that train: those that the launcher has started with the program."""
+def find_training_processes(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
+    """The processes that the launcher has started with the program."""
     try:
         children = psutil.Process(launcher.pid).children()
         return [child for child in children if program[0] in child.cmdline()]
@@ -74,78 +79,81 @@ def trainers(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Proc
         return []
 
 
-def stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> None:
-    """Asks the processes that train to save and stop.
+def request_stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> None:
+    """Asks the training processes to save and stop.
 
-    torchelastic, which runs several of them, passes it on. With one there is only accelerate, which
-    would die and leave it behind.
+    torchelastic runs several of them, and forwards the signal. A single one gets the signal itself:
+    accelerate would die of it and leave the process behind.
     """
     try:
-        alone = [process for process in training if "LOCAL_RANK" not in process.environ()]
-        for target in alone or [launcher]:
+        single = [process for process in training if "LOCAL_RANK" not in process.environ()]
+        for target in single or [launcher]:
             target.send_signal(signal.SIGTERM)
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         pass
 
 
 def main() -> int:
-    """Checks, launches, and waits until all have ended; the exit code."""
-    launcher, program = split(sys.argv[1:])
-    asked: list[int] = []
+    """Checks, launches, and waits until all processes have ended; returns the exit code."""
+    launcher, program = split_arguments(sys.argv[1:])
+    signals: list[int] = []  # received so far
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, lambda n, _: asked.append(n))
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda n, _: signals.append(n))
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder, "exit_code")
+        exit_code_file, report_file = Path(folder, "exit_code"), Path(folder, "report")
         env = {
-            # For torchelastic. Not SIGINT: the processes that it starts ignore it, as this launcher
-            # does, until they can save.
+            # torchelastic must not forward SIGINT: training processes ignore it until they can
+            # save, as the launcher does.
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
             **os.environ,
-            "VERIFIED_FILE": str(Path(folder, "verified")),  # checkpoints that the check has read
+            "VERIFIED_FILE": str(
+                Path(folder, "verified")
+            ),  # checkpoints that the check has verified
         }
-        code = check(launcher, program, asked, env)
-        if code or {"--check", "--help", "-h"} & {*program}:  # nothing is to be launched
+        code = run_check(launcher, program, signals, env)
+        if code or {"--check", "--help", "-h"} & {*program}:  # nothing to launch
             return code
-        report = Path(folder, "report")
-        command = [sys.executable, "-c", LAUNCHER, str(report), *launcher, *program]
-        env["EXIT_CODE_FILE"] = str(told)
-        run = subprocess.Popen(command, env=env, preexec_fn=deaf)
+        command = [sys.executable, "-c", LAUNCHER, str(report_file), *launcher, *program]
+        env["EXIT_CODE_FILE"] = str(exit_code_file)
+        run = subprocess.Popen(command, env=env, preexec_fn=ignore_sigint)
         training, stopping = [], False
         while run.poll() is None:
-            training = trainers(run, program) or training
-            if asked and training and not stopping:
-                stop(run, training)
+            training = find_training_processes(run, program) or training
+            if signals and training and not stopping:
+                request_stop(run, training)
                 stopping = True
             time.sleep(0.2)
-        psutil.wait_procs(training)  # a signal to all may end the launcher while they save
-        code = told.read_text() if told.exists() else ""  # empty: the disk was full
-        found = report.read_text(errors="replace") if report.exists() else ""
-        if code not in ("0", "2", str(STOPPED)) and not asked:
-            sys.stderr.write(killed(found) or ("" if code else found))
-        elif asked and not code:
-            about = "the same command continues from the newest checkpoint, if there is one"
-            print(f"launch.py: stopped without saving; {about}", file=sys.stderr)
-        return int(code) if code else STOPPED if asked else run.returncode
+        psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
+        code = exit_code_file.read_text() if exit_code_file.exists() else ""  # "": the disk is full
+        report = report_file.read_text(errors="replace") if report_file.exists() else ""
+        if code not in ("0", "2", str(STOPPED)) and not signals:
+            sys.stderr.write(describe_kills(report) or ("" if code else report))
+        elif signals and not code:
+            advice = "the same command continues from the newest checkpoint, if there is one"
+            print(f"launch.py: stopped without saving; {advice}", file=sys.stderr)
+        return int(code) if code else STOPPED if signals else run.returncode
 
 
-def killed(report: str) -> str:
-    """A line for each process that a signal has ended, by the launcher's report."""
-    died = {}
-    for number in re.findall(r"died with <Signals\.\w+: (\d+)>", report):  # of accelerate: one
-        died["the process that trained"] = int(number)
-    several = r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)"  # of torchelastic
-    for rank, number, pid in re.findall(several, report):
-        died[f"process {rank} (pid {pid})"] = int(number)
+def describe_kills(report: str) -> str:
+    """A line for each process that was ended by a signal, according to the launcher's report."""
+    killed = {}
+    # accelerate reports a single process.
+    for number in re.findall(r"died with <Signals\.\w+: (\d+)>", report):
+        killed["the process that trained"] = int(number)
+    # torchelastic reports several.
+    pattern = r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)"
+    for rank, number, pid in re.findall(pattern, report):
+        killed[f"process {rank} (pid {pid})"] = int(number)
     lines = []
-    for who, number in died.items():
-        often = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
-        lines.append(f"launch.py: {who} was ended by {signal.Signals(number).name}{often}\n")
+    for process, number in killed.items():
+        cause = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
+        lines.append(f"launch.py: {process} was ended by {signal.Signals(number).name}{cause}\n")
     return "".join(lines)
 
 
-def deaf() -> None:
-    """For the launcher, which would answer a terminal's Ctrl-C with a traceback."""
+def ignore_sigint() -> None:
+    """A preexec_fn: on a terminal's Ctrl-C the launcher would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

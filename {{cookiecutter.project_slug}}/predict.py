@@ -1,14 +1,14 @@
 """Answers from a trained model.
 
-    python predict.py "When a function is called,"           a text, continued or classified
-    python predict.py photo.jpg more/*.png                   images, classified
-    python predict.py --file texts.txt                       one input a line
-    cat texts.txt | python predict.py --json                 the same; an object of JSON a line
-    printf 'a text\\tits pair\\n' | python predict.py         two texts, with a tab between them
-    python predict.py --model runs/mine/model --chat "Hi"    a model that was trained on chats
+    python predict.py "When a function is called,"           continues or classifies a text
+    python predict.py photo.jpg more/*.png                   classifies images
+    python predict.py --file texts.txt                       reads one input a line
+    cat texts.txt | python predict.py --json                 the same; prints a JSON object a line
+    printf 'a text\\tits pair\\n' | python predict.py         takes two texts, separated by a tab
+    python predict.py --model runs/mine/model --chat "Hi"    asks a model trained on chats
 
-The model is the one that train.py saves at the end, in runs/NAME/model; its config.json says what
-it is for. A blank line is answered by a blank one: line n of the answers is that of line n.
+train.py saves the model in runs/NAME/model; its config.json names the task. Line n of the output
+answers line n of the input, and a blank line stays blank.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from typing import TextIO
 from training.console import escaped, one_line
 from training.model_card import pipeline_task
 
-# transformers takes 4 s to import: after the arguments are known to be right.
+# transformers takes 4 s to import. It is imported once the arguments have been checked.
 
-MOST = 100_000  # classes, tokens, inputs at once
-# Control characters but tabs and line ends; marks that reverse the direction of writing.
-HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+MAX_NUMBER = 100_000  # classes, tokens, inputs at once
+# Control characters except tabs and line ends, and marks that reverse the direction of writing.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, except that a mistake is one line."""
+    """An ArgumentParser whose errors are one line, and whose output survives a closed pipe."""
 
     def error(self, message: str) -> None:
-        stop(message)
+        fail(message)
 
     def print_help(self, file: TextIO | None = None) -> None:
-        write(self.format_help())
+        print_answer(self.format_help())
 
 
-def parse() -> argparse.Namespace:
-    """The arguments, checked; a wrong one ends the program with one line."""
+def parse_arguments() -> argparse.Namespace:
+    """The checked arguments; a wrong one ends the program with one line."""
     about, _, rest = __doc__.partition("\n\n")
     parser = Parser(
         prog="predict.py",
@@ -52,83 +52,83 @@ def parse() -> argparse.Namespace:
         description=about,
         allow_abbrev=False,
     )
-    parser.add_argument("inputs", nargs="*", help="texts, or paths of images; none: --file")
-    parser.add_argument("--model", type=Path, help="its folder; default: the newest runs/*/model")
-    parser.add_argument("--file", help="read inputs from here, one a line; -: standard input")
-    parser.add_argument("--json", action="store_true", help="print an object of JSON a line")
+    parser.add_argument("inputs", nargs="*", help="texts or paths of images; default: --file")
+    parser.add_argument("--model", type=Path, help="folder; default: the newest runs/*/model")
+    parser.add_argument("--file", help="file with one input a line; -: standard input")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a line")
     parser.add_argument("--top", type=int, default=3, help="classes to name (default: 3)")
     parser.add_argument("--tokens", type=int, default=50, help="tokens to add (default: 50)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--chat", action="store_true", help="inputs are messages of a user")
+    parser.add_argument("--chat", action="store_true", help="inputs are user messages")
     parser.add_argument("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     for name in ("top", "tokens", "batch"):
-        if not 1 <= getattr(arguments, name) <= MOST:
-            stop(f"--{name} is {getattr(arguments, name)}; give a number from 1 to {MOST:,}")
-    # Logits divided by less may overflow, divided by more they are all the same.
+        if not 1 <= getattr(arguments, name) <= MAX_NUMBER:
+            fail(f"--{name} is {getattr(arguments, name)}; give a number from 1 to {MAX_NUMBER:,}")
+    # Logits may overflow when divided by less; divided by more, they are all the same.
     if arguments.temperature and not 0.01 <= arguments.temperature <= 100:
-        stop(f"--temperature is {arguments.temperature:g}; give 0, or a number from 0.01 to 100")
+        fail(f"--temperature is {arguments.temperature:g}; give 0, or a number from 0.01 to 100")
     return arguments
 
 
 # ---- Output --------------------------------------------------------------------------------------
 
 
-def emit(text: str, stream: TextIO) -> OSError | None:
-    """Prints a line; where the stream takes no more, gives the reason, and lets the rest go."""
+def try_print(text: str, stream: TextIO) -> OSError | None:
+    """Prints a line. If that fails, returns the error and discards what is printed from now on."""
     try:
         print(text, file=stream, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python tries at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes it at exit
         return error
     return None
 
 
-def write(text: str) -> None:
-    """Prints a line of answers; ends the program where standard output takes no more."""
-    error = emit(text, sys.stdout)
+def print_answer(text: str) -> None:
+    """Prints an answer; ends the program if standard output cannot be written to."""
+    error = try_print(text, sys.stdout)
     if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` has
         sys.exit()
     if error:
-        stop(f"cannot write to standard output: {error.strerror}")
+        fail(f"cannot write to standard output: {error.strerror}")
 
 
-def stop(problem: str) -> None:
-    """Ends the program with one line, and the exit code of wrong input."""
-    emit(f"predict.py: {one_line(problem)}", sys.stderr)
+def fail(problem: str) -> None:
+    """Prints one line, and exits with the code for wrong input."""
+    try_print(f"predict.py: {one_line(problem)}", sys.stderr)
     sys.exit(2)
 
 
 # ---- Input ---------------------------------------------------------------------------------------
 
 
-def model_folder(given: Path | None) -> tuple[Path, str]:
-    """The model's folder, and what transformers calls its task."""
+def find_model(given: Path | None) -> tuple[Path, str]:
+    """The model's folder, and the name of its task in transformers."""
     trained = filter(Path.is_dir, Path("runs").glob("*/model"))
     newest = sorted(trained, key=lambda path: path.stat().st_mtime)
     folder = given or (newest or [Path("runs/default/model")])[-1]
     try:
         if not folder.is_dir():
-            stop(f"there is no model in {folder}; train first, or name one with --model")
+            fail(f"there is no model in {folder}; train first, or give --model")
         task = pipeline_task(folder)
         if not task and pipeline_task(folder / "model"):
-            stop(f"{folder} is the folder of a run; give --model {folder / 'model'}")
+            fail(f"{folder} is the folder of a run; give --model {folder / 'model'}")
         if not task:
-            stop(f"{folder} holds no model of transformers; load it with the code that saved it")
+            fail(f"{folder} holds no model of transformers; load it with the code that saved it")
         for path in folder.rglob("*"):  # transformers would wait for a named pipe
             if not (path.is_file() or path.is_dir()):
-                stop(f"{path} is neither a file nor a folder; remove it, or train again")
+                fail(f"{path} is neither a file nor a folder; remove it, or train again")
         if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
-            stop(f"{folder} holds no weights (model.safetensors); copy it whole, or train again")
+            fail(f"{folder} holds no weights (model.safetensors); copy all of it, or train again")
     except OSError as error:
-        stop(f"cannot read --model {folder}: {error.strerror}")
+        fail(f"cannot read --model {folder}: {error.strerror}")
     return folder, task
 
 
 def read_inputs(arguments: argparse.Namespace) -> list[str]:
-    """The inputs: of the command line, else the lines of a file, else of standard input."""
+    """The inputs on the command line, or else the lines of a file or of standard input."""
     if arguments.inputs and arguments.file:
-        stop("give inputs or --file, not both")
+        fail("give inputs or --file, not both")
     if arguments.inputs:
         return arguments.inputs
     name = arguments.file if arguments.file not in (None, "-") else "standard input"
@@ -137,33 +137,33 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
             content = read_file(name)
         else:
             if sys.stdin and sys.stdin.isatty():
-                emit("One input a line; Ctrl-D ends them.", sys.stderr)
+                try_print("One input a line; Ctrl-D ends the input.", sys.stderr)
             content = sys.stdin.buffer.read() if sys.stdin else b""
         text = io.StringIO(content.decode("utf-8-sig"), newline=None)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        stop(f"cannot read {name}: line {line} is not UTF-8")
+        fail(f"cannot read {name}: line {line} is not UTF-8")
     except OSError as error:
-        stop(f"cannot read {name}: {error.strerror or error}")
+        fail(f"cannot read {name}: {error.strerror or error}")
     lines = [line.removesuffix("\n") for line in text]
     if not any(map(str.strip, lines)):
-        stop("there is no input: give texts or paths, --file, or lines to read")
+        fail("there is no input; give texts or paths, --file, or lines on standard input")
     return lines
 
 
 def read_file(path: str) -> bytes:
-    """What a file holds, or what a pipe gives; a named pipe that nobody writes to is empty."""
+    """The bytes of a file or a pipe; none for a named pipe that nobody writes to."""
     kind = os.stat(path).st_mode
     if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
         raise OSError("it is a folder or a device; give a file")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else it waits for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a writer
     os.set_blocking(descriptor, True)
     with open(descriptor, "rb") as file:
         return file.read()
 
 
-def decoded(path: str):
-    """A Pillow image of a path, its file closed again."""
+def load_image(path: str):
+    """The decoded Pillow image of a file, which is closed again."""
     from tasklib.images import open_image
 
     with open_image(path) as image:
@@ -172,25 +172,28 @@ def decoded(path: str):
 
 
 def check_images(paths: list[str]) -> None:
-    """Ends the program at the first file that is no image."""
+    """Ends the program at the first file that cannot be read as an image."""
     for path in filter(str.strip, paths):
         try:
-            decoded(path)
-        except Exception as error:  # each decoder has its own
-            stop(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
+            load_image(path)
+        except Exception as error:  # each decoder has errors of its own
+            fail(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
 
 
 def check_texts(texts: list[str]) -> None:
-    """Ends the program at the first text that is not UTF-8, as words of a command line may be."""
+    """Ends the program at the first text that is not UTF-8; command lines may hold any bytes."""
     for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError:
-            stop(f"{text} is not UTF-8; give it in UTF-8")
+            fail(f"{text} is not UTF-8; convert it")
 
 
-def check_template(tokenizer, texts: list[str]) -> None:
-    """Ends the program where the chat template, which is a program too, fails or does not end."""
+def check_chat_template(tokenizer, texts: list[str]) -> None:
+    """Ends the program if the chat template fails on a text, or takes longer than 10 s.
+
+    A template is a program that came with the model.
+    """
     from tasklib.child import time_limit
 
     for text in texts:
@@ -200,18 +203,19 @@ def check_template(tokenizer, texts: list[str]) -> None:
                 tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         except Exception as error:
             given = one_line(text, 60)
-            stop(f"the chat template of this model cannot take {given}: {one_line(error, 200)}")
+            reason = one_line(error, 200)
+            fail(f"the chat template of this model fails on {given}: {reason}")
 
 
 # ---- Answers -------------------------------------------------------------------------------------
 
 
-def options_of(task: str, arguments: argparse.Namespace, model) -> dict:
-    """What the pipeline of this task is told."""
+def pipeline_options(task: str, arguments: argparse.Namespace, model) -> dict:
+    """The options for calls of the pipeline of this task."""
     if task != "text-generation":
-        classes = model.config.num_labels
-        cut = {"truncation": True} if task == "text-classification" else {}
-        return {"top_k": min(arguments.top, classes), "batch_size": arguments.batch, **cut}
+        top_k = min(arguments.top, model.config.num_labels)
+        options = {"truncation": True} if task == "text-classification" else {}
+        return {"top_k": top_k, "batch_size": arguments.batch, **options}
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
@@ -224,35 +228,38 @@ def options_of(task: str, arguments: argparse.Namespace, model) -> dict:
 
 
 def load_model(folder: Path):
-    """The model of a folder; raises ValueError where its files lack weights, which would be random.
+    """The model in a folder; an adapter is loaded together with its base model.
 
-    Of an adapter, that is the model of its base with the adapter.
+    Raises ValueError if weights are missing: transformers would fill them with random numbers.
     """
     import transformers
 
     auto, options = transformers.AutoModelForCausalLM, {"trust_remote_code": False}
     if (folder / "config.json").is_file():
-        about = transformers.AutoConfig.from_pretrained(str(folder), **options)
-        auto = getattr(transformers, about.architectures[0], auto)
-    model, facts = auto.from_pretrained(str(folder), output_loading_info=True, **options)
-    if missing := sorted(facts["missing_keys"]):
+        config = transformers.AutoConfig.from_pretrained(str(folder), **options)
+        auto = getattr(transformers, config.architectures[0], auto)
+    model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
     return model
 
 
-def line_of(given: str, task: str, kind: str, answer, as_json: bool) -> str:
-    """An answer as a line: text, a number, or classes with their probabilities; None is blank."""
+def format_answer(given: str, task: str, kind: str, answer, as_json: bool) -> str:
+    """The line for an answer: a text, a number, or classes with probabilities; None gives "".
+
+    `kind` is text, value or classes.
+    """
     if as_json:
-        found = {"input": given, kind: answer}
-        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-        shown = text.isprintable() and sys.stdout.encoding.lower() == "utf-8"
-        return text if shown else json.dumps(found)
+        line = {"input": given, kind: answer}
+        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
+        printable = text.isprintable() and sys.stdout.encoding.lower() == "utf-8"
+        return text if printable else json.dumps(line)
     if answer is None:
         return ""
-    if kind == "text":  # with its line ends
-        return HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
+    if kind == "text":  # keeps its line ends
+        return CONTROL.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
     if task == "image-classification":
-        given = escaped(given)  # a path is shown whole
+        given = escaped(given)  # a path is not shortened
     elif len(given := one_line(given[:1000], 10_000)) > 60:
         given = f"{given[:57]}..."
     if kind == "value":
@@ -261,27 +268,30 @@ def line_of(given: str, task: str, kind: str, answer, as_json: bool) -> str:
     return f"{given}: {'  '.join(classes)}"
 
 
-def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dict) -> list[str]:
-    """The lines that a pipeline of transformers answers these inputs with."""
-    asked = given = [text for text in inputs if text.strip()]
+def answer_inputs(
+    pipe, inputs: list[str], arguments: argparse.Namespace, options: dict
+) -> list[str]:
+    """The answers of a transformers pipeline, one line for each input; blank inputs stay blank."""
+    texts = model_inputs = [text for text in inputs if text.strip()]
     config, kind = pipe.model.config, "classes"
-    if pipe.task == "image-classification":  # opened here: it would take URLs and any format
+    if pipe.task == "image-classification":  # given paths, it would fetch URLs and read any format
         from PIL import ImageOps
 
-        given = [decoded(path) for path in asked]
-        if ground := getattr(config, "background", ""):  # as in training; pipelines ignore alpha
+        model_inputs = [load_image(path) for path in texts]
+        if background := getattr(config, "background", ""):  # as in training
             from tasklib.images import flatten
 
-            given = [flatten(ImageOps.exif_transpose(image), ground) for image in given]
+            upright = map(ImageOps.exif_transpose, model_inputs)
+            model_inputs = [flatten(image, background) for image in upright]
     elif arguments.chat:
-        given = [[{"role": "user", "content": text}] for text in asked]
+        model_inputs = [[{"role": "user", "content": text}] for text in texts]
     elif getattr(config, "text_pair", False):
-        parts = [text.partition("\t") for text in asked]
-        given = [{"text": text, "text_pair": pair} for text, _, pair in parts]
-    found = iter(pipe(given, **options) if given else [])
+        parts = [text.partition("\t") for text in texts]
+        model_inputs = [{"text": text, "text_pair": pair} for text, _, pair in parts]
+    results = iter(pipe(model_inputs, **options) if model_inputs else [])
     lines = []
     for text in inputs:
-        result = next(found) if text.strip() else None
+        result = next(results) if text.strip() else None
         if pipe.task == "text-generation":
             kind = "text"
             result = result and result[0]["generated_text"]
@@ -289,21 +299,21 @@ def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dic
             scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
             kind = "value"
             result = result and result[0]["score"] * scale + mean
-        lines.append(line_of(text, pipe.task, kind, result, arguments.json))
+        lines.append(format_answer(text, pipe.task, kind, result, arguments.json))
     return lines
 
 
 def main() -> None:
-    """Reads, loads, answers."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as nohup has it
+    """Reads the inputs, loads the model, prints the answers."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     for name in ("stdout", "stderr"):
-        if not getattr(sys, name):  # closed; else the next file that is opened takes its number
+        if not getattr(sys, name):  # closed: the next file to be opened would take its descriptor
             setattr(sys, name, open(os.devnull, "w"))
         getattr(sys, name).reconfigure(errors="backslashreplace")
     warnings.simplefilter("ignore")
-    arguments = parse()
-    folder, task = model_folder(arguments.model)
+    arguments = parse_arguments()
+    folder, task = find_model(arguments.model)
     inputs = read_inputs(arguments)
     (check_images if task == "image-classification" else check_texts)(inputs)
     from transformers import pipeline
@@ -312,32 +322,32 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        # Named, or it would be that of the model which adapters were made for.
-        reads = "image_processor" if task == "image-classification" else "tokenizer"
-        # Untold, transformers asks whether to run code that came with the model.
-        options = {reads: str(folder), "trust_remote_code": False}
-        answer = pipeline(task, load_model(folder), **options)
-        options = options_of(task, arguments, answer.model)
-    except Exception as error:  # each of many libraries below has its own
-        stop(f"cannot load {folder}: {error}")
-    if arguments.chat and not (task == "text-generation" and answer.tokenizer.chat_template):
-        stop(f"{folder} has no chat template; leave out --chat")
-    if getattr(answer.model.config, "text_pair", False):
+        # For an adapter, transformers would take the processor of the base model.
+        processor = "image_processor" if task == "image-classification" else "tokenizer"
+        # Without trust_remote_code, transformers asks whether to run code that came with the model.
+        options = {processor: str(folder), "trust_remote_code": False}
+        pipe = pipeline(task, load_model(folder), **options)
+        options = pipeline_options(task, arguments, pipe.model)
+    except Exception as error:  # each of the many libraries below has errors of its own
+        fail(f"cannot load {folder}: {error}")
+    if arguments.chat and not (task == "text-generation" and pipe.tokenizer.chat_template):
+        fail(f"{folder} has no chat template; leave out --chat")
+    if getattr(pipe.model.config, "text_pair", False):
         for text in inputs:
             if text.strip() and "\t" not in text:
-                about = f"{folder} answers to pairs: two texts with a tab between them"
-                stop(f"{one_line(text, 60)} has no tab, but {about}")
+                pair = f"{folder} answers to pairs: two texts with a tab between them"
+                fail(f"{one_line(text, 60)} has no tab, but {pair}")
     if arguments.chat:
-        check_template(answer.tokenizer, inputs)
+        check_chat_template(pipe.tokenizer, inputs)
     for start in range(0, len(inputs), arguments.batch):
-        part = inputs[start : start + arguments.batch]
+        batch = inputs[start : start + arguments.batch]
         try:
-            lines = answers(answer, part, arguments, options)
+            lines = answer_inputs(pipe, batch, arguments, options)
         except Exception as error:
-            about = "; give shorter texts or fewer --tokens" * (task == "text-generation")
-            stop(f"{folder} cannot answer: {type(error).__name__}: {error}{about}")
+            advice = "; give shorter texts or fewer --tokens" * (task == "text-generation")
+            fail(f"{folder} cannot answer: {type(error).__name__}: {error}{advice}")
         for line in lines:
-            write(line)
+            print_answer(line)
 
 
 if __name__ == "__main__":

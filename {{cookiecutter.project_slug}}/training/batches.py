@@ -1,10 +1,10 @@
-"""Which samples a step is made of, and how its micro-batches are dealt to the processes.
+"""Chooses the samples of each step, and deals its micro-batches to the processes.
 
-Both are functions of the step and the seed. The samples of a run form one endless sequence: sample
-p of it is place p % N of epoch p // N, and each epoch is a permutation of the N samples that is
-computed, not stored. Step s, counted from 1, of a global batch G takes the samples from (s - 1) * G
-up to s * G, however the batch is cut and wherever a run was interrupted. Epochs end in the middle
-of a step, so that no sample is left over.
+Both are functions of the step and the seed. The samples of a run form one endless sequence.
+Position p is place p % N of epoch p // N, and each epoch is a permutation of the N samples, which
+is computed, not stored. Step s, counted from 1, takes the G samples of the global batch at the
+positions from (s - 1) * G up to s * G. Neither the micro-batch size, nor the number of processes,
+nor an interruption changes that. Epochs may end in the middle of a step, so no sample is left over.
 """
 
 import functools
@@ -59,7 +59,10 @@ class StepPlan:
 
 
 def plan_step(global_batch_size: int, largest: int, ranks: int) -> StepPlan:
-    """The plan with the largest micro-batches that are equal and not above `largest` samples."""
+    """The plan with the largest equal micro-batches of at most `largest` samples.
+
+    Raises UserError unless `ranks` divides the global batch size.
+    """
     share, rest = divmod(global_batch_size, ranks)
     if rest:
         near = " or ".join(str(n * ranks) for n in (share, share + 1) if n)
@@ -77,7 +80,7 @@ def plan_step(global_batch_size: int, largest: int, ranks: int) -> StepPlan:
 
 
 def hash64(*words) -> np.ndarray:
-    """A hash of integers, or of arrays of them: uint64, in the arrays' shape or (1,).
+    """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
 
     Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
     """
@@ -164,11 +167,11 @@ def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) ->
 
 
 class StepBatchSampler:
-    """Batches of `size` positions of the run, from `first` up to `last`.
+    """Yields batches of `size` positions of the run, from `first` up to `last` (excluded).
 
     accelerate deals the batches to the ranks in turn, so their number is rounded up to a multiple
-    of `ranks`. A batch beyond the end holds only the position `last`, whose row counts for
-    nothing. `sort` may reorder the positions of each step, of `step` samples.
+    of `ranks`. The added batches hold only the position `last`, whose row has no weight. `sort` may
+    reorder the positions within each step of `step` samples.
     """
 
     def __init__(self, first: int, last: int, size: int, ranks: int, step: int = 0, sort=list):
@@ -194,11 +197,11 @@ class StepBatchSampler:
 
 
 class SampleDataset(torch.utils.data.Dataset):
-    """A dataset of the task by position in the run: items are (sample id, row).
+    """A dataset of the task, indexed by position in the run. Items are (sample id, row).
 
-    With a seed the rows are shuffled, and passed through the task's `augment`. Its random numbers
-    come from a generator of the row's own, so that they depend on no worker and no rank. Without a
-    seed positions are sample ids; a position past the end gives (-1, first row).
+    With a seed the rows are shuffled, and passed through the task's `augment`. Each row has its own
+    generator, so the random numbers depend on no worker and no rank. Without a seed positions are
+    sample ids, and a position past the end gives (-1, first row).
 
     Without a task there is no `augment`, and `sort` changes nothing.
     """
@@ -229,7 +232,7 @@ class SampleDataset(torch.utils.data.Dataset):
     def __getitems__(self, positions: list[int]) -> list[tuple]:
         ids = self.ids(positions)
         places = [max(i, 0) for i in ids]
-        if hasattr(self.dataset, "__getitems__"):  # data sets of the Hub read many rows at once
+        if hasattr(self.dataset, "__getitems__"):  # Hugging Face datasets read many rows at once
             rows = self.dataset.__getitems__(places)
         else:
             rows = [self.dataset[i] for i in places]
@@ -244,11 +247,10 @@ class SampleDataset(torch.utils.data.Dataset):
 def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
 ) -> tuple[Batch, tuple]:
-    """The task's batch of these (id, row), and three integers about it.
+    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows).
 
-    They are the number of loss terms, a hash of the sample ids, and the number of rows. As integers
-    of Python (within 64 bits) they can be read without waiting for the device. The batch beyond the
-    end of the data, one row with the id -1, has no terms and no rows.
+    The three numbers are Python integers within 64 bits, so reading them does not wait for the
+    device. A batch past the end of the data, one row with the id -1, has 0 terms and 0 rows.
     """
     ids = np.array([i for i, _ in samples])
     batch = collate([row for _, row in samples])
@@ -283,7 +285,7 @@ def make_loader(
 def first_batches(
     rows: SampleDataset, sampler: StepBatchSampler, task: Any, halves: bool
 ) -> list[Batch]:
-    """The first batch, and its two halves if it has several rows and `halves` is true."""
+    """The first batch; if it has several rows and `halves` is true, also its two halves."""
     samples = rows.__getitems__(sampler.first_batch())
     half = len(samples) // 2 if halves else 0
     parts = [samples, samples[:half], samples[half:]] if half else [samples]
@@ -292,31 +294,30 @@ def first_batches(
 
 
 def fingerprint(dataset: Any, collate: Callable) -> str:
-    """16 hex digits that stand for the data: its number of rows, and 64 of them, evenly spread.
+    """16 hex digits for the data: the number of rows, and the content of 64 evenly spread rows.
 
-    `collate` is that of `make_collate`. The tensors of the batch count, with names, types and
-    shapes. A change of another row goes unnoticed: a task that can say more has the function
-    `digest`.
+    `collate` comes from `make_collate`; the names, types, shapes and bytes of its tensors count.
+    A change of another row goes unnoticed, unless the task has the function `digest`.
     """
     ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
     rows = SampleDataset(dataset)
     samples = rows.__getitems__(ids)
     try:
-        digest = digest_of(len(dataset), collate(samples)[0])
+        digest = hash_batch(len(dataset), collate(samples)[0])
     except (LookupError, TypeError):
-        contract.check_rows(ids, [row for _, row in samples])  # it may know the reason
+        contract.check_rows(ids, [row for _, row in samples])  # may raise a clearer error
         raise
     first, again = samples[:1], rows.__getitems__(ids[:1])
-    if digest_of(1, collate(first)[0]) != digest_of(1, collate(again)[0]):
+    if hash_batch(1, collate(first)[0]) != hash_batch(1, collate(again)[0]):
         raise ValueError(
-            "task.datasets: row 0 is another one when it is read again; draw random numbers in "
-            "augment(row, generator), so that a run can be continued"
+            "task.datasets: row 0 changes when it is read again; draw random numbers in "
+            "augment(row, generator), so that runs can continue"
         )
     return digest
 
 
-def digest_of(size: int, batch: Batch) -> str:
-    """16 hex digits that stand for a number and a batch."""
+def hash_batch(size: int, batch: Batch) -> str:
+    """16 hex digits for a number and a batch."""
     digest = hashlib.sha256(str(size).encode())
     for name, values in sorted(batch.items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

@@ -1,14 +1,12 @@
-"""Checkpoints that are either whole or not there, and what else a run folder says of its run.
+"""Checkpoints: written completely or not at all, verified before they are loaded, pruned.
 
-    runs/default/
-      status.json                running, finished, stopped or failed
-      checkpoints/
-        step-00000100/           what accelerate saved, and manifest.json
-        .step-00000200.partial/  being written, or left by a run that was killed; never read
+    runs/default/checkpoints/
+      step-00000100/           the files that accelerate saved, and manifest.json
+      .step-00000200.partial/  being written, or left behind by a killed run; never read
 
-A checkpoint is written into a hidden folder, flushed to the disk and renamed at last. Its manifest
-has the step, the settings, the size and SHA-256 of every file, and a digest of its own; a folder
-whose manifest does not fit is not a checkpoint. Paths and bytes only: no torch, no accelerate.
+A checkpoint is written into a hidden folder, flushed to the disk, and renamed last. Its manifest
+holds the step, the settings, the size and SHA-256 of every file, and its own digest. A folder that
+does not match its manifest is not a checkpoint. This module needs neither torch nor accelerate.
 """
 
 import contextlib
@@ -23,125 +21,132 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from training.run_folder import DISK_FULL, apply_umask, fsync, read_json_object, read_text, remove
+from training.run_folder import (
+    DISK_FULL,
+    apply_umask,
+    fsync,
+    read_json_object,
+    read_text,
+    remove,
+    replace_text,
+)
 
 MANIFEST = "manifest.json"
-BLOCK = 64 << 20  # bytes that one thread of one process hashes at a time
+BLOCK = 64 << 20  # bytes that a thread hashes at a time
 FOLDER_NAME = re.compile(r"step-\d{8,}")
 
 
 def partial_folder(folder: Path, step: int) -> Path:
-    """Where the files of a step are written until they count: the same path on every process."""
+    """The hidden folder in which all processes write the checkpoint of a step."""
     return folder / f".step-{step:08d}.partial"
 
 
 def check_disk_space(folder: Path, size: float = 0, written: float = 0) -> None:
-    """Raises ValueError unless the disk has room for a checkpoint, with a tenth to spare.
+    """Raises ValueError unless the disk has room for another checkpoint, plus 10%.
 
-    Its size in bytes is that of the newest in the folder, or `size`; `written` have been already.
+    The expected size is `size` bytes, or that of the newest checkpoint if it is larger. `written`
+    bytes of it are on the disk already.
     """
     newest = [path for path in list_checkpoints(folder) if path.is_dir()][:1]
-    size = 1.1 * max([size, *map(size_of, newest)]) - written
-    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    free = shutil.disk_usage(place).free
-    if free < size:
+    needed = 1.1 * max([size, *map(total_size, newest)]) - written
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
         raise ValueError(
-            f"{folder}: a checkpoint needs {size / 1e6:,.1f} MB, and there are {free / 1e6:,.1f}; "
-            "free some, or give another --output_dir; what was saved is kept"
+            f"{folder}: a checkpoint needs {needed / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB "
+            "are free; free some space, or give another --output_dir; saved checkpoints are kept"
         )
 
 
 def make_partial_folder(partial: Path) -> None:
-    """Makes that folder, empty; called by one process alone, before any writes into it."""
-    for pattern in (".step-*.partial", ".step-*.trash"):  # of a run that was killed
-        for left in partial.parent.glob(pattern):
-            remove(left)
+    """Creates the partial folder. The main process calls it before any process writes into it."""
+    for pattern in (".step-*.partial", ".step-*.trash"):
+        for leftover in partial.parent.glob(pattern):  # of a killed run
+            remove(leftover)
     check_disk_space(partial.parent)
     partial.mkdir(parents=True)
 
 
 @contextlib.contextmanager
 def report_full_disk(partial: Path) -> Iterator[None]:
-    """Raises ValueError if its body, which writes into this folder, fails because the disk is full.
+    """Raises ValueError if the body, which writes into this folder, fails because the disk is full.
 
-    The libraries that write weights say so in words of their own, or not at all.
+    Each library that writes weights reports a full disk in its own words, or not at all.
     """
     try:
         yield
     except Exception as error:
-        number = re.search(r"os error (\d+)", str(error))  # safetensors' words
+        number = re.search(r"os error (\d+)", str(error))  # safetensors
         number = int(number[1]) if number else getattr(error, "errno", None)
-        written = size_of(partial)
+        written = total_size(partial)
         check_disk_space(partial.parent, written + 1e6, written)
         disk = os.statvfs(partial.parent)
-        if disk.f_files and not disk.f_ffree:  # torch only says that a file cannot be opened
+        if disk.f_files and not disk.f_ffree:  # no inodes: torch reports that it cannot open a file
             number = errno.ENOSPC
         if number in DISK_FULL:
             raise ValueError(
                 f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of a "
-                "checkpoint; free some space, or remove files; what was saved is kept"
+                "checkpoint; free some space, or remove files; saved checkpoints are kept"
             ) from error
         raise
 
 
 def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int], str]:
-    """Brings files to the disk; the SHA-256 of their blocks, by name and number, for the manifest.
+    """Flushes files to the disk; returns the SHA-256 of their blocks by (name, number).
 
-    Each of several processes takes a share of the blocks, once all files have been written.
+    The processes share the work: each flushes and hashes one of `shares` parts, after all files
+    have been written.
     """
     files = file_sizes(partial)
     for name in list(files)[share::shares]:
         apply_umask(partial / name)
         fsync(partial / name)
-    return hash_blocks(partial, blocks_of(files)[share::shares])
+    return hash_blocks(partial, list_blocks(files)[share::shares])
 
 
 def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -> Path:
-    """Turns a folder that every process has finished writing into a checkpoint; returns its path.
+    """Turns a completely written folder into a checkpoint; returns its path.
 
-    One process calls it, with the digests that `hash_files` gave for all files. The order matters:
-    contents reach the disk first, then the manifest that names their digests, then the name under
-    which the checkpoint is found.
+    The main process calls it with the digests from `hash_files` of all processes. The order
+    matters: the contents reach the disk first, then the manifest that holds their digests, then the
+    final name.
     """
     files = file_sizes(partial)
-    if odd := sorted({*blocks_of(files)} ^ {*digests}):
-        name = partial / odd[0][0]
-        raise ValueError(f"{name} is not seen by every process: output_dir must be shared")
+    if unmatched := sorted({*list_blocks(files)} ^ {*digests}):
+        name = partial / unmatched[0][0]
+        raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
+    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+        fsync(folder)
     manifest = write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
-    for inner in [p for p in partial.rglob("*") if p.is_dir()] + [partial]:
-        fsync(inner)
 
     final = partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
-    if final.exists():  # not valid, or the run would have gone on from it: set aside, not deleted
-        aside = 1
-        while (target := final.with_name(f"{final.name}.broken-{aside}")).exists():
-            aside += 1
+    if final.exists():  # broken, or the run would have continued from it: set it aside
+        number = 1
+        while (target := final.with_name(f"{final.name}.broken-{number}")).exists():
+            number += 1
         final.rename(target)
     partial.rename(final)
-    for folder in (final.parent, final.parent.parent):  # the first checkpoint's are new, too
+    for folder in (final.parent, final.parent.parent):  # the first checkpoint creates both
         fsync(folder)
     remember_verified(final, manifest)
     return final
 
 
 def write_manifest(folder: Path, manifest: dict) -> dict:
-    """Puts a manifest in a folder, in place of any that is there; gives it, with its digest."""
-    # As JSON gives it back: the digest is that of what will be read.
-    manifest = json.loads(json.dumps(manifest))
+    """Writes or replaces the manifest of a folder; returns it with its digest."""
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
     manifest["sha256"] = digest_of(manifest)
-    # Beside the folder: a run that is killed here leaves no file in it that no manifest names.
+    # The temporary file lies beside the folder: a file that no manifest names would break it.
     partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
-    partial.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    fsync(partial)
-    partial.replace(folder / MANIFEST)
+    replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
     return manifest
 
 
 # ---- Manifests -----------------------------------------------------------------------------------
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a checkpoint's files, as far as they can be seen."""
+def total_size(path: Path) -> int:
+    """Bytes of a checkpoint's files; 0 if they cannot be listed."""
     try:
         return sum(file_sizes(path).values())
     except OSError:
@@ -149,30 +154,30 @@ def size_of(path: Path) -> int:
 
 
 def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
-    """Bytes of each file below a folder, by its path in it, in order of the paths.
+    """Bytes of each file below a folder, by relative path, sorted.
 
-    The manifest is left out, and so is what file managers and network disks hide there. A pipe, a
-    device or a link to nothing has -1 bytes. Raises OSError where a folder cannot be read.
+    The manifest is left out, and so are hidden files: file managers and network disks create them.
+    Pipes, devices and broken links have -1 bytes. Raises OSError if a folder cannot be read.
     """
-    found = {}
+    sizes = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name == left_out or entry.name.startswith("."):
             continue
         if entry.is_dir():
             inner = file_sizes(folder / entry.name, left_out="")
-            found |= {f"{entry.name}/{name}": size for name, size in inner.items()}
+            sizes |= {f"{entry.name}/{name}": size for name, size in inner.items()}
         else:
-            found[entry.name] = entry.stat().st_size if entry.is_file() else -1
-    return found
+            sizes[entry.name] = entry.stat().st_size if entry.is_file() else -1
+    return sizes
 
 
-def blocks_of(files: dict[str, int]) -> list[tuple[str, int]]:
-    """The blocks of files of these sizes, by name and number; an empty file has one."""
+def list_blocks(files: dict[str, int]) -> list[tuple[str, int]]:
+    """The (name, number) of each block of files of these sizes; an empty file has one block."""
     return [(name, i) for name, size in files.items() for i in range(max(-(-size // BLOCK), 1))]
 
 
 def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
-    """SHA-256 of these blocks of files in a folder, as hex digits."""
+    """SHA-256 of these blocks of files in a folder, in hex digits."""
 
     def hash_block(block: tuple[str, int]) -> str:
         name, number = block
@@ -184,65 +189,60 @@ def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, 
                 left -= len(part)
         return digest.hexdigest()
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    threads = max(1, min(8, (os.cpu_count() or 1) // local, len(blocks)))
-    with ThreadPoolExecutor(threads) as pool:  # hashing lets other threads run
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, min(8, (os.cpu_count() or 1) // processes, len(blocks)))
+    with ThreadPoolExecutor(threads) as pool:  # hashlib releases the GIL
         return dict(zip(blocks, pool.map(hash_block, blocks), strict=True))
 
 
 def describe_files(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
-    """Size and SHA-256 of each file; of a file of several blocks, the SHA-256 of their digests."""
+    """Size and SHA-256 of each file. For several blocks it is the SHA-256 of their hex digests."""
     blocks: dict[str, list[str]] = {}
-    for name, number in blocks_of(files):
+    for name, number in list_blocks(files):
         blocks.setdefault(name, []).append(digests[name, number])
-    return {
-        name: {
-            "bytes": files[name],
-            "sha256": own[0]
-            if len(own) == 1
-            else hashlib.sha256("".join(own).encode()).hexdigest(),
-        }
-        for name, own in blocks.items()
-    }
+    described = {}
+    for name, hashes in blocks.items():
+        joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        sha256 = hashes[0] if len(hashes) == 1 else joined
+        described[name] = {"bytes": files[name], "sha256": sha256}
+    return described
 
 
 def digest_of(manifest: dict) -> str:
-    """SHA-256 of a manifest's content, its own digest apart."""
+    """SHA-256 of a manifest, without its own entry "sha256"."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint; ValueError with the reason if it is not as it was written."""
+    """The manifest of a checkpoint; raises ValueError if it is missing, damaged or incomplete."""
     try:
         manifest = json.loads(read_text(path / MANIFEST))
-        step, sealed = manifest["step"], manifest["sha256"] == digest_of(manifest)
+        step, intact = manifest["step"], manifest["sha256"] == digest_of(manifest)
         files = [
             (name, saved["bytes"], saved["sha256"]) for name, saved in manifest["files"].items()
         ]
         flatten(manifest.get("config", {}))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} has no {MANIFEST}") from None
-    except Exception as error:  # whatever it holds, an older checkpoint may be valid
+    except Exception as error:  # any content is possible, and an older checkpoint may be valid
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"{path / MANIFEST} cannot be read ({reason})") from None
-    if not sealed:
+    if not intact:
         raise ValueError(f"{path / MANIFEST} is not the file that was saved")
     if type(step) is not int or step < 0 or not files:
         raise ValueError(f"{path / MANIFEST} names no step, or no files")
     if FOLDER_NAME.fullmatch(path.name) and step_of(path) != step:
-        raise ValueError(f"{path} is called by another step than its manifest names, {step}")
+        raise ValueError(f"{path} was renamed: its manifest names step {step}")
     return manifest
 
 
 def verify(path: Path, hashed: bool = True) -> dict:
-    """The manifest of a checkpoint whose every file is as it was saved, and no file more.
+    """Returns the manifest of a checkpoint if its files are the saved ones, and no others.
 
-    Unless `hashed`, files of the right sizes are taken for right.
-
-    Raises ValueError, with the reason, for anything else: nothing in a folder is deserialised
-    before its bytes are known to be those that were written.
+    Raises ValueError with the reason otherwise. Call it before anything in the folder is
+    deserialised. Without `hashed` only the sizes of files are compared.
     """
     manifest = read_manifest(path)
     try:
@@ -254,9 +254,9 @@ def verify(path: Path, hashed: bool = True) -> dict:
             if size != saved[name]["bytes"]:
                 raise ValueError(f"{path / name} is not the file that was saved")
         if hashed and not is_verified(path, manifest):
-            found = describe_files(sizes, hash_blocks(path, blocks_of(sizes)))
+            described = describe_files(sizes, hash_blocks(path, list_blocks(sizes)))
             for name in sizes:
-                if found[name] != saved[name]:
+                if described[name] != saved[name]:
                     raise ValueError(f"{path / name} is not the file that was saved")
             remember_verified(path, manifest)
     except OSError as error:
@@ -265,58 +265,62 @@ def verify(path: Path, hashed: bool = True) -> dict:
 
 
 def is_valid(path: Path, hashed: bool = True) -> bool:
-    """Whether a checkpoint is as it was saved, as far as `verify` looks."""
+    """Whether `verify` accepts a checkpoint."""
     try:
         return bool(verify(path, hashed))
     except ValueError:
         return False
 
 
-# Checkpoints whose bytes have been hashed, by path, with what would change if one byte did: none is
-# read twice for that, not even by the run that launch.py starts after its check.
+# The stamps of verified checkpoints, by path. So no checkpoint is hashed twice, not even by the run
+# that launch.py starts after its check.
 VERIFIED: dict[str, list] = {}
-HANDED_OVER = "VERIFIED_FILE"  # environment: the file in which the check leaves VERIFIED
+VERIFIED_FILE = "VERIFIED_FILE"  # environment variable: the file in which the check saves VERIFIED
 
 
-def signature(path: Path, manifest: dict) -> list:
-    """The manifest's digest, and of every file its inode, size and times of change."""
-    facts = [(name, os.stat(path / name)) for name in manifest["files"]]
+def file_stamps(path: Path, manifest: dict) -> list:
+    """The manifest's digest, and each file's name, inode, size and times of modification."""
+    stats = [(name, os.stat(path / name)) for name in manifest["files"]]
     return [
         manifest["sha256"],
-        *([name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in facts),
+        *([name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats),
     ]
 
 
 def is_verified(path: Path, manifest: dict) -> bool:
-    """Whether its files have been hashed, by this process or by the check before it."""
-    if not VERIFIED and HANDED_OVER in os.environ:
-        VERIFIED.update(read_json_object(Path(os.environ[HANDED_OVER])))
-    return VERIFIED.get(str(path.resolve())) == signature(path, manifest)
+    """Whether this process, or the check before it, has hashed the files of a checkpoint."""
+    if not VERIFIED and VERIFIED_FILE in os.environ:
+        VERIFIED.update(read_json_object(Path(os.environ[VERIFIED_FILE])))
+    return VERIFIED.get(str(path.resolve())) == file_stamps(path, manifest)
 
 
 def remember_verified(path: Path, manifest: dict) -> None:
-    """Notes that its files are those of the manifest."""
-    VERIFIED[str(path.resolve())] = signature(path, manifest)
+    """Records that the files of a checkpoint match its manifest."""
+    VERIFIED[str(path.resolve())] = file_stamps(path, manifest)
 
 
 def hand_over_verified() -> None:
-    """Leaves what has been hashed for the run that launch.py starts."""
-    if HANDED_OVER in os.environ:
-        Path(os.environ[HANDED_OVER]).write_text(json.dumps(VERIFIED), encoding="utf-8")
+    """Saves the list of verified checkpoints for the run that launch.py starts."""
+    if VERIFIED_FILE in os.environ:
+        Path(os.environ[VERIFIED_FILE]).write_text(json.dumps(VERIFIED), encoding="utf-8")
 
 
 # ---- Checkpoints of a run ------------------------------------------------------------------------
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, whole or not; raises ValueError if it is none."""
+    """The checkpoints in a folder, valid or not, newest first.
+
+    Raises ValueError if the folder cannot be read: it may hold checkpoints, so a run must not start
+    from the beginning.
+    """
     try:
-        found = [folder / name for name in os.listdir(folder) if FOLDER_NAME.fullmatch(name)]
+        paths = [folder / name for name in os.listdir(folder) if FOLDER_NAME.fullmatch(name)]
     except FileNotFoundError:
         return []
-    except OSError as error:  # it may hold checkpoints: no reason to start from the beginning
+    except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -327,19 +331,19 @@ def step_of(path: Path) -> int:
 def find_checkpoint(
     folder: Path, resume: str, named_first: bool = False
 ) -> tuple[Path | None, dict, list[str]]:
-    """The checkpoint to go on from, its manifest, and why newer ones were passed over.
+    """The checkpoint to continue from, its manifest, and why others were passed over.
 
-    Ways to start, tried in this order: the folder's newest valid checkpoint, the checkpoint that
-    `resume` names, the beginning (None and an empty manifest); what is named comes first where no
-    training follows. Raises ValueError where going on is not safe: nothing that was saved is ever
-    silently left behind.
+    It tries the newest valid checkpoint in the folder, then the path that `resume` names, then the
+    beginning (None, with an empty manifest). With `named_first`, for evaluation only, the named
+    path comes first. Raises ValueError if checkpoints exist but none can be used: a run must not
+    silently start from the beginning.
     """
     passed_over, named = [], resume not in ("auto", "never")
     for path in [] if named and named_first else list_checkpoints(folder):
         if resume == "never":
             raise ValueError(
-                f"{folder} holds checkpoints and resume is never; "
-                "give --resume auto to go on from them, or another --output_dir to start afresh"
+                f"{folder} holds checkpoints and resume is never; give --resume auto to continue "
+                "from them, or another --output_dir to start afresh"
             )
         try:
             manifest = verify(path)
@@ -347,7 +351,7 @@ def find_checkpoint(
             passed_over.append(str(reason))
             continue
         if named and Path(resume).resolve() != path.resolve():
-            passed_over.append(f"{resume}, as {folder} holds checkpoints of this run")
+            passed_over.append(f"{resume}, since {folder} holds checkpoints of this run")
         return path, manifest, passed_over
     if passed_over:
         raise ValueError(
@@ -366,29 +370,28 @@ def find_checkpoint(
 
 
 def prune(newest: Path, keep: int) -> None:
-    """Deletes checkpoints but the `keep` newest and the one with the best eval_loss; 0 keeps all.
+    """Deletes all checkpoints but the `keep` newest and the one with the smallest eval_loss.
 
-    Called with the checkpoint that was just committed, which stays in any case. One that is broken
-    takes the place of none, and is left for people to look at.
+    0 keeps all. `newest` is the checkpoint just committed, and always stays. Broken checkpoints do
+    not count among the newest, and are left for people to look at.
     """
     if not keep:
         return
     older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
-    # The bytes of the best are hashed, once; of the others that would take too long.
-    valid = [p for p in older if is_valid(p, hashed=False)]
-    kept, broken = best_of(valid, read_manifest(newest))
+    valid = [p for p in older if is_valid(p, hashed=False)]  # hashing all would take too long
+    best, broken = best_of(valid, read_manifest(newest))
     for path in [p for p in valid if p not in broken][keep:]:
-        if path not in (kept, newest):
+        if path not in (best, newest):
             remove(path)
 
 
-def best_of(paths: list[Path], facts: dict) -> tuple[Path | None, list[Path]]:
-    """The checkpoint with the smallest eval_loss, and those that had one but are broken.
+def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]:
+    """The checkpoint with the smallest eval_loss, or None, and better ones that are broken.
 
-    Only losses of the validation data that `facts` (of a manifest) name are compared. Of equal ones
-    it is the oldest. None: no checkpoint has such a loss.
+    Only losses on the validation data of `manifest` are compared. The oldest of equals wins.
     """
-    ranked = sorted((score, p) for p in paths if (score := eval_loss(p, facts)) is not None)
+    losses = [(read_eval_loss(path, manifest), path) for path in paths]
+    ranked = sorted((loss, path) for loss, path in losses if loss is not None)
     broken = []
     for _, path in ranked:
         if is_valid(path):
@@ -397,76 +400,78 @@ def best_of(paths: list[Path], facts: dict) -> tuple[Path | None, list[Path]]:
     return None, broken
 
 
-def find_best(folder: Path, facts: dict) -> tuple[Path | None, float]:
-    """The checkpoint in a folder with the smallest eval_loss, and that loss; None and infinity.
+def find_best(folder: Path, manifest: dict) -> tuple[Path | None, float]:
+    """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
 
-    For `facts` see `best_of`.
+    Only losses on the validation data of `manifest` are compared.
     """
-    path, _ = best_of([p for p in list_checkpoints(folder) if is_valid(p, hashed=False)], facts)
-    return path, math.inf if path is None else eval_loss(path, facts)
+    path, _ = best_of([p for p in list_checkpoints(folder) if is_valid(p, hashed=False)], manifest)
+    return path, math.inf if path is None else read_eval_loss(path, manifest)
 
 
-def eval_loss(path: Path, facts: dict) -> float | None:
-    """The loss in a checkpoint's manifest, if its step was evaluated, on the data of `facts`."""
-    manifest = read_manifest(path)
-    loss, data = manifest.get("eval_loss"), manifest.get("data", {}).get("validation")
+def read_eval_loss(path: Path, current: dict) -> float | None:
+    """The eval_loss of a checkpoint; None without one on the validation data of `current`.
+
+    `current` is a manifest.
+    """
+    saved = read_manifest(path)
+    loss, data = saved.get("eval_loss"), saved.get("data", {}).get("validation")
     finite = isinstance(loss, float | int) and math.isfinite(loss)
-    return loss if finite and data == facts.get("data", {}).get("validation") else None
+    return loss if finite and data == current.get("data", {}).get("validation") else None
 
 
-def add_to_manifest(path: Path, facts: dict) -> None:
-    """Adds facts to the manifest of a checkpoint, whose files stay as they are."""
+def add_to_manifest(path: Path, entries: dict) -> None:
+    """Adds entries to the manifest of a checkpoint; its other files stay as they are."""
     manifest = read_manifest(path)
     del manifest["sha256"]
-    write_manifest(path, {**manifest, **facts})
-    fsync(path)
+    write_manifest(path, {**manifest, **entries})
 
 
 def flatten(config: dict) -> dict:
-    """A config without nesting: the task's fields are called task.FIELD, as their flags are."""
+    """A config without nesting. The task's fields are called task.FIELD, like their flags."""
     own = {name: value for name, value in config.items() if name != "task"}
     return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}
 
 
-def result_settings(facts: dict, changes: dict) -> dict:
-    """Of the facts in a manifest those that change the result: settings, and `data NAME`.
+def result_settings(manifest: dict, effects: dict) -> dict:
+    """The entries of a manifest that determine the result: settings, and `data NAME`.
 
-    `changes` says for a field what a change of it does: nothing, rounding, shape (of the weights)
-    or result, which is that of other fields too.
+    `effects` maps fields to the effect of a change: nothing, rounding, shape (the saved weights do
+    not fit) or result, which is the default.
     """
-    config = flatten(facts.get("config", {}))
-    found = {n: v for n, v in config.items() if changes.get(n) not in ("nothing", "rounding")}
-    found |= {f"data {name}": fact for name, fact in facts.get("data", {}).items()}
-    return json.loads(json.dumps(found))  # as a manifest gives it back
+    config = flatten(manifest.get("config", {}))
+    settings = {n: v for n, v in config.items() if effects.get(n) not in ("nothing", "rounding")}
+    settings |= {f"data {name}": value for name, value in manifest.get("data", {}).items()}
+    return json.loads(json.dumps(settings))  # as a manifest is read: tuples become lists
 
 
 def check_settings(
-    path: Path, manifest: dict, facts: dict, changes: dict, accept: bool
+    path: Path, saved: dict, current: dict, effects: dict, accept: bool
 ) -> list[str]:
-    """What differs from the config and the data of a checkpoint, as `name: before -> now`.
+    """Compares a checkpoint's manifest with the current one; returns `name: before -> now` lines.
 
-    Raises ValueError where the result would be another and that was not accepted, and where the
-    weights would not fit. For `changes` see `result_settings`.
+    Raises ValueError if the result would change and `accept` is false, or if the weights would not
+    fit. For `effects` see `result_settings`.
     """
-    if manifest.get("identity", "") != facts.get("identity", ""):
+    if saved.get("identity", "") != current.get("identity", ""):
         raise ValueError(
-            f"{path} was made with another vocabulary, other classes or another scale of numbers, "
-            "which its weights stand for: give the data that it was made with, or another "
+            f"{path} was made with another vocabulary, other classes or another scale of "
+            "numbers, so its weights mean something else; give the same data, or another "
             "--output_dir"
         )
-    before, after = result_settings(manifest, changes), result_settings(facts, changes)
+    before, after = result_settings(saved, effects), result_settings(current, effects)
     pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     changed = {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
-    both = before.keys() & after.keys()  # a field may be new in the code
-    shapes = [name for name in changed if name in both and changes.get(name) == "shape"]
+    both = before.keys() & after.keys()  # newer code may have new fields
+    shapes = [name for name in changed if name in both and effects.get(name) == "shape"]
     if shapes:
         raise ValueError(
             f"{path} was made with other settings ({'; '.join(changed.values())}), and its weights "
-            f"do not fit another {shapes[0]}: give those, or another --output_dir"
+            f"do not fit another {shapes[0]}; give the old settings, or another --output_dir"
         )
     if changed and not accept:
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(changed.values())}): give those, or "
-            "another --output_dir, or --accept_changes to go on with the new ones"
+            f"{path} was made with other settings ({'; '.join(changed.values())}); give the old "
+            "ones, or another --output_dir, or --accept_changes to continue with the new ones"
         )
     return list(changed.values())

@@ -1,4 +1,4 @@
-"""What is printed: once, on one line, and without failing, wherever it goes."""
+"""Prints once for all processes, in single lines, and never fails."""
 
 import io
 import os
@@ -8,33 +8,33 @@ import unicodedata
 
 from tqdm import tqdm
 
-IS_MAIN = os.environ.get("RANK", "0") == "0"  # known before there is a process group
+IS_MAIN = os.environ.get("RANK", "0") == "0"  # works before the process group exists
 
 
 class Output(io.FileIO):
-    """Standard output or error that a run outlives.
+    """Standard output or error whose failure does not end a run.
 
-    The reader of a pipe may leave (`make train | head`) and the disk of a log may fill up: what
-    cannot be written then goes nowhere, and the run goes on.
+    The reader of a pipe may exit (`make train | head`), or the disk of a log may fill up. From then
+    on output is discarded, and the run continues.
     """
 
     def write(self, data) -> int:
         try:
-            while (written := super().write(data)) is None:  # a pipe that does not block is full
+            while (written := super().write(data)) is None:  # a non-blocking pipe is full
                 select.select([], [self], [])
             return written
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.fileno())
+            os.close(devnull)
             return len(data)
 
 
 def protect_output() -> None:
-    """Makes printing safe: it never fails, whatever stands behind it and whatever is printed.
+    """Makes printing safe, whatever is printed and wherever it goes.
 
-    Characters that the terminal's encoding lacks are escaped. A closed descriptor gets /dev/null,
-    or the next file that is opened would take its number and get what is printed.
+    Characters that the terminal's encoding lacks are escaped. A closed descriptor is opened on
+    /dev/null: otherwise the next file to be opened would get its number, and the output.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
@@ -46,15 +46,15 @@ def protect_output() -> None:
             stream.flush()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         raw = io.BufferedWriter(Output(number, "w", closefd=False))
-        safe = {"encoding": encoding, "errors": "backslashreplace", "line_buffering": True}
-        setattr(sys, name, io.TextIOWrapper(raw, **safe))
+        options = {"encoding": encoding, "errors": "backslashreplace", "line_buffering": True}
+        setattr(sys, name, io.TextIOWrapper(raw, **options))
 
 
 def escaped(text: str, kept: str = "") -> str:
-    """Text in which nothing moves the cursor, hides or reverses what is shown.
+    """Text that cannot move the cursor, or hide or reverse other text.
 
-    Control characters, marks of the direction of writing and halves of surrogate pairs become
-    their codes, as \\x1b, but for those to be kept.
+    Control characters, marks of the writing direction and halves of surrogate pairs become escape
+    codes such as \\x1b, except the characters in `kept`.
     """
     hidden = {"Cc", "Cf", "Cs", "Zl", "Zp"}
     return "".join(
@@ -66,22 +66,22 @@ def escaped(text: str, kept: str = "") -> str:
 
 
 def one_line(text: object, longest: int = 300) -> str:
-    """Text from outside (a label, a path, an error of a library) as one line that can be shown.
+    """Text from outside (a label, a path, an error of a library) as one printable line.
 
-    Line breaks become spaces, control characters are escaped, and of a longer text the middle is
-    left out. An error without a text is called by its type.
+    Line breaks become spaces, and control characters are escaped. A text of more than `longest`
+    characters loses its middle. An error without a text is shown by its type.
     """
-    found = escaped(" ".join(str(text)[: 100 * longest].split()))  # of megabytes, the beginning
-    if not found and isinstance(text, BaseException):
-        found = type(text).__name__
-    if len(found) > longest:
+    line = escaped(" ".join(str(text)[: 100 * longest].split()))  # the text may have megabytes
+    if not line and isinstance(text, BaseException):
+        line = type(text).__name__
+    if len(line) > longest:
         end = longest // 3
-        found = f"{found[: longest - end - 3]}...{found[-end:]}"
-    return found
+        line = f"{line[: longest - end - 3]}...{line[-end:]}"
+    return line
 
 
 def say(text: str) -> None:
-    """Prints once, not once per rank, and above the progress bar."""
+    """Prints text above the progress bar, on the main process only."""
     if IS_MAIN:
         tqdm.write(escaped(text, kept="\n"))
         sys.stdout.flush()

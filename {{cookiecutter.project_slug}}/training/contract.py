@@ -1,7 +1,7 @@
-"""What train.py calls in task.py, and checks of what it gives.
+"""The functions that train.py calls in task.py, and checks of their results.
 
-`Task` is the contract. A mistake is a ValueError of one line that names the function, what it gave,
-and what to give instead, raised where it can first be seen.
+`Task` is the contract. A mistake raises ValueError as early as it can be seen, with one line that
+names the function, its result, and the expected result.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from typing import Any, Protocol
 import torch
 
 Batch = dict[str, torch.Tensor]
-RESERVED = ("step", "eval_loss", "event")  # keys of lines of metrics.jsonl
+RESERVED = ("step", "eval_loss", "event")  # keys of metrics.jsonl that no score may have
 
 
 class Task(Protocol):
-    """The functions of task.py. Each raises ValueError, in one line, for what the user can correct.
+    """The functions of task.py. Mistakes that the user can correct raise ValueError with one line.
 
-    B is the number of rows in a batch. `prepared` is what `prepare_data` returned in this process:
-    whatever later functions need, such as the folder of the prepared data. Nothing else is kept
-    from one function to the next. Datasets are copied to worker processes.
+    B is the number of rows in a batch. `prepared` is the return value of `prepare_data` in this
+    process: all that later functions need, such as the folder of the prepared data. Nothing else is
+    passed from one function to the next. Datasets are copied to worker processes.
 
-    These may be missing: UNIT, identity, digest, augment, sizes, report.
+    Optional are UNIT, identity, digest, augment, sizes and report.
     """
 
     TaskConfig: type
@@ -36,14 +36,14 @@ class Task(Protocol):
     def prepare_data(self, cfg: Any) -> Any:
         """Prepares the data once: downloads, tokenises, stores. It is called first.
 
-        All processes call it at the same time, before they can talk to each other. It may complete
-        fields of cfg that were left open (`auto`). Settings and data that cannot work should end
-        here: say what is wrong, where, and what to write instead.
+        All processes call it at the same time, before they can communicate. It may fill in fields
+        of cfg that were left open (`auto`). It should refuse settings and data that cannot work:
+        say what is wrong, where, and what to write instead.
         """
 
     def datasets(self, cfg: Any, prepared: Any) -> tuple[Any, Any]:
-        """(train, validation), map-style datasets: len(), [i] and, if it is faster,
-        __getitems__([i, j, ...]). Row i is the same in every process and every run."""
+        """(train, validation), map-style datasets with len(), [i] and optionally the faster
+        __getitems__([i, j, ...]). Row i must be the same in every process and every run."""
 
     def collate(self, rows: list) -> Batch:
         """A batch: a dict of CPU tensors whose first dimension is B = len(rows)."""
@@ -68,17 +68,17 @@ class Task(Protocol):
         """Saves the trained model in this empty folder. It is unwrapped, and in eval mode."""
 
     def identity(self, cfg: Any, prepared: Any) -> str:
-        """Text for what the weights belong to, such as a vocabulary. A checkpoint with another
-        text is never continued."""
+        """Text that identifies what the weights belong to, such as a vocabulary. A checkpoint with
+        another text is never continued."""
 
     def digest(self, cfg: Any, prepared: Any) -> str:
-        """Text for every byte of the prepared data. A checkpoint with another text is refused,
-        unless the change is accepted. Without this function train.py compares the numbers of rows
-        and 64 rows of each dataset: a change elsewhere goes unnoticed."""
+        """Text that identifies every byte of the prepared data. A checkpoint with another text is
+        refused, unless the change is accepted. Without this function train.py compares the number
+        of rows and 64 rows of each dataset, and does not notice other changes."""
 
     def augment(self, row: Any, generator: torch.Generator) -> Any:
-        """The row as it is trained on. Random numbers come from this generator, which belongs to
-        the row in this epoch, so that no worker and no rank changes them."""
+        """The augmented row for training. Draw random numbers from this generator only: it belongs
+        to the row and the epoch, so the result depends on no worker and no rank."""
 
     def sizes(self, dataset: Any) -> Any:
         """Length of each row: int array (N,). Rows are sorted by it within a step, so that
@@ -87,8 +87,8 @@ class Task(Protocol):
     def report(
         self, model: torch.nn.Module, sums: Batch, folder: Path, cfg: Any, prepared: Any
     ) -> dict[str, str | Path]:
-        """What people want to see of an evaluation: texts, and pictures as the paths of files that
-        it has written in the folder."""
+        """Results of an evaluation for people, by name: texts, and paths of pictures that it has
+        written in the folder."""
 
 
 REQUIRED = """prepare_data datasets collate count build_model loss_sum eval_sums metrics
@@ -97,7 +97,7 @@ OPTIONAL = "identity digest augment sizes report".split()
 
 
 def check_functions(task: Any) -> None:
-    """Raises ValueError for a function that is missing, or that cannot take its arguments."""
+    """Raises ValueError if a function is missing or does not accept its arguments."""
     missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
     if missing:
         raise ValueError(
@@ -114,14 +114,14 @@ def check_functions(task: Any) -> None:
             given = inspect.signature(function)
             raise ValueError(
                 f"task.py: {name}{given} is called as {name}({', '.join(wanted)}); give it these "
-                "arguments"
+                "parameters"
             ) from None
         except ValueError:  # a function written in C may have no signature
             continue
 
 
 def describe_value(value: Any) -> str:
-    """What a value is, for the end of an error."""
+    """A value and its type, for error messages."""
     if torch.is_tensor(value):
         return f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
     return f"{value!r:.60}, {type(value).__name__}"
@@ -130,12 +130,11 @@ def describe_value(value: Any) -> str:
 def check_datasets(data: Any) -> None:
     """Raises ValueError unless these are two datasets that know their length."""
     if not isinstance(data, tuple | list) or len(data) != 2:
-        raise ValueError(f"task.datasets gives {describe_value(data)}; give (train, validation)")
+        raise ValueError(f"task.datasets returns {describe_value(data)}; give (train, validation)")
     for each in data:
         if not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
             raise ValueError(
-                f"task.datasets gives {describe_value(each)}; give datasets with a length and rows "
-                "by number"
+                f"task.datasets returns {describe_value(each)}; give datasets with len() and [i]"
             )
 
 
@@ -157,7 +156,7 @@ def check_rows(ids: Iterable[int], rows: list) -> None:
 def check_batch(batch: Any) -> None:
     """Raises ValueError unless this is a dict of tensors on the CPU."""
     if not isinstance(batch, dict) or not batch:
-        raise ValueError(f"task.collate gives {describe_value(batch)}; give a dict of tensors")
+        raise ValueError(f"task.collate returns {describe_value(batch)}; give a dict of tensors")
     for name, value in batch.items():
         if not torch.is_tensor(value) or value.device.type != "cpu":
             raise ValueError(
@@ -166,34 +165,34 @@ def check_batch(batch: Any) -> None:
 
 
 def check_count(count: Any) -> int:
-    """What task.count has given, if it is a whole number; raises ValueError for any other."""
+    """The result of task.count as an int; raises ValueError unless it is a whole number from 0."""
     try:
         number = count.__index__()
     except (AttributeError, TypeError):
         number = -1
     if number < 0:
         raise ValueError(
-            f"task.count gives {describe_value(count)}; give the number of loss terms, an int"
+            f"task.count returns {describe_value(count)}; give the number of loss terms, an int"
         )
     return number
 
 
 def check_loss(loss: Any) -> None:
-    """Raises ValueError unless this is a scalar in float32 that has a gradient."""
+    """Raises ValueError unless this is a float32 scalar with a gradient."""
     if torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32):
         if loss.requires_grad:
             return
-        raise ValueError("task.loss_sum gives a loss without a gradient; call model(...) for it")
+        raise ValueError("task.loss_sum returns a loss without a gradient; call model(...) for it")
     raise ValueError(
-        f"task.loss_sum gives {describe_value(loss)}; give the sum of the losses, a float32 of "
+        f"task.loss_sum returns {describe_value(loss)}; give the sum of the losses, a float32 of "
         "shape ()"
     )
 
 
 def check_sums(sums: Any) -> None:
-    """Raises ValueError unless this is a dict of tensors that can be added up in float64."""
+    """Raises ValueError unless this is a dict of tensors that float64 can hold."""
     if not isinstance(sums, dict) or not sums:
-        raise ValueError(f"task.eval_sums gives {describe_value(sums)}; give a dict of tensors")
+        raise ValueError(f"task.eval_sums returns {describe_value(sums)}; give a dict of tensors")
     for name, value in sums.items():
         if not torch.is_tensor(value) or value.is_complex():
             raise ValueError(f"task.eval_sums: {name!r} is {describe_value(value)}; give a tensor")
@@ -204,11 +203,11 @@ def check_metrics(metrics: Any) -> dict[str, float]:
     numbers = {}
     if not isinstance(metrics, dict) or "loss" not in metrics:
         raise ValueError(
-            f"task.metrics gives {describe_value(metrics)}; give a dict of floats, with 'loss'"
+            f"task.metrics returns {describe_value(metrics)}; give a dict of floats, with 'loss'"
         )
     for name, value in metrics.items():
         if not isinstance(name, str) or name in RESERVED:
-            raise ValueError(f"task.metrics: {name!r} is no name for a score; give another")
+            raise ValueError(f"task.metrics: a score cannot be called {name!r}; give another name")
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several numbers
@@ -220,10 +219,10 @@ def check_metrics(metrics: Any) -> dict[str, float]:
 
 @torch.no_grad()
 def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> list[str]:
-    """Evaluates a batch, so that a mistake shows at the start and not after hours of training.
+    """Evaluates a batch, so that mistakes appear at the start and not after hours of training.
 
-    `batches` is one batch, perhaps followed by its two halves. Returns warnings about values that
-    are not the sums of those of the halves: they are probably means.
+    `batches` is one batch, optionally followed by its two halves. Returns a warning for each value
+    that differs from the sum over the halves: it is probably a mean.
     """
     model.eval()
     sums, *halves = [model(task.eval_sums, batch) for batch in batches]
@@ -233,13 +232,13 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
         for name in sums
         if halves
     ]
-    with contextlib.suppress(Exception):  # the loss may need columns that training rows alone have
+    with contextlib.suppress(Exception):  # the loss may need columns that only training rows have
         loss, *parts = [model(task.loss_sum, batch) for batch in batches]
         warnings.append(warn_if_mean("loss_sum", loss, parts))
     model.train()
     try:
         metrics = task.metrics({name: value.cpu().double() for name, value in sums.items()})
-    except (ArithmeticError, ValueError):  # so few rows may have no such metric
+    except (ArithmeticError, ValueError):  # a metric may be undefined for so few rows
         pass
     else:
         check_metrics(metrics)
@@ -247,11 +246,11 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
 
 
 def warn_if_mean(name: str, whole: torch.Tensor, halves: list[torch.Tensor]) -> str:
-    """A warning if the value of a batch is far from the sum of those of its halves."""
+    """A warning if the value of a batch is far from the sum over its halves, else ""."""
     total, parts = (sum(float(each.sum()) for each in some) for some in ([whole], halves))
     if not halves or not abs(total - parts) > 0.2 * abs(parts) + 1e-6:  # NaN passes
         return ""
     return (
-        f"warning: task.{name} of a batch is {total:.5g}, but {parts:.5g} if its halves are added "
-        "up: is it a mean? A sum is expected"
+        f"warning: task.{name} is {total:.5g} for a batch, but {parts:.5g} as the sum of its two "
+        "halves: is it a mean? A sum is expected"
     )

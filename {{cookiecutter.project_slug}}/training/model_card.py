@@ -1,4 +1,4 @@
-"""The README.md beside a trained model: what it is, what it learnt from, how good it is."""
+"""Writes the model card: the README.md beside a trained model, with usage, scores and settings."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import yaml
 
 from training.console import one_line
 
-# A part of a class's name in config.json, and what transformers calls such a task.
+# The pipelines of transformers, by a part of the model's class name in config.json.
 PIPELINES = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -19,78 +19,81 @@ PIPELINES = {
 
 
 def pipeline_task(folder: Path) -> str | None:
-    """What transformers calls the task of the model in a folder; None: it is none of transformers.
+    """The transformers pipeline for the model in a folder, such as "text-generation".
 
-    An adapter alone, of LoRA, is one of text generation here.
+    None if it is not a model of transformers. A folder with only a LoRA adapter counts as
+    text generation.
     """
     if (folder / "adapter_config.json").is_file():
         return "text-generation"
     try:
-        if not (folder / "config.json").is_file():  # a named pipe would be waited for
+        if not (folder / "config.json").is_file():  # a named pipe would block
             return None
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         name = config["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     known = PIPELINES if isinstance(name, str) else {}
-    return next((task for end, task in known.items() if end in name), None)
+    return next((task for part, task in known.items() if part in name), None)
 
 
 def escape_markdown(text: object) -> str:
-    """Text from outside as one line that Markdown shows as it is."""
+    """Text from outside as one line without Markdown formatting."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text, 100))
 
 
 def classifier_example(config: dict) -> str:
-    """Code that asks a classifier of pairs, or for a number, which it gives in another scale."""
+    """Example code for a classifier of pairs, or for a regression, whose score needs scaling."""
     is_pair, scale = config.get("text_pair"), config.get("label_std")
     given = '{"text": "a text", "text_pair": "its pair"}' if is_pair else '"a text"'
-    if scale is not None:  # the pipeline gives a list for a text, but not for a pair
+    if scale is not None:  # the pipeline returns a list for a text, but not for a pair
         score = f'answer({given}){"" if is_pair else "[0]"}["score"]'
-        about = "# the model answers in standard deviations from the mean"
-        return f"\n{about}\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
+        comment = "# the model answers in standard deviations from the mean"
+        return f"\n{comment}\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
     return f"\nanswer({given})" if is_pair else ""
 
 
-def write_card(folder: Path, place: Path, facts: dict) -> None:
-    """Writes the card of the model in the folder, which is going to be called `place`.
+def write_card(folder: Path, final: Path, facts: dict) -> None:
+    """Writes the card of the model in a folder that will be renamed to `final`.
 
-    `facts`: step, steps (of the whole run), scores (a dict of floats), config (the run's,
-    resolved), data (samples, fingerprint) and versions.
+    `facts` holds step (of the model), steps (of the run), scores (floats by name), config
+    (resolved), data (samples, fingerprint) and versions.
     """
     config, data = facts["config"], facts["data"]
-    task, about = pipeline_task(folder), {}
+    task, header = pipeline_task(folder), {}
     if task:
-        about["library_name"] = "transformers"
-        about["pipeline_tag"] = task
+        header["library_name"] = "transformers"
+        header["pipeline_tag"] = task
     if (folder / "adapter_config.json").exists():
-        about["library_name"] = "peft"
-    if start := config["task"].get("model_name_or_path"):
-        about["base_model"] = one_line(start)
+        header["library_name"] = "peft"
+    if base := config["task"].get("model_name_or_path"):
+        header["base_model"] = one_line(base)
     rows = [f"| {escape_markdown(name)} | {value:.5g} |" for name, value in facts["scores"].items()]
     settings = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
-    if not settings.replace("\n", "").isprintable():  # as marks that reverse the text
+    if not settings.replace("\n", "").isprintable():  # such as marks that reverse text
         settings = yaml.safe_dump(config, sort_keys=False).strip()
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
-    reads = ", image_processor" if task == "image-classification" else ", tokenizer"
-    ground = config["task"].get("background") if task == "image-classification" else None
-    use = f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
+    processor = "image_processor" if task == "image-classification" else "tokenizer"
+    background = config["task"].get("background") if task == "image-classification" else None
+    example = f'answer = pipeline("{task}", {str(final)!r}, {processor}={str(final)!r})'
     if task == "text-classification":
-        use += classifier_example(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        example += classifier_example(
+            json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        )
     steps = f"{facts['step']:,} steps"
     if facts["step"] < facts["steps"]:
         steps += f" (the best evaluation in {facts['steps']:,})"
     source = escape_markdown(config["task"].get("data") or "the data of task.py")
     parts = [
-        f"---\n{yaml.safe_dump(about)}---" if about else "",
-        f"# {escape_markdown(config['project'])}: {escape_markdown(place.parent.name)}",
+        f"---\n{yaml.safe_dump(header)}---" if header else "",
+        f"# {escape_markdown(config['project'])}: {escape_markdown(final.parent.name)}",
         f"Trained for {steps} of {config['global_batch_size']} samples, out of "
         f"{data['samples']:,}, from {source} "
         f"(data fingerprint {data['fingerprint']}).",
-        f"```python\nfrom transformers import pipeline\n\n{use}\n```" if task else "",
-        f"Training put transparent images on {escape_markdown(ground)}, and so does predict.py; "
-        "`pipeline` ignores transparency: put such images on that colour first."
-        if ground
+        f"```python\nfrom transformers import pipeline\n\n{example}\n```" if task else "",
+        f"Training put transparent images on {escape_markdown(background)}, and predict.py does "
+        "the same; `pipeline` ignores transparency: put such images on that colour first."
+        if background
         else "",
         "## Evaluation\n\n| metric | value |\n| --- | --- |\n" + "\n".join(rows),
         f"## Settings\n\n{fence}yaml\n{settings}\n{fence}",

@@ -1,7 +1,8 @@
-"""What the processes of a run tell each other: sums, objects, and the errors that one of them met.
+"""Exchanges sums, objects and errors between the processes of a run.
 
-An error on one process must end all of them: the others would wait for it in the next collective
-operation until the timeout. So each step that may fail runs inside `Ranks.fail_together`.
+An error on one process must end all of them. Otherwise the others wait for it in the next
+collective operation until the timeout. So each step that may fail runs inside
+`Ranks.fail_together`.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from accelerate.utils import parse_flag_from_env
 
 from training.run_folder import PERMANENT_ERRORS, REMOVED
 
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # in the whole run; the launcher sets it
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -35,22 +36,22 @@ class Failed(RuntimeError):
 
 @contextlib.contextmanager
 def as_user_error() -> Iterator[None]:
-    """Turns errors that the user's input causes into UserError: ValueError, and others like it.
+    """Turns errors that the user's input causes into UserError.
 
-    Input may also be too large or nested too deeply, or name a file that cannot be read. Python,
-    torch and the operating system have errors of their own for these.
+    These are ValueError, and the errors of Python, torch and the operating system for input that is
+    too large, nested too deeply, or in a file that cannot be read.
     """
     try:
         yield
     except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
-        # Other errors may pass, so they count as crashes, which are tried again.
+        # Other errors may be temporary. They count as crashes, which launchers retry.
         if error.errno not in PERMANENT_ERRORS or error.strerror == REMOVED:
             raise
         raise UserError(describe_os_error(error)) from error
     except (MemoryError, RuntimeError) as error:
-        # torch's words for a size that no machine has. A full GPU may have room the next time.
+        # torch's messages for a size that no machine has. A full GPU may have room next time.
         sizes = "DefaultCPUAllocator|overflow|negative dimension"
         if not isinstance(error, MemoryError) and not re.search(sizes, str(error)):
             raise
@@ -140,26 +141,24 @@ class Ranks:
         self.raise_everywhere(problem)
 
     def raise_everywhere(self, problem: Exception | None) -> None:
-        """Raises on every process what any of them has met; each distinct problem once."""
-        told = None
+        """Raises the problems of all processes on every process, each distinct one once."""
+        by_user, text = isinstance(problem, UserError), ""
         if problem:
-            told = (isinstance(problem, UserError), str(problem) or repr(problem))
-            if not told[0]:
-                told = (False, f"{type(problem).__name__}: {told[1]}")
+            text = str(problem) or repr(problem)
+            text = text if by_user else f"{type(problem).__name__}: {text}"
         rank = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-        problems = [(told, rank) for told, rank in self.gather((told, rank)) if told]
+        problems = [each for each in self.gather((by_user, text, rank)) if each[1]]
         if not problems:
             return
-        if problem and not told[0]:
+        if problem and not by_user:
             raise problem  # with its traceback
-        lines = {text: None for (_, text), _ in problems}
-        if len(problems) < PROCESSES:
-            lines = {f"{rank}: {text}": None for (_, text), rank in problems}
-        error = UserError if all(told[0] for told, _ in problems) else Failed
-        raise error("; ".join(lines))
+        name_ranks = len(problems) < PROCESSES
+        lines = [f"{rank}: {text}" if name_ranks else text for _, text, rank in problems]
+        error = UserError if all(by_user for by_user, _, _ in problems) else Failed
+        raise error("; ".join(dict.fromkeys(lines)))
 
     def name_missing(self, error: BaseException) -> BaseException:
-        """For an error of gloo, one line that names the processes that do not answer."""
+        """Replaces an error of gloo by one line that names the processes that do not answer."""
         if not isinstance(error, RuntimeError) or "gloo/transport" not in str(error):
             return error
         if "Timed out" not in str(error):
@@ -185,12 +184,12 @@ def restart_store() -> dict:
         return {}
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
-    place = {"rank": int(os.environ["RANK"]), "world_size": PROCESSES}
-    return {"store": dist.PrefixStore(f"restart-{restarts}", store), **place}
+    store = dist.PrefixStore(f"restart-{restarts}", store)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
 
 
 def use_cpu() -> bool:
-    """Whether to train on the CPU. Accelerate has to be told, or each process would train alone."""
+    """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
     gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
     return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
 
@@ -204,7 +203,7 @@ def check_device(accelerator) -> None:
     # For YAMLs with GPUs the launcher sets "False", or nothing.
     if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
         raise ValueError(
-            "there is no GPU, which the launcher was told to use; give it --config_file "
+            "the launcher was told to use a GPU, but there is none; give it --config_file "
             "configs/accelerate/cpu.yaml"
         )
     if accelerator.mixed_precision == "fp16":

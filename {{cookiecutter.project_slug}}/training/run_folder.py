@@ -1,6 +1,6 @@
-"""The folder of a run: who may write into it, what state its run is in, files that replace others.
+"""The folder of a run: its lock, its status.json, and files that replace older ones in one step.
 
-Paths and bytes only: no torch, no accelerate.
+This module needs neither torch nor accelerate.
 """
 
 import contextlib
@@ -14,13 +14,14 @@ import stat
 import time
 from pathlib import Path
 
-UMASK = os.umask(0o022)  # reading it takes setting it
+UMASK = os.umask(0o022)  # it can only be read by setting it
 os.umask(UMASK)
-LOCK_WAIT = 40  # tenths of a second to wait for the lock of a run folder, ten times that if its
-# holder is on another machine: a network disk takes a while to notice that one has died
+# Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is ten
+# times that, since a network disk takes a while to notice that a process has died.
+LOCK_WAIT = 40
 REMOVED = "the run folder was removed while the run was writing to it"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What the system says of a path that is wrong, and will say again; other errors may pass.
+# Errors of a wrong path, which will come again. Other errors may pass.
 PERMANENT_ERRORS = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.ENXIO, errno.EMFILE),
@@ -32,13 +33,13 @@ PERMANENT_ERRORS = {
 
 
 def apply_umask(path: Path) -> None:
-    """Gives a file the rights of any new one; safetensors makes those that only its owner reads."""
-    with contextlib.suppress(OSError):  # some network disks have no rights
+    """Gives a file the permissions of a new file; safetensors creates files for the owner alone."""
+    with contextlib.suppress(OSError):  # some network disks have no permissions
         path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
 
 
 def fsync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    """Flushes a file's bytes, or a folder's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -47,25 +48,50 @@ def fsync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Frees a name: deletes what is called so, of a folder as much as a network disk lets go."""
+    """Deletes a file, a link or a folder, if it is there.
+
+    A folder is renamed first: a kill leaves no half-deleted folder under its real name, and files
+    that a network disk does not delete do not keep the name.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    # Renamed first: a run that is killed here leaves no half-deleted folder under a real name.
-    doomed = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
-    path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    trash = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of a run; ValueError for what is none: a pipe would be waited for."""
+    """The text of a regular file; raises ValueError for a pipe, which would block."""
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     return path.read_text(encoding="utf-8")
 
 
+def read_json_object(path: Path) -> dict:
+    """The JSON object in a file; empty if the file is missing, incomplete or something else."""
+    try:
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
+    """Writes or replaces a file. Readers, also after a power cut, see the old or the new text.
+
+    `partial` is the temporary file, on the same disk; by default it lies beside the file.
+    """
+    partial = partial or path.with_name(f".{path.name}.partial")
+    remove(partial)
+    partial.write_text(text, encoding="utf-8")
+    fsync(partial)
+    partial.replace(path)
+    fsync(path.parent)
+
+
 def make_fresh_folder(folder: Path) -> Path:
-    """An empty folder beside this one, to be filled and then to take its place."""
+    """Creates an empty folder beside this one, to be filled and passed to `replace_folder`."""
     fresh = folder.with_name(f".{folder.name}.partial")
     remove(fresh)
     fresh.mkdir()
@@ -73,9 +99,9 @@ def make_fresh_folder(folder: Path) -> Path:
 
 
 def replace_folder(fresh: Path, folder: Path) -> None:
-    """Puts the fresh folder in the place of the other, of which nothing stays.
+    """Replaces a folder, if there is one, by the fresh one.
 
-    Its files are on the disk before that: no power cut leaves a folder of empty ones.
+    The files are flushed first, so that a power cut leaves no folder of empty files.
     """
     for path in [*fresh.rglob("*"), fresh]:
         if path.is_file():
@@ -94,21 +120,21 @@ def replace_folder(fresh: Path, folder: Path) -> None:
 
 
 class RunLock:
-    """A run folder, made if need be, kept from other runs until this process ends.
+    """Creates a run folder if it is missing, and locks it until this process ends, however it ends.
 
-    The lock goes with its process, however that ends; one whose launcher was killed may still be
-    saving, so a start waits a little. Raises ValueError that says who holds it, or what is in the
-    way. A check does not `hold` it: on other machines the processes of the same run may.
+    A process whose launcher was killed may still be saving, so a start waits for the lock a little.
+    Raises ValueError that names the holder, or what is wrong with the folder. A check does not
+    `hold` the lock, since processes of the same run on other machines may hold it.
     """
 
     def __init__(self, output: Path, hold: bool = True):
-        self.output, self.path, self.made = output, output / "lock", []
-        self.file = self.found = None
+        self.output, self.path, self.created = output, output / "lock", []
+        self.file = self.old_stat = None
         try:
-            self.made = [p for p in (self.path, output, *output.parents) if not p.exists()]
+            self.created = [p for p in (self.path, output, *output.parents) if not p.exists()]
             output.mkdir(parents=True, exist_ok=True)
             check_file_types(output)
-            self.open()
+            self.open_file()
         except OSError as error:
             self.release()
             if error.errno not in PERMANENT_ERRORS:
@@ -117,26 +143,24 @@ class RunLock:
         if hold:
             self.acquire()
 
-    def open(self) -> None:
+    def open_file(self) -> None:
         self.file = open(self.path, "a", encoding="utf-8")
-        os.register_at_fork(after_in_child=self.file.close)  # or worker processes would hold it too
+        os.register_at_fork(after_in_child=self.file.close)  # workers must not hold the lock
 
     def acquire(self) -> None:
         waited = 0
-        while waited < (
-            LOCK_WAIT if self.holder()["host"] == socket.gethostname() else 10 * LOCK_WAIT
-        ):
+        while waited < LOCK_WAIT * (1 if self.holder()["host"] == socket.gethostname() else 10):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.is_there():
-                    self.found = os.fstat(self.file.fileno())
+                if self.is_intact():
+                    self.old_stat = os.fstat(self.file.fileno())
                     self.file.truncate(0)
-                    self.file.write(json.dumps(this_process()))
+                    self.file.write(json.dumps(describe_process()))
                     self.file.flush()
                     return
-                self.file.close()  # whoever held it has removed it at last
+                self.file.close()  # the last holder has removed the file
                 self.output.mkdir(parents=True, exist_ok=True)
-                self.open()
+                self.open_file()
             except BlockingIOError:
                 waited += 1
                 time.sleep(0.1)
@@ -144,103 +168,91 @@ class RunLock:
                 if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
                     raise
                 reason = error.strerror
-                raise ValueError(f"{self.output}: no locks on this disk: {reason}") from None
+                raise ValueError(
+                    f"{self.output}: this disk has no file locks ({reason}); give another "
+                    "--output_dir"
+                ) from None
         raise ValueError(
-            "{0} is in use by process {pid} on {host}, since {since}: there, `tail -f "
-            "{0}/metrics.jsonl` shows what it does, and `kill {pid}` saves and stops it; or give "
+            "{0} is in use by process {pid} on {host}, since {since}; on that machine `tail -f "
+            "{0}/metrics.jsonl` shows its progress, and `kill {pid}` saves and stops it; or give "
             "another --output_dir".format(self.output, **self.holder())
         )
 
     def holder(self) -> dict:
-        """Who holds the lock, as it says itself."""
+        """The holder of the lock, as it describes itself in the file: pid, host, since."""
         here = {"pid": "?", "host": socket.gethostname(), "since": "?"}
         return here | {n: v for n, v in read_json_object(self.path).items() if n in here}
 
     def check_folder(self) -> None:
-        """Raises FileNotFoundError if the run folder was removed, or replaced by another."""
-        if not self.is_there():
+        """Raises FileNotFoundError if the run folder was removed or replaced."""
+        if not self.is_intact():
             raise FileNotFoundError(errno.ENOENT, REMOVED, str(self.output))
 
-    def is_there(self) -> bool:
-        """Whether the run folder is still the one that was locked."""
+    def is_intact(self) -> bool:
+        """Whether the run folder is still the one that was opened."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
         except FileNotFoundError:
             return False
 
     def release(self) -> None:
-        """Removes what was made here, as long as nothing else is in it."""
-        with contextlib.suppress(OSError):  # another run has it, or has just begun there
+        """Removes created folders that are empty: a start that changes nothing leaves no trace."""
+        with contextlib.suppress(OSError):  # another run holds the lock, or has just begun
             if self.file:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not self.is_there():
+                if not self.is_intact():
                     return
-            if self.found:  # a start that changes nothing leaves no trace
-                os.utime(self.path, ns=(self.found.st_atime_ns, self.found.st_mtime_ns))
-            for path in self.made:
+            if self.old_stat:
+                os.utime(self.path, ns=(self.old_stat.st_atime_ns, self.old_stat.st_mtime_ns))
+            for path in self.created:
                 if path == self.path and os.listdir(self.output) == [path.name]:
                     path.unlink()
                 elif path.is_dir() and not os.listdir(path):
                     path.rmdir()
 
 
-FILES = ("config.yaml", "metrics.jsonl", "status.json", "wandb_run_id", "lock")
-FOLDERS = ("checkpoints", "model", "evaluation")
+RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "wandb_run_id", "lock")
+RUN_FOLDERS = ("checkpoints", "model", "evaluation")
 
 
 def check_file_types(output: Path) -> None:
-    """Raises ValueError for a file of a run that is none: a pipe would be waited for, for ever."""
-    for name, kind, right in (
-        *((name, "file", stat.S_ISREG) for name in FILES),
-        *((name, "folder", stat.S_ISDIR) for name in FOLDERS),
+    """Raises ValueError if a file of a run is something else, such as a pipe, which would block."""
+    for name, kind, has_kind in (
+        *((name, "file", stat.S_ISREG) for name in RUN_FILES),
+        *((name, "folder", stat.S_ISDIR) for name in RUN_FOLDERS),
     ):
         path = output / name
-        if path.is_symlink() and not path.exists():  # to a disk that is not there, perhaps
-            raise ValueError(f"{path} is a link to nothing: mend it, or give another --output_dir")
-        if path.exists() and not right(path.stat().st_mode):
-            raise ValueError(f"{path} is no {kind}: move it away, or give another --output_dir")
+        if path.is_symlink() and not path.exists():  # the disk may not be mounted
+            raise ValueError(f"{path} is a broken link; repair it, or give another --output_dir")
+        if path.exists() and not has_kind(path.stat().st_mode):
+            raise ValueError(f"{path} is not a {kind}; move it away, or give another --output_dir")
 
 
-def this_process() -> dict:
-    """Who writes: this process, its machine, and now."""
+def describe_process() -> dict:
+    """This process: its pid, its host, and the time as since."""
     since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
-def read_json_object(path: Path) -> dict:
-    """A JSON object in a file; empty where there is none, or none that is whole."""
-    try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def write_status(output: Path, state: str, **more) -> None:
-    """Replaces status.json of a run folder: what its run is doing, or how it ended."""
-    partial = output / ".status.json.partial"
-    remove(partial)
-    partial.write_text(
-        json.dumps({"state": state, **this_process(), **more}) + "\n", encoding="utf-8"
-    )
-    fsync(partial)
-    partial.replace(output / "status.json")
-    fsync(output)
+    """Replaces status.json: the state of the run, this process, and more entries."""
+    status = {"state": state, **describe_process(), **more}
+    replace_text(output / "status.json", json.dumps(status) + "\n")
 
 
 def write_final_status(output: Path, state: str, reason: str, exit_code: int) -> bool:
-    """Writes how a run ended; False if another of its processes has done so.
+    """Writes how a run ended; returns False if another of its processes has done so.
 
-    The status of another run in the same folder stays as it is.
+    The status of another run in the same folder is kept.
     """
     status, me = read_status(output), [os.getpid(), socket.gethostname()]
     main = [status.get("pid"), status.get("host")]
-    # Another process than the main one may write it, and leaves word of whose status it was.
+    # If another process than the main one writes it, `main` names the main one.
     if main == me or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
         write_status(output, state, reason=reason, exit_code=exit_code, main=main)
     return main == me or status.get("main") != me
 
 
 def read_status(output: Path) -> dict:
-    """What status.json of a run folder says; empty where there is none, or none that is whole."""
+    """The content of status.json; empty if the file is missing or incomplete."""
     return read_json_object(output / "status.json")

@@ -1,4 +1,4 @@
-"""How a process ends: finished, stopped by a signal, or by an error; and its exit code.
+"""Handles signals and errors, and ends each process with the right exit code.
 
 A signal sets a flag. The ranks agree on it between two steps, save a checkpoint, and exit.
 """
@@ -52,7 +52,9 @@ def find_launcher() -> int | None:
     return os.getppid() if found else None
 
 
-LAUNCHER_PID = find_launcher()  # at the start, since it may die before training begins
+LAUNCHER_PID = (
+    find_launcher()
+)  # found at the start, since the launcher may die before training begins
 
 
 class StopRequest:
@@ -67,7 +69,7 @@ class StopRequest:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self.handle)
-        if sys.platform == "linux":  # Python 3.14's default, a fork server, would miss `shield`
+        if sys.platform == "linux":  # `shield` needs it; Python 3.14 defaults to a fork server
             multiprocessing.set_start_method("fork", force=True)
         os.register_at_fork(before=self.shield, after_in_parent=self.unshield)
         atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
@@ -137,14 +139,15 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, Failed):
         return 1, f"{error}; the same command continues from the newest checkpoint"
     if isinstance(error, OSError) and error.errno in run_folder.DISK_FULL:
-        return 2, f"{error}: free some space; what was saved is kept"
+        return 2, f"{error}: free some space; saved checkpoints are kept"
     if isinstance(error, RuntimeError) and "Expected to have finished reduction" in str(error):
         return 2, (
-            "some weights of the model get no gradient, which several processes wait for; call "
-            "requires_grad_(False) on them in build_model of task.py, or train with one process"
+            "some weights of the model get no gradient, but several processes wait for one; call "
+            "requires_grad_(False) on these weights in build_model of task.py, or train with one "
+            "process"
         )
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return 2, f"{describe_os_error(error)}: let this process open more of them, with ulimit -n"
+        return 2, f"{describe_os_error(error)}: allow more open files, with ulimit -n"
     if isinstance(error, FileNotFoundError) and error.strerror == run_folder.REMOVED:
         return 1, describe_os_error(error)
     if is_out_of_memory(error):
@@ -163,9 +166,7 @@ def raise_open_files_limit() -> None:
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < 64:
-        raise UserError(
-            f"no more than {wanted} files may be open at once; first say ulimit -n 1024"
-        )
+        raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
 
 
 def write_exit_code(code: int) -> None:

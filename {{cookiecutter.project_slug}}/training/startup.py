@@ -1,7 +1,7 @@
-"""What happens before the processes meet: config, data, and the checkpoint to continue from.
+"""Prepares a run before the processes meet: config, data, and the checkpoint to continue from.
 
-Each process does it by itself, since preparing data may take longer than the timeout. `--check`
-runs this part alone.
+Each process does this alone, since preparing data may take longer than the timeout of the process
+group. `--check` runs only this part.
 """
 
 import contextlib
@@ -99,13 +99,13 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
 
 
 def change_effects(config_class: type, prefix: str = "") -> dict[str, str]:
-    """What a change of each field does to a run that continues: "changes" in its metadata."""
-    found = {}
+    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
+    effects = {}
     for each in dataclasses.fields(config_class):
-        found[prefix + each.name] = each.metadata.get("changes", "result")
+        effects[prefix + each.name] = each.metadata.get("changes", "result")
         if dataclasses.is_dataclass(each.type):
-            found |= change_effects(each.type, f"{prefix}{each.name}.")
-    return found
+            effects |= change_effects(each.type, f"{prefix}{each.name}.")
+    return effects
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
@@ -116,17 +116,17 @@ def resolved_config(cfg: Any) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the libraries that the results depend on."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            numbers[package] = metadata.version(package)
+    return numbers
 
 
 def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart:
-    """Reads, prepares and checks all that needs no model; raises ValueError.
+    """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
-    `about` is train.py's docstring; its second paragraph holds the commands that --help shows.
+    `about` is train.py's docstring. --help shows the commands in its second paragraph.
     """
     cfg, remarks = read_config(config_class, about)
     contract.check_functions(task)
@@ -147,7 +147,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         contract.check_datasets(data)
         manifest = collect_manifest(cfg, task, prepared, data)
         place = StartPlace(cfg.max_steps, remarks=remarks)
-        if IS_MAIN:  # verifying a checkpoint reads all its bytes: one process does it
+        if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             find_start(place, cfg, manifest, change_effects(config_class))
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, place)
     except BaseException:
@@ -157,21 +157,21 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
 
 
 def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
-    """What all manifests of this run hold: settings, data, vocabulary or classes, versions."""
+    """The entries of all manifests of this run: settings, data, identity, versions."""
     train_data, eval_data = data
     if not len(train_data) or not len(eval_data):
         raise UserError(
-            f"task.datasets gives {len(train_data)} rows to train and {len(eval_data)} to evaluate "
-            "on; it needs one of each"
+            f"task.datasets returns {len(train_data)} rows to train and {len(eval_data)} rows to "
+            "evaluate on; give at least one of each"
         )
-    about, collate = {"samples": len(train_data)}, batches.make_collate(task)
-    # Also where the task has a digest: this finds rows that cannot be read.
-    about["fingerprint"] = batches.fingerprint(train_data, collate)
-    about["validation"] = batches.fingerprint(eval_data, collate)
+    entries, collate = {"samples": len(train_data)}, batches.make_collate(task)
+    # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
+    entries["fingerprint"] = batches.fingerprint(train_data, collate)
+    entries["validation"] = batches.fingerprint(eval_data, collate)
     if hasattr(task, "digest"):
-        about["fingerprint"] = task.digest(cfg.task, prepared)
+        entries["fingerprint"] = task.digest(cfg.task, prepared)
     identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
-    manifest = {"config": resolved_config(cfg), "data": about, "identity": identity}
+    manifest = {"config": resolved_config(cfg), "data": entries, "identity": identity}
     return {**manifest, "versions": versions()}
 
 
@@ -200,7 +200,7 @@ def find_start(place: StartPlace, cfg: Any, manifest: dict, changes: dict[str, s
             f"{place.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
             "max_steps, num_epochs or global_batch_size"
         )
-    if cfg.eval_only:  # how a model was trained does not matter to its evaluation
+    if cfg.eval_only:  # only the task's settings affect an evaluation
         changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
     if place.checkpoint:
         accept = cfg.accept_changes
@@ -210,7 +210,7 @@ def find_start(place: StartPlace, cfg: Any, manifest: dict, changes: dict[str, s
         before, now = place.saved.get("versions", {}), manifest["versions"]
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
         if moved:
-            place.remarks.append(f"other versions, which may round otherwise: {', '.join(moved)}")
+            place.remarks.append(f"versions changed, rounding may differ: {', '.join(moved)}")
     elif cfg.eval_only:
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
     if cfg.eval_only:
@@ -218,15 +218,15 @@ def find_start(place: StartPlace, cfg: Any, manifest: dict, changes: dict[str, s
     place.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
     status, trained = run_folder.read_status(output), (output / "model").exists()
     if place.checkpoint and place.checkpoint.resolve().parent == folder.resolve():
-        # Without its model a finished run exports once more.
+        # A finished run without its model exports it again.
         if status.get("state") == "finished" and step >= place.max_steps and trained:
             place.finished = f"{step} steps"
     elif trained or status.get("state") == "finished":
-        # Its checkpoints were deleted: another training would end by replacing the model.
+        # The checkpoints were deleted. Another training would replace the model.
         if not trained or status.get("settings") != place.settings:
             raise ValueError(
                 f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
-                "have been others: give another --output_dir"
+                "differ from yours; give another --output_dir"
             )
         place.finished = "its checkpoints are gone, its model is there"
     if not place.finished:

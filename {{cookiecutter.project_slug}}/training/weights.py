@@ -1,4 +1,4 @@
-"""Weights and optimizer state: what a checkpoint holds of them, and how they are restored."""
+"""Weights and optimizer state: what a checkpoint saves, and how it is restored."""
 
 import hashlib
 import math
@@ -14,10 +14,10 @@ from training.ranks import PROCESSES, Ranks, UserError, as_user_error
 
 
 class TaskModule(torch.nn.Module):
-    """The module that accelerate prepares: calls a function of the task with the task's model.
+    """The module that accelerate prepares. It calls a function of the task with the task's model.
 
-    So everything the function computes, the loss included, lies inside what DDP, FSDP, autocast
-    and torch.compile wrap, and a task never meets a wrapper.
+    So DDP, FSDP, autocast and torch.compile wrap all that the function computes, including the
+    loss, and the task never sees a wrapper.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -29,17 +29,20 @@ class TaskModule(torch.nn.Module):
 
 
 def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
-    """The task's model, out of a prepared TaskModule."""
+    """The task's model inside a prepared TaskModule."""
     return accelerator.unwrap_model(module, keep_torch_compile=False).model
 
 
 def gather_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
-    """The task's model with all its weights, for the main process alone; all processes call it."""
+    """The task's model with all weights on the main process. All processes must call it."""
     return bare_model(accelerator, module)
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
-    """Makes a model of transformers or diffusers recompute activations in its backward pass."""
+    """Makes a model of transformers or diffusers recompute activations in the backward pass.
+
+    Raises ValueError if the model does not support it.
+    """
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if hasattr(model, name):
             getattr(model, name)()
@@ -51,15 +54,17 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
 
 
 def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
-    """Warns of BatchNorm. On several GPUs it becomes SyncBatchNorm, which spans all of them.
+    """Warns about BatchNorm, and converts it to SyncBatchNorm on several GPUs.
 
-    Its statistics are those of a micro-batch, so that the result depends on how a step is split.
-    That of GroupNorm and LayerNorm does not.
+    BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.
+    With GroupNorm and LayerNorm it does not.
     """
     kinds = torch.nn.modules.batchnorm._BatchNorm
     if not any(isinstance(module, kinds) for module in model.modules()):
         return model
-    say("warning: the model has BatchNorm, so its result depends on how a step is cut; see README")
+    say(
+        "warning: the model has BatchNorm, so its result depends on how a step is split; see README"
+    )
     if PROCESSES > 1 and accelerator.device.type == "cuda":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
@@ -74,12 +79,12 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
-    """These settings for a manifest: JSON has neither tensors nor tuples."""
+    """The settings as text for a manifest, since JSON has neither tensors nor tuples."""
     return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
 
 
 def exact_repr(value) -> str:
-    """A setting as text with all its digits; torch prints four digits of a tensor."""
+    """A setting as text with all digits; torch would print four digits of a tensor."""
     return repr(value.tolist() if torch.is_tensor(value) else value)
 
 
@@ -88,18 +93,18 @@ def load_checkpoint(
 ) -> None:
     """Restores weights, optimizer and random numbers; raises ValueError if they do not fit.
 
-    Loading an optimizer also restores its old settings. Those that were changed in the code since
-    then are set again; the others stay, since some optimizers keep state among them.
+    Loading an optimizer also restores its old settings. Settings that the code has changed since
+    then are applied again. The others stay, since some optimizers keep state among them.
     """
     before, now = manifest["optimizer"], settings_as_text(settings)
     kinds = [[group["class"] for group in each] for each in (before, now)]
     if kinds[0] != kinds[1]:
         raise ValueError(
             f"{path} was trained with {' and '.join(kinds[0])}, and build_optimizer gives "
-            f"{' and '.join(kinds[1])}, a group each; go back to that, or give another --output_dir"
+            f"{' and '.join(kinds[1])} (one per group); restore that, or give another --output_dir"
         )
     if accelerator.scaler and not (path / "scaler.pt").exists():
-        raise ValueError(f"{path} was not trained in fp16; go on with a YAML like its own")
+        raise ValueError(f"{path} was not trained in fp16; give the YAML that it was trained with")
     accelerator.load_state(path)
     accelerator.step = 0  # the restored counter may belong to another accumulation: reset it
     for group, built, old in zip(optimizer.param_groups, settings, before, strict=True):
@@ -112,10 +117,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def register_state_hooks(accelerator) -> None:
-    """Makes checkpoints hold the names of the task's model, without the prefixes of wrappers.
+    """Makes checkpoints use the parameter names of the task's model, without wrapper prefixes.
 
-    So any number of processes can continue from them. Frozen weights are not saved, since they come
-    with the pretrained model; their digest is. Sharded models do not pass these hooks.
+    So any number of processes can continue from them. Of frozen weights, which come with the
+    pretrained model, only the digest is saved. Sharded models do not pass these hooks.
     """
 
     def save_bare(models: list, weights: list, _) -> None:
@@ -131,9 +136,9 @@ def register_state_hooks(accelerator) -> None:
 
 
 def clone_partial_views(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Clones tensors that are parts of one storage; tied weights, which are the same, stay shared.
+    """Clones tensors that are different parts of one storage; tied weights stay shared.
 
-    accelerate saves one tensor of each storage, and would lose the other parts.
+    accelerate saves one tensor per storage, and would lose the other parts.
     """
     first: dict[int, tuple] = {}
     for name, values in state.items():
@@ -144,10 +149,10 @@ def clone_partial_views(state: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def check_shapes(state: dict[str, torch.Tensor], file: Path) -> None:
-    """Raises UserError unless the file has the weights of this state, in the same shapes."""
+    """Raises UserError unless the file has the weights of this state with the same shapes."""
     with safe_open(file, "pt") as saved:
         shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}
-    # Of tied weights, which have several names, the file has one.
+    # Tied weights have several names; the file has one of them.
     kept = {state[name].data_ptr() for name in shapes if name in state}
     wanted = {
         name: tuple(values.shape)
@@ -156,39 +161,39 @@ def check_shapes(state: dict[str, torch.Tensor], file: Path) -> None:
     }
     for name in sorted({**shapes, **wanted}):
         if shapes.get(name) != wanted.get(name):
-            found = [str(each.get(name, "not there")) for each in (shapes, wanted)]
+            saved, built = (str(each.get(name, "missing")) for each in (shapes, wanted))
             raise UserError(
-                f"{file.parent} does not fit the model: {name} is {found[0]} in the checkpoint and "
-                f"{found[1]} in the model; give the settings and the task.py that it was made "
+                f"{file.parent} does not fit the model: {name} is {saved} in the checkpoint and "
+                f"{built} in the model; give the settings and the task.py that it was made "
                 "with, or another --output_dir"
             )
 
 
 def load_weights(model: torch.nn.Module, file: Path) -> None:
-    """Loads the trained weights; raises UserError if the frozen ones are others than before."""
+    """Loads the trained weights; raises UserError if the frozen weights have changed."""
     state = weights_to_save(model)
     check_shapes(state, file)
     weights = load_file(file)
     if FROZEN in state and not torch.equal(weights.pop(FROZEN), state[FROZEN]):
         raise UserError(
-            f"{file.parent} was trained on other pretrained weights; give those, or another "
-            "--output_dir"
+            f"{file.parent} was trained with other pretrained weights; give those weights, or "
+            "another --output_dir"
         )
     model.load_state_dict(weights, strict=False)
 
 
-def load_best(accelerator, ranks: Ranks, folder: Path, facts: dict) -> int | None:
-    """Loads the checkpoint with the smallest eval_loss; returns its step, or None if none has one.
+def load_best(accelerator, ranks: Ranks, folder: Path, manifest: dict) -> int | None:
+    """Loads the checkpoint with the smallest eval_loss; returns its step, or None without any.
 
-    For `facts` see `checkpoints.best_of`.
+    Only losses on the validation data of `manifest` are compared.
     """
     best, loss = None, math.inf
     with ranks.fail_together():
         if accelerator.is_main_process:
-            best, loss = checkpoints.find_best(folder, facts)
+            best, loss = checkpoints.find_best(folder, manifest)
     best, loss = ranks.from_main((best, loss))
     if best is None:
-        say("no checkpoint has a finite eval_loss: the last model takes the place of the best")
+        say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
         return None
     with ranks.fail_together(), as_user_error():
         accelerator.load_state(best)
@@ -197,7 +202,7 @@ def load_best(accelerator, ranks: Ranks, folder: Path, facts: dict) -> int | Non
 
 
 def weights_to_save(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model for a checkpoint: frozen parameters are replaced by their digest."""
+    """The state of a model for a checkpoint, with a digest in place of the frozen parameters."""
     state = model.state_dict()
     named = model.named_parameters(remove_duplicate=False)  # tied weights have two names
     frozen = [(name, values.detach()) for name, values in named if not values.requires_grad]
@@ -205,7 +210,7 @@ def weights_to_save(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         digest = hashlib.sha256()
         for name, values in frozen:
             state.pop(name, None)
-            # Sums of 64 slices, of the bits as integers: the same on any device, in any order.
+            # Integer sums of the bits of 64 slices are the same on any device, in any order.
             bits = values.flatten().view(BITS[values.element_size()])
             sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
             digest.update(name.encode() + sums.cpu().numpy().tobytes())
