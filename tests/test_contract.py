@@ -53,7 +53,10 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
         printed = quick("--check", "--output_dir", tmp_path / "run", before=before, codes=[2])
         assert printed.count("\n") == 1 and name in printed
     printed = quick("--check", before="import task; del task.metrics, task.count", codes=[2])
-    assert "train.py: task.py has no function count, metrics; README.md shows" in printed
+    assert (
+        "train.py: task.py has no function count, metrics; examples/task.py is a whole task"
+        in printed
+    )
 
 
 def test_two_processes_say_it_once(tiny, tmp_path):
