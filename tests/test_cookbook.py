@@ -23,8 +23,8 @@ MORE = """
 numbered = build_model
 
 
-def build_model(cfg: TaskConfig) -> torch.nn.Module:
-    model = numbered(cfg)
+def build_model(cfg: TaskConfig, prepared: None) -> torch.nn.Module:
+    model = numbered(cfg, prepared)
     model._modules["classifier"] = model._modules.pop("3")
     return model
 
@@ -143,9 +143,9 @@ def task_of(project):
 def eval_loss(project, state, dataset=None):
     """The loss of these weights on the validation rows, or others."""
     task = task_of(project)
-    model = task.build_model(task.TaskConfig())
+    model = task.build_model(task.TaskConfig(), None)
     model.load_state_dict(state)
-    dataset = dataset or task.datasets(task.TaskConfig())[1]
+    dataset = dataset or task.datasets(task.TaskConfig(), None)[1]
     batch = task.collate([dataset[i] for i in range(len(dataset))])
     return task.metrics(task.eval_sums(model.eval(), batch))["loss"]
 
@@ -279,7 +279,8 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
 
 
 def test_evaluations_that_count_for_patience(base, tmp_path):
-    source = (cook(base, "Early stopping", tmp_path / "project").path / "start.py").read_text()
+    project = cook(base, "Early stopping", tmp_path / "project")
+    source = (project.path / "training" / "startup.py").read_text()
     names = {"math": math}
     exec(re.search(r"^def out_of_patience.*?\n\n\n", source, flags=re.M | re.S)[0], names)
     nan, over = math.nan, names["out_of_patience"]
@@ -392,7 +393,7 @@ def test_each_layer_has_its_learning_rate(train, tmp_path):
     for step in (4, 8, 12):
         groups = optimizer(whole, step)["param_groups"]
         assert sum(len(group["params"]) for group in groups) == 4
-        assert all(group["lr"] == rates[step] * group["lr_share"] for group in groups)
+        assert all(group["lr"] == rates[step] * group["lr_fraction"] for group in groups)
     train("--output_dir", continued(whole, 4, half), "--layer_decay", 0.5)
     assert final(half) == final(whole)
     changed = train("--output_dir", half, "--layer_decay", 0.6, codes=[2])
@@ -408,7 +409,7 @@ model.named_parameters = lambda: [
     for name in names
 ]
 for group in train.build_optimizer(model, train.Config(layer_decay=0.5)).param_groups:
-    print(len(group["params"]), group["lr_share"], group["weight_decay"])
+    print(len(group["params"]), group["lr_fraction"], group["weight_decay"])
 """
     printed = train("--output_dir", tmp_path / "none", "--check", before=program).splitlines()
     assert printed[:5] == ["1 0.25 0.1", "1 0.5 0.0", "1 0.5 0.1", "2 1.0 0.1", "1 1.0 0.0"]

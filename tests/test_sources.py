@@ -17,10 +17,9 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
 
 import hub
-from conftest import ROOT, SOURCE, bake, lines, load_task, status
+from conftest import ROOT, SOURCE, bake, load_task
 from test_cache import open_to_all, unprivileged
 
 batches, cache = load_task("training.batches"), load_task("tasklib.cache")
@@ -668,52 +667,6 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(project, tmp_
 
 
 # ---- A task of one's own -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory):
-    """A project whose task.py is the one that its README shows."""
-    baked = bake(tmp_path_factory.mktemp("own"), tracker="none")
-    readme = (baked.path / "README.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(\"\"\"What is trained.+?)```", readme, flags=re.DOTALL)
-    assert 40 <= len([line for line in code.splitlines() if line.strip()]) <= 60
-    assert "transformers" not in code
-    (baked.path / "task.py").write_text(code, encoding="utf-8")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 60\nglobal_batch_size: 32\nmicro_batch_size: 8\nlearning_rate: 0.02\n"
-        "warmup_steps: 5\nlog_every: 1\nsave_every: 20\neval_every: 20\nkeep_checkpoints: 0\n"
-    )
-    return baked
-
-
-@pytest.mark.parametrize("hardware", ["cpu", "cpu_multi"])
-def test_the_readmes_task_trains_resumes_and_exports(own, hardware):
-    runs = own.path / "runs"
-
-    def launch(name):
-        flags = ["train.py", "--output_dir", f"runs/{name}"]
-        config = f"configs/accelerate/{hardware}.yaml"
-        return own.run("python", "launch.py", "--config_file", config, *flags).stdout
-
-    launch(hardware)
-    whole = runs / hardware
-    scores = [line["eval_loss"] for line in lines(whole, "eval_loss")]
-    assert len(scores) == 3 and scores[-1] < 0.05 < scores[0]  # the mean alone gives 0.5
-    weights = load_file(whole / "model" / "model.safetensors")
-    assert sum(v.numel() for v in weights.values()) == 64 * 3 + 1
-    assert status(whole)["state"] == "finished"
-    assert "## Evaluation" in (whole / "model" / "README.md").read_text()
-
-    continued = runs / f"{hardware}-continued"
-    kept = "checkpoints/step-00000020"
-    shutil.copytree(whole / kept, continued / kept)
-    assert "continuing from" in launch(continued.name)
-    for name in ("model.safetensors", "optimizer.bin"):
-        file = f"checkpoints/step-00000060/{name}"
-        assert (continued / file).read_bytes() == (whole / file).read_bytes()
-    if hardware == "cpu_multi" and (runs / "cpu").exists():
-        one, two = ([line["loss"] for line in lines(runs / n, "loss")] for n in ("cpu", hardware))
-        assert one[:20] == pytest.approx(two[:20], rel=1e-5)
 
 
 def test_the_contract_names_what_train_py_calls():
