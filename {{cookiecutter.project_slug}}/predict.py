@@ -6,6 +6,7 @@
     cat texts.txt | python predict.py --json                 the same; an object of JSON a line
     printf 'a text\\tits pair\\n' | python predict.py         two texts, with a tab between them
     python predict.py --model runs/mine/model --chat "Hi"    a model that was trained on chats
+    python predict.py "3 March 1999"                         the target text of an encoder-decoder
 
 The model is the one that train.py saves at the end, in runs/NAME/model; its config.json says what
 it is for. A blank line is answered by a blank one: line n of the answers is that of line n.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from training.console import escaped, one_line
-from training.model_card import pipeline_task
+from training.model_card import TEXT_TO_TEXT, pipeline_task
 
 # transformers takes 4 s to import: after the arguments are known to be right.
 
@@ -57,13 +58,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--file", help="read inputs from here, one a line; -: standard input")
     parser.add_argument("--json", action="store_true", help="print an object of JSON a line")
     parser.add_argument("--top", type=int, default=3, help="classes to name (default: 3)")
-    parser.add_argument("--tokens", type=int, default=50, help="tokens to add (default: 50)")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     parser.add_argument("--chat", action="store_true", help="inputs are messages of a user")
     parser.add_argument("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     for name in ("top", "tokens", "batch"):
-        if not 1 <= getattr(arguments, name) <= MOST:
+        if getattr(arguments, name) is not None and not 1 <= getattr(arguments, name) <= MOST:
             stop(f"--{name} is {getattr(arguments, name)}; give a number from 1 to {MOST:,}")
     # Logits divided by less may overflow, divided by more they are all the same.
     if arguments.temperature and not 0.01 <= arguments.temperature <= 100:
@@ -206,21 +209,47 @@ def check_template(tokenizer, texts: list[str]) -> None:
 # ---- Answers -------------------------------------------------------------------------------------
 
 
+class SourceToTarget:
+    """The targets that an encoder-decoder writes, called like a pipeline of transformers."""
+
+    task = TEXT_TO_TEXT
+
+    def __init__(self, task: str, model, tokenizer: str, **options):
+        from transformers import AutoTokenizer
+
+        self.model = model.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **options)
+
+    def __call__(self, texts: list[str], **options) -> list:
+        prefix = getattr(self.model.config, "source_prefix", "")
+        given = [prefix + text for text in texts]
+        encoded = self.tokenizer(given, padding=True, truncation=True, return_tensors="pt")
+        inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        found = self.tokenizer.batch_decode(
+            self.model.generate(**inputs, **options), skip_special_tokens=True
+        )
+        return [[{"generated_text": text}] for text in found]
+
+
 def options_of(task: str, arguments: argparse.Namespace, model) -> dict:
     """What the pipeline of this task is told."""
-    if task != "text-generation":
+    if task not in ("text-generation", TEXT_TO_TEXT):
         classes = model.config.num_labels
         cut = {"truncation": True} if task == "text-classification" else {}
         return {"top_k": min(arguments.top, classes), "batch_size": arguments.batch, **cut}
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
-    settings.update(max_length=None, max_new_tokens=arguments.tokens)
+    continues = task == "text-generation"
+    tokens = arguments.tokens or (None if continues else settings.max_new_tokens) or 50
+    settings.update(max_length=None, max_new_tokens=tokens)
     if arguments.temperature:
         settings.update(do_sample=True, temperature=arguments.temperature)
-    else:  # the penalty keeps small models out of loops
-        settings.update(do_sample=False, repetition_penalty=1.2)
-    return {"generation_config": settings, "return_full_text": False}
+    else:
+        settings.update(do_sample=False)
+        if continues:  # the penalty keeps small models out of loops
+            settings.update(repetition_penalty=1.2)
+    return {"generation_config": settings} | ({"return_full_text": False} if continues else {})
 
 
 def load_model(folder: Path):
@@ -249,7 +278,9 @@ def line_of(given: str, task: str, kind: str, answer, as_json: bool) -> str:
         return text if shown else json.dumps(found)
     if answer is None:
         return ""
-    if kind == "text":  # with its line ends
+    if task == TEXT_TO_TEXT:
+        answer = one_line(answer, 100_000)
+    elif kind == "text":  # with its line ends
         return HIDDEN.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
     if task == "image-classification":
         given = escaped(given)  # a path is shown whole
@@ -257,6 +288,8 @@ def line_of(given: str, task: str, kind: str, answer, as_json: bool) -> str:
         given = f"{given[:57]}..."
     if kind == "value":
         return f"{given}: {answer:.6g}"
+    if kind == "text":
+        return f"{given}: {answer}"
     classes = [f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer]
     return f"{given}: {'  '.join(classes)}"
 
@@ -282,7 +315,7 @@ def answers(pipe, inputs: list[str], arguments: argparse.Namespace, options: dic
     lines = []
     for text in inputs:
         result = next(found) if text.strip() else None
-        if pipe.task == "text-generation":
+        if pipe.task in ("text-generation", TEXT_TO_TEXT):
             kind = "text"
             result = result and result[0]["generated_text"]
         elif config.problem_type == "regression":
@@ -316,7 +349,8 @@ def main() -> None:
         reads = "image_processor" if task == "image-classification" else "tokenizer"
         # Untold, transformers asks whether to run code that came with the model.
         options = {reads: str(folder), "trust_remote_code": False}
-        answer = pipeline(task, load_model(folder), **options)
+        make = SourceToTarget if task == TEXT_TO_TEXT else pipeline
+        answer = make(task, load_model(folder), **options)
         options = options_of(task, arguments, answer.model)
     except Exception as error:  # each of many libraries below has its own
         stop(f"cannot load {folder}: {error}")
@@ -334,7 +368,7 @@ def main() -> None:
         try:
             lines = answers(answer, part, arguments, options)
         except Exception as error:
-            about = "; give shorter texts or fewer --tokens" * (task == "text-generation")
+            about = "; give shorter texts or fewer --tokens" * task.endswith("generation")
             stop(f"{folder} cannot answer: {type(error).__name__}: {error}{about}")
         for line in lines:
             write(line)

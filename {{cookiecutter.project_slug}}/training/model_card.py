@@ -16,6 +16,7 @@ PIPELINES = {
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
 }
+TEXT_TO_TEXT = "text2text-generation"  # encoder-decoders; transformers 5 has no pipeline for them
 
 
 def pipeline_task(folder: Path) -> str | None:
@@ -29,11 +30,13 @@ def pipeline_task(folder: Path) -> str | None:
         if not (folder / "config.json").is_file():  # a named pipe would be waited for
             return None
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        name = config["architectures"][0]
+        name, is_encoder_decoder = config["architectures"][0], config.get("is_encoder_decoder")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     known = PIPELINES if isinstance(name, str) else {}
-    return next((task for end, task in known.items() if end in name), None)
+    task = next((task for end, task in known.items() if end in name), None)
+    generates = task in (None, "text-generation")  # a classifier may have a decoder, too
+    return TEXT_TO_TEXT if is_encoder_decoder and generates else task
 
 
 def escape_markdown(text: object) -> str:
@@ -50,6 +53,17 @@ def classifier_example(config: dict) -> str:
         about = "# the model answers in standard deviations from the mean"
         return f"\n{about}\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
     return f"\nanswer({given})" if is_pair else ""
+
+
+def seq2seq_example(place: Path, config: dict) -> str:
+    """Code that loads an encoder-decoder and generates the target of a text."""
+    name, source = repr(str(place)), repr(f"{config.get('source_prefix', '')}a text")
+    return f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+model = AutoModelForSeq2SeqLM.from_pretrained({name})
+tokenizer = AutoTokenizer.from_pretrained({name})
+tokens = model.generate(**tokenizer({source}, truncation=True, return_tensors="pt"))
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
 
 
 def write_card(folder: Path, place: Path, facts: dict) -> None:
@@ -74,9 +88,12 @@ def write_card(folder: Path, place: Path, facts: dict) -> None:
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
     reads = ", image_processor" if task == "image-classification" else ", tokenizer"
     ground = config["task"].get("background") if task == "image-classification" else None
-    use = f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
-    if task == "text-classification":
-        use += classifier_example(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    use = "from transformers import pipeline\n\n"
+    use += f'answer = pipeline("{task}", {str(place)!r}{reads}={str(place)!r})'
+    if task in ("text-classification", TEXT_TO_TEXT):
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        is_classifier = task == "text-classification"
+        use = use + classifier_example(model) if is_classifier else seq2seq_example(place, model)
     steps = f"{facts['step']:,} steps"
     if facts["step"] < facts["steps"]:
         steps += f" (the best evaluation in {facts['steps']:,})"
@@ -87,7 +104,7 @@ def write_card(folder: Path, place: Path, facts: dict) -> None:
         f"Trained for {steps} of {config['global_batch_size']} samples, out of "
         f"{data['samples']:,}, from {source} "
         f"(data fingerprint {data['fingerprint']}).",
-        f"```python\nfrom transformers import pipeline\n\n{use}\n```" if task else "",
+        f"```python\n{use}\n```" if task else "",
         f"Training put transparent images on {escape_markdown(ground)}, and so does predict.py; "
         "`pipeline` ignores transparency: put such images on that colour first."
         if ground
