@@ -242,7 +242,7 @@ def test_incomplete_rows_are_skipped_if_that_is_asked_for(task, config, tmp_path
 
 def test_settings_that_exclude_each_other_are_refused(task, config, models):
     for fields, said in [
-        ({"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of task.num_heads"),
+        ({"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of num_heads"),
         ({"target_column": "source"}, "task.target_column is 'source' but must be another column"),
         (
             {"hidden_size": 2**16, "num_layers": 999},
@@ -252,7 +252,7 @@ def test_settings_that_exclude_each_other_are_refused(task, config, models):
             {"model_name_or_path": str(models / "bart"), "max_source_length": 65},
             "task.max_source_length is 65 but must be at most 64, the positions of",
         ),
-        ({"model_name_or_path": str(models / "gpt2")}, "is no encoder-decoder; give another"),
+        ({"model_name_or_path": str(models / "gpt2")}, "is not an encoder-decoder; give another"),
     ]:
         with pytest.raises(ValueError) as error:
             task.prepare_data(config("rows.csv", **{"max_target_length": 32, **fields}))

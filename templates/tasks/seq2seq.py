@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from tasklib import cache, demo_data, fields, pairs, pretrained, sources, text
-from tasklib.fields import NOTHING, SHAPE, check_fields, check_ignored_fields, number_type
+from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
 from tasklib.sources import DataConfig
@@ -39,7 +39,7 @@ UNIT = "target_tokens"
 PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
 
 # 256 bytes and two special tokens are the least that a byte-level vocabulary has.
-Vocabulary = number_type("Vocabulary", int, 258, 2**20)
+VocabularySize = number_type("VocabularySize", int, 258, 2**20)
 Length = number_type("Length", int, 2, 2**20)
 Beams = number_type("Beams", int, 1, 100)
 Samples = number_type("Samples", int, 0, 1_000_000)
@@ -65,16 +65,20 @@ class TaskConfig(DataConfig, ModelConfig):
     """Tokens of a source that the model sees; the end of a longer one is cut off."""
     max_target_length: Length = 128
     """Tokens of a target; the end of a longer one is cut off. Also the most tokens to generate."""
-    vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
-    """New model: size of its byte-level BPE vocabulary, learnt from the training rows."""
-    hidden_size: fields.Width = field(default=64, metadata=SHAPE)
-    """New model: its width, a multiple of num_heads."""
-    num_layers: fields.Layers = field(default=2, metadata=SHAPE)
-    """New model: transformer layers of the encoder, and of the decoder."""
-    num_heads: fields.Heads = field(default=4, metadata=SHAPE)
-    """New model: attention heads in a layer."""
-    dropout: fields.Dropout = 0.0
-    """New model: dropout on embeddings, attention weights and layers."""
+
+    # New model
+    vocab_size: VocabularySize = field(default=1024, metadata=SHAPE)
+    """Size of its byte-level BPE vocabulary, learnt from the training rows."""
+    hidden_size: Width = field(default=64, metadata=SHAPE)
+    """Width of the model, a multiple of num_heads."""
+    num_layers: Layers = field(default=2, metadata=SHAPE)
+    """Transformer layers of the encoder, and of the decoder."""
+    num_heads: Heads = field(default=4, metadata=SHAPE)
+    """Attention heads in a layer."""
+    dropout: Dropout = 0.0
+    """Dropout on embeddings, attention weights and layers."""
+
+    # Generation
     num_beams: Beams = field(default=1, metadata=NOTHING)
     """Beams of the beam search for a target; 1: greedy search. The exported model names it."""
     report_samples: Samples = field(default=200, metadata=NOTHING)
@@ -84,41 +88,31 @@ class TaskConfig(DataConfig, ModelConfig):
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for settings that cannot work, before any row is read."""
     sources.check_data_config(cfg, ["dates"])
-    new, heads = not cfg.model_name_or_path, cfg.num_heads
-    nearest = max(1, round(cfg.hidden_size / heads)) * heads
     two_columns = cfg.source_column != cfg.target_column
-    check_fields(
-        cfg,
-        [
-            ("target_column", two_columns, "another column than task.source_column"),
-            (
-                "hidden_size",
-                not new or cfg.hidden_size == nearest,
-                f"a multiple of task.num_heads, such as {nearest}",
-            ),
-        ],
-    )
-    if new:
-        pretrained.check_memory(
-            cfg.hidden_size * (cfg.vocab_size + 20 * cfg.num_layers * cfg.hidden_size)
-        )
-    own = cfg.data != "dates"
-    check_ignored_fields(cfg, [("source_column target_column", own, "where task.data is dates")])
+    rules = [("target_column", two_columns, "another column than task.source_column")]
+    if not cfg.model_name_or_path:
+        width, heads = cfg.hidden_size, cfg.num_heads
+        nearest = max(1, round(width / heads)) * heads
+        rules.append(("hidden_size", width == nearest, f"a multiple of num_heads, {nearest}"))
+        pretrained.check_memory(width * (cfg.vocab_size + 24 * cfg.num_layers * width))
+    fields.check_fields(cfg, rules)
+    names, own = "source_column target_column", cfg.data != "dates"
+    fields.check_ignored_fields(cfg, [(names, own, "where task.data is dates")])
 
 
 def check_model(cfg: TaskConfig) -> None:
-    """Raises ValueError for a pretrained model that is no encoder-decoder, or sees less text."""
+    """Raises ValueError for a pretrained model that is not an encoder-decoder, or sees less text."""
     if not cfg.model_name_or_path:
         return
     from transformers import AutoConfig
 
     config, name = pretrained.load(AutoConfig, cfg), one_line(cfg.model_name_or_path, 100)
     if not getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"task.model_name_or_path: {name} is no encoder-decoder; give another")
+        raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
     limit = getattr(config, "max_position_embeddings", None) or math.inf
-    fields = ("max_source_length", "max_target_length")
     expected = f"at most {limit}, the positions of {name}"
-    check_fields(cfg, [(each, getattr(cfg, each) <= limit, expected) for each in fields])
+    for length in ("max_source_length", "max_target_length"):
+        fields.check_fields(cfg, [(length, getattr(cfg, length) <= limit, expected)])
     load_tokenizer(cfg, None)
 
 
@@ -126,13 +120,11 @@ def check_model(cfg: TaskConfig) -> None:
 
 
 def prepare_data(cfg: TaskConfig) -> Path:
-    """Splits and tokenises the rows, once, into `prepared_folder(cfg)`."""
+    """Splits and tokenises the rows, once; the folder of the result."""
     check_config(cfg)
     pretrained.check_unread(cfg)
     check_model(cfg)
-    return cache.prepare_once(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
-    )
+    return cache.prepare_once(cfg, lambda: cache_folder(cfg), lambda each: build_data(cfg, each))
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
@@ -203,9 +195,11 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         model = pretrained.new_model(AutoModelForSeq2SeqLM, config, cfg)
     start = getattr(model.config, "decoder_start_token_id", None)
     if start is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        lacks = "no decoder_start_token_id" if start is None else "no rule for its decoder's inputs"
         name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(f"task.model_name_or_path: {name} has {lacks}; give another model")
+        raise ValueError(
+            f"task.model_name_or_path: {name}, a {model.config.model_type}, does not say with "
+            "which token a target starts; give another model"
+        )
     model.config.source_prefix = cfg.source_prefix  # for predict.py
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)
@@ -270,35 +264,21 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     from sacrebleu.metrics import BLEU, CHRF
 
     rows = load_from_disk(folder / "validation")
-    rows = rows.select(range(min(cfg.report_samples, len(rows))))
-    if not len(rows):
+    rows = list(rows.select(range(min(cfg.report_samples, len(rows)))))
+    if not rows:
         return {}
-    generated, targets = generate(model, rows, load_tokenizer(cfg, folder)), rows["target"][:]
+    batches = (collate(rows[i : i + 32]) for i in range(0, len(rows), 32))
+    generated = pairs.generate_texts(model, batches, load_tokenizer(cfg, folder))
+    targets = [row["target"] for row in rows]
     # "force" silences a warning about targets that end in " .", as tokenised ones do.
     bleu, chrf = (m.corpus_score(generated, [targets]).score for m in (BLEU(force=True), CHRF()))
     search = "greedy search" if cfg.num_beams == 1 else f"{cfg.num_beams} beams"
     shown = {"generation": f"BLEU {bleu:.1f}, chrF {chrf:.1f} ({len(rows):,} rows, {search})"}
-    for i, answer in enumerate(generated[:5]):
-        source, answer, target = (
-            one_line(each, 200) for each in (rows["source"][i], answer, targets[i])
-        )
-        verdict = "as the target" if answer == target else f"target: {target}"
-        shown[f"sample {i + 1}"] = f"{source} -> {answer} ({verdict})"
+    for i, (row, answer) in enumerate(zip(rows[:5], generated, strict=False), 1):
+        expected = "as the target" if answer == row["target"] else f"target: {row['target']}"
+        line = f"{one_line(row['source'])} -> {one_line(answer)} ({one_line(expected)})"
+        shown[f"sample {i}"] = line
     return shown
-
-
-@torch.no_grad()
-def generate(model: Any, rows: Any, tokenizer: Any, size: int = 32) -> list[str]:
-    """The texts that the model writes for the sources of these rows, `size` at a time."""
-    texts: list[str] = []
-    for start in range(0, len(rows), size):
-        some = range(start, min(start + size, len(rows)))
-        batch = collate([rows[i] for i in some])
-        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-        # Search is deterministic; sampling would use up the run's random numbers.
-        tokens = model.generate(**inputs, do_sample=False)
-        texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
 
 
 def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
@@ -311,21 +291,21 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
 # ---- Preparation ---------------------------------------------------------------------------------
 
 
-def prepared_folder(cfg: TaskConfig) -> Path:
-    """Its name depends on all that shapes the data: settings, files and code."""
+def cache_folder(cfg: TaskConfig) -> Path:
+    """The folder of the prepared data, named by all that shapes it: settings, files and code."""
     names = """source_column target_column source_prefix max_source_length max_target_length
         vocab_size model_name_or_path revision""".split()
     shipped = [] if cfg.data == "dates" else None
     used = cache.hash_input_files(cfg, TABLES, *pretrained.used_files(cfg), shipped=shipped)
-    shaped_by = [demo_data, pairs, pretrained, text, load_tokenizer, build_data]
-    return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, shaped_by)
+    code = (demo_data, pairs, text, load_tokenizer, build_data)
+    return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
 
 
 def load_tokenizer(cfg: TaskConfig, folder: Path | None) -> Any:
     """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
-    options = {"pad_token": PAD, "eos_token": END}
-    options["model_input_names"] = ["input_ids", "attention_mask"]
-    tokenizer = text.load_tokenizer(cfg, folder, ("eos_token",), **options)
+    names = ["input_ids", "attention_mask"]
+    ends = {"pad_token": PAD, "eos_token": END, "model_input_names": names}
+    tokenizer = text.load_tokenizer(cfg, folder, ("eos_token",), **ends)
     tokenizer.model_max_length = cfg.max_source_length  # predict.py cuts sources there
     return tokenizer
 

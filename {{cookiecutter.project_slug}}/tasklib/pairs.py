@@ -1,9 +1,10 @@
-"""Pairs of a source and a target text: read, checked, split, tokenised."""
+"""Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
 from tasklib import sources
 from tasklib.messages import one_line
@@ -72,3 +73,18 @@ def tokenize_texts(texts: list[str], role: str, limit: int, tokenizer: Any) -> l
     size = f"{np.mean(lengths):.0f} tokens on average, {max(lengths):,} at most"
     print(f"Prepared: {role}s of {size}" + f"; {cut:,} cut to {limit:,}" * bool(cut), flush=True)
     return rows
+
+
+@torch.no_grad()
+def generate_texts(model: Any, batches: Iterable[dict], tokenizer: Any) -> list[str]:
+    """The text that the model generates for each row, by the search of its generation_config.
+
+    A batch has input_ids and attention_mask, int64 (B, T).
+    """
+    texts: list[str] = []
+    for batch in batches:
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        # Sampling would use up the random numbers of the run.
+        tokens = model.generate(**inputs, do_sample=False)
+        texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts
