@@ -6,6 +6,7 @@
     cat texts.txt | python predict.py --json                 the same; prints a JSON object a line
     printf 'a text\\tits pair\\n' | python predict.py         takes two texts, separated by a tab
     python predict.py --model runs/mine/model --chat "Hi"    asks a model trained on chats
+    python predict.py "3 March 1999"                         writes the target text (seq2seq)
 
 train.py saves the model in runs/NAME/model; its config.json names the task. Line n of the output
 answers line n of the input, and a blank line stays blank.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from training.console import escaped, one_line
-from training.model_card import pipeline_task
+from training.model_card import TEXT_TO_TEXT, pipeline_task
 
 # transformers takes 4 s to import. It is imported once the arguments have been checked.
 
@@ -57,14 +58,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--file", help="file with one input a line; -: standard input")
     parser.add_argument("--json", action="store_true", help="print a JSON object a line")
     parser.add_argument("--top", type=int, default=3, help="classes to name (default: 3)")
-    parser.add_argument("--tokens", type=int, default=50, help="tokens to add (default: 50)")
+    parser.add_argument(
+        "--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     parser.add_argument("--chat", action="store_true", help="inputs are user messages")
     parser.add_argument("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     for name in ("top", "tokens", "batch"):
-        if not 1 <= getattr(arguments, name) <= MAX_NUMBER:
-            fail(f"--{name} is {getattr(arguments, name)}; give a number from 1 to {MAX_NUMBER:,}")
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= MAX_NUMBER:
+            fail(f"--{name} is {value}; give a number from 1 to {MAX_NUMBER:,}")
     # Logits may overflow when divided by less; divided by more, they are all the same.
     if arguments.temperature and not 0.01 <= arguments.temperature <= 100:
         fail(f"--temperature is {arguments.temperature:g}; give 0, or a number from 0.01 to 100")
@@ -210,21 +214,47 @@ def check_chat_template(tokenizer, texts: list[str]) -> None:
 # ---- Answers -------------------------------------------------------------------------------------
 
 
+class SourceToTarget:
+    """The targets that an encoder-decoder writes, called like a pipeline of transformers."""
+
+    task = TEXT_TO_TEXT
+
+    def __init__(self, task: str, model, tokenizer: str, **options):
+        from transformers import AutoTokenizer
+
+        self.model = model.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **options)
+
+    def __call__(self, texts: list[str], **options) -> list:
+        prefix = getattr(self.model.config, "source_prefix", "")
+        sources = [prefix + text for text in texts]
+        encoded = self.tokenizer(sources, padding=True, truncation=True, return_tensors="pt")
+        inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        targets = self.tokenizer.batch_decode(
+            self.model.generate(**inputs, **options), skip_special_tokens=True
+        )
+        return [[{"generated_text": text}] for text in targets]
+
+
 def pipeline_options(task: str, arguments: argparse.Namespace, model) -> dict:
     """The options for calls of the pipeline of this task."""
-    if task != "text-generation":
+    if task not in ("text-generation", TEXT_TO_TEXT):
         top_k = min(arguments.top, model.config.num_labels)
         options = {"truncation": True} if task == "text-classification" else {}
         return {"top_k": top_k, "batch_size": arguments.batch, **options}
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
-    settings.update(max_length=None, max_new_tokens=arguments.tokens)
+    continues = task == "text-generation"
+    tokens = arguments.tokens or (None if continues else settings.max_new_tokens) or 50
+    settings.update(max_length=None, max_new_tokens=tokens)
     if arguments.temperature:
         settings.update(do_sample=True, temperature=arguments.temperature)
-    else:  # the penalty keeps small models out of loops
-        settings.update(do_sample=False, repetition_penalty=1.2)
-    return {"generation_config": settings, "return_full_text": False}
+    else:
+        settings.update(do_sample=False)
+        if continues:  # the penalty keeps small models out of loops
+            settings.update(repetition_penalty=1.2)
+    return {"generation_config": settings} | ({"return_full_text": False} if continues else {})
 
 
 def load_model(folder: Path):
@@ -256,7 +286,9 @@ def format_answer(given: str, task: str, kind: str, answer, as_json: bool) -> st
         return text if printable else json.dumps(line)
     if answer is None:
         return ""
-    if kind == "text":  # keeps its line ends
+    if task == TEXT_TO_TEXT:
+        answer = one_line(answer, 100_000)
+    elif kind == "text":  # keeps its line ends
         return CONTROL.sub(lambda c: c[0].encode("unicode_escape").decode(), f"{given}{answer}")
     if task == "image-classification":
         given = escaped(given)  # a path is not shortened
@@ -264,6 +296,8 @@ def format_answer(given: str, task: str, kind: str, answer, as_json: bool) -> st
         given = f"{given[:57]}..."
     if kind == "value":
         return f"{given}: {answer:.6g}"
+    if kind == "text":
+        return f"{given}: {answer}"
     classes = [f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer]
     return f"{given}: {'  '.join(classes)}"
 
@@ -292,7 +326,7 @@ def answer_inputs(
     lines = []
     for text in inputs:
         result = next(results) if text.strip() else None
-        if pipe.task == "text-generation":
+        if pipe.task in ("text-generation", TEXT_TO_TEXT):
             kind = "text"
             result = result and result[0]["generated_text"]
         elif config.problem_type == "regression":
@@ -326,7 +360,8 @@ def main() -> None:
         processor = "image_processor" if task == "image-classification" else "tokenizer"
         # Without trust_remote_code, transformers asks whether to run code that came with the model.
         options = {processor: str(folder), "trust_remote_code": False}
-        pipe = pipeline(task, load_model(folder), **options)
+        make = SourceToTarget if task == TEXT_TO_TEXT else pipeline
+        pipe = make(task, load_model(folder), **options)
         options = pipeline_options(task, arguments, pipe.model)
     except Exception as error:  # each of the many libraries below has errors of its own
         fail(f"cannot load {folder}: {error}")
@@ -344,7 +379,7 @@ def main() -> None:
         try:
             lines = answer_inputs(pipe, batch, arguments, options)
         except Exception as error:
-            advice = "; give shorter texts or fewer --tokens" * (task == "text-generation")
+            advice = "; give shorter texts or fewer --tokens" * task.endswith("generation")
             fail(f"{folder} cannot answer: {type(error).__name__}: {error}{advice}")
         for line in lines:
             print_answer(line)

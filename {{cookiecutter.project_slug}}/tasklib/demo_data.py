@@ -1,13 +1,15 @@
 """Data that every machine has, with which a new project trains at once and offline.
 
 Texts for language models come from Python itself: pydoc is its manual, stdlib the source of its
-library, docstrings pairs of a function's head and the first line of its docstring.
+library, docstrings pairs of a function's head and the first line of its docstring. Sources and
+targets are dates as people write them in five languages, and their ISO form.
 """
 
 import ast
 import sysconfig
 import tokenize
 from collections.abc import Iterator
+from datetime import date, timedelta
 from pathlib import Path
 
 from tasklib.tables import Row
@@ -59,3 +61,74 @@ def docstring_rows(source: str, kind: str) -> Iterator[dict]:
             else:
                 question = {"role": "user", "content": f"What does this do? {head}"}
                 yield {"messages": [question, {"role": "assistant", "content": answer}]}
+
+
+# ---- Dates ---------------------------------------------------------------------------------------
+
+FIRST_DATE, LAST_DATE = date(1900, 1, 1), date(2099, 12, 31)
+MONTHS = {
+    "en": "January February March April May June July August September October November December",
+    "de": "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
+    "fr": "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
+    "es": "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre "
+    "diciembre",
+    "it": "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre "
+    "dicembre",
+}
+DATE_FORMS = [
+    "{day} {en} {year}",
+    "{en} {day}, {year}",
+    "{en:.3} {day} {year}",
+    "{day}/{en:.3}/{year}",
+    "{day:02}.{month:02}.{year}",
+    "{day}{suffix} of {en}, {year}",
+    "the {day_words} of {en} {year_words}",
+    "the {day_words} of {en}, {year_words}",
+    "{day}. {de} {year}",
+    "{day} {fr} {year}",
+    "{day} de {es} de {year}",
+    "{day} {it} {year}",
+]
+CARDINALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen""".split()
+TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"}
+ORDINALS |= {"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"}
+
+
+def date_rows(number: int = 12_000) -> Iterator[Row]:
+    """Dates from 1900 to 2099 as people write them, with their ISO form; each date comes once."""
+    for i in range(number):
+        # The step and the number of days have no common divisor, so no day comes twice.
+        day = FIRST_DATE + timedelta(i * 40_503 % ((LAST_DATE - FIRST_DATE).days + 1))
+        source = DATE_FORMS[i % len(DATE_FORMS)].format(**date_words(day))
+        yield {"source": source, "target": day.isoformat()}, f"dates, row {i + 1}"
+
+
+def date_words(day: date) -> dict[str, str | int]:
+    """The fields of DATE_FORMS: numbers, names of the month, and numbers in words."""
+    century, rest = divmod(day.year, 100)
+    year = f"{cardinal(century)} {cardinal(rest)}"
+    if rest < 10:
+        year = f"{cardinal(century)} {f'oh {cardinal(rest)}' if rest else 'hundred'}"
+    if day.year // 10 == 200:
+        year = f"two thousand{f' and {cardinal(rest)}' if rest else ''}"
+    before, hyphen, last = cardinal(day.day).rpartition("-")
+    teen = 11 <= day.day <= 13
+    return {
+        "day": day.day,
+        "month": day.month,
+        "year": day.year,
+        "suffix": {1: "st", 2: "nd", 3: "rd"}.get(0 if teen else day.day % 10, "th"),
+        "day_words": before + hyphen + ORDINALS.get(last, f"{last}th"),
+        "year_words": year,
+        **{language: names.split()[day.month - 1] for language, names in MONTHS.items()},
+    }
+
+
+def cardinal(number: int) -> str:
+    """A number below 100 in English words."""
+    if number < 20:
+        return CARDINALS[number]
+    tens, unit = divmod(number, 10)
+    return TENS[tens] + (f"-{CARDINALS[unit]}" if unit else "")

@@ -16,6 +16,7 @@ PIPELINES = {
     "ForSequenceClassification": "text-classification",
     "ForImageClassification": "image-classification",
 }
+TEXT_TO_TEXT = "text2text-generation"  # encoder-decoders; transformers 5 has no pipeline for them
 
 
 def pipeline_task(folder: Path) -> str | None:
@@ -30,11 +31,13 @@ def pipeline_task(folder: Path) -> str | None:
         if not (folder / "config.json").is_file():  # a named pipe would block
             return None
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        name = config["architectures"][0]
+        name, is_encoder_decoder = config["architectures"][0], config.get("is_encoder_decoder")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     known = PIPELINES if isinstance(name, str) else {}
-    return next((task for part, task in known.items() if part in name), None)
+    task = next((task for end, task in known.items() if end in name), None)
+    generates = task in (None, "text-generation")  # a classifier may have a decoder, too
+    return TEXT_TO_TEXT if is_encoder_decoder and generates else task
 
 
 def escape_markdown(text: object) -> str:
@@ -51,6 +54,17 @@ def classifier_example(config: dict) -> str:
         comment = "# the model answers in standard deviations from the mean"
         return f"\n{comment}\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
     return f"\nanswer({given})" if is_pair else ""
+
+
+def seq2seq_example(final: Path, config: dict) -> str:
+    """Code that loads an encoder-decoder and generates the target of a text."""
+    name, source = repr(str(final)), repr(f"{config.get('source_prefix', '')}a text")
+    return f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+model = AutoModelForSeq2SeqLM.from_pretrained({name})
+tokenizer = AutoTokenizer.from_pretrained({name})
+tokens = model.generate(**tokenizer({source}, truncation=True, return_tensors="pt"))
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
 
 
 def write_card(folder: Path, final: Path, facts: dict) -> None:
