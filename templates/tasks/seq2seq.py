@@ -101,7 +101,7 @@ def check_config(cfg: TaskConfig) -> None:
 
 
 def check_model(cfg: TaskConfig) -> None:
-    """Raises ValueError for a pretrained model that is not an encoder-decoder, or sees less text."""
+    """Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text."""
     if not cfg.model_name_or_path:
         return
     from transformers import AutoConfig

@@ -89,11 +89,14 @@ def write_card(folder: Path, final: Path, facts: dict) -> None:
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
     processor = "image_processor" if task == "image-classification" else "tokenizer"
     background = config["task"].get("background") if task == "image-classification" else None
-    example = f'answer = pipeline("{task}", {str(final)!r}, {processor}={str(final)!r})'
-    if task == "text-classification":
-        example += classifier_example(
-            json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        )
+    example = "from transformers import pipeline\n\n"
+    example += f'answer = pipeline("{task}", {str(final)!r}, {processor}={str(final)!r})'
+    if task in ("text-classification", TEXT_TO_TEXT):
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if task == TEXT_TO_TEXT:
+            example = seq2seq_example(final, model)
+        else:
+            example += classifier_example(model)
     steps = f"{facts['step']:,} steps"
     if facts["step"] < facts["steps"]:
         steps += f" (the best evaluation in {facts['steps']:,})"
@@ -104,7 +107,7 @@ def write_card(folder: Path, final: Path, facts: dict) -> None:
         f"Trained for {steps} of {config['global_batch_size']} samples, out of "
         f"{data['samples']:,}, from {source} "
         f"(data fingerprint {data['fingerprint']}).",
-        f"```python\nfrom transformers import pipeline\n\n{example}\n```" if task else "",
+        f"```python\n{example}\n```" if task else "",
         f"Training put transparent images on {escape_markdown(background)}, and predict.py does "
         "the same; `pipeline` ignores transparency: put such images on that colour first."
         if background
