@@ -180,7 +180,8 @@ def test_license_and_dependencies_are_those_chosen(bakes, license_name, task, tr
     names = {re.split("[<>=~!]", line)[0] for line in metadata["dependencies"]}
     trackers = set(QUESTIONS["tracker"]) - {"none"}
     assert names & trackers == {tracker} & trackers
-    assert ("peft" in names) == (task == "causal_lm") != ("scikit-learn" in names)
+    assert ("peft" in names) == (task == "causal_lm")
+    assert ("scikit-learn" in names) == ("classification" in task)
     assert set(metadata["optional-dependencies"]) == {"dev"} | (trackers - {tracker})
     assert metadata["name"] == DEFAULT_SLUG and metadata["description"] == "My Training"
 
