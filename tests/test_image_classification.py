@@ -482,6 +482,16 @@ def test_a_class_that_training_does_not_know_is_refused(task, config, tmp_path):
     assert "blue, green, red" in message and "\n" not in message
 
 
+def test_a_class_without_a_readable_training_image_is_refused(task, config, tmp_path):
+    folders(tmp_path / "a", 2)
+    folders(tmp_path / "b", 2)
+    for i in range(2):
+        (tmp_path / "a" / "red" / f"{i}.png").write_bytes(b"no image")
+    given = {"validation_data": str(tmp_path / "b"), "corrupt": "skip"}
+    with pytest.raises(ValueError, match="/b/red/0.png: class 'red' is not in the training data"):
+        task.prepare_data(config(tmp_path / "a", **given))
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
@@ -663,26 +673,25 @@ def test_processes_and_workers_change_nothing(baked, runs):
         assert scores[0][name] == pytest.approx(scores[1][name], rel=1e-6)
 
 
-def test_workers_give_the_same_bits_and_epochs_differ(baked, task, config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "task", task)
+def test_workers_give_the_same_bits_and_epochs_differ(task, config):
     from training import batches
 
     cfg = config(min_crop=0.5, flip=True)
     prepared = task.prepare_data(cfg)
     train, _ = task.datasets(cfg, prepared)
     size = len(train)
-    rows = batches.SampleDataset(train, seed=3)
+    rows = batches.SampleDataset(train, task, seed=3)
 
-    def batches(workers, processes, rank):
-        slices = batches.StepBatchSampler(size - 64, size + 64, 16, processes)
-        mine = [part for i, part in enumerate(slices) if i % processes == rank]
+    def pixels_of(workers, processes, rank):
+        sampler = batches.StepBatchSampler(size - 64, size + 64, 16, processes)
+        mine = [part for i, part in enumerate(sampler) if i % processes == rank]
         loader = torch.utils.data.DataLoader(
-            rows, batch_sampler=mine, collate_fn=batches.make_collate, num_workers=workers
+            rows, batch_sampler=mine, collate_fn=batches.make_collate(task), num_workers=workers
         )
         return [batch["pixel_values"] for batch, _ in loader]
 
-    alone = batches(0, 1, 0)
-    shares = [batches(2, 2, rank) for rank in range(2)]
+    alone = pixels_of(0, 1, 0)
+    shares = [pixels_of(2, 2, rank) for rank in range(2)]
     assert all(torch.equal(alone[i], shares[i % 2][i // 2]) for i in range(8))
     places = {i: p for p, i in enumerate(rows.ids(range(size)))}
     later = dict(zip(rows.ids(range(size, 2 * size)), range(size, 2 * size), strict=True))
