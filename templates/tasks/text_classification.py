@@ -38,7 +38,9 @@ HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to star
 MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
 
 TextLength = number_type("TextLength", int, 3, 2**20)  # a token between two special ones
-VocabularySize = number_type("VocabularySize", int, 260, 2**20)  # 256 bytes and 3 special tokens
+EncoderVocabulary = number_type(
+    "EncoderVocabulary", int, 260, 2**20
+)  # 256 bytes and 3 special tokens
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -73,7 +75,7 @@ class TaskConfig(DataConfig, ModelConfig):
     token_dropout: Dropout = 0.0
     """Share of its tokens that a text loses in training, other ones in each epoch, so that the
     answer does not depend on a few names. The first, the last and separators stay."""
-    vocab_size: VocabularySize = field(default=8192, metadata=SHAPE)
+    vocab_size: EncoderVocabulary = field(default=8192, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, learnt from the training texts."""
     hidden_size: Width = field(default=128, metadata=SHAPE)
     """New model: its width, a multiple of 2 x num_heads."""
