@@ -265,6 +265,15 @@ def load_task(name):
     return importlib.import_module(name)
 
 
+def parse_error(task, field, value):
+    """The message for a value that the type of a task's field does not take."""
+    config = load_task("training.config")
+    fields = config.fields_of(task.TaskConfig)
+    with pytest.raises(ValueError) as error:
+        config.convert_all(config.read_flags([f"--{field}", value], fields), fields, "")
+    return str(error.value)
+
+
 @contextlib.contextmanager
 def served(project, processes=1):
     """Like project.train, in forks of processes that have imported train.py: no 4 s each."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import ROOT, bake, lines
+from conftest import ROOT, bake, lines, parse_error
 
 SOURCE = ROOT / "templates" / "tasks" / "image_classification.py"
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
@@ -95,15 +95,15 @@ def table(root, kind, each=8):
     return path
 
 
-def names(task, cfg):
-    return json.loads((cfg.folder / "labels.json").read_text())
+def names(prepared):
+    return json.loads((prepared / "labels.json").read_text())
 
 
 def check_colors(task, cfg, count):
     """Whether both parts together have all images, each with the color of its class."""
-    task.prepare_data(cfg)
-    parts = task.datasets(cfg)
-    assert names(task, cfg) == sorted(COLORS)
+    prepared = task.prepare_data(cfg)
+    parts = task.datasets(cfg, prepared)
+    assert names(prepared) == sorted(COLORS)
     assert sum(map(len, parts)) == count and min(map(len, parts)) >= 3
     for part in parts:
         for i in range(len(part)):
@@ -134,7 +134,8 @@ def test_a_folder_of_images_for_each_class(task, config, tmp_path, monkeypatch):
     folders(tmp_path / "b", 4)
     cfg = config(tmp_path / "a", validation_data=str(tmp_path / "b"))
     check_colors(task, cfg, 42)
-    assert list(map(len, task.datasets(cfg))) == [30, 12]
+    prepared = task.prepare_data(cfg)
+    assert list(map(len, task.datasets(cfg, prepared))) == [30, 12]
 
 
 def test_a_data_set_of_the_hub(task, config, tmp_path, monkeypatch):
@@ -144,23 +145,27 @@ def test_a_data_set_of_the_hub(task, config, tmp_path, monkeypatch):
     kinds = {"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLORS))}
     columns = {"image": images, "label": [c for c in range(3) for _ in range(8)]}
     hub = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
-    monkeypatch.setattr(task.hub, "load_hub_split", lambda *_: hub)
+    monkeypatch.setattr(task.image_data.hub, "load_hub_split", lambda *_: hub)
     check_colors(task, config("somebody/colors", data_revision="0" * 40), 24)
 
 
 def test_the_middle_of_an_upright_image_is_stored(task):
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255
-    assert task.square(Image.fromarray(wide), 10)[:, 1:-1].min() > 200
+    assert task.images.square(Image.fromarray(wide), 10)[:, 1:-1].min() > 200
     image = Image.fromarray(np.vstack([np.full((9, 18), 255), np.zeros((9, 18))]).astype(np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise
     file = io.BytesIO()
     image.save(file, "png", exif=exif)
-    turned = task.square({"bytes": file.getvalue()}, 6)
+    turned = task.images.square({"bytes": file.getvalue()}, 6)
     assert turned[:, 0].max() < 40 and turned[:, -1].min() > 215
     palette = picture(COLORS["red"]).convert("P")
-    assert task.square(palette, 6).shape == task.square(palette.convert("LA"), 6).shape == (6, 6, 3)
+    assert (
+        task.images.square(palette, 6).shape
+        == task.images.square(palette.convert("LA"), 6).shape
+        == (6, 6, 3)
+    )
 
 
 def icon(number, kind, size=12):
@@ -191,7 +196,7 @@ def icon(number, kind, size=12):
 )
 def test_what_is_transparent_is_put_on_the_background(task, kind):
     for background, color in [("white", (255, 255, 255)), ("#00f", (0, 0, 255))]:
-        stored = task.square({"bytes": icon(4, kind)}, 12, background)
+        stored = task.images.square({"bytes": icon(4, kind)}, 12, background)
         assert (stored[:5, :5] <= 12).all() and (np.abs(stored[8:, 8:] - color) <= 1).all()
 
 
@@ -208,13 +213,13 @@ def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
     found = []
     for background in ("white", "navy"):
         cfg = config(tmp_path / "icons", background=background)
-        task.prepare_data(cfg)
+        prepared = task.prepare_data(cfg)
         printed = capsys.readouterr().out
         assert f"Preparing data: 10 of 11 images are transparent: put on {background}\n" in printed
-        parts = task.datasets(cfg)
+        parts = task.datasets(cfg, prepared)
         assert len({part[i][0].tobytes() for part in parts for i in range(len(part))}) == 11
-        found.append((cfg.folder, task.digest(cfg)))
-        assert task.build_model(cfg).config.to_dict()["background"] == background
+        found.append((prepared, task.digest(cfg, prepared)))
+        assert task.build_model(cfg, prepared).config.to_dict()["background"] == background
     assert not {*found[0]} & {*found[1]}
 
 
@@ -239,14 +244,14 @@ def test_samples_are_of_all_classes_even_where_rows_are_in_their_order(task, tmp
     rows = [(np.zeros((4, 4, 3), np.uint8), i // 100, seen) for i in range(800)]
 
     class Model(torch.nn.Module):  # takes all for class 0
-        validation, device = rows, "cpu"
+        device = "cpu"
 
         def forward(self, pixel_values):
             return type("Answer", (), {"logits": torch.eye(8)[[0] * len(pixel_values)]})
 
     figures = []
-    monkeypatch.setattr("plot.save", lambda figure, path: figures.append(figure))
-    task.draw_samples(Model(), [f"kind {i}" for i in range(8)], tmp_path / "samples.png")
+    monkeypatch.setattr("tasklib.pictures.save_figure", lambda figure, path: figures.append(figure))
+    task.draw_samples(Model(), rows, [f"kind {i}" for i in range(8)], tmp_path / "samples.png")
     titles = [axes.get_title() for axes in figures[0].axes]
     true = [title.partition("true ")[2] for title in titles]
     assert len(titles) == 16 and {*true[:7]} == {*true[7:14]} == {f"kind {i}" for i in range(1, 8)}
@@ -258,10 +263,12 @@ def test_equal_images_are_in_one_part_and_each_class_is_in_both(task, config, tm
     for i in range(20):
         shutil.copy(tmp_path / "a" / "red" / f"{i}.png", tmp_path / "a" / "red" / f"copy{i}.png")
     cfg = config(tmp_path / "a", validation_fraction=0.2)
-    task.prepare_data(cfg)
-    seen = [{part[i][0].tobytes() for i in range(len(part))} for part in task.datasets(cfg)]
+    prepared = task.prepare_data(cfg)
+    seen = [
+        {part[i][0].tobytes() for i in range(len(part))} for part in task.datasets(cfg, prepared)
+    ]
     assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 60
-    labels = [part.labels[part.numbers] for part in task.datasets(cfg)]
+    labels = [part.labels[part.numbers] for part in task.datasets(cfg, prepared)]
     assert np.bincount(labels[1]).tolist() == [4, 4, 8]
 
 
@@ -280,7 +287,7 @@ def test_preparation_is_done_once_and_says_what_it_takes(task, config, tmp_path,
 def test_a_disk_without_room_is_known_before_anything_is_written(
     task, config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(task.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
     with pytest.raises(ValueError, match=r"^task.cache_dir: .* has 0.0 MB left"):
         task.prepare_data(config(folders(tmp_path / "a")))
 
@@ -304,12 +311,26 @@ def test_unreadable_images_are_refused_or_named_and_left_out(task, config, tmp_p
     )
     capsys.readouterr()
     cfg = config(root, corrupt="skip")
-    task.prepare_data(cfg)
+    prepared = task.prepare_data(cfg)
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 12 and printed[-1] == "and 4 more"
     assert printed[2].startswith(f"left out: {root}/green/3.png: ")
     assert printed[3] == f"left out: {root}/red/0.png: not an image"
-    assert sum(map(len, task.datasets(cfg))) == 34
+    assert sum(map(len, task.datasets(cfg, prepared))) == 34
+
+
+def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
+    """Preparation counts, also where it stands in task.py; the loss and the scores do not."""
+    cfg, source = config(), task.cache.read_source
+
+    def key(changed):
+        mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
+        monkeypatch.setattr(task.cache, "read_source", mark)
+        return task.prepared_folder(cfg)
+
+    same = [key(changed) for changed in (None, task.loss_sum, task.classification)]
+    others = [key(changed) for changed in (task.build_data, task.images, task.demo_data)]
+    assert len({*same}) == 1 and len({*same, *others}) == 4
 
 
 # ---- Batches -------------------------------------------------------------------------------------
@@ -322,8 +343,8 @@ def augmented(task, dataset, seed):
 
 def test_augmentation_depends_on_its_generator_alone(task, config):
     cfg = config(min_crop=0.5, flip=True, image_size=12)
-    task.prepare_data(cfg)
-    train, validation = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    train, validation = task.datasets(cfg, prepared)
     assert train[0][0].shape == (14, 14, 3)
     torch.manual_seed(1)
     once = augmented(task, train, 5)
@@ -341,12 +362,12 @@ def test_augmentation_depends_on_its_generator_alone(task, config):
 
 def test_without_crops_and_flips_rows_stay_as_they_are(task, config):
     cfg = config()
-    task.prepare_data(cfg)
-    train, _ = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    train, _ = task.datasets(cfg, prepared)
     plain = task.collate([train[i] for i in range(8)])
     assert torch.equal(augmented(task, train, 0), plain["pixel_values"])
     assert plain["pixel_values"].min() == -1 and plain["pixel_values"].max() == 1
-    seen = train.seen | {"channels_last": True, "flip": True}
+    seen = train.view | {"channels_last": True, "flip": True}
     rows = [(image, label, seen) for image, label, _ in (train[i] for i in range(8))]
     batch = task.collate(rows)
     assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
@@ -365,10 +386,10 @@ def test_metrics_are_those_of_scikit_learn_over_all_images(task, config, archite
 
     size = {"hidden_size": 64} if architecture == "resnet" else {}
     cfg = config(architecture=architecture, **size)
-    task.prepare_data(cfg)
-    _, rows = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    _, rows = task.datasets(cfg, prepared)
     torch.manual_seed(0)
-    model = task.build_model(cfg).eval()
+    model = task.build_model(cfg, prepared).eval()
     rows = [rows[i] for i in range(len(rows))]
     cuts = [task.eval_sums(model, task.collate(rows[i : i + 50])) for i in range(0, len(rows), 50)]
     sums = {name: sum(cut[name].double() for cut in cuts) for name in cuts[0]}
@@ -382,7 +403,7 @@ def test_metrics_are_those_of_scikit_learn_over_all_images(task, config, archite
     assert scores["accuracy"] == pytest.approx(metrics.accuracy_score(batch["labels"], guesses))
     wanted = metrics.f1_score(batch["labels"], guesses, average="macro", zero_division=0)
     assert scores["macro_f1"] == pytest.approx(wanted)
-    shown = task.report(model, sums, tmp_path)
+    shown = task.report(model, sums, tmp_path, cfg, prepared)
     wanted = metrics.precision_recall_fscore_support(batch["labels"], guesses, zero_division=0)
     table = [line.split() for line in shown["classes"].splitlines()[2:]]
     assert [name for name, *_ in table] == [str(i) for i in range(10)]
@@ -396,7 +417,7 @@ def test_metrics_are_those_of_scikit_learn_over_all_images(task, config, archite
 def test_pictures_of_many_classes_with_odd_names(task, config, tmp_path):
     matrix = np.random.default_rng(0).integers(0, 3, (120, 120)).astype(float)
     odd = [f"$class_{i} with a long name {'x' * 60}" for i in range(120)]
-    shown = task.confusion.report(torch.tensor(matrix), odd, tmp_path)
+    shown = task.classification.report_table(torch.tensor(matrix), odd, tmp_path)
     with Image.open(shown["confusion"]) as drawn:
         assert 1000 < max(drawn.size) < 4000
     assert "the 30 of 120 classes with the most mistakes" in shown["classes"]
@@ -461,14 +482,22 @@ def test_a_class_that_training_does_not_know_is_refused(task, config, tmp_path):
     assert "blue, green, red" in message and "\n" not in message
 
 
+def test_a_class_without_a_readable_training_image_is_refused(task, config, tmp_path):
+    folders(tmp_path / "a", 2)
+    folders(tmp_path / "b", 2)
+    for i in range(2):
+        (tmp_path / "a" / "red" / f"{i}.png").write_bytes(b"no image")
+    given = {"validation_data": str(tmp_path / "b"), "corrupt": "skip"}
+    with pytest.raises(ValueError, match="/b/red/0.png: class 'red' is not in the training data"):
+        task.prepare_data(config(tmp_path / "a", **given))
+
+
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("validation_fraction", 1.0), ("image_size", 0), ("image_size", 10), ("stored_size", -1),
-        ("min_crop", 0.0), ("min_crop", 1.5), ("patch_size", 0), ("hidden_size", 18),
-        ("hidden_size", 0), ("num_layers", 0), ("num_heads", 0), ("dropout", 1.0),
-        ("validation_data", "somewhere"), ("background", "no such"), ("background", "#ffffff80"),
-        ("background", ""), ("background", "rgb(300, 0, 0)"),
+        ("image_size", 10), ("hidden_size", 18), ("validation_data", "somewhere"),
+        ("background", "no such"), ("background", "#ffffff80"), ("background", ""),
+        ("background", "rgb(300, 0, 0)"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
@@ -476,6 +505,25 @@ def test_wrong_settings_are_refused_before_anything_is_read(task, config, field,
         task.prepare_data(config(**{field: value}))
     with pytest.raises(ValueError, match="^task.hidden_size is 96 but must be a multiple of 64"):
         task.prepare_data(config(architecture="resnet", hidden_size=96))
+
+
+OUT_OF_RANGE = [
+    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
+    ("image_size", "0", "a whole number from 1 to 4,096"),
+    ("stored_size", "-1", "a whole number from 0 to 8,192"),
+    ("min_crop", "0.0", "a number from 0.01 to 1"),
+    ("min_crop", "1.5", "a number from 0.01 to 1"),
+    ("patch_size", "0", "a whole number from 1 to 4,096"),
+    ("hidden_size", "0", "a whole number from 1 to 65,536"),
+    ("num_layers", "0", "a whole number from 1 to 1,000"),
+    ("num_heads", "0", "a whole number from 1 to 1,024"),
+    ("dropout", "1.0", "a number, at least 0 and below 1"),
+]
+
+
+@pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
+def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
+    assert parse_error(task, field, value) == f"{field}: expected {expected}; got {value!r}"
 
 
 def test_a_folder_without_a_model_is_refused_at_once(task, config, tmp_path):
@@ -593,8 +641,8 @@ def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monk
     output = baked.path / "runs" / "trained"
     monkeypatch.chdir(baked.path)
     cfg = task.TaskConfig(stored_size=32)  # as in the default recipe
-    task.prepare_data(cfg)
-    _, rows = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    _, rows = task.datasets(cfg, prepared)
     files = []
     for i in range(len(rows)):
         files.append(str(tmp_path / f"{i}.png"))
@@ -625,26 +673,25 @@ def test_processes_and_workers_change_nothing(baked, runs):
         assert scores[0][name] == pytest.approx(scores[1][name], rel=1e-6)
 
 
-def test_workers_give_the_same_bits_and_epochs_differ(baked, task, config, monkeypatch):
-    monkeypatch.setitem(sys.modules, "task", task)
+def test_workers_give_the_same_bits_and_epochs_differ(task, config):
     from training import batches
 
     cfg = config(min_crop=0.5, flip=True)
-    task.prepare_data(cfg)
-    train, _ = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    train, _ = task.datasets(cfg, prepared)
     size = len(train)
-    rows = batches.SampleDataset(train, seed=3)
+    rows = batches.SampleDataset(train, task, seed=3)
 
-    def batches(workers, processes, rank):
-        slices = batches.StepBatchSampler(size - 64, size + 64, 16, processes)
-        mine = [part for i, part in enumerate(slices) if i % processes == rank]
+    def pixels_of(workers, processes, rank):
+        sampler = batches.StepBatchSampler(size - 64, size + 64, 16, processes)
+        mine = [part for i, part in enumerate(sampler) if i % processes == rank]
         loader = torch.utils.data.DataLoader(
-            rows, batch_sampler=mine, collate_fn=batches.make_collate, num_workers=workers
+            rows, batch_sampler=mine, collate_fn=batches.make_collate(task), num_workers=workers
         )
         return [batch["pixel_values"] for batch, _ in loader]
 
-    alone = batches(0, 1, 0)
-    shares = [batches(2, 2, rank) for rank in range(2)]
+    alone = pixels_of(0, 1, 0)
+    shares = [pixels_of(2, 2, rank) for rank in range(2)]
     assert all(torch.equal(alone[i], shares[i % 2][i // 2]) for i in range(8))
     places = {i: p for p, i in enumerate(rows.ids(range(size)))}
     later = dict(zip(rows.ids(range(size, 2 * size)), range(size, 2 * size), strict=True))

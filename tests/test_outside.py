@@ -311,15 +311,14 @@ def ghostscript(tmp_path, monkeypatch):
 
 
 def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
-    task = load_task("image_classification")
     for name in ("a.png", "a.eps"):
         (tmp_path / name).write_bytes(EPS)
         with pytest.raises(OSError, match="none of JPEG, PNG"):
-            task.square(tmp_path / name, 8)
+            images.square(tmp_path / name, 8)
         result = programs.run(predict, tmp_path, "--model", models / "images", name)
         assert refused(result, f"cannot read {name}: its format is none of JPEG, PNG, ")
     with pytest.raises(OSError, match="none of JPEG, PNG"):
-        task.square({"bytes": EPS}, 8)
+        images.square({"bytes": EPS}, 8)
     assert not ghostscript.exists()
     with pytest.raises(OSError), Image.open(tmp_path / "a.png") as image:
         image.load()
@@ -334,17 +333,16 @@ def test_other_formats_are_refused(tmp_path, kind):
 
 
 def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
-    task = load_task("image_classification")
     picture(tmp_path / "a.png")  # of 108 pixels
     for limit, said in [(107, "9 x 12 pixels, more than 107"), (50, "exceeds limit of 100")]:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         for source in (tmp_path / "a.png", {"bytes": (tmp_path / "a.png").read_bytes()}):
             with pytest.raises(ValueError, match=said):
-                task.square(source, 8)
+                images.square(source, 8)
         result = programs.run(predict, tmp_path, "--model", models / "images", "a.png")
         assert refused(result, said)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 108)
-    assert task.square(tmp_path / "a.png", 8).shape == (8, 8, 3)
+    assert images.square(tmp_path / "a.png", 8).shape == (8, 8, 3)
 
 
 def test_what_is_no_file_is_refused_at_once(tmp_path):
@@ -380,8 +378,8 @@ def test_tiff_is_read_as_other_formats_are(models, tmp_path):
     config = task.TaskConfig(
         data=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), image_size=8
     )
-    task.prepare_data(config)
-    assert sum(map(len, task.datasets(config))) == 8
+    prepared = task.prepare_data(config)
+    assert sum(map(len, task.datasets(config, prepared))) == 8
     Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(tmp_path / "deep.tif")
     result = programs.run(predict, tmp_path, "--model", models / "images", "deep.tif")
     assert refused(result, "cannot read deep.tif: its pixels have more than 8")
@@ -429,9 +427,9 @@ def test_predictions_see_transparent_images_as_training_does(models, tmp_path):
 
 @pytest.mark.filterwarnings("error:Glyph")
 def test_a_report_on_classes_with_hostile_names(tmp_path):
-    confusion = programs.load("tasklib.confusion")
+    classification = programs.load("tasklib.classification")
     table = torch.tensor(np.arange(16).reshape(4, 4), dtype=torch.float64)
-    shown = confusion.report(table, HOSTILE, tmp_path)
+    shown = classification.report_table(table, HOSTILE, tmp_path)
     assert len(shown["classes"].splitlines()) == 6
     assert all(line.isprintable() and len(line) < 80 for line in shown["classes"].splitlines())
     with Image.open(shown["confusion"]) as drawn:
@@ -439,9 +437,10 @@ def test_a_report_on_classes_with_hostile_names(tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_fails_nothing(tmp_path, monkeypatch):
-    confusion, task = programs.load("tasklib.confusion"), load_task("image_classification")
+    classification = programs.load("tasklib.classification")
+    task = load_task("image_classification")
     table = torch.eye(2, dtype=torch.float64)
-    shown = confusion.report(table, ["a", "b"], tmp_path / "none")
+    shown = classification.report_table(table, ["a", "b"], tmp_path / "none")
     assert shown["confusion"].startswith("no picture: [Errno 2]") and "a" in shown["classes"]
 
     def fail(*_):
@@ -453,7 +452,9 @@ def test_a_picture_that_cannot_be_drawn_fails_nothing(tmp_path, monkeypatch):
         class config:
             id2label, num_labels = {0: "a", 1: "b"}, 2
 
-    assert task.report(Model, {"confusion": table}, tmp_path)["samples"] == "no picture: no memory"
+    monkeypatch.setattr(task, "datasets", lambda *_: (None, None))
+    shown = task.report(Model, {"table": table}, tmp_path, None, None)
+    assert shown["samples"] == "no picture: no memory"
     assert (tmp_path / "confusion.png").exists()
 
 
@@ -464,12 +465,12 @@ def test_samples_of_classes_with_hostile_names(tmp_path):
     rows = [(np.full((4, 4, 3), i, np.uint8), i % 4, seen) for i in range(8)]
 
     class Model(torch.nn.Module):
-        validation, device = rows, "cpu"
+        device = "cpu"
 
         def forward(self, pixel_values):
             return type("Answer", (), {"logits": torch.eye(4)[[0] * len(pixel_values)]})
 
-    task.draw_samples(Model(), HOSTILE, tmp_path / "samples.png")
+    task.draw_samples(Model(), rows, HOSTILE, tmp_path / "samples.png")
     with Image.open(tmp_path / "samples.png") as drawn:
         assert drawn.size == (1200, 1350)
 
@@ -519,10 +520,9 @@ def test_a_model_card_with_hostile_names(tmp_path):
 
 
 def test_a_stored_image_is_the_same_from_a_path_and_from_bytes(tmp_path):
-    task = load_task("image_classification")
     for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"):
         file = io.BytesIO()
         picture(file, kind)
         (tmp_path / "a").write_bytes(file.getvalue())
-        pairs = [task.square(tmp_path / "a", 8), task.square({"bytes": file.getvalue()}, 8)]
+        pairs = [images.square(tmp_path / "a", 8), images.square({"bytes": file.getvalue()}, 8)]
         assert np.array_equal(*pairs) and pairs[0].std() > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score, r2_score
 
-from conftest import bake, lines, load_task
+from conftest import bake, lines, load_task, parse_error
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
 ROWS = [
@@ -68,8 +68,8 @@ def batch_of(task, dataset):
     return task.collate([dataset[i] for i in range(len(dataset))])
 
 
-def texts_of(task, cfg, dataset):
-    tokenizer = task.load_tokenizer(cfg, task.prepared_folder(cfg))
+def texts_of(task, cfg, prepared, dataset):
+    tokenizer = task.text_data.load_tokenizer(cfg, prepared)
     return [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in dataset]
 
 
@@ -79,12 +79,12 @@ def texts_of(task, cfg, dataset):
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
 def test_every_row_is_in_one_part_with_its_class(task, config, tmp_path, kind):
     cfg = config(write(tmp_path, ROWS, kind), validation_fraction=0.2)
-    task.prepare_data(cfg)
-    parts = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    parts = task.datasets(cfg, prepared)
     found = [
         (text, ["fish", "tree"][row["labels"]])
         for part in parts
-        for text, row in zip(texts_of(task, cfg, part), part, strict=True)
+        for text, row in zip(texts_of(task, cfg, prepared, part), part, strict=True)
     ]
     assert sorted(found) == sorted(ROWS)
     assert np.bincount([row["labels"] for row in parts[1]]).tolist() == [2, 6]
@@ -93,8 +93,10 @@ def test_every_row_is_in_one_part_with_its_class(task, config, tmp_path, kind):
 def test_equal_texts_are_on_one_side_and_columns_have_any_name(task, config, tmp_path):
     path = write(tmp_path, ROWS * 3, names=("body", "kind"))
     cfg = config(path, text_column="body", label_column="kind")
-    task.prepare_data(cfg)
-    train, validation = (set(texts_of(task, cfg, part)) for part in task.datasets(cfg))
+    prepared = task.prepare_data(cfg)
+    train, validation = (
+        set(texts_of(task, cfg, prepared, part)) for part in task.datasets(cfg, prepared)
+    )
     assert train and validation and not train & validation
 
 
@@ -102,8 +104,8 @@ def test_numbers_and_truths_are_classes_too(task, config, tmp_path):
     for labels, names in (([2, 10, 1], ["1", "2", "10"]), ([True, False], ["False", "True"])):
         rows = [(f"text {i}", labels[i % len(labels)]) for i in range(30)]
         cfg = config(write(tmp_path, rows))
-        task.prepare_data(cfg)
-        assert list(task.build_model(cfg).config.id2label.values()) == names
+        prepared = task.prepare_data(cfg)
+        assert list(task.build_model(cfg, prepared).config.id2label.values()) == names
 
 
 def test_given_validation_rows_are_taken_and_long_texts_are_cut_aloud(
@@ -112,31 +114,31 @@ def test_given_validation_rows_are_taken_and_long_texts_are_cut_aloud(
     (tmp_path / "more").mkdir()
     given = write(tmp_path / "more", [("word " * 100, "fish"), ("short", "tree")])
     cfg = config(write(tmp_path, ROWS), validation_data=str(given))
-    task.prepare_data(cfg)
-    train, validation = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    train, validation = task.datasets(cfg, prepared)
     assert (len(train), len(validation)) == (40, 2)
     assert validation[0]["length"] == 32 and task.sizes(validation).max() == 32
     printed = capsys.readouterr().out
     assert "Prepared: texts of 11 tokens on average, 32 at most; 1 cut to 32\n" in printed
     assert "tree with 75.0%" in printed
-    tokenizer = task.load_tokenizer(cfg, task.prepared_folder(cfg))
+    tokenizer = task.text_data.load_tokenizer(cfg, prepared)
     assert validation[0]["input_ids"][-1] == tokenizer.sep_token_id
 
 
 def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
-    rows = list(task.shipped_rows())
+    rows = list(task.demo_data.area_rows())
     assert len({row["label"] for row, _ in rows}) == 10
     assert len({row["text"] for row, _ in rows}) == len(rows) > 3000
     label = lambda row: row[0]["label"]  # noqa: E731
-    train, held = task.sources.hold_out(rows, 0.1, lambda row: row[1], label)
+    train, held = task.text_data.sources.hold_out(rows, 0.1, lambda row: row[1], label)
     assert not {place for _, place in train} & {place for _, place in held}
     assert len({row["label"] for row, _ in held}) >= 8
 
 
-def labels_in(task, cfg):
+def labels_in(task, cfg, prepared):
     """The sets of labels of all rows, training and validation."""
-    names = json.loads((cfg.folder / "names.json").read_text())
-    rows = [row for part in task.datasets(cfg) for row in part]
+    names = json.loads((prepared / "names.json").read_text())
+    rows = [row for part in task.datasets(cfg, prepared) for row in part]
     return sorted([names[i] for i in np.nonzero(row["labels"])[0]] for row in rows)
 
 
@@ -146,11 +148,11 @@ def test_lists_in_cells_are_several_labels(task, config, tmp_path, form):
     lists = [["love", "it's god"], [], ["god"], ["love"]]
     rows = [(f"text {i}", form(lists[i % 4])) for i in range(40)]
     cfg = config(write(tmp_path, rows, "csv"), problem_type="multi_label_classification")
-    task.prepare_data(cfg)
+    prepared = task.prepare_data(cfg)
     expected = sorted(
         [n for n in ("god", "it's god", "love") if n in lists[i % 4]] for i in range(40)
     )
-    assert labels_in(task, cfg) == expected
+    assert labels_in(task, cfg, prepared) == expected
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -162,12 +164,12 @@ def test_a_column_for_each_label(task, config, tmp_path, kind):
     several = {"problem_type": "multi_label_classification", "label_columns": "rude, kind,odd"}
     names = ("text", "rude", "kind", "odd")
     cfg = config(write(tmp_path, rows, kind, names), **several)
-    task.prepare_data(cfg)
+    prepared = task.prepare_data(cfg)
     truth = {"0": 0, "0.0": 0, "False": 0, "false": 0}
     there = [[n for n, v in zip(names[1:], row[1:], strict=True) if truth.get(str(v), 1)]
              for row in rows]  # fmt: skip
-    assert labels_in(task, cfg) == sorted(there)
-    assert list(task.build_model(cfg).config.id2label.values()) == ["rude", "kind", "odd"]
+    assert labels_in(task, cfg, prepared) == sorted(there)
+    assert list(task.build_model(cfg, prepared).config.id2label.values()) == ["rude", "kind", "odd"]
     rows[3] = ("text 3", *[{"csv": "yes", "jsonl": 2}.get(kind, 0.5)] * 3)
     with pytest.raises(ValueError, match="[345]: the label rude is .* but must be 0 or 1$"):
         task.prepare_data(config(write(tmp_path, rows, kind, names), **several))
@@ -193,18 +195,18 @@ def test_rows_without_a_label_are_refused_or_skipped(task, config, tmp_path, cap
     with pytest.raises(ValueError, match=r"(row 3|line [34]): the label is empty; --task.incomp"):
         task.prepare_data(config(write(tmp_path, rows, kind), **numbers))
     cfg = config(write(tmp_path, rows, kind), incomplete_rows="skip", **numbers)
-    task.prepare_data(cfg)
-    assert sum(map(len, task.datasets(cfg))) == 20
+    prepared = task.prepare_data(cfg)
+    assert sum(map(len, task.datasets(cfg, prepared))) == 20
     assert "left out 10 incomplete rows of 30" in capsys.readouterr().out
     if not numbers:
-        assert json.loads((cfg.folder / "names.json").read_text()) == sorted(map(str, labels[:2]))
+        assert json.loads((prepared / "names.json").read_text()) == sorted(map(str, labels[:2]))
 
 
 def test_nan_in_a_table_is_no_label_and_its_whole_numbers_are_classes(task, config, tmp_path):
     rows = [(f"text {i}", [1.0, 2.0, float("nan")][i % 3]) for i in range(30)]
     cfg = config(write(tmp_path, rows, "parquet"), incomplete_rows="skip")
-    task.prepare_data(cfg)
-    assert json.loads((cfg.folder / "names.json").read_text()) == ["1", "2"]
+    prepared = task.prepare_data(cfg)
+    assert json.loads((prepared / "names.json").read_text()) == ["1", "2"]
 
 
 PAIRS = [(f"the {a} is tall", f"a {a} or {b} {i}", "yes") for i, (a, b) in
@@ -234,9 +236,9 @@ def test_pairs_are_encoded_as_the_tokenizer_does(task, config, tmp_path, bert, s
     fields = {"text_column": "a", "text_pair_column": "b", "token_dropout": 0.9}
     fields |= {"model_name_or_path": str(bert)} if start == "bert" else {}
     cfg = config(path, max_length=48, **fields)
-    task.prepare_data(cfg)
-    part = task.datasets(cfg)[0]
-    tokenizer = task.load_tokenizer(cfg, cfg.folder)
+    prepared = task.prepare_data(cfg)
+    part = task.datasets(cfg, prepared)[0]
+    tokenizer = task.text_data.load_tokenizer(cfg, prepared)
     known = {tuple(tokenizer(a, b).input_ids): (a, b) for a, b, _ in PAIRS}
     pairs = [known[tuple(row["input_ids"].tolist())] for row in part]
     separator = tokenizer.sep_token_id
@@ -244,19 +246,35 @@ def test_pairs_are_encoded_as_the_tokenizer_does(task, config, tmp_path, bert, s
         ids = task.augment(row, torch.Generator().manual_seed(0))["input_ids"].tolist()
         assert ids.count(separator) == row["input_ids"].tolist().count(separator) == 2
         assert len(ids) < len(row["input_ids"])
-    model = task.build_model(cfg).eval()
+    model = task.build_model(cfg, prepared).eval()
     assert model.config.text_pair is True
     with torch.no_grad():
-        mine = task.outputs(model, batch_of(task, part))
+        mine = task.logits_of(model, batch_of(task, part))
         theirs = model(**tokenizer([*map(list, pairs)], padding=True, return_tensors="pt")).logits
         without = model(**{k: v for k, v in batch_of(task, part).items() if "ids" in k[:9]
                            or "mask" in k}).logits  # fmt: skip
     assert torch.allclose(mine, theirs, atol=1e-6)
     assert torch.allclose(mine, without, atol=1e-6) == (start == "new")
     short = config(path, max_length=8, **fields)
-    task.prepare_data(short)
-    lengths = [row["input_ids"].tolist().count(separator) for row in task.datasets(short)[0]]
-    assert set(lengths) == {2} and task.sizes(task.datasets(short)[0]).max() <= 8
+    prepared = task.prepare_data(short)
+    lengths = [
+        row["input_ids"].tolist().count(separator) for row in task.datasets(short, prepared)[0]
+    ]
+    assert set(lengths) == {2} and task.sizes(task.datasets(short, prepared)[0]).max() <= 8
+
+
+def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
+    """Preparation counts, also where it stands in task.py; the loss and the scores do not."""
+    cfg, source = config("stdlib"), task.cache.read_source
+
+    def key(changed):
+        mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
+        monkeypatch.setattr(task.cache, "read_source", mark)
+        return task.prepared_folder(cfg)
+
+    same = [key(changed) for changed in (None, task.loss_sum, task.classification)]
+    others = [key(changed) for changed in (task.build_data, task.text_data, task.demo_data)]
+    assert len({*same}) == 1 and len({*same, *others}) == 4
 
 
 # ---- Loss and metrics ----------------------------------------------------------------------------
@@ -273,10 +291,10 @@ LABELS = {
 def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, config, tmp_path, kind):
     rows = [(text, label) for (text, _), label in zip(ROWS, LABELS[kind], strict=True)]
     cfg = config(write(tmp_path, rows), problem_type=kind, validation_fraction=0.5)
-    task.prepare_data(cfg)
-    _, rows = task.datasets(cfg)
+    prepared = task.prepare_data(cfg)
+    _, rows = task.datasets(cfg, prepared)
     torch.manual_seed(0)
-    model = task.build_model(cfg).eval()
+    model = task.build_model(cfg, prepared).eval()
     whole = batch_of(task, rows)
     with torch.no_grad():
         inputs = {name: whole[name] for name in ("input_ids", "attention_mask", "labels")}
@@ -290,25 +308,28 @@ def test_loss_and_scores_are_those_of_transformers_and_scikit_learn(task, config
     scores = task.metrics(sums)
     assert scores["loss"] == pytest.approx(mean.item(), rel=1e-5)
     truth, said = whole["labels"].double().numpy(), (logits > 0).int().numpy()
-    mean, deviation = json.loads((cfg.folder / "scale.json").read_text())
+    mean, deviation = json.loads((prepared / "scale.json").read_text())
     if kind == "regression":  # in its own unit, 2 around 1003
         truth, said = ((each * deviation + mean) for each in (truth, logits[:, 0].numpy()))
         assert min(truth) == pytest.approx(1000) and max(truth) == pytest.approx(1006)
         assert scores["mae"] == pytest.approx(np.abs(truth - said).mean(), rel=1e-5)
         assert scores["rmse"] == pytest.approx(np.sqrt(((truth - said) ** 2).mean()), rel=1e-5)
         assert scores["r2"] == pytest.approx(r2_score(truth, said), rel=1e-4)
-        assert "of always saying the mean" in task.report(model, sums, tmp_path)["errors"]
+        assert (
+            "of always saying the mean"
+            in task.report(model, sums, tmp_path, cfg, prepared)["errors"]
+        )
         return
     if kind == "single_label_classification":
         said = logits.argmax(1).numpy()
         assert scores["accuracy"] == pytest.approx((truth == said).mean())
-        assert task.report(model, sums, tmp_path)["confusion"].stat().st_size > 5000
+        assert task.report(model, sums, tmp_path, cfg, prepared)["confusion"].stat().st_size > 5000
     else:
         micro = f1_score(truth, said, average="micro", zero_division=0)
         assert scores["micro_f1"] == pytest.approx(micro)
     macro = f1_score(truth, said, average="macro", zero_division=0)
     assert scores["macro_f1"] == pytest.approx(macro)
-    text = task.report(model, sums, tmp_path)["classes"]
+    text = task.report(model, sums, tmp_path, cfg, prepared)["classes"]
     assert all(name in text for name in model.config.label2id)
 
 
@@ -319,15 +340,17 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, co
     for scale, mean in ((1.0, 0.0), (15.0, 1006.0), (1e15, 1e17)):
         rows = [(text, mean + scale * v) for (text, _), v in zip(ROWS, values, strict=True)]
         cfg = config(write(tmp_path, rows), problem_type="regression")
-        task.prepare_data(cfg)
+        prepared = task.prepare_data(cfg)
         torch.manual_seed(0)
-        model = task.build_model(cfg).eval()
-        scores = task.metrics(task.eval_sums(model, batch_of(task, task.datasets(cfg)[1])))
+        model = task.build_model(cfg, prepared).eval()
+        scores = task.metrics(
+            task.eval_sums(model, batch_of(task, task.datasets(cfg, prepared)[1]))
+        )
         assert model.config.label_std == pytest.approx(scale, rel=0.3)
         assert model.config.label_mean == pytest.approx(mean + scale * 0.1, abs=scale * 0.2)
         errors = [scores[name] / scale for name in ("mae", "rmse")]
         found.append([scores["loss"], scores["r2"], *errors])
-        ids = {task.identity(cfg), task.digest(cfg)} | {cfg.folder.name}
+        ids = {task.identity(cfg, prepared), task.digest(cfg, prepared)} | {prepared.name}
         found[-1].append(ids)
     for other in found[1:]:
         assert other[:4] == pytest.approx(found[0][:4], rel=1e-3)
@@ -337,9 +360,9 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, co
 def test_marks_of_another_training_do_not_stay_in_the_config(task, config, tmp_path):
     rows = [(text, 1000.0 + i) for i, (text, _) in enumerate(ROWS)]
     cfg = config(write(tmp_path, rows), problem_type="regression")
-    task.prepare_data(cfg)
+    prepared = task.prepare_data(cfg)
     (tmp_path / "model").mkdir()
-    task.export(task.build_model(cfg), tmp_path / "model")
+    task.export(task.build_model(cfg, prepared), tmp_path / "model", cfg, prepared)
     saved = json.loads((tmp_path / "model" / "config.json").read_text())
     assert 1015 < saved["label_mean"] < 1025
     rows = [(text, number / 100) for text, number in rows]
@@ -347,8 +370,8 @@ def test_marks_of_another_training_do_not_stay_in_the_config(task, config, tmp_p
         cfg = config(
             write(tmp_path, data), problem_type=kind, model_name_or_path=str(tmp_path / "model")
         )
-        task.prepare_data(cfg)
-        found = task.build_model(cfg).config.to_dict()
+        prepared = task.prepare_data(cfg)
+        found = task.build_model(cfg, prepared).config.to_dict()
         if kind == "regression":
             assert found["label_mean"] == pytest.approx(saved["label_mean"] / 100)
         else:
@@ -358,15 +381,15 @@ def test_marks_of_another_training_do_not_stay_in_the_config(task, config, tmp_p
 def test_equal_numbers_leave_nothing_to_explain(task, config, tmp_path):
     rows = [(text, 0.1) for text, _ in ROWS]
     cfg = config(write(tmp_path, rows), problem_type="regression")
-    task.prepare_data(cfg)
-    batch = batch_of(task, task.datasets(cfg)[0])
-    assert task.metrics(task.eval_sums(task.build_model(cfg).eval(), batch))["r2"] == 0
+    prepared = task.prepare_data(cfg)
+    batch = batch_of(task, task.datasets(cfg, prepared)[0])
+    assert task.metrics(task.eval_sums(task.build_model(cfg, prepared).eval(), batch))["r2"] == 0
 
 
 def test_balanced_weights_give_each_class_the_same_share(task, config, tmp_path):
     cfg = config(write(tmp_path, ROWS), class_weights="balanced")
-    task.prepare_data(cfg)
-    train, validation = (batch_of(task, part) for part in task.datasets(cfg))
+    prepared = task.prepare_data(cfg)
+    train, validation = (batch_of(task, part) for part in task.datasets(cfg, prepared))
     shares = [train["weight"][train["labels"] == i].sum().item() for i in (0, 1)]
     assert shares[0] == pytest.approx(shares[1])
     assert train["weight"].mean().item() == pytest.approx(1)
@@ -375,9 +398,9 @@ def test_balanced_weights_give_each_class_the_same_share(task, config, tmp_path)
 
 def test_padding_changes_nothing_and_dropped_tokens_are_the_rows_own(task, config, tmp_path):
     cfg = config(write(tmp_path, ROWS), token_dropout=0.5)
-    task.prepare_data(cfg)
-    rows, _ = task.datasets(cfg)
-    model = task.build_model(cfg).eval()
+    prepared = task.prepare_data(cfg)
+    rows, _ = task.datasets(cfg, prepared)
+    model = task.build_model(cfg, prepared).eval()
     alone = sum(task.loss_sum(model, task.collate([rows[i]])).item() for i in range(8))
     together = task.loss_sum(model, task.collate([rows[i] for i in range(8)])).item()
     assert alone == pytest.approx(together, rel=1e-5)
@@ -424,7 +447,10 @@ def test_bad_rows_are_answered_in_one_line(task, config, tmp_path, rows, fields,
 @pytest.mark.parametrize(
     "rows, said",
     [
-        ([("a", "tree"), ("b", "bird")], "line 2: bird is no label of training: fish, tree"),
+        (
+            [("a", "tree"), ("b", "bird")],
+            "line 2: class 'bird' is not in the training data, which has fish, tree",
+        ),
         ([], "there are no rows in"),
         ([("a", 0.5)], "line 1: the label is 0.5"),
     ],
@@ -439,17 +465,26 @@ def test_bad_validation_rows_are_answered_in_one_line(task, config, tmp_path, ro
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("validation_fraction", 1.0), ("max_length", 2), ("vocab_size", 259), ("num_layers", 0),
-        ("num_heads", 0), ("hidden_size", 15), ("dropout", 1.0), ("token_dropout", 1.0),
-        ("label_columns", "a,b"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("field, value", [("hidden_size", 15), ("label_columns", "a,b")])
 def test_wrong_settings_are_refused_before_anything_is_read(task, config, field, value):
     with pytest.raises(ValueError, match=f"task.{field} is .* but must be"):
         task.prepare_data(config("no such file", **{field: value}))
+
+
+OUT_OF_RANGE = [
+    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
+    ("max_length", "2", "a whole number from 3 to 1,048,576"),
+    ("vocab_size", "259", "a whole number from 260 to 1,048,576"),
+    ("num_layers", "0", "a whole number from 1 to 1,000"),
+    ("num_heads", "0", "a whole number from 1 to 1,024"),
+    ("dropout", "1.0", "a number, at least 0 and below 1"),
+    ("token_dropout", "1.0", "a number, at least 0 and below 1"),
+]
+
+
+@pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
+def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
+    assert parse_error(task, field, value) == f"{field}: expected {expected}; got {value!r}"
 
 
 def test_settings_that_exclude_each_other_are_refused(task, config, tmp_path):
@@ -520,7 +555,7 @@ def test_the_exported_model_answers_as_the_evaluation_did(task, learnt, project)
 
     answer = pipeline("text-classification", str(learnt / "model"))
     assert answer.tokenizer.model_max_length == 64
-    rows = [(row, place) for row, place in task.shipped_rows() if row["label"] == "xml"][:8]
+    rows = [(row, place) for row, place in task.demo_data.area_rows() if row["label"] == "xml"][:8]
     texts = [row["text"] for row, _ in rows]
     tokens = answer.tokenizer(texts, truncation=True).input_ids
     batch = [
@@ -529,7 +564,7 @@ def test_the_exported_model_answers_as_the_evaluation_did(task, learnt, project)
         for ids in tokens
     ]
     with torch.no_grad():
-        scores = task.outputs(answer.model, task.collate(batch)).softmax(1)
+        scores = task.logits_of(answer.model, task.collate(batch)).softmax(1)
     for row, result in zip(scores, answer(texts, truncation=True, batch_size=8), strict=True):
         assert result["label"] == answer.model.config.id2label[int(row.argmax())]
         assert result["score"] == pytest.approx(row.max().item(), rel=1e-4)

@@ -2,17 +2,22 @@
 
 Texts for language models come from Python itself: pydoc is its manual, stdlib the source of its
 library, docstrings pairs of a function's head and the first line of its docstring. Sources and
-targets are dates as people write them in five languages, and their ISO form.
+targets are dates as people write them in five languages, and their ISO form. Texts with a class are
+the functions of Python's library, images with a class the digits of scikit-learn.
 """
 
 import ast
+import re
 import sysconfig
+import textwrap
 import tokenize
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 
 from tasklib.tables import Row
+
+# ---- Texts for language models -------------------------------------------------------------------
 
 # Names of the texts, and their files below Python's library.
 TEXTS = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
@@ -132,3 +137,70 @@ def cardinal(number: int) -> str:
         return CARDINALS[number]
     tens, unit = divmod(number, 10)
     return TENS[tens] + (f"-{CARDINALS[unit]}" if unit else "")
+
+
+# ---- Texts with a class --------------------------------------------------------------------------
+
+# Packages and modules of Python's library, 3.10 and later, by purpose.
+AREAS = {
+    **{name: name for name in "asyncio email encodings importlib multiprocessing xml".split()},
+    "testing": "unittest doctest",
+    "numbers": "_pydecimal colorsys fractions numbers random statistics",
+    "debugging": "bdb cProfile dis inspect pdb profile pstats trace traceback",
+    "archives": "_compression bz2 gzip lzma tarfile zipfile",
+}
+
+
+def area_files() -> list[tuple[str, str, Path]]:
+    """The files of each area, without tests: the area, the path in the library, the file."""
+    library, files = Path(sysconfig.get_path("stdlib")), []
+    for area, names in AREAS.items():
+        for name in names.split():
+            paths = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
+            parts = [(path.relative_to(library).parts, path) for path in paths if path.is_file()]
+            files += [(area, "/".join(p), f) for p, f in parts if not {"test", "tests"} & {*p}]
+    return files
+
+
+def area_rows() -> Iterator[Row]:
+    """Functions of three lines and more, each below the first line of its class; place: the file.
+
+    A function that several files hold, up to strings and numbers, counts once; if the files are of
+    different areas, it is left out. encodings hold the same functions a hundred times over.
+    """
+    groups: dict[str, list[Row]] = {}
+    for area, place, file in area_files():
+        with tokenize.open(file) as source:  # heeds the coding line of files that are not UTF-8
+            text = source.read()
+        for function, owner in functions_in(ast.parse(text), text.split("\n")):
+            row = {"text": f"{owner}\n{function}".lstrip(), "label": area}
+            same = re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", function)
+            groups.setdefault(same, []).append((row, place))
+    for rows in groups.values():
+        if len({row["label"] for row, _ in rows}) == 1:
+            yield rows[0]
+
+
+def functions_in(node: ast.AST, lines: list[str], owner: str = "") -> Iterator[tuple[str, str]]:
+    """The source of each function below a node, and the first line of its class."""
+    for child in ast.iter_child_nodes(node):
+        line = lines[child.lineno - 1].strip() if isinstance(child, ast.ClassDef) else owner
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = lines[child.lineno - 1 : child.end_lineno]
+            if len(own) >= 3:
+                yield textwrap.dedent("\n".join(own)), owner
+        yield from functions_in(child, lines, line)
+
+
+# ---- Images with a class -------------------------------------------------------------------------
+
+
+def digit_rows() -> Iterator[Row]:
+    """The 1,797 images of scikit-learn, 8 x 8 pixels in 17 grey levels, and their classes."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images * 255 / 16).round().astype("uint8")
+    for image, label in zip(images, digits.target.tolist(), strict=True):
+        yield {"image": Image.fromarray(image), "label": label}, "digits"

@@ -1,4 +1,4 @@
-"""Images: opened safely, put on a background, cut to squares."""
+"""One image: opened safely, put on a background, cut to a square."""
 
 import io
 import math
@@ -6,16 +6,19 @@ import os
 import stat
 import warnings
 from pathlib import Path
+from typing import Any
 
-# Pillow opens many formats more, EPS by starting Ghostscript.
+import numpy as np
+
+# Pillow opens many more formats, EPS by starting Ghostscript.
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 
 
 def open_image(source: str | Path | bytes):
     """A Pillow image of a path or of bytes, not decoded yet, in one of the formats of IMAGES.
 
-    Raises OSError or ValueError for anything else; for more than 8 bits, which RGB would cut off at
-    255; and beyond Pillow's limit on pixels, of which Pillow itself would only warn.
+    Raises OSError or ValueError for anything else, for more than 8 bits a channel, which RGB would
+    cut off at 255, and beyond Pillow's limit on pixels, where Pillow itself only warns.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -42,7 +45,7 @@ def open_image(source: str | Path | bytes):
 
 
 def is_transparent(image) -> bool:
-    """Whether something would show through some pixels of a Pillow image."""
+    """Whether the background shows through some pixels of a Pillow image."""
     return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
 
 
@@ -54,3 +57,39 @@ def flatten(image, background: str):
         return image.convert("RGB")
     ground = Image.new("RGBA", image.size, background)
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
+
+
+def is_color(text: str) -> bool:
+    """Whether Pillow knows this text as an opaque colour."""
+    from PIL import ImageColor
+
+    try:
+        color = ImageColor.getrgb(text)
+    except ValueError:
+        return False
+    return len(color) == 3 and max(color) <= 255
+
+
+def open_for_square(image: Any, side: int):
+    """A Pillow image of a path, of {"bytes": ...}, or itself; large enough for a square."""
+    from PIL import Image
+
+    if not isinstance(image, Image.Image):
+        image = open_image(image["bytes"] if isinstance(image, dict) else image)
+        image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
+    return image
+
+
+def square(image: Any, side: int, background: str = "white") -> np.ndarray:
+    """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels."""
+    from PIL import Image, ImageOps
+
+    image = flatten(ImageOps.exif_transpose(open_for_square(image, side)), background)
+    return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
+
+
+def resize(image: np.ndarray, side: int, box: tuple | None = None) -> np.ndarray:
+    """The image, or a box of it (left, top, right, bottom, in pixels), as a square of this side."""
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC, box))

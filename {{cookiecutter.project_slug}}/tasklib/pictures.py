@@ -12,7 +12,7 @@ from tasklib.messages import one_line
 
 
 def save_figure(figure: Figure, output: Path) -> Path:
-    """Writes a picture: whoever looks meanwhile sees the old one or the new one, never half."""
+    """Writes a picture. Readers see the old one or the new one, never half of it."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with warnings.catch_warnings():
@@ -25,8 +25,8 @@ def save_figure(figure: Figure, output: Path) -> Path:
 
 
 def try_picture(function: Callable[..., Path], *arguments: Any) -> Path | str:
-    """The picture that a function draws, or why there is none: it is not worth a run."""
+    """The path of the picture that a function draws, or the reason why it failed."""
     try:
         return function(*arguments)
-    except Exception as error:  # each of many libraries below has its own
+    except Exception as error:  # a picture is not worth a run, whatever the library raises
         return f"no picture: {one_line(error)}"
