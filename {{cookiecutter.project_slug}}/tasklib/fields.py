@@ -1,8 +1,8 @@
 """Types, metadata and rules for the fields of a TaskConfig.
 
-A type states which values a field takes: a wrong one is refused with the type's description. The
-metadata says what a change of the field does to a run that continues; without it, the change
-affects the result and has to be accepted. Rules between fields are functions.
+A type is the range of a field's values; its docstring describes them in errors. The metadata says
+how a change of the field affects a run that continues: without metadata, it changes the result and
+has to be accepted. Rules between fields are functions.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tasklib.messages import one_line
 
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
-SHAPE = {"changes": "shape"}  # of the weights: the checkpoint does not fit
+SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 
 def number_type(name: str, base: type, first: float, last: float) -> type:
@@ -29,7 +29,7 @@ Dropout = restricted_number_type(
     "Dropout", float, [(">=", 0), ("<", 1)], docstring="a number, at least 0 and below 1"
 )
 Fraction = OpenUnitInterval
-Fraction.__doc__ = "a number above 0 and below 1"  # error messages show it
+Fraction.__doc__ = "a number, above 0 and below 1"  # error messages show it
 
 # Sizes of a new transformer.
 Layers = number_type("Layers", int, 1, 1000)
@@ -40,8 +40,8 @@ Width = number_type("Width", int, 1, 65_536)
 def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
     """Raises ValueError for the first violated rule: (field, whether it holds, expected value).
 
-    The types of numbers above are rules too. They hold for a recipe or a flag, but not for a config
-    that Python code makes or changes.
+    The types of the fields are checked too: recipes and flags have been, but not a config that
+    Python code made.
     """
     numbers = []
     for each in dataclasses.fields(cfg):
@@ -57,7 +57,7 @@ def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
 
 
 def is_of_type(value: Any, number: type) -> bool:
-    """Whether a type of numbers takes this value."""
+    """Whether a type of numbers accepts this value."""
     try:
         number(value)
     except (ValueError, OverflowError):
