@@ -380,7 +380,7 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
     for recipe in (ROOT / "templates" / "recipes" / name).glob("*.yaml"):
         lines = [line for line in recipe.read_text().splitlines() if "{{" not in line]
         fields = yaml.safe_load("\n".join(lines)).get("task") or {}
-        task.check(task.TaskConfig(**fields))
+        task.check_config(task.TaskConfig(**fields))
 
 
 @pytest.mark.parametrize(
