@@ -298,7 +298,7 @@ def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
     file.write_text(f"{recipe}\nglobal_batch_size: 8\nwarmup_steps: 0\n")
     output = tmp_path / "run"
     printed = quick("--config", file, *flags, "--output_dir", output)
-    assert said in printed and ("takes the place" in printed) == bool(said)
+    assert said in printed and ("replaces" in printed) == bool(said)
     assert lines(output, "loss")[-1]["step"] == steps and status(output)["state"] == "finished"
 
 

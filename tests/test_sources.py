@@ -321,12 +321,8 @@ def test_sizes_without_sense_are_refused_before_anything_is_read(tmp_path, monke
         whole = issubclass(field.type, int)
         large = (10**12, -(10**12), 2**63, 10**400)
         for value in large if whole else (math.nan, math.inf, -math.inf, 1e39, -1.0):
-            if field.type in (int, float):
-                text = refused(task.prepare_data, task.TaskConfig(**base, **{field.name: value}))
-                assert text.startswith(f"task.{field.name} is "), (field.name, value, text)
-            else:  # the parser of the command line and the recipe calls the type
-                with pytest.raises(ValueError):
-                    field.type(value)
+            text = refused(task.prepare_data, task.TaskConfig(**base, **{field.name: value}))
+            assert text.startswith(f"task.{field.name} is "), (field.name, value, text)
     width = {"hidden_size": 2**16, "num_layers": 1000}
     text = refused(task.prepare_data, task.TaskConfig(**base, **width))
     assert "this machine has" in text and "task.hidden_size" in text

@@ -1,8 +1,8 @@
 """Types, metadata and rules for the fields of a TaskConfig.
 
-A type states which values a field takes: a wrong one is refused with the type's description. The
-metadata says what a change of the field does to a run that continues; without it, the change
-affects the result and has to be accepted. Rules between fields are functions.
+A type is the range of a field's values; its docstring describes them in errors. The metadata says
+how a change of the field affects a run that continues: without metadata, it changes the result and
+has to be accepted. Rules between fields are functions.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tasklib.messages import one_line
 
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
-SHAPE = {"changes": "shape"}  # of the weights: the checkpoint does not fit
+SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 
 def number_type(name: str, base: type, first: float, last: float) -> type:
@@ -28,7 +28,8 @@ def number_type(name: str, base: type, first: float, last: float) -> type:
 Dropout = restricted_number_type(
     "Dropout", float, [(">=", 0), ("<", 1)], docstring="a number, at least 0 and below 1"
 )
-Fraction = OpenUnitInterval  # above 0 and below 1
+Fraction = OpenUnitInterval
+Fraction.__doc__ = "a number, above 0 and below 1"  # error messages show it
 
 # Sizes of a new transformer.
 Layers = number_type("Layers", int, 1, 1000)
@@ -37,14 +38,31 @@ Width = number_type("Width", int, 1, 65_536)
 
 
 def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
-    """Raises ValueError for the first violated rule: (field, whether it holds, expected value)."""
-    for name, value in vars(cfg).items():
+    """Raises ValueError for the first violated rule: (field, whether it holds, expected value).
+
+    The types of the fields are checked too: recipes and flags have been, but not a config that
+    Python code made.
+    """
+    numbers = []
+    for each in dataclasses.fields(cfg):
+        value = getattr(cfg, each.name)
         if isinstance(value, str) and value != value.encode(errors="replace").decode():
-            raise ValueError(f"task.{name}: {one_line(value, 60)} is not UTF-8")
-    for name, holds, expected in rules:
+            raise ValueError(f"task.{each.name}: {one_line(value, 60)} is not UTF-8")
+        if isinstance(each.type, type) and issubclass(each.type, int | float):
+            numbers.append((each.name, is_of_type(value, each.type), each.type.__doc__))
+    for name, holds, expected in numbers + rules:
         if not holds:
             value = one_line(repr(getattr(cfg, name)), 60)
             raise ValueError(f"task.{name} is {value} but must be {expected}")
+
+
+def is_of_type(value: Any, number: type) -> bool:
+    """Whether a type of numbers accepts this value."""
+    try:
+        number(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 def check_ignored_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
