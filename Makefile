@@ -20,7 +20,7 @@ BAKE = .venv/bin/cookiecutter . --no-input --default-config
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(DEMO)  ## bake a project into demo/ and train it; what is there is kept: rm -r demo starts over
+demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
 	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
 	@echo

@@ -285,7 +285,7 @@ train.shutdown.run(train.main, train.prepare)
 def test_a_disk_without_room_is_said_before_the_first_step(tiny, tmp_path):
     result = full_disk(tiny, tmp_path / "run", free=1000)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert "a checkpoint needs 0.0 MB, and there are 0.0" in result.stderr
+    assert "a checkpoint needs 0.0 MB, but only 0.0 MB are free" in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

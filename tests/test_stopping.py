@@ -278,9 +278,9 @@ child = multiprocessing.get_context("fork").Process(target=worker)
 child.start()
 child.join()
 assert child.exitcode == 7, child.exitcode
-assert not stop.asked()
+assert not stop.requested()
 os.kill(os.getpid(), signal.SIGTERM)
-assert stop.asked()
+assert stop.requested()
 """
     tiny.run("python", "-c", program)
 
@@ -291,10 +291,10 @@ import os, signal, sys, time
 from training import shutdown
 stop = shutdown.StopRequest()
 stop.training = True
-assert not stop.asked()
+assert not stop.requested()
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGINT)
-assert stop.asked()
+assert stop.requested()
 print("asked", flush=True)
 time.sleep(1.1)
 os.kill(os.getpid(), signal.SIGINT)

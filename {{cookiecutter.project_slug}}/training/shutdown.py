@@ -48,13 +48,11 @@ def find_launcher() -> int | None:
         return None
     names = ("accelerate", "accelerate-launch")
     module = "accelerate.commands.launch"  # `python -m`, or the program of launch.py
-    found = any(Path(word).name in names or module in word for word in words)
-    return os.getppid() if found else None
+    is_launcher = any(Path(word).name in names or module in word for word in words)
+    return os.getppid() if is_launcher else None
 
 
-LAUNCHER_PID = (
-    find_launcher()
-)  # found at the start, since the launcher may die before training begins
+LAUNCHER_PID = find_launcher()  # now, since the launcher may die before training begins
 
 
 class StopRequest:
