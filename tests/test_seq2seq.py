@@ -334,17 +334,20 @@ def test_pretrained_models_train_and_answer(task, project, models, tmp_path, nam
 @pytest.fixture(scope="module")
 def learnt(project):
     """A run on dates, shorter than the default recipe's; what it printed."""
-    short = ["--max_steps", 150, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
+    short = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
     output = project.path / "runs" / "learnt"
     printed = project.train(1, *short, "--task.report_samples", 40, "--output_dir", output)
     return output, printed
 
 
+@pytest.mark.slow
 def test_dates_are_learnt(learnt):
     (scores,) = lines(learnt[0], "eval_loss")
-    assert scores["eval_loss"] < 2.0 and scores["token_accuracy"] > 0.6
+    assert scores["eval_loss"] < 1.2 and scores["token_accuracy"] > 0.75
+    assert scores["exact_match"] > 0.02  # measured: 0.82, 0.85, 0.14
 
 
+@pytest.mark.slow
 def test_the_report_scores_the_targets_that_the_model_writes(task, learnt, project):
     """With transformers and sacrebleu alone, from the exported model."""
     from sacrebleu import corpus_bleu, corpus_chrf
