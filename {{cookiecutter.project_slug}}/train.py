@@ -70,16 +70,16 @@ class Config:
     seed: NonNegativeInt = 0
     """Seed of the weights, the sample order and dropout."""
     resume: str = field(default="auto", metadata=UNSAVED)
-    """auto: go on from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
+    """auto: continue from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
     accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
-    """Go on from a checkpoint although the data, or fields that change the result, are not those it
-    was made with."""
+    """Continue from a checkpoint although the data, or settings that affect the result, have
+    changed since then."""
     check: bool = field(default=False, metadata=ONE_COMMAND)
-    """Check all that can be known without a model, say in one line what was found, and stop."""
+    """Check everything that needs no model, print the result in one line, and stop."""
     config_file: str = field(default="", metadata=ONE_COMMAND)
-    """With check: the accelerate YAML to check too."""
+    """With check: the accelerate YAML to check as well."""
     eval_only: bool = field(default=False, metadata=ONE_COMMAND)
-    """Evaluate the newest checkpoint, or the one that resume names, and stop; train nothing."""
+    """Evaluate the newest checkpoint, or the one that resume names; train nothing."""
     timeout: Seconds = field(default=1800, metadata=NOTHING)
     """Seconds that a process waits for the others before the run ends with an error."""
 
@@ -91,16 +91,16 @@ class Config:
     global_batch_size: BatchSize = 32
     """Samples in an optimizer step, over all processes."""
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
-    """Most samples a device takes at once; lower it when memory runs out. The result stays the same
-    to rounding, but for what dropout drops."""
+    """Largest number of samples that a device takes at once; lower it when memory runs out. The
+    result stays the same to rounding, except for the masks of dropout."""
     num_workers: Workers = field(default=0, metadata=NOTHING)
-    """Processes that load data for each training process; 0: it loads its own."""
+    """Worker processes that load data for each training process; 0: it loads its own data."""
 
     # Optimizer
     learning_rate: NonNegativeFloat = 3e-3
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
-    """AdamW's decay of matrices; biases and norms have none."""
+    """AdamW's weight decay of matrices; biases and norms have none."""
     beta1: DecayRate = 0.9
     """AdamW's decay rate of the first moment."""
     beta2: DecayRate = 0.99
@@ -108,18 +108,18 @@ class Config:
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0: never."""
     max_skipped_steps: NonNegativeInt = field(default=10, metadata=NOTHING)
-    """Steps in a row that may be skipped, as their loss or gradient is not finite, before the run
-    ends; 0: any number."""
+    """Steps in a row that may be skipped because their loss or gradient is not finite; then the run
+    ends. 0: any number."""
 
     # Learning rate schedule
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Course of the learning rate after the warm-up; wsd: constant, then a linear decay."""
+    """Learning rate after the warm-up; wsd: constant, then a linear decay."""
     warmup_steps: NonNegativeInt = 50
     """Steps over which the learning rate rises from zero to its peak."""
     decay_fraction: ClosedUnitInterval = 0.2
-    """wsd only: the last share of all steps, in which the learning rate decays."""
+    """wsd only: fraction of all steps, at the end, in which the learning rate decays."""
     final_lr_fraction: ClosedUnitInterval = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the peak grows with global_batch_size / reference_batch_size."""
     reference_batch_size: BatchSize = 32
@@ -127,14 +127,14 @@ class Config:
 
     # Evaluation and checkpoints
     eval_every: NonNegativeInt = field(default=100, metadata=NOTHING)
-    """Steps between evaluations; there is one at the end; 0: only that one."""
+    """Steps between evaluations; the last step is always evaluated; 0: only the last."""
     save_every: NonNegativeInt = field(default=200, metadata=NOTHING)
-    """Steps between checkpoints; there is one at the end; 0: only that one."""
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
     keep_checkpoints: NonNegativeInt = field(default=2, metadata=NOTHING)
     """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
     export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
-    """Which model is exported at the end: the last, or the one with the smallest eval_loss. For
-    best, there is a checkpoint of each evaluation that is the best so far."""
+    """Model to export at the end: the last, or the one with the smallest eval_loss. best also saves
+    a checkpoint after each evaluation that is the best so far."""
 
     # Logging
     log_every: PositiveInt = field(default=10, metadata=NOTHING)
@@ -150,9 +150,9 @@ class Config:
 
     # Speed, memory and determinism
     compile: bool = False
-    """torch.compile: slower to start, faster to run; for GPUs. Dropout's masks are others then."""
+    """torch.compile: starts more slowly, runs faster; for GPUs. It changes the masks of dropout."""
     deterministic: bool = False
-    """On a GPU: slower kernels, but a continued run is bit-identical to an unbroken one."""
+    """On a GPU: slower kernels that make a continued run bit-identical to an uninterrupted one."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
