@@ -152,7 +152,7 @@ class Config:
     compile: bool = False
     """torch.compile: starts more slowly, runs faster; for GPUs. It changes the masks of dropout."""
     deterministic: bool = False
-    """On a GPU: slower kernels that make a continued run bit-identical to an uninterrupted one."""
+    """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
