@@ -70,7 +70,7 @@ class Config:
     seed: NonNegativeInt = 0
     """Seed of the weights, the sample order and dropout."""
     resume: str = field(default="auto", metadata=UNSAVED)
-    """auto: continue from the newest checkpoint in output_dir; never; or the path of a checkpoint."""
+    """auto: continue from the newest checkpoint in output_dir; or never; or a checkpoint's path."""
     accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
     """Continue from a checkpoint although the data, or settings that affect the result, have
     changed since then."""
