@@ -60,6 +60,25 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
     assert "train.py: task.py has no function count, metrics; examples/task.py is" in printed
 
 
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        ("build_model = lambda cfg: None", "build_model(cfg) is called as"),
+        ("collate = lambda: {}", "collate() is called as collate(rows)"),
+        ("report = lambda model, sums: {}", "report(model, sums, folder, cfg, prepared)"),
+    ],
+)
+def test_functions_with_other_arguments_are_named_by_the_check(quick, tmp_path, function, said):
+    flags = ["--check", "--output_dir", tmp_path / "run"]
+    printed = quick(*flags, before=f"import task; task.{function}", codes=[2])
+    assert printed.count("\n") == 1 and said in printed
+
+
+def test_more_arguments_with_defaults_are_no_mistake(quick, tmp_path):
+    before = "import task; old = task.count; task.count = lambda batch, weight=1: old(batch)"
+    quick("--check", "--output_dir", tmp_path / "run", before=before)
+
+
 def test_two_processes_say_it_once(tiny, tmp_path):
     source = (tiny.path / "train.py").read_text()
     program = source.replace("import task\n", "import task\ntask.loss_sum = lambda m, b: 1.0\n")

@@ -269,19 +269,19 @@ def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart) ->
     return shown or {}
 
 
-def export(model: torch.nn.Module, sums: dict, start: RunStart, log, facts: dict) -> None:
+def export(model: torch.nn.Module, sums: dict, start: RunStart, log, run_info: dict) -> None:
     """Saves the trained model with its card, shows what it can do, and draws the curves.
 
-    For `facts` see model_card.write_card.
+    For `run_info` see model_card.write_card.
     """
     import plot
 
     folder = start.output / "model"
     fresh = run_folder.make_fresh_folder(folder)
     task.export(model.eval(), fresh, start.cfg.task, start.prepared)
-    model_card.write_card(fresh, folder, facts)
+    model_card.write_card(fresh, folder, run_info)
     run_folder.replace_folder(fresh, folder)
-    log.show(report(model, sums, start.output, start), facts["step"])
+    log.show(report(model, sums, start.output, start), run_info["step"])
     curves = plot.try_draw([start.output], start.output / "curves.png")
     say(f"model: {folder}  curves: {curves}")
 
@@ -322,17 +322,17 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     (train_data, eval_data), step_size = start.data, cfg.global_batch_size
 
     # Find where to start. The main process has looked for a checkpoint.
-    place = ranks.from_main(start.place)
+    point = ranks.from_main(start.point)
     checkpoint, saved, max_steps, best_loss = (
-        place.checkpoint,
-        place.saved,
-        place.max_steps,
-        place.best_loss,
+        point.checkpoint,
+        point.saved,
+        point.max_steps,
+        point.best_loss,
     )
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
 
     # Check only, or find that the run is finished.
-    if cfg.check or place.finished:
+    if cfg.check or point.finished:
         checkpoints.hand_over_verified()
         say(start.summary())
         return 0
@@ -346,7 +346,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         f"{plan.ranks} x {plan.accumulation} x {plan.micro_batch_size} "
         "(processes x micro-batches x samples)"
     )
-    for remark in place.remarks:
+    for remark in point.remarks:
         say(remark)
 
     # Write the config and the status, and start the tracker.
@@ -422,8 +422,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Log.
     log = tracking.Log(accelerator, settings, first_step, max_steps)
-    if place.changed:
-        log.write({"step": first_step, "event": "changed", "changes": "; ".join(place.changed)})
+    if point.changed:
+        log.write({"step": first_step, "event": "changed", "changes": "; ".join(point.changed)})
     unit = getattr(task, "UNIT", "samples")
     step_monitor = monitor.StepMonitor(accelerator, cfg.max_skipped_steps)
     meter = monitor.ThroughputMeter(unit)
@@ -436,7 +436,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         stopped = scores is None
         if scores:
             log.write({"step": first_step, **scores})
-            if checkpoint.parent == output / "checkpoints" and not place.changed:
+            if checkpoint.parent == output / "checkpoints" and not point.changed:
                 best_loss = min(best_loss, scores["eval_loss"])
                 with ranks.fail_together():
                     if accelerator.is_main_process:
@@ -540,8 +540,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         with ranks.fail_together():
             if accelerator.is_main_process:
                 start.check_folder()
-                facts = {"step": exported, "steps": last, "scores": scores, **start.manifest}
-                export(full_model, sums, start, log, facts)
+                run_info = {"step": exported, "steps": last, "scores": scores, **start.manifest}
+                export(full_model, sums, start, log, run_info)
 
     # End.
     accelerator.wait_for_everyone()
@@ -549,7 +549,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     code = shutdown.STOPPED if stopped else 0
     if accelerator.is_main_process:
         state = "stopped" if stopped else "finished"
-        run_folder.write_status(output, state, exit_code=code, settings=place.settings)
+        run_folder.write_status(output, state, exit_code=code, settings=point.settings)
     return code
 
 

@@ -67,13 +67,13 @@ tokens = model.generate(**tokenizer({source}, truncation=True, return_tensors="p
 print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
 
 
-def write_card(folder: Path, final: Path, facts: dict) -> None:
+def write_card(folder: Path, final: Path, run_info: dict) -> None:
     """Writes the card of the model in a folder that will be renamed to `final`.
 
-    `facts` holds step (of the model), steps (of the run), scores (floats by name), config
+    `run_info` holds step (of the model), steps (of the run), scores (floats by name), config
     (resolved), data (samples, fingerprint) and versions.
     """
-    config, data = facts["config"], facts["data"]
+    config, data = run_info["config"], run_info["data"]
     task, header = pipeline_task(folder), {}
     if task:
         header["library_name"] = "transformers"
@@ -82,7 +82,9 @@ def write_card(folder: Path, final: Path, facts: dict) -> None:
         header["library_name"] = "peft"
     if base := config["task"].get("model_name_or_path"):
         header["base_model"] = one_line(base)
-    rows = [f"| {escape_markdown(name)} | {value:.5g} |" for name, value in facts["scores"].items()]
+    rows = [
+        f"| {escape_markdown(name)} | {value:.5g} |" for name, value in run_info["scores"].items()
+    ]
     settings = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
     if not settings.replace("\n", "").isprintable():  # such as marks that reverse text
         settings = yaml.safe_dump(config, sort_keys=False).strip()
@@ -97,9 +99,9 @@ def write_card(folder: Path, final: Path, facts: dict) -> None:
             example = seq2seq_example(final, model)
         else:
             example += classifier_example(model)
-    steps = f"{facts['step']:,} steps"
-    if facts["step"] < facts["steps"]:
-        steps += f" (the best evaluation in {facts['steps']:,})"
+    steps = f"{run_info['step']:,} steps"
+    if run_info["step"] < run_info["steps"]:
+        steps += f" (the best evaluation in {run_info['steps']:,})"
     source = escape_markdown(config["task"].get("data") or "the data of task.py")
     parts = [
         f"---\n{yaml.safe_dump(header)}---" if header else "",
@@ -114,7 +116,8 @@ def write_card(folder: Path, final: Path, facts: dict) -> None:
         else "",
         "## Evaluation\n\n| metric | value |\n| --- | --- |\n" + "\n".join(rows),
         f"## Settings\n\n{fence}yaml\n{settings}\n{fence}",
-        "## Versions\n\n" + ", ".join(f"{n} {number}" for n, number in facts["versions"].items()),
+        "## Versions\n\n"
+        + ", ".join(f"{n} {number}" for n, number in run_info["versions"].items()),
     ]
     text = "\n\n".join(part for part in parts if part)
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")

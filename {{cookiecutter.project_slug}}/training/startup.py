@@ -33,7 +33,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 
 @dataclass
-class StartPlace:
+class StartPoint:
     """Where the run starts, and how far it goes. The main process tells the others."""
 
     max_steps: int
@@ -57,7 +57,7 @@ class RunStart:
     prepared: Any  # what task.prepare_data returned
     data: tuple  # the training and the validation dataset
     manifest: dict  # what the manifests of this run have in common
-    place: StartPlace  # on the main process
+    point: StartPoint  # on the main process
 
     def check_folder(self) -> None:
         """Raises FileNotFoundError if the run folder is gone; for the main process."""
@@ -65,19 +65,19 @@ class RunStart:
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
-        place = self.place
-        if place.finished and not self.cfg.check:
+        point = self.point
+        if point.finished and not self.cfg.check:
             return (
-                f"{self.output} is finished: {place.finished}; for a new run give another "
+                f"{self.output} is finished: {point.finished}; for a new run give another "
                 "--output_dir"
             )
         start = "starts from the beginning"
-        if place.checkpoint:
-            start = f"goes on from {place.checkpoint}"
-        if place.finished:
+        if point.checkpoint:
+            start = f"goes on from {point.checkpoint}"
+        if point.finished:
             start = "is finished"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
-        return f"checked: {self.output} {start}; {place.max_steps:,} steps, each with {samples}"
+        return f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
 
 
 def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
@@ -146,10 +146,10 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
         manifest = collect_manifest(cfg, task, prepared, data)
-        place = StartPlace(cfg.max_steps, remarks=remarks)
+        point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
-            find_start(place, cfg, manifest, change_effects(config_class))
-        return RunStart(cfg, output, lock, plan, prepared, data, manifest, place)
+            find_start(point, cfg, manifest, change_effects(config_class))
+        return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
         if lock:
             lock.release()
@@ -175,61 +175,61 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
     return {**manifest, "versions": versions()}
 
 
-def find_start(place: StartPlace, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
+def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
     """Finds the checkpoint to continue from, the last step, and whether the run has finished.
 
     Raises ValueError if the run cannot continue. For `changes` see `change_effects`.
     """
     output = Path(cfg.output_dir)
     folder = output / "checkpoints"
-    place.checkpoint, place.saved, passed_over = checkpoints.find_checkpoint(
+    point.checkpoint, point.saved, passed_over = checkpoints.find_checkpoint(
         folder, cfg.resume, cfg.eval_only
     )
-    place.remarks += [f"passed over: {reason}" for reason in passed_over]
-    step, samples = place.saved.get("step", 0), place.saved.get("samples", 0)
+    point.remarks += [f"passed over: {reason}" for reason in passed_over]
+    step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
-        place.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    if cfg.warmup_steps >= place.max_steps and not cfg.eval_only:
-        place.remarks.append(
+        point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+    if cfg.warmup_steps >= point.max_steps and not cfg.eval_only:
+        point.remarks.append(
             f"the learning rate rises to the end: warmup_steps is {cfg.warmup_steps}, and the run "
-            f"has {place.max_steps} steps"
+            f"has {point.max_steps} steps"
         )
-    if place.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
+    if point.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
         raise ValueError(
-            f"{place.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
+            f"{point.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
             "max_steps, num_epochs or global_batch_size"
         )
     if cfg.eval_only:  # only the task's settings affect an evaluation
         changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
-    if place.checkpoint:
+    if point.checkpoint:
         accept = cfg.accept_changes
-        place.changed = checkpoints.check_settings(
-            place.checkpoint, place.saved, manifest, changes, accept
+        point.changed = checkpoints.check_settings(
+            point.checkpoint, point.saved, manifest, changes, accept
         )
-        before, now = place.saved.get("versions", {}), manifest["versions"]
+        before, now = point.saved.get("versions", {}), manifest["versions"]
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
         if moved:
-            place.remarks.append(f"versions changed, rounding may differ: {', '.join(moved)}")
+            point.remarks.append(f"versions changed, rounding may differ: {', '.join(moved)}")
     elif cfg.eval_only:
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
     if cfg.eval_only:
         return
-    place.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
+    point.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
     status, trained = run_folder.read_status(output), (output / "model").exists()
-    if place.checkpoint and place.checkpoint.resolve().parent == folder.resolve():
+    if point.checkpoint and point.checkpoint.resolve().parent == folder.resolve():
         # A finished run without its model exports it again.
-        if status.get("state") == "finished" and step >= place.max_steps and trained:
-            place.finished = f"{step} steps"
+        if status.get("state") == "finished" and step >= point.max_steps and trained:
+            point.finished = f"{step} steps"
     elif trained or status.get("state") == "finished":
         # The checkpoints were deleted. Another training would replace the model.
-        if not trained or status.get("settings") != place.settings:
+        if not trained or status.get("settings") != point.settings:
             raise ValueError(
                 f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
                 "differ from yours; give another --output_dir"
             )
-        place.finished = "its checkpoints are gone, its model is there"
-    if not place.finished:
+        point.finished = "its checkpoints are gone, its model is there"
+    if not point.finished:
         checkpoints.check_disk_space(folder)
-    if cfg.export == "best" and not place.finished:
-        _, place.best_loss = checkpoints.find_best(folder, manifest)
+    if cfg.export == "best" and not point.finished:
+        _, point.best_loss = checkpoints.find_best(folder, manifest)
