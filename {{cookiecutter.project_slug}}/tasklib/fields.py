@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jsonargparse.typing import OpenUnitInterval, restricted_number_type
+from jsonargparse.typing import OpenUnitInterval, registered_types, restricted_number_type
 
 from tasklib.messages import one_line
 
@@ -22,7 +22,10 @@ SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does
 def number_type(name: str, base: type, first: float, last: float) -> type:
     """The type of the numbers from `first` to `last`, both included."""
     text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
-    return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
+    limits = [(">=", first), ("<=", last)]
+    # jsonargparse refuses a range that it knows by another name.
+    known = registered_types.get((tuple(sorted(limits)), base, "and"))
+    return known or restricted_number_type(name, base, limits, docstring=text)
 
 
 Dropout = restricted_number_type(

@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
-from jsonargparse.typing import restricted_number_type
+from jsonargparse.typing import registered_types, restricted_number_type
 
 from training.console import one_line
 
@@ -114,7 +114,10 @@ MAX_INT, MAX_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
 def number_type(name: str, base: type, first: float, last: float) -> Any:
     """The type of the numbers from `first` to `last`, both included."""
     text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
-    return restricted_number_type(name, base, [(">=", first), ("<=", last)], docstring=text)
+    limits = [(">=", first), ("<=", last)]
+    # jsonargparse refuses a range that it knows by another name.
+    known = registered_types.get((tuple(sorted(limits)), base, "and"))
+    return known or restricted_number_type(name, base, limits, docstring=text)
 
 
 BatchSize = number_type("BatchSize", int, 1, 10_000_000)
