@@ -112,7 +112,9 @@ def test_given_validation_rows_are_taken_and_long_texts_are_cut_aloud(
     assert (len(long["input_ids"]), len(long["labels"])) == (12, 5)
     assert long["labels"][-1] == short["labels"][-1] == 1  # the end of a target stays
     printed = capsys.readouterr().out
-    assert "12 at most; 1 cut to 12\n" in printed and "5 at most; 1 cut to 5\n" in printed
+    assert (
+        "12 at most (1 cut to 12); targets of" in printed and "5 at most (1 cut to 5)\n" in printed
+    )
     assert "1 of 3 validation rows are training rows too" in printed
 
 

@@ -28,6 +28,7 @@ data_hub, tables = load_task("tasklib.hub"), load_task("tasklib.tables")
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
 ROLES = ("user", "assistant")
+TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq"]
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
 
 @pytest.mark.parametrize("path", ["x" * 5000, "x/" * 3000, "a\0b", "~nobody-of-that-name/x"])
 @pytest.mark.parametrize("field", ["data", "validation_data", "cache_dir", "model_name_or_path"])
-@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+@pytest.mark.parametrize("name", TASKS)
 def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, path):
     task = load_task(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -309,7 +310,7 @@ def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, pat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+@pytest.mark.parametrize("name", TASKS)
 def test_sizes_without_sense_are_refused_before_anything_is_read(tmp_path, monkeypatch, name):
     task = load_task(name)
     monkeypatch.chdir(tmp_path)
@@ -350,6 +351,8 @@ UNREAD = [
     ("image_classification", {"data": "digits", "image_column": "a"}),
     ("image_classification", {"data": "digits", "corrupt": "skip"}),
     ("image_classification", {"revision": "v1"}),
+    ("seq2seq", {"data": "dates", "source_column": "a"}),
+    ("seq2seq", {"data": "dates", "target_column": "a"}),
 ]  # fmt: skip
 
 
@@ -374,7 +377,7 @@ def test_fields_of_models_on_the_hub_are_not_read_elsewhere(tmp_path):
     pretrained.check_unread(task.TaskConfig(model_name_or_path=str(tmp_path), hidden_size=64))
 
 
-@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+@pytest.mark.parametrize("name", TASKS)
 def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
     task = load_task(name)
     for recipe in (ROOT / "templates" / "recipes" / name).glob("*.yaml"):
@@ -525,7 +528,7 @@ def test_labels_that_cannot_be_learnt_are_one_line(tmp_path, label, kind, said):
     assert "a.jsonl, line 1: " in text and said in text
 
 
-@pytest.mark.parametrize("name", ["causal_lm", "text_classification", "image_classification"])
+@pytest.mark.parametrize("name", TASKS)
 def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     """A folder and labels with line breaks, escape sequences and 10,000 characters."""
     task, odd = load_task(name), "\x1b[31m\n\u202e" + "x" * 10_000
@@ -543,6 +546,8 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
     sizes |= {"image_size": 8} if name == "image_classification" else {"vocab_size": 300}
     sizes |= {"context_length": 8} if name == "causal_lm" else {}
+    columns = {"source_column": "text", "target_column": "label"}
+    sizes |= columns if name == "seq2seq" else {}
     cfg = task.TaskConfig(data=str(folder), cache_dir=str(tmp_path / "cache"), **sizes)
     task.prepare_data(cfg)
     printed = capsys.readouterr().out

@@ -328,8 +328,10 @@ def build_data(cfg: TaskConfig, folder: Path) -> dict[str, str]:
     for part, rows in (("train", train), ("validation", validation)):
         texts = {role: [row[role] for row, _ in rows] for role in columns}
         prefixed = [cfg.source_prefix + source for source in texts["source"]]
-        inputs = pairs.tokenize_texts(prefixed, "source", cfg.max_source_length, tokenizer)
-        labels = pairs.tokenize_texts(texts["target"], "target", cfg.max_target_length, tokenizer)
+        limits = cfg.max_source_length, cfg.max_target_length
+        inputs, about = pairs.tokenize_texts(prefixed, "source", limits[0], tokenizer)
+        labels, also = pairs.tokenize_texts(texts["target"], "target", limits[1], tokenizer)
+        print(f"Prepared {part}: {about}; {also}", flush=True)
         lengths = np.array(
             [len(both[0]) + len(both[1]) for both in zip(inputs, labels, strict=True)]
         )

@@ -53,8 +53,10 @@ def check_pair(row: dict) -> None:
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 
 
-def tokenize_texts(texts: list[str], role: str, limit: int, tokenizer: Any) -> list[np.ndarray]:
-    """Token ids of sources or targets, int32; prints their lengths, and how many were cut.
+def tokenize_texts(
+    texts: list[str], role: str, limit: int, tokenizer: Any
+) -> tuple[list[np.ndarray], str]:
+    """Token ids of sources or targets, int32, and a description of their lengths.
 
     A text of more than `limit` tokens loses its end, but not the special tokens after it.
     """
@@ -62,17 +64,15 @@ def tokenize_texts(texts: list[str], role: str, limit: int, tokenizer: Any) -> l
     rows, cut = [], 0
     for start in range(0, len(texts), BLOCK):
         block = texts[start : start + BLOCK]
-        for each, ids in zip(
-            block, tokenizer(**{name: block}, verbose=False).input_ids, strict=True
-        ):
+        encoded = tokenizer(**{name: block}, verbose=False).input_ids
+        for each, ids in zip(block, encoded, strict=True):
             if len(ids) > limit:
                 ids = tokenizer(**{name: each}, truncation=True, max_length=limit).input_ids
                 cut += 1
             rows.append(np.array(ids, np.int32))
     lengths = [len(ids) for ids in rows]
-    size = f"{np.mean(lengths):.0f} tokens on average, {max(lengths):,} at most"
-    print(f"Prepared: {role}s of {size}" + f"; {cut:,} cut to {limit:,}" * bool(cut), flush=True)
-    return rows
+    size = f"{role}s of {np.mean(lengths):.0f} tokens on average, {max(lengths):,} at most"
+    return rows, size + f" ({cut:,} cut to {limit:,})" * bool(cut)
 
 
 @torch.no_grad()
