@@ -126,7 +126,7 @@ def register_state_hooks(accelerator) -> None:
     def save_bare(models: list, weights: list, _) -> None:
         if weights:
             states = [weights_to_save(bare_model(accelerator, model)) for model in models]
-            weights[:] = [clone_partial_views(state) for state in states]
+            weights[:] = [separate_storages(state) for state in states]
 
     def load_bare(models: list, folder: str) -> None:
         load_weights(bare_model(accelerator, models.pop()), Path(folder, "model.safetensors"))
@@ -135,17 +135,22 @@ def register_state_hooks(accelerator) -> None:
     accelerator.register_load_state_pre_hook(load_bare)
 
 
-def clone_partial_views(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Clones tensors that are different parts of one storage; tied weights stay shared.
+def separate_storages(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state with one tensor for each storage, as safetensors requires.
 
-    accelerate saves one tensor per storage, and would lose the other parts.
+    Tied weights are kept once, under their first name. Tensors that are parts of one storage are
+    cloned; accelerate would save only one of them.
     """
+    kept: dict[str, torch.Tensor] = {}
     first: dict[int, tuple] = {}
     for name, values in state.items():
-        place = (values.data_ptr(), values.shape, values.stride())
-        if first.setdefault(values.untyped_storage().data_ptr(), place) != place:
-            state[name] = values.clone()
-    return state
+        view = (values.data_ptr(), values.shape, values.stride())
+        known = first.setdefault(values.untyped_storage().data_ptr(), view)
+        if known != view:
+            kept[name] = values.clone()
+        elif not values.numel() or view[0] not in {each.data_ptr() for each in kept.values()}:
+            kept[name] = values
+    return kept
 
 
 def check_shapes(state: dict[str, torch.Tensor], file: Path) -> None:
