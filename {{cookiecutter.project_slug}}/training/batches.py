@@ -159,8 +159,12 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) -> None:
-    """Seeds dropout for a micro-batch, by its number within the step and not by its rank."""
-    seed_generators(int(hash64(seed, step, number)[0]), device)
+    """Seeds dropout for a micro-batch of this step, by its number in the step and not by its rank.
+
+    Steps are counted from 1. The hash takes those before it, as older versions did: their runs
+    continue bit for bit.
+    """
+    seed_generators(int(hash64(seed, step - 1, number)[0]), device)
 
 
 # ---- Loading -------------------------------------------------------------------------------------
