@@ -275,6 +275,23 @@ def parse_error(task, field, value):
 
 
 @contextlib.contextmanager
+def forks(project):
+    """Gives a function that runs train.py for a case, in a fork: see forked.py."""
+    command = [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    server = subprocess.Popen(command, cwd=project.path, env=project.env(), **pipes)
+
+    def run(case):
+        server.stdin.write(json.dumps({**case, "flags": [*map(str, case["flags"])]}) + "\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())
+
+    yield run
+    server.stdin.close()
+    server.wait()
+
+
+@contextlib.contextmanager
 def served(project, processes=1):
     """Like project.train, in forks of processes that have imported train.py: no 4 s each."""
     command = [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve"]

@@ -371,6 +371,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_hostile_answers_that_are_accepted(tmp_path):
     before = files(template())
     for number, (question, answer) in enumerate(ACCEPTED):

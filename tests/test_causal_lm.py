@@ -154,6 +154,7 @@ def test_preparation_is_done_once_and_again_when_the_file_changes(task, config, 
     assert "61 documents" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_prepare_once(task, config, tmp_path):
     cfg = config(write(tmp_path, "jsonl"))
     program = f"""

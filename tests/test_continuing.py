@@ -174,7 +174,7 @@ from training import batches as d
 ids = d.sample_ids(range(56), 37, 0)
 for step in range(4):
     part = ids[32 + 6 * step: 38 + 6 * step]
-    print(f"{int(d.mix(part).sum()) % 2**64:016x}")
+    print(f"{int(d.hash64(part).sum()) % 2**64:016x}")
 """
     expected = tiny.run("python", "-c", program).stdout.split()
     hashes = [line["batch_hash"] for line in lines(output, "loss")]
@@ -191,6 +191,7 @@ for step in range(4):
     assert mine == theirs
 
 
+@pytest.mark.slow
 def test_epochs_count_samples_when_the_global_batch_changes(quick, tmp_path):
     """Two epochs of 37 samples: ten steps of 8, or four and then seven of 6."""
     output, flags = tmp_path / "run", ["--max_steps", 0, "--num_epochs", 2, "--keep_checkpoints", 0]
@@ -249,6 +250,7 @@ def test_a_finished_run_that_lost_its_model_exports_it_again(quick, whole, tmp_p
     assert mine == theirs and status(output)["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_what_a_finished_run_leaves_is_on_the_disk_before_it_says_so(tiny, tmp_path):
     """Every file of model/, metrics.jsonl and status.json itself are flushed, in this order."""
     program = """
@@ -288,6 +290,7 @@ VALUES = ["", "[]", "null", "3", '"text"', "{}", "[" * 100_000, '{"state": 3, "p
 NAMES = ["status.json", "wandb_run_id", "metrics.jsonl", "config.yaml", "lock"]
 
 
+@pytest.mark.slow
 def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
     cases = []
     for i, value in enumerate(VALUES):
@@ -325,6 +328,7 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(quick, whole, tmp_path)
     assert (saved / "step-00000008.broken-1").read_text() == "a file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_what_is_no_file_is_refused_in_one_line(tiny, whole, tmp_path, kind):
     """A pipe would be waited for, for ever."""
@@ -344,6 +348,7 @@ def test_what_is_no_file_is_refused_in_one_line(tiny, whole, tmp_path, kind):
         assert len(list(case["flags"][-1].iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_link_to_a_disk_that_is_not_there_is_refused(tiny, tmp_path):
     (tmp_path / "checkpoints").symlink_to(tmp_path / "nothing")
     ((code, printed, errors),) = tiny.forked([{"flags": [*BASE, "--output_dir", tmp_path]}])
@@ -351,6 +356,7 @@ def test_a_link_to_a_disk_that_is_not_there_is_refused(tiny, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
 
 
+@pytest.mark.slow
 def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
     """Nor does a check; a folder that was there stays."""
     (tmp_path / "there").mkdir()
@@ -365,6 +371,7 @@ def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
     assert [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
 def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(tiny, tmp_path, when):
     output, flags = tmp_path / "run", ["--task.row_seconds", 0.003, "--eval_every", 0]
@@ -470,6 +477,7 @@ def test_names_that_the_terminal_cannot_show(tiny, tmp_path):
         assert "UTF-8" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_line_is_one_line_whatever_is_in_it(tiny, tmp_path):
     """Line breaks, escape sequences, marks that turn text round, ten thousand characters."""
     evil = "a\nb\x1b[31m\u202e" + "x" * 10_000

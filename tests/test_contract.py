@@ -79,6 +79,7 @@ def test_more_arguments_with_defaults_are_no_mistake(quick, tmp_path):
     quick("--check", "--output_dir", tmp_path / "run", before=before)
 
 
+@pytest.mark.slow
 def test_two_processes_say_it_once(tiny, tmp_path):
     source = (tiny.path / "train.py").read_text()
     program = source.replace("import task\n", "import task\ntask.loss_sum = lambda m, b: 1.0\n")
@@ -133,6 +134,7 @@ def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
     assert watch.read()[0] == 2.5
 
 
+@pytest.mark.slow
 def test_lines_that_are_further_apart_hold_the_means_of_those_between(quick, tmp_path):
     """With one loss term a sample, the mean of four steps is that of their losses."""
     same = "import task; task.count = lambda batch: len(batch['x'])"

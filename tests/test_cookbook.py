@@ -304,6 +304,7 @@ def test_evaluations_that_count_for_patience(base, tmp_path):
     assert not over([nan, 4], 1) and not over([4, nan, 3], 2)
 
 
+@pytest.mark.slow
 @recipe("Another optimizer")
 def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
     whole = tmp_path / "whole"

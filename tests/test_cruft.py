@@ -35,6 +35,7 @@ def commit(run, folder):
     run(folder, "git", "commit", "--quiet", "--message", "state")
 
 
+@pytest.mark.slow
 def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     template = copy_template(tmp_path / "template")
     commit(run, template)
@@ -69,6 +70,7 @@ def test_update_brings_the_new_template_and_keeps_edits(tmp_path, run):
     assert changed == [".cruft.json", ".gitignore", "train.py"]
 
 
+@pytest.mark.slow
 def test_refusal_is_one_line_of_cruft_too(tmp_path, run):
     """Cruft knows nothing of cookiecutter's exceptions and would print a traceback."""
     template = copy_template(tmp_path / "template")

@@ -24,6 +24,7 @@ def own(tmp_path_factory):
     return baked
 
 
+@pytest.mark.slow
 def test_the_example_trains_resumes_and_exports(own, tmp_path):
     losses = []
     for processes in (1, 2):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from conftest import bake, lines, status
 
+# They train a model first, and then its descendants.
+pytestmark = pytest.mark.slow
 RECIPE = {
     "max_steps": 6, "global_batch_size": 8, "micro_batch_size": 4, "warmup_steps": 2,
     "eval_every": 3, "save_every": 3, "keep_checkpoints": 0, "log_every": 1, "learning_rate": 0.01,

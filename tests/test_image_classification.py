@@ -624,6 +624,7 @@ def runs(baked, tmp_path_factory):
     return {name: out + err for name, (_, out, err) in zip(cases, results, strict=True)}
 
 
+@pytest.mark.slow
 def test_the_digits_are_learnt(baked, runs):
     output, printed = baked.path / "runs" / "trained", runs["trained"]
     score = lines(output, "eval_loss")[-1]
@@ -633,6 +634,7 @@ def test_the_digits_are_learnt(baked, runs):
         assert (output / name).stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monkeypatch):
     from transformers import pipeline
     from transformers.utils import logging
@@ -659,6 +661,7 @@ def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monk
     assert [each["classes"][0]["label"] for each in found] == guesses[:3]
 
 
+@pytest.mark.slow
 def test_processes_and_workers_change_nothing(baked, runs):
     printed = baked.train(2, *CUT, "--output_dir", "runs/two")
     assert "2 x cpu" in printed
@@ -701,6 +704,7 @@ def test_workers_give_the_same_bits_and_epochs_differ(task, config):
         assert a == b and one[1] == two[1] and not np.array_equal(one[0], two[0])
 
 
+@pytest.mark.slow
 def test_a_continued_run_is_an_unbroken_one(baked, runs):
     assert "continuing from" in runs["half"] and "continuing from" not in runs["whole"]
     whole, half = (baked.path / "runs" / name for name in ("whole", "half"))
@@ -708,6 +712,7 @@ def test_a_continued_run_is_an_unbroken_one(baked, runs):
         assert (whole / name).read_bytes() == (half / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_from_a_trained_model(baked, runs):
     first, then = (
         lines(baked.path / "runs" / name, "eval_loss")[-1] for name in ("trained", "tuned")
@@ -716,6 +721,7 @@ def test_fine_tuning_goes_on_from_a_trained_model(baked, runs):
     assert "new weights" not in runs["tuned"]
 
 
+@pytest.mark.slow
 def test_batch_norm_is_warned_of_and_a_new_head_is_named(baked, runs):
     assert runs["norms"].count("warning: the model has BatchNorm") == 1
     assert "new weights for classifier.1.bias, classifier.1.weight" in runs["norms"]

@@ -118,6 +118,7 @@ def test_offline_wandb_holds_what_metrics_jsonl_holds(project, run, request):
     assert not list(folder.rglob("*.patch")) and not list(folder.rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_a_continued_run_is_bit_identical_and_the_same_run_in_wandb(project, one, tmp_path):
     output = tmp_path / "run"
     first = one[0] / "checkpoints" / "step-00000006"
@@ -185,6 +186,7 @@ def test_a_broken_checkpoint_is_passed_over_by_name_and_kept(project, one, tmp_p
     assert kept.stat().st_size == (one[0] / last / "optimizer.bin").stat().st_size - 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_a_checkpoint_is_never_overwritten(project, one):
     output = one[0]
     before = {p: p.stat().st_mtime_ns for p in output.rglob("*") if p.is_file()}
@@ -215,8 +217,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = 'The "with" statement\\n'
 assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-task.prepare_data(cfg)
-_, data = task.datasets(cfg)
+_, data = task.datasets(cfg, task.prepare_data(cfg))
 batch = task.collate([data[i] for i in range(len(data))])
 print(task.metrics(task.eval_sums(model, batch))["loss"])
 """
@@ -225,6 +226,7 @@ print(task.metrics(task.eval_sums(model, batch))["loss"])
     assert float(printed.splitlines()[-1]) == pytest.approx(logged, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_resolved_config_is_a_recipe_that_gives_the_same_run(project, one, tmp_path):
     config = one[0] / "config.yaml"
     flags = ["--output_dir", tmp_path / "again", "--max_steps", 2, "--tracker", "none"]
@@ -305,6 +307,7 @@ def test_a_wrong_wandb_key_is_answered_in_one_line(project, tmp_path):
     assert not (tmp_path / "run" / "status.json").exists()  # no run began
 
 
+@pytest.mark.slow
 def test_the_projects_own_tests_pass(project):
     assert "passed" in project.run("python", "-m", "pytest", "-q").stdout
 
