@@ -99,6 +99,7 @@ def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
             assert any((a != b).any() for a, b in pairs), name
 
 
+@pytest.mark.slow
 def test_compile_and_deterministic_count_as_changes(tiny, whole, tmp_path):
     output = half(whole, tmp_path / "run")
     cases = [["--compile"], ["--deterministic"]]
@@ -138,6 +139,7 @@ else:
     tiny.run("python", "-c", program, tmp_path)
 
 
+@pytest.mark.slow
 def test_shapes_are_never_accepted(tiny, whole, tmp_path):
     """Neither those that the settings name nor those that only the weights show."""
     output = half(whole, tmp_path / "run")
@@ -384,6 +386,7 @@ def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(tiny, tmp_path,
     assert f"train.py: {output}: the run folder was removed" in errors
 
 
+@pytest.mark.slow
 def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
     """Also while that run has not yet a status of its own, and one of a run before is there."""
     output = tmp_path / "run"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import SOURCE, bake, template
+from conftest import ROOT, SOURCE, bake, template
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -31,6 +31,8 @@ case "$*" in
         exit ${FAKE_INSTALL_FAILS:-0} ;;
 esac
 """
+
+TASKS = sorted(path.stem for path in (ROOT / "templates" / "tasks").glob("*.py"))
 
 
 class Machine:
@@ -306,14 +308,8 @@ def test_make_alone_lists_every_target(machine, folder):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param("causal_lm", marks=pytest.mark.slow),
-        pytest.param("text_classification", marks=pytest.mark.slow),
-        "image_classification",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
 def test_what_agents_md_names_is_there_and_works(tmp_path, task):
     project = bake(tmp_path, task=task, tracker="none")
     (project.path / ".venv").symlink_to(sys.prefix)

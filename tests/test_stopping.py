@@ -69,7 +69,7 @@ SIGNALS = [
     ("accelerate", "cpu_multi", "SIGUSR1", False),
 ]
 # One of each launcher, and both numbers of processes.
-QUICK = [SIGNALS[0], SIGNALS[7], SIGNALS[9]]
+QUICK = [SIGNALS[7], SIGNALS[9]]
 
 
 def stop(project, output, launcher, hardware, name, whole_group):

@@ -527,6 +527,7 @@ def learnt(project):
     return project.path / "runs" / "learnt"
 
 
+@pytest.mark.slow
 def test_areas_of_the_library_are_told_apart(learnt):
     (scores,) = lines(learnt, "eval_loss")
     assert scores["accuracy"] > 0.6 and scores["macro_f1"] > 0.5  # the largest class has 18 %

@@ -325,9 +325,8 @@ def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-@pytest.mark.parametrize(
-    "hardware", ["single_gpu_bf16", pytest.param("multi_gpu", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["single_gpu_bf16", "multi_gpu"])
 def test_a_yaml_for_gpus_is_refused_where_there_is_none(project, tmp_path, hardware):
     result = train(project, hardware, tmp_path / "run", check=False, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1  # the launcher's, of every code but 0
