@@ -283,6 +283,7 @@ def cache_folder(cfg: TaskConfig, layout: Layout) -> Path:
     return cache.cache_folder(cfg, settings, used, code)
 
 
+@cache.once_per_folder
 def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
     """The tokenizer, with a chat template where rows are chats."""
     ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}

@@ -301,6 +301,7 @@ def cache_folder(cfg: TaskConfig) -> Path:
     return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
 
 
+@cache.once_per_folder
 def load_tokenizer(cfg: TaskConfig, folder: Path | None) -> Any:
     """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
     names = ["input_ids", "attention_mask"]

@@ -305,6 +305,26 @@ def prepare_once(
     return folder
 
 
+def once_per_folder(load: Callable) -> Callable:
+    """Keeps what `load(cfg, folder)` returns for a prepared folder: a tokenizer, for example.
+
+    The model to start from, and other files that it is read from, may change during training. The
+    weights still belong to what was read first.
+    """
+    loaded = {}
+
+    @functools.wraps(load)
+    def load_once(cfg: Any, folder: Path | None = None) -> Any:
+        if folder is None:
+            return load(cfg, None)
+        key = (folder, cfg.model_name_or_path)
+        if key not in loaded:
+            loaded[key] = load(cfg, folder)
+        return loaded[key]
+
+    return load_once
+
+
 def write_error(folder: Path, error: Exception) -> ValueError:
     reason = getattr(error, "strerror", None) or one_line(error)
     return ValueError(f"task.cache_dir: cannot write {one_line(folder, 100)}: {reason}")
