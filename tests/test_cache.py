@@ -161,8 +161,16 @@ def test_model_files_templates_and_counts_of_other_files_are_part_of_the_key(tmp
 
 
 SHAPED = """
+import collections
+MARK = "</s>"
+memo = {}
+Pair = collections.namedtuple("Pair", "a b")
+
 def encode(text):
-    return text.split()
+    return [Pair(memo.setdefault(word, add_mark(word)), word) for word in text.split()]
+
+def add_mark(word):
+    return word + MARK
 
 def loss_sum(model, batch):
     return 0
@@ -173,6 +181,8 @@ def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     edits = {"first": SHAPED, "loss": SHAPED.replace("0", '"""The loss."""'), "again": SHAPED}
     edits["encoding"] = SHAPED.replace("split()", "split(' ')")
+    edits["helper"] = SHAPED.replace("word + MARK", "MARK + word")
+    edits["constant"] = SHAPED.replace("</s>", "<end>")
     keys = {}
     for name, code in edits.items():
         (tmp_path / f"shaped_{name}.py").write_text(code)
@@ -180,8 +190,11 @@ def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, m
         parts = {"function": [module.encode], "module": [module]}
         keys[name] = {k: cache.cache_folder(cfg, [], [], part) for k, part in parts.items()}
     functions, modules = ({n: key[k] for n, key in keys.items()} for k in ("function", "module"))
-    assert functions["first"] == functions["loss"] == functions["again"] != functions["encoding"]
-    assert modules["first"] == modules["again"] and len({*modules.values()}) == 3
+    assert functions["first"] == functions["loss"] == functions["again"]
+    assert len({*functions.values()}) == 4
+    assert modules["first"] == modules["again"] and len({*modules.values()}) == 5
+    module.encode("a b")  # its memo grows
+    assert cache.cache_folder(cfg, [], [], [module.encode]) == functions["constant"]
 
 
 def test_the_cache_does_not_lie_among_the_data(tmp_path):

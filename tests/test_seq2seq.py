@@ -304,6 +304,32 @@ def models(task, tmp_path_factory):
     return folder
 
 
+def test_the_model_to_start_from_may_change_or_vanish_during_training(
+    task, config, models, tmp_path
+):
+    start = shutil.copytree(models / "t5", tmp_path / "start")
+    limits = {"max_source_length": 48, "model_name_or_path": str(start)}
+    cfg = config(write(tmp_path, ROWS), **limits)
+    folder = task.prepare_data(cfg)
+    model = task.build_model(cfg, folder)
+    vocabulary = task.load_tokenizer(cfg, folder).get_vocab()
+    for number, change in enumerate((lambda: edit(start / "tokenizer.json"), start.rename)):
+        change(*[tmp_path / "elsewhere"] * number)
+        output = tmp_path / f"model-{number}"
+        task.export(model, output, cfg, folder)
+        saved = json.loads((output / "tokenizer.json").read_text())
+        assert saved["model"]["vocab"] == vocabulary
+
+
+def edit(tokenizer):
+    """Swaps two tokens of a vocabulary."""
+    facts = json.loads(tokenizer.read_text())
+    vocabulary = facts["model"]["vocab"]
+    first, second = [*vocabulary][10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    tokenizer.write_text(json.dumps(facts))
+
+
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_pretrained_models_train_and_answer(task, project, models, tmp_path, name):
     output = project.path / "runs" / name

@@ -718,3 +718,18 @@ def test_sorting_moves_rows_within_a_step_alone():
     assert (
         len(filler) == 8 and filler[-1] == [50] and sorted(sum(filler[:7], [])) == list(range(50))
     )
+
+
+def test_configs_that_python_makes_are_checked_too():
+    fields = load_task("tasklib.fields")
+
+    @dataclasses.dataclass
+    class Config:
+        width: fields.Width = 64
+        limit: int = None  # a type without a range is not looked at
+
+    fields.check_fields(Config(), [])
+    for wrong in (None, 0, "wide"):
+        said = f"^task.width is {wrong!r} but must be a whole number from 1 to 65,536$"
+        with pytest.raises(ValueError, match=said):
+            fields.check_fields(Config(width=wrong), [])

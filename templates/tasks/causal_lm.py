@@ -279,10 +279,11 @@ def cache_folder(cfg: TaskConfig, layout: Layout) -> Path:
     files = [*pretrained.used_files(cfg), *filter(None, [chats.template_path(cfg)])]
     shipped = demo_data.text_files(cfg.data)
     used = cache.hash_input_files(cfg, ENDINGS, *files, shipped=shipped)
-    code = (chats, demo_data, layouts, packing, text, load_tokenizer, max_text_length, build_data)
+    code = (chats, demo_data, layouts, packing, text, build_data)
     return cache.cache_folder(cfg, settings, used, code)
 
 
+@cache.once_per_folder
 def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
     """The tokenizer, with a chat template where rows are chats."""
     ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}

@@ -195,17 +195,17 @@ def digest(cfg: TaskConfig, prepared: Path) -> str:
 
 
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[StoredSquares, StoredSquares]:
-    view = load_view(cfg)
+    view = load_view(cfg, prepared)
     return StoredSquares(prepared, "train", view), StoredSquares(prepared, "validation", view)
 
 
-def load_view(cfg: TaskConfig) -> dict[str, Any]:
+def load_view(cfg: TaskConfig, prepared: Path | None = None) -> dict[str, Any]:
     """How the model sees an image: its side in pixels, the mean and std of its channels, and the
     settings of augmentation and layout."""
     view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
     side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
     if cfg.model_name_or_path:
-        side, mean, std = image_data.load_processor(cfg)
+        side, mean, std = image_data.load_processor(cfg, prepared)
     return view | {"side": side, "mean": mean, "std": std}
 
 
@@ -335,7 +335,7 @@ def export(model: Any, output: Path, cfg: TaskConfig, prepared: Path) -> None:
     The processor crops as `images.square` does, whatever that of a pretrained model did, so that a
     pipeline sees images as the model has seen them here.
     """
-    view = load_view(cfg)
+    view = load_view(cfg, prepared)
     with pretrained.quiet():  # without torchvision, transformers remarks that it uses Pillow
         from transformers import BitImageProcessor
         from transformers.image_utils import PILImageResampling

@@ -297,10 +297,11 @@ def cache_folder(cfg: TaskConfig) -> Path:
         vocab_size model_name_or_path revision""".split()
     shipped = [] if cfg.data == "dates" else None
     used = cache.hash_input_files(cfg, TABLES, *pretrained.used_files(cfg), shipped=shipped)
-    code = (demo_data, pairs, text, load_tokenizer, build_data)
+    code = (demo_data, pairs, text, build_data)
     return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
 
 
+@cache.once_per_folder
 def load_tokenizer(cfg: TaskConfig, folder: Path | None) -> Any:
     """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
     names = ["input_ids", "attention_mask"]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -41,13 +41,18 @@ def cache_folder(
     """The folder for prepared data; its name is a hash of all that shapes the data.
 
     `settings`: values of the task's own fields, and `used`: the files (`hash_input_files`), both as
-    JSON. `shaped_by`: modules, and single functions or classes, whose source shapes the data; a
-    function that is missing here changes without a new key. The fields of DataConfig and the
-    modules that read rows always count.
+    JSON. `shaped_by`: modules, and single functions, whose code shapes the data. What a function
+    uses of its own module counts too; another module that is missing here changes without a new
+    key. The fields of DataConfig and the modules that read rows always count.
     """
     fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
-    code = [read_source(part) for part in (sources, tables, hub, *shaped_by)]
+    parts, constants = [sources, tables, hub, *shaped_by], {}
+    for part in parts:  # it grows
+        helpers, values = read_globals(part)
+        parts += [each for each in helpers if each not in parts]
+        constants |= values
+    code = [*map(read_source, parts), sorted(constants.items())]
     key = hashlib.sha256(json.dumps([fields, settings, used, code]).encode()).hexdigest()[:16]
     return local_path(cfg.cache_dir, "cache_dir") / key
 
@@ -56,6 +61,29 @@ def cache_folder(
 def read_source(part: ModuleType | Callable) -> str:
     """The source of a module, function or class."""
     return inspect.getsource(part)
+
+
+@functools.cache  # here too, and a list may grow
+def read_globals(part: ModuleType | Callable) -> tuple[list[Callable], dict[str, str]]:
+    """Functions and classes of its own module that a function names, and constants, as JSON."""
+    function, helpers, constants = inspect.unwrap(part), [], {}
+    if not inspect.isfunction(function):
+        return helpers, constants
+    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if getattr(value, "__module__", None) == function.__module__:
+            with contextlib.suppress(OSError, TypeError):  # a named tuple, for example
+                inspect.getsource(value)
+                helpers.append(value)
+        with contextlib.suppress(TypeError, ValueError):  # not JSON: a module, for example
+            constants[name] = json.dumps(value)
+    return helpers, constants
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that code uses, with those of the functions inside it."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names}.union(*map(names_in, inner))
 
 
 def hash_input_files(
@@ -275,6 +303,26 @@ def prepare_once(
                 try_write_json(failed, {"at": time.time(), "problem": str(error)})
             raise error from None
     return folder
+
+
+def once_per_folder(load: Callable) -> Callable:
+    """Keeps what `load(cfg, folder)` returns for a prepared folder: a tokenizer, for example.
+
+    The model to start from, and other files that it is read from, may change during training. The
+    weights still belong to what was read first.
+    """
+    loaded = {}
+
+    @functools.wraps(load)
+    def load_once(cfg: Any, folder: Path | None = None) -> Any:
+        if folder is None:
+            return load(cfg, None)
+        key = (folder, cfg.model_name_or_path)
+        if key not in loaded:
+            loaded[key] = load(cfg, folder)
+        return loaded[key]
+
+    return load_once
 
 
 def write_error(folder: Path, error: Exception) -> ValueError:

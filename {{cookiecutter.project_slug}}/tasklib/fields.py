@@ -51,7 +51,8 @@ def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
         value = getattr(cfg, each.name)
         if isinstance(value, str) and value != value.encode(errors="replace").decode():
             raise ValueError(f"task.{each.name}: {one_line(value, 60)} is not UTF-8")
-        if isinstance(each.type, type) and issubclass(each.type, int | float):
+        restricted = isinstance(each.type, type) and each.type.__module__ != "builtins"
+        if restricted and issubclass(each.type, int | float):
             numbers.append((each.name, is_of_type(value, each.type), each.type.__doc__))
     for name, holds, expected in numbers + rules:
         if not holds:
@@ -63,7 +64,7 @@ def is_of_type(value: Any, number: type) -> bool:
     """Whether a type of numbers accepts this value."""
     try:
         number(value)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return False
     return True
 

@@ -139,15 +139,17 @@ def hash_named_images(cfg: Any, rows: list[Row], is_shipped: bool) -> dict[str, 
 # ---- Pretrained models ---------------------------------------------------------------------------
 
 
-def load_processor(cfg: Any) -> tuple[int, list[float], list[float]]:
+@cache.once_per_folder
+def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], list[float]]:
     """Side in pixels, mean and std of the channels, by the image processor of a pretrained model.
 
+    `folder`: that of the prepared data, or None if it is not known yet.
     Raises ValueError for a model without one, and for a processor without a size.
     """
     from transformers import AutoImageProcessor
 
-    folder, name = pretrained.folder_of(cfg), one_line(cfg.model_name_or_path, 100)
-    if folder and (folder / "config.json").exists() and not [*folder.glob("*processor*.json")]:
+    source, name = pretrained.folder_of(cfg), one_line(cfg.model_name_or_path, 100)
+    if source and (source / "config.json").exists() and not [*source.glob("*processor*.json")]:
         raise ValueError(
             f"task.model_name_or_path: {name} has no preprocessor_config.json, as models of images "
             "do"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tasklib import labels, pretrained, sources, text
+from tasklib.cache import once_per_folder
 from tasklib.fields import check_fields
 from tasklib.labels import NUMBER, SINGLE
 from tasklib.messages import one_line
@@ -138,6 +139,7 @@ def check_model(cfg: Any) -> None:
         )
 
 
+@once_per_folder
 def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
     """The tokenizer of the model to start from, or the one in the folder of prepared data."""
     inputs = ["input_ids", "attention_mask"]
