@@ -9,11 +9,13 @@ import dataclasses
 import errno
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
 from tasklib.messages import one_line
 from tasklib.sources import DataConfig
 
+STARTED = time.time()
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
 
@@ -59,7 +62,18 @@ def cache_folder(
 
 @functools.cache  # an edit during the preparation must not change the key
 def read_source(part: ModuleType | Callable) -> str:
-    """The source of a module, function or class."""
+    """The source of a module, function or class.
+
+    Raises ValueError if the file was edited after Python had read it: another code is running.
+    """
+    file = inspect.getsourcefile(part)
+    changed, compiled = os.stat(file).st_mtime, Path(importlib.util.cache_from_source(file))
+    if changed > STARTED and compiled.is_file():
+        flags, read = struct.unpack("<4xII", compiled.read_bytes()[:12])  # of importlib's header
+        if flags == 0 and read != int(changed) % 2**32:
+            raise ValueError(
+                f"{one_line(file, 200)} was edited after the program had read it: start again"
+            )
     return inspect.getsource(part)
 
 
