@@ -168,6 +168,7 @@ memo = {}
 Pair = collections.namedtuple("Pair", "a b")
 
 def encode(text):
+    import json.decoder as loss_sum  # an own name, not the function below
     return [Pair(memo.setdefault(word, add_mark(word)), word) for word in text.split()]
 
 def add_mark(word):

@@ -6,6 +6,7 @@ files, code. The content digest (`hash_columns`) depends on the output: the rows
 
 import contextlib
 import dataclasses
+import dis
 import errno
 import functools
 import hashlib
@@ -95,9 +96,10 @@ def read_globals(part: ModuleType | Callable) -> tuple[list[Callable], dict[str,
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names that code uses, with those of the functions inside it."""
+    """The global names that code uses, with those of the functions inside it."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names}.union(*map(names_in, inner))
+    return names.union(*map(names_in, inner))
 
 
 def hash_input_files(
