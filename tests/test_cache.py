@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -167,6 +168,7 @@ memo = {}
 Pair = collections.namedtuple("Pair", "a b")
 
 def encode(text):
+    import json.decoder as loss_sum  # an own name, not the function below
     return [Pair(memo.setdefault(word, add_mark(word)), word) for word in text.split()]
 
 def add_mark(word):
@@ -195,6 +197,19 @@ def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, m
     assert modules["first"] == modules["again"] and len({*modules.values()}) == 5
     module.encode("a b")  # its memo grows
     assert cache.cache_folder(cfg, [], [], [module.encode]) == functions["constant"]
+
+
+def test_code_that_was_edited_after_it_was_read_prepares_nothing(cfg, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "shaped_early.py"
+    key = lambda module: cache.cache_folder(cfg, [], [], [module.encode])  # noqa: E731
+    file.write_text(SHAPED)
+    module = load_task("shaped_early")
+    os.utime(file, (time.time() + 5,) * 2)
+    with pytest.raises(ValueError, match=r"shaped_early.py was edited .*: start again$"):
+        key(module)
+    key(importlib.reload(module))
 
 
 def test_the_cache_does_not_lie_among_the_data(tmp_path):

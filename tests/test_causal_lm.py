@@ -900,7 +900,7 @@ def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, mo
     def key(changed):
         mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
         monkeypatch.setattr(task.cache, "read_source", mark)
-        return task.cache_folder(cfg, layout)
+        return task.prepared_folder(cfg, layout)
 
     before = key(None)
     assert key(task.loss_sum) == key(task.report) == before

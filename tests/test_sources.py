@@ -733,3 +733,12 @@ def test_configs_that_python_makes_are_checked_too():
         said = f"^task.width is {wrong!r} but must be a whole number from 1 to 65,536$"
         with pytest.raises(ValueError, match=said):
             fields.check_fields(Config(width=wrong), [])
+
+
+def test_files_of_a_tokenizer_are_told_from_weights(tmp_path):
+    """Marian's tokenizer has two models of SentencePiece."""
+    pretrained = load_task("tasklib.pretrained")
+    for name in ("source.spm", "vocab.json", "model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).touch()
+    cfg = pretrained.ModelConfig(model_name_or_path=str(tmp_path))
+    assert [file.name for file in pretrained.used_files(cfg)] == ["source.spm", "vocab.json"]

@@ -137,7 +137,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     check_config(cfg)
     max_text_length(cfg)
     return cache.prepare_once(
-        cfg, lambda: cache_folder(cfg, layout), lambda folder: build_data(cfg, layout, folder)
+        cfg, lambda: prepared_folder(cfg, layout), lambda folder: build_data(cfg, layout, folder)
     )
 
 
@@ -272,7 +272,7 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
 # ---- Preparation ---------------------------------------------------------------------------------
 
 
-def cache_folder(cfg: TaskConfig, layout: Layout) -> Path:
+def prepared_folder(cfg: TaskConfig, layout: Layout) -> Path:
     """The folder of the prepared data, named by all that shapes it: settings, files and code."""
     names = "context_length packing too_long vocab_size model_name_or_path revision".split()
     settings = [layout.kind, layout.columns, *(getattr(cfg, name) for name in names)]

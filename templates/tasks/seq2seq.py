@@ -51,9 +51,9 @@ Samples = number_type("Samples", int, 0, 1_000_000)
 @dataclass
 class TaskConfig(DataConfig, ModelConfig):
     data: str = "dates"
-    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also with .gz or .zst, a folder
-    of such files, or a data set on the Hub. Or dates, which every machine has: dates as people
-    write them in five languages, with their ISO form as targets."""
+    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a
+    folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
+    people write them in five languages, with their ISO form as targets."""
     source_column: str = "source"
     """Column of the source text."""
     target_column: str = "target"
@@ -96,8 +96,8 @@ def check_config(cfg: TaskConfig) -> None:
         rules.append(("hidden_size", width == nearest, f"a multiple of num_heads, {nearest}"))
         pretrained.check_memory(width * (cfg.vocab_size + 24 * cfg.num_layers * width))
     fields.check_fields(cfg, rules)
-    names, own = "source_column target_column", cfg.data != "dates"
-    fields.check_ignored_fields(cfg, [(names, own, "where task.data is dates")])
+    columns = ("source_column target_column", cfg.data != "dates", "where task.data is dates")
+    fields.check_ignored_fields(cfg, [columns])
 
 
 def check_model(cfg: TaskConfig) -> None:
@@ -124,7 +124,9 @@ def prepare_data(cfg: TaskConfig) -> Path:
     check_config(cfg)
     pretrained.check_unread(cfg)
     check_model(cfg)
-    return cache.prepare_once(cfg, lambda: cache_folder(cfg), lambda each: build_data(cfg, each))
+    return cache.prepare_once(
+        cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
+    )
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
@@ -291,7 +293,7 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
 # ---- Preparation ---------------------------------------------------------------------------------
 
 
-def cache_folder(cfg: TaskConfig) -> Path:
+def prepared_folder(cfg: TaskConfig) -> Path:
     """The folder of the prepared data, named by all that shapes it: settings, files and code."""
     names = """source_column target_column source_prefix max_source_length max_target_length
         vocab_size model_name_or_path revision""".split()
@@ -330,13 +332,13 @@ def build_data(cfg: TaskConfig, folder: Path) -> dict[str, str]:
         texts = {role: [row[role] for row, _ in rows] for role in columns}
         prefixed = [cfg.source_prefix + source for source in texts["source"]]
         limits = cfg.max_source_length, cfg.max_target_length
-        inputs, about = pairs.tokenize_texts(prefixed, "source", limits[0], tokenizer)
-        labels, also = pairs.tokenize_texts(texts["target"], "target", limits[1], tokenizer)
-        print(f"Prepared {part}: {about}; {also}", flush=True)
+        inputs, source_sizes = pairs.tokenize_texts(prefixed, "source", limits[0], tokenizer)
+        labels, target_sizes = pairs.tokenize_texts(texts["target"], "target", limits[1], tokenizer)
+        print(f"Prepared {part}: {source_sizes}; {target_sizes}", flush=True)
         lengths = np.array(
             [len(both[0]) + len(both[1]) for both in zip(inputs, labels, strict=True)]
         )
         parts[part] = {"input_ids": inputs, "labels": labels, "length": lengths}
-        kept = texts if part == "validation" else {}
-        Dataset.from_dict(parts[part] | kept).save_to_disk(folder / part)
+        more = texts if part == "validation" else {}
+        Dataset.from_dict(parts[part] | more).save_to_disk(folder / part)
     return {"content": cache.hash_columns(parts)}

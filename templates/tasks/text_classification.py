@@ -38,9 +38,8 @@ HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to star
 MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
 
 TextLength = number_type("TextLength", int, 3, 2**20)  # a token between two special ones
-EncoderVocabulary = number_type(
-    "EncoderVocabulary", int, 260, 2**20
-)  # 256 bytes and 3 special tokens
+# 256 bytes and 3 special tokens are the least that a byte-level vocabulary has.
+EncoderVocabulary = number_type("EncoderVocabulary", int, 260, 2**20)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ EncoderVocabulary = number_type(
 class TaskConfig(DataConfig, ModelConfig):
     data: str = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
-    .csv, .tsv or .parquet file, also packed as .gz or .zst, a folder of such files, a folder of
+    .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
     .txt files in one folder for each class, or a data set on the Hub."""
     text_column: str = "text"
     """Column of the text."""

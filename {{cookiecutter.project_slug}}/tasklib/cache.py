@@ -6,14 +6,17 @@ files, code. The content digest (`hash_columns`) depends on the output: the rows
 
 import contextlib
 import dataclasses
+import dis
 import errno
 import functools
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +32,7 @@ from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
 from tasklib.messages import one_line
 from tasklib.sources import DataConfig
 
+STARTED = time.time()
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
 
@@ -59,7 +63,18 @@ def cache_folder(
 
 @functools.cache  # an edit during the preparation must not change the key
 def read_source(part: ModuleType | Callable) -> str:
-    """The source of a module, function or class."""
+    """The source of a module, function or class.
+
+    Raises ValueError if the file was edited after Python had read it: another code is running.
+    """
+    file = inspect.getsourcefile(part)
+    changed, compiled = os.stat(file).st_mtime, Path(importlib.util.cache_from_source(file))
+    if changed > STARTED and compiled.is_file():
+        flags, read = struct.unpack("<4xII", compiled.read_bytes()[:12])  # of importlib's header
+        if flags == 0 and read != int(changed) % 2**32:
+            raise ValueError(
+                f"{one_line(file, 200)} was edited after the program had read it: start again"
+            )
     return inspect.getsource(part)
 
 
@@ -81,9 +96,10 @@ def read_globals(part: ModuleType | Callable) -> tuple[list[Callable], dict[str,
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names that code uses, with those of the functions inside it."""
+    """The global names that code uses, with those of the functions inside it."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names}.union(*map(names_in, inner))
+    return names.union(*map(names_in, inner))
 
 
 def hash_input_files(

@@ -38,8 +38,8 @@ def read_rows(cfg: Any, shipped: Iterable[Row] | None = None) -> tuple[list[Row]
     if shipped is not None:
         train = list(shipped)
     elif hub.is_hub_name(cfg.data):
-        elsewhere = dataclasses.replace(cfg, validation_data="")  # it may be a folder of images
-        train, validation = sources.read_splits(elsewhere, columns)
+        hub_only = dataclasses.replace(cfg, validation_data="")  # it may be a folder of images
+        train, validation = sources.read_splits(hub_only, columns)
     else:
         train = read_local_rows(cfg.data, columns, "data")
     if cfg.validation_data:

@@ -75,7 +75,7 @@ def check_memory(weights: int) -> None:
 
 def used_files(cfg: ModelConfig) -> list[Path]:
     """Files of a local model folder that shape its tokenizer or image processor, sorted."""
-    folder, endings = folder_of(cfg), (".json", ".jinja", ".txt", ".model", ".py")
+    folder, endings = folder_of(cfg), ".json .jinja .txt .model .spm .bpe .tiktoken .py".split()
     files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
     return sorted(file for file in files if file.suffix in endings)
 

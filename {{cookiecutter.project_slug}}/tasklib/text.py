@@ -22,7 +22,7 @@ from tasklib.sources import break_long_words
 
 Tokens = tuple[array, array]  # ids, loss mask
 FILE = "tokenizer.json"
-NEEDS = {  # attributes of a tokenizer, and how a message calls them
+NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
     "pad_token": "pad token",
     "is_fast": FILE,
