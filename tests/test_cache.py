@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -180,6 +179,7 @@ def loss_sum(model, batch):
 
 
 def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "STARTED", time.time() + 60)  # the files are written now
     monkeypatch.syspath_prepend(tmp_path)
     edits = {"first": SHAPED, "loss": SHAPED.replace("0", '"""The loss."""'), "again": SHAPED}
     edits["encoding"] = SHAPED.replace("split()", "split(' ')")
@@ -199,17 +199,17 @@ def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, m
     assert cache.cache_folder(cfg, [], [], [module.encode]) == functions["constant"]
 
 
-def test_code_that_was_edited_after_it_was_read_prepares_nothing(cfg, tmp_path, monkeypatch):
+def test_code_that_was_edited_after_the_start_prepares_nothing(cfg, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "shaped_early.py"
-    key = lambda module: cache.cache_folder(cfg, [], [], [module.encode])  # noqa: E731
     file.write_text(SHAPED)
-    module = load_task("shaped_early")
-    os.utime(file, (time.time() + 5,) * 2)
+    parts = [load_task("shaped_early").encode]
+    monkeypatch.setattr(cache, "STARTED", time.time() - 60)
     with pytest.raises(ValueError, match=r"shaped_early.py was edited .*: start again$"):
-        key(module)
-    key(importlib.reload(module))
+        cache.cache_folder(cfg, [], [], parts)
+    for seconds in (-3600, 3600):  # before the start, and by a clock that is ahead
+        os.utime(file, (time.time() + seconds,) * 2)
+        cache.cache_folder(cfg, [], [], parts)
 
 
 def test_the_cache_does_not_lie_among_the_data(tmp_path):
