@@ -176,3 +176,17 @@ def test_rows_that_are_others_at_each_reading_are_refused(quick, tmp_path):
     flags = ["--output_dir", tmp_path / "run", "--check"]
     printed = quick(*flags, before=OLD.format("datasets") + value, codes=[2])
     assert "row 0 changes when it is read again; draw random numbers in augment" in printed
+
+
+def test_one_batch_is_rehearsed_without_its_loss():
+    """Nothing to compare it with: torch.compile would compile the loss in vain."""
+    functions, called = {"eval_sums": lambda *_: {"loss": torch.ones(())}, "loss_sum": None}, []
+
+    class Model(torch.nn.Module):
+        def forward(self, function, batch):
+            called.append(function)
+            return function(self, batch)
+
+    task = SimpleNamespace(**functions, metrics=lambda sums: {"loss": 1.0})
+    assert load("training.contract").try_evaluation(task, Model(), [{}]) == []
+    assert called == [functions["eval_sums"]]
