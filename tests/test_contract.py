@@ -56,6 +56,10 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
         before = OLD.format(name) + value
         printed = quick("--check", "--output_dir", tmp_path / "run", before=before, codes=[2])
         assert printed.count("\n") == 1 and name in printed
+    sizes = "import task\ndef sizes(dataset): raise ValueError('no lengths here')\n"
+    sizes += "task.sizes = sizes"
+    printed = quick("--check", "--output_dir", tmp_path / "run", before=sizes, codes=[2])
+    assert printed == "train.py: no lengths here\n" and not (tmp_path / "run").exists()
     printed = quick("--check", before="import task; del task.metrics, task.count", codes=[2])
     assert "train.py: task.py has no function count, metrics; examples/task.py is" in printed
 
@@ -174,3 +178,17 @@ def test_rows_that_are_others_at_each_reading_are_refused(quick, tmp_path):
     flags = ["--output_dir", tmp_path / "run", "--check"]
     printed = quick(*flags, before=OLD.format("datasets") + value, codes=[2])
     assert "row 0 changes when it is read again; draw random numbers in augment" in printed
+
+
+def test_one_batch_is_rehearsed_without_its_loss():
+    """Nothing to compare it with: torch.compile would compile the loss in vain."""
+    functions, called = {"eval_sums": lambda *_: {"loss": torch.ones(())}, "loss_sum": None}, []
+
+    class Model(torch.nn.Module):
+        def forward(self, function, batch):
+            called.append(function)
+            return function(self, batch)
+
+    task = SimpleNamespace(**functions, metrics=lambda sums: {"loss": 1.0})
+    assert load("training.contract").try_evaluation(task, Model(), [{}]) == []
+    assert called == [functions["eval_sums"]]

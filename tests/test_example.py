@@ -52,3 +52,14 @@ def test_the_example_trains_resumes_and_exports(own, tmp_path):
 def test_a_projects_own_tests_pass_with_the_example(own):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     assert "skipped" not in own.run(*command).stdout
+
+
+def test_without_tasklib_the_model_is_exported_without_a_picture(tmp_path):
+    """Nothing of tasklib is imported by this task.py, so its owner may delete all of it."""
+    baked = bake(tmp_path, tracker="none")
+    shutil.copy(baked.path / "examples" / "task.py", baked.path / "task.py")
+    shutil.rmtree(baked.path / "tasklib")
+    (baked.path / "configs" / "train" / "default.yaml").write_text("max_steps: 2\n")
+    printed = baked.train(1, "--output_dir", "runs/a")
+    assert "curves: no picture: No module named 'tasklib'" in printed
+    assert (baked.path / "runs" / "a" / "model" / "model.safetensors").is_file()

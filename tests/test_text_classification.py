@@ -613,3 +613,13 @@ def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt,
     scores = [{each["label"]: each["score"] for each in answer} for answer in answers]
     assert scores[0]["tree"] > scores[1]["tree"] + 0.1
     assert [set(each) for each in scores] == [{"living", "tree"}] * 2
+
+
+def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
+    """Its bytes are part of `identity`: runs of older projects would be refused otherwise."""
+    text = load_task("tasklib.text")
+    text.learn_vocabulary(
+        ["one text"], 262, tmp_path, first=["[P]", "[C]", "[S]"], begin="[C]", end="[S]"
+    )
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]
+    assert saved == {"type": "BertProcessing", "sep": ["[S]", 2], "cls": ["[C]", 1]}

@@ -274,15 +274,15 @@ def export(model: torch.nn.Module, sums: dict, start: RunStart, log, run_info: d
 
     For `run_info` see model_card.write_card.
     """
-    import plot
-
     folder = start.output / "model"
     fresh = run_folder.make_fresh_folder(folder)
     task.export(model.eval(), fresh, start.cfg.task, start.prepared)
     model_card.write_card(fresh, folder, run_info)
     run_folder.replace_folder(fresh, folder)
     log.show(report(model, sums, start.output, start), run_info["step"])
-    curves = plot.try_draw([start.output], start.output / "curves.png")
+    plot, problem = catch(__import__, "plot")  # it needs tasklib/, which may have been deleted
+    missing = f"no picture: {one_line(problem)}"
+    curves = plot.try_draw([start.output], start.output / "curves.png") if plot else missing
     say(f"model: {folder}  curves: {curves}")
 
 

@@ -93,14 +93,17 @@ def train_and_save(
 ) -> None:
     """Learns the vocabulary in this process; the arguments are those of learn_vocabulary."""
     from tokenizers import ByteLevelBPETokenizer
-    from tokenizers.processors import TemplateProcessing
+    from tokenizers.processors import BertProcessing, TemplateProcessing
 
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
         break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
     )
     tokenizer.add_special_tokens([*last])
-    if begin or end:
+    if begin and end:  # what checkpoints know as the identity of their data: do not change it
+        pairs = [(name, tokenizer.token_to_id(name)) for name in (end, begin)]
+        tokenizer._tokenizer.post_processor = BertProcessing(*pairs)
+    elif begin or end:
         tokenizer._tokenizer.post_processor = TemplateProcessing(
             single=f"{begin} $A {end}".strip(),
             pair=f"{begin} $A {end} $B:1 {end and f'{end}:1'}".strip(),

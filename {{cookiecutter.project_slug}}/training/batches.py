@@ -297,14 +297,15 @@ def first_batches(
     return [collate(part)[0] for part in parts]
 
 
-def fingerprint(dataset: Any, collate: Callable) -> str:
+def fingerprint(dataset: Any, task: Any) -> str:
     """16 hex digits for the data: the number of rows, and the content of 64 evenly spread rows.
 
-    `collate` comes from `make_collate`; the names, types, shapes and bytes of its tensors count.
-    A change of another row goes unnoticed, unless the task has the function `digest`.
+    The names, types, shapes and bytes of the tensors of the task's batch count. A change of another
+    row goes unnoticed, unless the task has the function `digest`.
     """
+    collate = make_collate(task)
     ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
-    rows = SampleDataset(dataset)
+    rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
     samples = rows.__getitems__(ids)
     try:
         digest = hash_batch(len(dataset), collate(samples)[0])

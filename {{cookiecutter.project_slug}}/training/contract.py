@@ -232,9 +232,10 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
         for name in sums
         if halves
     ]
-    with contextlib.suppress(Exception):  # the loss may need columns that only training rows have
-        loss, *parts = [model(task.loss_sum, batch) for batch in batches]
-        warnings.append(warn_if_mean("loss_sum", loss, parts))
+    if halves:
+        with contextlib.suppress(Exception):  # it may need columns that only training rows have
+            loss, *parts = [model(task.loss_sum, batch) for batch in batches]
+            warnings.append(warn_if_mean("loss_sum", loss, parts))
     model.train()
     try:
         metrics = task.metrics({name: value.cpu().double() for name, value in sums.items()})

@@ -164,10 +164,10 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
             f"task.datasets returns {len(train_data)} rows to train and {len(eval_data)} rows to "
             "evaluate on; give at least one of each"
         )
-    entries, collate = {"samples": len(train_data)}, batches.make_collate(task)
+    entries = {"samples": len(train_data)}
     # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
-    entries["fingerprint"] = batches.fingerprint(train_data, collate)
-    entries["validation"] = batches.fingerprint(eval_data, collate)
+    entries["fingerprint"] = batches.fingerprint(train_data, task)
+    entries["validation"] = batches.fingerprint(eval_data, task)
     if hasattr(task, "digest"):
         entries["fingerprint"] = task.digest(cfg.task, prepared)
     identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""

@@ -142,14 +142,15 @@ def separate_storages(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     cloned; accelerate would save only one of them.
     """
     kept: dict[str, torch.Tensor] = {}
-    first: dict[int, tuple] = {}
+    first: dict[int, tuple] = {}  # the first view of each storage
     for name, values in state.items():
+        storage = values.untyped_storage().data_ptr()
         view = (values.data_ptr(), values.shape, values.stride())
-        known = first.setdefault(values.untyped_storage().data_ptr(), view)
-        if known != view:
+        if first.get(storage, view) != view:
             kept[name] = values.clone()
-        elif not values.numel() or view[0] not in {each.data_ptr() for each in kept.values()}:
+        elif storage not in first or not values.numel():
             kept[name] = values
+        first.setdefault(storage, view)
     return kept
 
 
