@@ -78,6 +78,16 @@ def test_functions_with_other_arguments_are_named_by_the_check(quick, tmp_path, 
     assert printed.count("\n") == 1 and said in printed
 
 
+def test_a_loss_that_autocast_computes_in_bf16_is_warned_of(quick, tmp_path):
+    """Outside, accelerate has made it float32, and its rounding could not be seen."""
+    flags = ["--max_steps", 1, "--output_dir"]
+    bf16, said = {"ACCELERATE_MIXED_PRECISION": "bf16"}, "computes the loss in bfloat16"
+    loss = "import task; task.loss_sum = lambda m, b: m(b['x']).sum()"
+    assert said in quick(*flags, tmp_path / "bf16", before=loss, env=bf16)
+    better = loss.replace("m(b['x'])", "m(b['x']).float()")
+    assert said not in quick(*flags, tmp_path / "fp32", before=better, env=bf16)
+
+
 def test_more_arguments_with_defaults_are_no_mistake(quick, tmp_path):
     before = "import task; old = task.count; task.count = lambda batch, weight=1: old(batch)"
     quick("--check", "--output_dir", tmp_path / "run", before=before)

@@ -72,8 +72,7 @@ class Config:
     resume: str = field(default="auto", metadata=UNSAVED)
     """auto: continue from the newest checkpoint in output_dir; or never; or a checkpoint's path."""
     accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
-    """Continue from a checkpoint although the data, or settings that affect the result, have
-    changed since then."""
+    """Continue from a checkpoint although data or settings that affect the result have changed."""
     check: bool = field(default=False, metadata=ONE_COMMAND)
     """Check everything that needs no model, print the result in one line, and stop."""
     config_file: str = field(default="", metadata=ONE_COMMAND)
@@ -208,9 +207,9 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     model.eval()
     # Apple's GPUs have no float64.
     device = "cpu" if accelerator.device.type == "mps" else accelerator.device
-    totals, loaded = {}, iter(loader)
+    totals, eval_batches = {}, iter(loader)
     for _ in range(len(loader)):
-        fetched, problem = catch(next, loaded)
+        fetched, problem = catch(next, eval_batches)
         (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
         if stopped:
             model.train()
@@ -280,10 +279,15 @@ def export(model: torch.nn.Module, sums: dict, start: RunStart, log, run_info: d
     model_card.write_card(fresh, folder, run_info)
     run_folder.replace_folder(fresh, folder)
     log.show(report(model, sums, start.output, start), run_info["step"])
-    plot, problem = catch(__import__, "plot")  # it needs tasklib/, which may have been deleted
-    missing = f"no picture: {one_line(problem)}"
-    curves = plot.try_draw([start.output], start.output / "curves.png") if plot else missing
-    say(f"model: {folder}  curves: {curves}")
+    curves, problem = catch(draw_curves, start.output)
+    say(f"model: {folder}  curves: {curves or f'no picture: {one_line(problem)}'}")
+
+
+def draw_curves(output: Path) -> Path | str:
+    """Draws curves.png. plot.py needs tasklib/, which a project may have deleted."""
+    import plot
+
+    return plot.try_draw([output], output / "curves.png")
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -311,9 +315,9 @@ def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
     return accelerator
 
 
-# An error on one process has to end all of them: the others would wait for it until the timeout. So
-# what may fail on one stands inside `with ranks.fail_together()`, which every process enters, also
-# where only the main process acts. What the main process alone knows comes from ranks.from_main.
+# An error on one process must end all of them: the others would wait for it until the timeout. Code
+# that may fail on one process stands inside `with ranks.fail_together()`. Every process enters it,
+# even if only the main process acts inside. ranks.from_main sends the main process's value to all.
 
 
 def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
@@ -321,19 +325,16 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     cfg, output, plan = start.cfg, start.output, start.plan
     (train_data, eval_data), step_size = start.data, cfg.global_batch_size
 
-    # Find where to start. The main process has looked for a checkpoint.
+    # Find where to start. The main process found the checkpoint in prepare().
     point = ranks.from_main(start.point)
-    checkpoint, saved, max_steps, best_loss = (
-        point.checkpoint,
-        point.saved,
-        point.max_steps,
-        point.best_loss,
-    )
+    checkpoint, saved = point.checkpoint, point.saved
+    max_steps, best_loss = point.max_steps, point.best_loss
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
 
     # Check only, or find that the run is finished.
     if cfg.check or point.finished:
-        checkpoints.hand_over_verified()
+        if cfg.check:
+            checkpoints.hand_over_verified()
         say(start.summary())
         return 0
 
@@ -415,9 +416,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Try an evaluation: a mistake in task.py shows now, and not hours later.
     with ranks.fail_together(), as_user_error():
-        tried = batches.first_batches(eval_rows, eval_sampler, task, halves=not cfg.compile)
-        tried = send_to_device(tried, accelerator.device)
-        for warning in contract.try_evaluation(task, model, tried):
+        first_batches = batches.first_batches(eval_rows, eval_sampler, task, halves=not cfg.compile)
+        first_batches = send_to_device(first_batches, accelerator.device)
+        for warning in contract.try_evaluation(task, model, first_batches):
             say(warning)
 
     # Log.
@@ -443,13 +444,13 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                         checkpoints.add_to_manifest(checkpoint, {"eval_loss": scores["eval_loss"]})
 
     # Train. Steps are counted from 1.
-    loaded, step, sums = iter(train_loader), first_step, None
+    train_batches, step, sums = iter(train_loader), first_step, None
     last_step = first_step if stopped else max_steps
     meter.start()
     for step in range(first_step + 1, last_step + 1):
         # Fetch the micro-batches of the step, and agree on what all ranks hold.
         with meter.waiting():
-            window, problem = catch(lambda: [next(loaded) for _ in range(plan.accumulation)])
+            window, problem = catch(lambda: [next(train_batches) for _ in range(plan.accumulation)])
         counts = np.sum([numbers for _, numbers in window], axis=0) if window else (0, 0, 0)
         terms, ids_hash, _, stopped = ranks.sum_over_ranks(
             *counts, stop.requested(), problem=problem

@@ -5,6 +5,6 @@
     fields, messages        types of the fields of TaskConfig; text on one line
     pretrained              models of transformers to start from
 
-The others belong to a kind of task. A new project holds those that its task.py and its programs
-import; delete any that yours does not use.
+The others belong to a kind of task. A new project holds those that task.py and the programs beside
+it import, directly or through others; delete any that they no longer import.
 """

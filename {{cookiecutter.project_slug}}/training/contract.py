@@ -56,7 +56,8 @@ class Task(Protocol):
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The loss summed over the count(batch) terms: float32, shape (). A sum, not a mean:
-        train.py divides by the terms of the whole step. The batch is on the model's device."""
+        train.py divides by the terms of the whole step. The batch is on the model's device. It
+        runs under autocast: compute the loss in float32, with F.cross_entropy or .float()."""
 
     def eval_sums(self, model: torch.nn.Module, batch: Batch) -> Batch:
         """Tensors of any shape. They are added up over all batches, in float64."""
@@ -224,6 +225,11 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
     `batches` is one batch, optionally followed by its two halves. Returns a warning for each value
     that differs from the sum over the halves: it is probably a mean.
     """
+
+    def typed_loss(model, batch) -> tuple[torch.Tensor, str]:
+        loss = task.loss_sum(model, batch)
+        return loss, str(loss.dtype)  # outside, accelerate has made it float32
+
     model.eval()
     sums, *halves = [model(task.eval_sums, batch) for batch in batches]
     check_sums(sums)
@@ -234,8 +240,13 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
     ]
     if halves:
         with contextlib.suppress(Exception):  # it may need columns that only training rows have
-            loss, *parts = [model(task.loss_sum, batch) for batch in batches]
-            warnings.append(warn_if_mean("loss_sum", loss, parts))
+            (loss, dtype), *parts = [model(typed_loss, batch) for batch in batches]
+            warnings.append(warn_if_mean("loss_sum", loss, [part for part, _ in parts]))
+            if dtype != "torch.float32":
+                warnings.append(
+                    f"warning: task.loss_sum computes the loss in {dtype.removeprefix('torch.')}, "
+                    "since it runs under autocast; call .float() on the outputs of the model"
+                )
     model.train()
     try:
         metrics = task.metrics({name: value.cpu().double() for name, value in sums.items()})
