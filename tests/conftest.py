@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,12 @@ DEFAULT_SLUG = "my_training"
 NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cache", ".cache")
 # Settings of whoever runs the tests that would change what a run does.
 FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_")
+
+# In the background of a script, or under nohup, the tests and all that they start would ignore these.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, default)
 
 # Run in forks of tests/preloaded.py, unless a variable is set that imports may read.
 PRELOADED = ("-c", "train.py", "predict.py")

@@ -316,7 +316,7 @@ def test_the_projects_own_tests_pass(project):
 def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
     project = make_tiny(tmp_path)
     task = project.path / "task.py"
-    task.write_text(task.read_text() + "\n\ndef build_model(cfg):\n    raise OSError('boom')\n")
+    task.write_text(task.read_text() + "\n\ndef build_model(*_):\n    raise OSError('boom')\n")
     # -rN: where CI is set, pytest's summary repeats the whole error.
     command = ["python", "-m", "pytest", "-q", "-rN", "tests/test_training.py"]
     told = project.run(*command, check=False).stdout
