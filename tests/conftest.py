@@ -27,7 +27,7 @@ NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cac
 # Settings of whoever runs the tests that would change what a run does.
 FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_")
 
-# In the background of a script, or under nohup, the tests and all that they start would ignore these.
+# In the background of a script, or under nohup, all that the tests start would ignore these.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
