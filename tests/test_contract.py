@@ -44,6 +44,7 @@ def test_what_a_function_gives_wrongly_is_one_line(quick, tmp_path, name, value,
     printed = quick(*flags, before=OLD.format(name) + value, codes=[2])
     last = printed.rstrip("\n").split("\n")[-1]
     assert last.startswith("train.py: task.") and said in last and name in last
+    assert "in float64, since it runs under autocast" not in printed
     assert "Traceback" not in printed
     if output.exists():  # known before the first step has ended
         written = output / "metrics.jsonl"

@@ -242,7 +242,7 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
         with contextlib.suppress(Exception):  # it may need columns that only training rows have
             (loss, dtype), *parts = [model(typed_loss, batch) for batch in batches]
             warnings.append(warn_if_mean("loss_sum", loss, [part for part, _ in parts]))
-            if dtype != "torch.float32":
+            if dtype in ("torch.bfloat16", "torch.float16"):  # check_loss refuses others
                 warnings.append(
                     f"warning: task.loss_sum computes the loss in {dtype.removeprefix('torch.')}, "
                     "since it runs under autocast; call .float() on the outputs of the model"
