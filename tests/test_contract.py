@@ -27,6 +27,7 @@ CASES = [
     ("loss_sum", "old(*a)[None]", f"of shape (1,); {SCALAR}"),
     ("loss_sum", "old(*a).item()", "task.loss_sum returns "),
     ("loss_sum", "old(*a).detach()", "a loss without a gradient"),
+    ("build_model", "None", "task.build_model returns None, NoneType; give an nn.Module"),
     ("count", "float(old(*a))", "task.count returns "),
     ("count", "-1", "task.count returns -1, int"),
     ("collate", "a[0]", "task.collate returns [{"),

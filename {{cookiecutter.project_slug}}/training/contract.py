@@ -178,6 +178,13 @@ def check_count(count: Any) -> int:
     return number
 
 
+def check_model(model: Any) -> torch.nn.Module:
+    """The model of task.build_model; raises ValueError for anything else."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    raise ValueError(f"task.build_model returns {describe_value(model)}; give an nn.Module")
+
+
 def check_loss(loss: Any) -> None:
     """Raises ValueError unless this is a float32 scalar with a gradient."""
     if torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32):
