@@ -27,6 +27,7 @@ CASES = [
     ("loss_sum", "old(*a)[None]", f"of shape (1,); {SCALAR}"),
     ("loss_sum", "old(*a).item()", "task.loss_sum returns "),
     ("loss_sum", "old(*a).detach()", "a loss without a gradient"),
+    ("build_model", "None", "task.build_model returns None, NoneType; give an nn.Module"),
     ("count", "float(old(*a))", "task.count returns "),
     ("count", "-1", "task.count returns -1, int"),
     ("collate", "a[0]", "task.collate returns [{"),
@@ -44,6 +45,7 @@ def test_what_a_function_gives_wrongly_is_one_line(quick, tmp_path, name, value,
     printed = quick(*flags, before=OLD.format(name) + value, codes=[2])
     last = printed.rstrip("\n").split("\n")[-1]
     assert last.startswith("train.py: task.") and said in last and name in last
+    assert "in float64, since it runs under autocast" not in printed
     assert "Traceback" not in printed
     if output.exists():  # known before the first step has ended
         written = output / "metrics.jsonl"

@@ -121,6 +121,8 @@ def test_eval_only_says_that_it_evaluates_and_keeps_the_scores(quick, tmp_path):
     printed = quick("--output_dir", output, "--eval_only")
     newest = output / "checkpoints" / "step-00000012"
     assert f"evaluating {newest}" in printed and "continuing" not in printed
+    checked = quick("--output_dir", output, "--eval_only", "--check")
+    assert f"evaluates {newest} on " in checked and "goes on" not in checked
     found = json.loads((output / "evaluation" / "metrics.json").read_text())
     last = lines(output, "eval_loss")[-1]
     assert found == {"step": 12, "checkpoint": str(newest), **last}

@@ -361,7 +361,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Build the model. The seed gives all ranks the same one.
     torch.manual_seed(cfg.seed)
     with ranks.fail_together(), as_user_error():
-        model = task.build_model(cfg.task, start.prepared)
+        model = contract.check_model(task.build_model(cfg.task, start.prepared))
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
     model = weights.sync_batch_norms(model, accelerator)

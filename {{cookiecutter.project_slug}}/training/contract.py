@@ -178,6 +178,13 @@ def check_count(count: Any) -> int:
     return number
 
 
+def check_model(model: Any) -> torch.nn.Module:
+    """The model of task.build_model; raises ValueError for anything else."""
+    if isinstance(model, torch.nn.Module):
+        return model
+    raise ValueError(f"task.build_model returns {describe_value(model)}; give an nn.Module")
+
+
 def check_loss(loss: Any) -> None:
     """Raises ValueError unless this is a float32 scalar with a gradient."""
     if torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32):
@@ -242,7 +249,7 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
         with contextlib.suppress(Exception):  # it may need columns that only training rows have
             (loss, dtype), *parts = [model(typed_loss, batch) for batch in batches]
             warnings.append(warn_if_mean("loss_sum", loss, [part for part, _ in parts]))
-            if dtype != "torch.float32":
+            if dtype in ("torch.bfloat16", "torch.float16"):  # check_loss refuses others
                 warnings.append(
                     f"warning: task.loss_sum computes the loss in {dtype.removeprefix('torch.')}, "
                     "since it runs under autocast; call .float() on the outputs of the model"

@@ -71,6 +71,9 @@ class RunStart:
                 f"{self.output} is finished: {point.finished}; for a new run give another "
                 "--output_dir"
             )
+        if self.cfg.eval_only:
+            rows = f"{len(self.data[1]):,} samples"
+            return f"checked: {self.output} evaluates {point.checkpoint} on {rows}"
         start = "starts from the beginning"
         if point.checkpoint:
             start = f"goes on from {point.checkpoint}"
