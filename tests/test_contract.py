@@ -71,6 +71,8 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
     [
         ("build_model = lambda cfg: None", "build_model(cfg) is called as"),
         ("collate = lambda: {}", "collate() is called as collate(rows)"),
+        ("sizes = lambda dataset: [1, 2]", "task.sizes returns an array of shape (2,)"),
+        ("TaskConfig = type('TaskConfig', (), {})", "is not a dataclass"),
         ("report = lambda model, sums: {}", "report(model, sums, folder, cfg, prepared)"),
     ],
 )
@@ -88,6 +90,12 @@ def test_a_loss_that_autocast_computes_in_bf16_is_warned_of(quick, tmp_path):
     assert said in quick(*flags, tmp_path / "bf16", before=loss, env=bf16)
     better = loss.replace("m(b['x'])", "m(b['x']).float()")
     assert said not in quick(*flags, tmp_path / "fp32", before=better, env=bf16)
+
+
+def test_a_report_that_is_no_dict_does_not_end_a_run(quick, tmp_path):
+    before = "import task; task.report = lambda *_: ['a text']"
+    printed = quick("--max_steps", 2, "--output_dir", tmp_path / "run", before=before)
+    assert "no report: " in printed and status(tmp_path / "run")["state"] == "finished"
 
 
 def test_more_arguments_with_defaults_are_no_mistake(quick, tmp_path):

@@ -260,7 +260,8 @@ def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart) ->
     if not hasattr(task, "report"):
         return {}
     output.mkdir(exist_ok=True)
-    shown, problem = catch(task.report, model.eval(), sums, output, start.cfg.task, start.prepared)
+    arguments = (model.eval(), sums, output, start.cfg.task, start.prepared)
+    shown, problem = catch(lambda: dict(task.report(*arguments) or {}))
     if problem:  # a failed report does not end the run
         say(f"no report: {type(problem).__name__}: {one_line(problem)}")
     for name, value in (shown or {}).items():

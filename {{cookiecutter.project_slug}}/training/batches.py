@@ -215,6 +215,11 @@ class SampleDataset(torch.utils.data.Dataset):
         self.order = None if seed is None else SampleOrder(len(dataset), seed)
         sizes = getattr(task, "sizes", None)
         self.sizes = np.asarray(sizes(dataset)) if sizes else None
+        if sizes and self.sizes.shape != (len(dataset),):
+            raise ValueError(
+                f"task.sizes returns an array of shape {self.sizes.shape}; return the sizes of the "
+                f"{len(dataset)} rows, shape ({len(dataset)},)"
+            )
         self.augment = getattr(task, "augment", None) if seed is not None else None
 
     def __len__(self):

@@ -5,6 +5,7 @@ names the function, its result, and the expected result.
 """
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -98,7 +99,16 @@ OPTIONAL = "identity digest augment sizes report".split()
 
 
 def check_functions(task: Any) -> None:
-    """Raises ValueError if a function is missing or does not accept its arguments."""
+    """Raises ValueError if a function is missing or does not accept its arguments.
+
+    TaskConfig must be a dataclass whose fields have defaults.
+    """
+    if not dataclasses.is_dataclass(task.TaskConfig):
+        raise ValueError("task.TaskConfig is not a dataclass; write @dataclass above it")
+    try:
+        task.TaskConfig()
+    except TypeError as error:
+        raise ValueError(f"task.TaskConfig: {error}; give each field a default") from None
     missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
     if missing:
         raise ValueError(

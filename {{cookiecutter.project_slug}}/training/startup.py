@@ -131,8 +131,8 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
 
     `about` is train.py's docstring. --help shows the commands in its second paragraph.
     """
-    cfg, remarks = read_config(config_class, about)
     contract.check_functions(task)
+    cfg, remarks = read_config(config_class, about)
     output = Path(cfg.output_dir)
     replicas = ranks.PROCESSES
     if cfg.config_file:
