@@ -122,14 +122,56 @@ _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, up to step 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
 scaled = monitor.StepMonitor(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
+scaler.get_scale = lambda: 256.0
 loss, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
 assert notes == [] and reason == "" and loss == 3.0  # the scale was too large, not the loss
 _, _, notes, reason = feed(scaled, math.nan, math.nan)
+assert len(notes) == 2 and reason
+scaled.skipped = 0
+_, _, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)  # the scaler saw no infinity
 assert len(notes) == 2 and reason
 scaler.get_scale = lambda: 0.5  # no scale makes these finite
 scaled.skipped = 0
 _, _, notes, reason = feed(scaled, 3.0, 3.0, norm=math.inf)
 assert len(notes) == 2 and reason
+"""
+    tiny.run("python", "-c", program)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_fp16_skips_a_step_whose_gradients_are_finite_and_whose_norm_is_not(tiny, kind):
+    """The scaler of fp16 looks at single gradients; their squares may overflow in the norm."""
+    program = f"""
+import math, torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from training import monitor
+Accelerator(cpu=True)
+weight = torch.nn.Parameter(torch.ones(8))
+settings = {{"fused": True}} if "{kind}" == "AdamW" else {{"momentum": 0.9}}
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+optimizer = AcceleratedOptimizer(
+    torch.optim.{kind}([weight], lr=0.1, **settings), device_placement=False, scaler=scaler
+)
+def step(gradient, limit=1.0):
+    scaler.scale(weight.sum() * 0)
+    weight.grad = torch.full((8,), gradient) * scaler.get_scale()
+    scaler.unscale_(optimizer.optimizer)
+    norm = torch.nn.utils.clip_grad_norm_([weight], limit)
+    monitor.skip_unless_finite(optimizer, norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    state = optimizer.state.get(weight, {{}})
+    return [weight.detach().clone(), *(v.clone() for v in state.values() if torch.is_tensor(v))]
+def same(one, other):
+    return all(map(torch.equal, one, other))
+before = step(1.0)
+assert not torch.equal(before[0], torch.ones(8)) and before[0].isfinite().all()
+for limit in (1.0, math.inf):
+    assert same(before, step(1e25, limit))  # finite, and its square is not
+    assert scaler.get_scale() == 1024.0
+assert same(before, step(math.inf))
+assert not same(before, step(1.0))
 """
     tiny.run("python", "-c", program)
 

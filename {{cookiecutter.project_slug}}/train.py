@@ -15,18 +15,16 @@ that was killed.
 """
 
 import math
-import os
 import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 import yaml
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import GradientAccumulationPlugin, send_to_device
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 import task
@@ -35,6 +33,7 @@ from training import (
     batches,
     checkpoints,
     contract,
+    device,
     model_card,
     monitor,
     run_folder,
@@ -42,7 +41,7 @@ from training import (
     tracking,
     weights,
 )
-from training.batches import SampleDataset, StepBatchSampler
+from training.batches import SampleDataset, StepBatchSampler, StepReader
 from training.config import (
     NOTHING,
     ONE_COMMAND,
@@ -54,7 +53,7 @@ from training.config import (
     Workers,
 )
 from training.console import one_line, say
-from training.ranks import Ranks, UserError, as_user_error, catch, check_device, use_cpu
+from training.ranks import Ranks, UserError, as_user_error, catch
 from training.startup import RunStart, prepare_run
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -92,8 +91,9 @@ class Config:
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
     """Largest number of samples that a device takes at once; lower it when memory runs out. The
     result stays the same to rounding, except for the masks of dropout."""
-    num_workers: Workers = field(default=0, metadata=NOTHING)
-    """Worker processes that load data for each training process; 0: it loads its own data."""
+    num_workers: Workers | None = field(default=None, metadata=NOTHING)
+    """Worker processes that load data for each training process; 0: it loads its own data; null: 4
+    on a GPU for a task that augments its rows, otherwise 0."""
 
     # Optimizer
     learning_rate: NonNegativeFloat = 3e-3
@@ -150,6 +150,9 @@ class Config:
     # Speed, memory and determinism
     compile: bool = False
     """torch.compile: starts more slowly, runs faster; for GPUs. It changes the masks of dropout."""
+    tf32: bool = field(default=False, metadata=ROUNDING)
+    """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
+    faster and keeps 3 digits."""
     deterministic: bool = False
     """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
@@ -206,7 +209,7 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     """
     model.eval()
     # Apple's GPUs have no float64.
-    device = "cpu" if accelerator.device.type == "mps" else accelerator.device
+    place = "cpu" if accelerator.device.type == "mps" else accelerator.device
     totals, eval_batches = {}, iter(loader)
     for _ in range(len(loader)):
         fetched, problem = catch(next, eval_batches)
@@ -216,8 +219,10 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch, (_, _, rows) = fetched
-        for name, value in model(task.eval_sums, batch).items():
-            value = value.to(device).double()
+        with device.eager(model):
+            sums = model(task.eval_sums, batch)
+        for name, value in sums.items():
+            value = value.to(place).double()
             totals[name] = totals.get(name, 0.0) + (value if rows else torch.zeros_like(value))
     totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
     model.train()
@@ -294,28 +299,6 @@ def draw_curves(output: Path) -> Path | str:
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def make_accelerator(cfg: Config, accumulation: int) -> Accelerator:
-    """The accelerator that the launcher's YAML asks for; raises UserError if it is not there."""
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
-        torch.use_deterministic_algorithms(True)
-    accelerator = Accelerator(
-        cpu=use_cpu(),
-        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation, sync_with_dataloader=False
-        ),
-        dynamo_backend="inductor" if cfg.compile else None,
-        log_with=None if cfg.tracker == "none" else cfg.tracker,
-        project_dir=cfg.output_dir,
-    )
-    torch.backends.cuda.matmul.allow_tf32 = False  # accelerate allows it together with compile
-    with as_user_error():
-        check_device(accelerator)
-    weights.register_state_hooks(accelerator)
-    return accelerator
-
-
 # An error on one process must end all of them: the others would wait for it until the timeout. Code
 # that may fail on one process stands inside `with ranks.fail_together()`. Every process enters it,
 # even if only the main process acts inside. ranks.from_main sends the main process's value to all.
@@ -340,7 +323,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         return 0
 
     # Create the accelerator, and print what runs on what.
-    accelerator = make_accelerator(cfg, plan.accumulation)
+    with as_user_error():
+        accelerator = device.make_accelerator(cfg, plan.accumulation)
+    weights.register_state_hooks(accelerator)
     processes, precision = accelerator.num_processes, accelerator.mixed_precision
     say(
         f"{output}: {processes} x {accelerator.device.type}, {precision.replace('no', 'fp32')}, "
@@ -377,9 +362,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         first_sample, last_sample, plan.micro_batch_size, plan.ranks, step_size, train_rows.sort
     )
     eval_sampler = StepBatchSampler(
-        0, len(eval_data), cfg.micro_batch_size, plan.ranks, sort=eval_rows.sort
+        0, len(eval_data), plan.micro_batch_size, plan.ranks, sort=eval_rows.sort
     )
-    loading = {"num_workers": cfg.num_workers, "pin_memory": accelerator.device.type == "cuda"}
+    workers = device.count_workers(cfg.num_workers, task, accelerator.device)
+    loading = {"num_workers": workers, "pin_memory": accelerator.device.type == "cuda"}
     train_loader = batches.make_loader(train_rows, train_sampler, task, **loading)
     eval_loader = batches.make_loader(eval_rows, eval_sampler, task, **loading)
 
@@ -389,9 +375,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare.
-    model, optimizer, train_loader, eval_loader = accelerator.prepare(
-        weights.TaskModule(model), optimizer, train_loader, eval_loader
+    model, optimizer, eval_loader = accelerator.prepare(
+        weights.TaskModule(model), optimizer, eval_loader
     )
+    train_loader = accelerator.prepare_data_loader(train_loader, device_placement=False)
 
     # Resume.
     if checkpoint:
@@ -417,9 +404,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Try an evaluation: a mistake in task.py shows now, and not hours later.
     with ranks.fail_together(), as_user_error():
-        first_batches = batches.first_batches(eval_rows, eval_sampler, task, halves=not cfg.compile)
+        first_batches = batches.first_batches(eval_rows, eval_sampler, task)
         first_batches = send_to_device(first_batches, accelerator.device)
-        for warning in contract.try_evaluation(task, model, first_batches):
+        with device.eager(model):
+            warnings = contract.try_evaluation(task, model, first_batches)
+        for warning in warnings:
             say(warning)
 
     # Log.
@@ -444,18 +433,17 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                     if accelerator.is_main_process:
                         checkpoints.add_to_manifest(checkpoint, {"eval_loss": scores["eval_loss"]})
 
-    # Train. Steps are counted from 1.
-    train_batches, step, sums = iter(train_loader), first_step, None
+    # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
+    step, sums = first_step, None
     last_step = first_step if stopped else max_steps
+    reader = StepReader(train_loader, plan.accumulation, ranks, stop.requested)
     meter.start()
-    for step in range(first_step + 1, last_step + 1):
-        # Fetch the micro-batches of the step, and agree on what all ranks hold.
+    if first_step < last_step:
         with meter.waiting():
-            window, problem = catch(lambda: [next(train_batches) for _ in range(plan.accumulation)])
-        counts = np.sum([numbers for _, numbers in window], axis=0) if window else (0, 0, 0)
-        terms, ids_hash, _, stopped = ranks.sum_over_ranks(
-            *counts, stop.requested(), problem=problem
-        )
+            reader.fetch()
+    for step in range(first_step + 1, last_step + 1):
+        # Take the micro-batches of the step, and what all ranks agreed on.
+        window, terms, ids_hash = reader.take()
         meter.add(terms, ids_hash)
 
         # Set the learning rate.
@@ -465,7 +453,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
         # Sum the gradients of the micro-batches.
         loss_sum = torch.zeros((), device=accelerator.device)
-        for turn, (batch, _) in enumerate(window):
+        for turn, batch in enumerate(window):
+            batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, plan.number(turn), accelerator.device)
             with accelerator.accumulate(model):
                 loss = model(task.loss_sum, batch)
@@ -474,6 +463,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                         contract.check_loss(loss)
                 accelerator.backward(loss * monitor.one_or_nan(loss) * plan.loss_scale(terms))
             loss_sum += loss.detach()
+
+        # Fetch the next step.
+        if step < last_step:
+            with meter.waiting():
+                reader.fetch()
 
         # Update the weights.
         norm = accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm or math.inf)
@@ -486,7 +480,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", loss_sum)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps
-        stopped = stopped and not final  # the last step ends the run anyway
+        stopped = reader.stop_seen()
         evaluating = due(step, cfg.eval_every, final) and not stopped
         saving = due(step, cfg.save_every, final or stopped)
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from training import contract
-from training.ranks import UserError
+from training.ranks import PendingSum, Ranks, UserError, catch
 from training.shutdown import ignore_signals
 
 Batch = dict[str, torch.Tensor]
@@ -291,12 +291,44 @@ def make_loader(
     )
 
 
-def first_batches(
-    rows: SampleDataset, sampler: StepBatchSampler, task: Any, halves: bool
-) -> list[Batch]:
-    """The first batch; if it has several rows and `halves` is true, also its two halves."""
+class StepReader:
+    """Fetches the next step's micro-batches, and agrees on them, while the device still computes.
+
+    The processes exchange what all must know before the step: its loss terms, the hash of its
+    sample ids, requests to stop, and errors.
+    """
+
+    def __init__(self, loader: Any, accumulation: int, ranks: Ranks, stop_requested: Callable):
+        self.batches, self.accumulation = iter(loader), accumulation
+        self.ranks, self.stop_requested = ranks, stop_requested
+        self.window: list[tuple[Batch, tuple]] = []
+        self.exchange: PendingSum | None = None
+
+    def fetch(self) -> None:
+        """Fetches this process's micro-batches of the next step, and starts the exchange."""
+        window, problem = catch(lambda: [next(self.batches) for _ in range(self.accumulation)])
+        self.window = window or []
+        counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
+        self.exchange = self.ranks.start_sum(*counts, self.stop_requested(), problem=problem)
+
+    def take(self) -> tuple[list[Batch], int, int]:
+        """(micro-batches, loss terms over all processes, hash of all sample ids) of the next step.
+
+        If a process could not fetch its micro-batches, all of them raise its error.
+        """
+        exchange, self.exchange = self.exchange, None
+        terms, ids_hash, _, _ = exchange.result()
+        return [batch for batch, _ in self.window], terms, ids_hash
+
+    def stop_seen(self) -> bool:
+        """Whether a process was asked to stop before it fetched the next step, if there is one."""
+        return bool(self.exchange and self.exchange.peek()[3])
+
+
+def first_batches(rows: SampleDataset, sampler: StepBatchSampler, task: Any) -> list[Batch]:
+    """The first batch; if it has several rows, also its two halves."""
     samples = rows.__getitems__(sampler.first_batch())
-    half = len(samples) // 2 if halves else 0
+    half = len(samples) // 2
     parts = [samples, samples[:half], samples[half:]] if half else [samples]
     collate = make_collate(task)
     return [collate(part)[0] for part in parts]

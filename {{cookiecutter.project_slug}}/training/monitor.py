@@ -36,10 +36,24 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     norm and removes the gradients, without which an optimizer changes neither weights nor moments.
     """
     inner = optimizer.optimizer
-    if getattr(inner, "_step_supports_amp_scaling", False):
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        if not norm.isfinite():
+            inner.zero_grad(set_to_none=True)
+    elif optimizer.scaler is None:
         inner.found_inf = (~norm.isfinite()).float()
-    elif not norm.isfinite():
-        inner.zero_grad(set_to_none=True)
+    else:
+        if not hasattr(inner, "norm"):
+            inner.register_step_pre_hook(add_overflow)
+        inner.norm = norm
+
+
+def add_overflow(inner: torch.optim.Optimizer, *_) -> None:
+    """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
+
+    The norm of finite gradients may overflow, and clipping would then make them zeros or NaN. The
+    scaler sets `found_inf` just before the step, so this runs as a hook of the step.
+    """
+    inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
 
 
 def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimizer) -> None:
@@ -84,6 +98,7 @@ class StepMonitor:
         self.steps = []  # since the last line: step, loss terms, loss sum of this process, norm
         self.recent = deque(maxlen=MEMORY)  # mean losses of recent steps
         self.skipped = 0  # steps skipped in a row
+        self.scale = self.loss_scale()  # at the last line
 
     def add(self, step: int, terms: int, loss_sum: torch.Tensor, norm: torch.Tensor) -> None:
         """Adds a step; `loss_sum` and `norm` are scalars on the device."""
@@ -101,13 +116,14 @@ class StepMonitor:
         losses, norms = torch.stack([losses, torch.stack(norms)]).tolist()
         self.steps = []
         notes, reason, total, total_terms = [], "", 0.0, 0
+        lowered = self.scale_was_lowered()
         for step, terms, loss, norm in zip(steps, counts, losses, norms, strict=True):
             if math.isfinite(loss):
                 total, total_terms = total + loss, total_terms + terms
             if math.isfinite(loss + norm):
                 notes += self.find_spike(step, loss / max(terms, 1))
                 self.skipped = 0
-            elif not (math.isfinite(loss) and self.scale_may_overflow()):
+            elif not (math.isfinite(loss) and lowered):
                 numbers = {"skipped_loss": loss / max(terms, 1), "skipped_norm": norm}
                 notes.append({"step": step, "event": "skipped", **numbers})
                 self.skipped += 1
@@ -120,12 +136,17 @@ class StepMonitor:
                     )
         return total / total_terms if total_terms else math.nan, norm, notes, reason
 
-    def scale_may_overflow(self) -> bool:
-        """Whether the loss scale of fp16 may be the cause: now and then it is tried too large.
+    def loss_scale(self) -> float:
+        """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""
+        return self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1.0
+
+    def scale_was_lowered(self) -> bool:
+        """Whether fp16's loss scale was too large since the last line: now and then it is tried.
 
         With a scale of 1 or below, the gradients themselves are not finite.
         """
-        return self.accelerator.scaler is not None and self.accelerator.scaler.get_scale() > 1
+        before, self.scale = self.scale, self.loss_scale()
+        return 1 < self.scale < before
 
     def find_spike(self, step: int, loss: float) -> list[dict]:
         """A note if the loss lies far above the median of recent losses, else none."""

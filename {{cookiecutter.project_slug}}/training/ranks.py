@@ -16,12 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 
+from training.device import PROCESSES, use_cpu
 from training.run_folder import PERMANENT_ERRORS, REMOVED
-
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
-
 
 # ---- Errors --------------------------------------------------------------------------------------
 
@@ -107,13 +104,11 @@ class Ranks:
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""
-        sums = torch.tensor([*numbers, problem is not None])
-        if self.group:
-            dist.all_reduce(sums, group=self.group)
-        *sums, problems = sums.tolist()
-        if problems:
-            self.raise_everywhere(problem)
-        return sums
+        return self.start_sum(*numbers, problem=problem).result()
+
+    def start_sum(self, *numbers: int, problem: Exception | None = None) -> "PendingSum":
+        """Starts `sum_over_ranks` in the background."""
+        return PendingSum(self, numbers, problem)
 
     def gather(self, value: Any) -> list:
         """The value of each process, in the order of their ranks."""
@@ -173,6 +168,30 @@ class Ranks:
         return Failed(f"waited {self.timeout} s for the other processes; {missing}")
 
 
+class PendingSum:
+    """Sums over all processes that are exchanged in the background."""
+
+    def __init__(self, ranks: Ranks, numbers: tuple[int, ...], problem: Exception | None):
+        self.ranks, self.problem = ranks, problem
+        self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
+        if ranks.group:
+            self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
+
+    def peek(self) -> list[int]:
+        """The sums, even if a process has a problem; waits for all processes."""
+        if self.work:
+            self.work.wait()
+            self.work = None
+        return self.numbers.tolist()[:-1]
+
+    def result(self) -> list[int]:
+        """The sums. If a process has a problem, all of them raise it."""
+        sums = self.peek()
+        if self.numbers[-1]:
+            self.ranks.raise_everywhere(self.problem)
+        return sums
+
+
 def restart_store() -> dict:
     """Arguments of PartialState after torchelastic restarted the processes (`--max_restarts`).
 
@@ -186,25 +205,3 @@ def restart_store() -> dict:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
     store = dist.PrefixStore(f"restart-{restarts}", store)
     return {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
-
-
-def use_cpu() -> bool:
-    """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
-    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
-    return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
-
-
-def check_device(accelerator) -> None:
-    """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
-    if accelerator.device.type != "cpu":
-        return
-    names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
-    cpu, hidden = [os.environ.get(name, "") for name in names]
-    # For YAMLs with GPUs the launcher sets "False", or nothing.
-    if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
-        raise ValueError(
-            "the launcher was told to use a GPU, but there is none; give it --config_file "
-            "configs/accelerate/cpu.yaml"
-        )
-    if accelerator.mixed_precision == "fp16":
-        raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from training import checkpoints
 from training.console import say
-from training.ranks import PROCESSES, Ranks, UserError, as_user_error
+from training.device import PROCESSES
+from training.ranks import Ranks, UserError, as_user_error
 
 
 class TaskModule(torch.nn.Module):

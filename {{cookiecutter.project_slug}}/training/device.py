@@ -1,0 +1,88 @@
+"""The device of a process: which one it is, and how it computes.
+
+The launcher's YAML chooses devices and precision; fields of the recipe make them fast or exact.
+"""
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+    parse_flag_from_env,
+)
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
+
+
+def make_accelerator(cfg: Any, accumulation: int) -> Accelerator:
+    """The accelerator that the launcher's YAML asks for; raises ValueError if it is not there."""
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not cfg.deterministic
+    # Kept in the project: a second start of the same model compiles in seconds.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath(".cache/compiled"))
+    dynamo = TorchDynamoPlugin(backend="inductor" if cfg.compile else "no")
+    dynamo.dynamic = None  # torch decides; the launcher exports "False", which is static shapes
+    accelerator = Accelerator(
+        cpu=use_cpu(),
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=accumulation, sync_with_dataloader=False
+        ),
+        dynamo_plugin=dynamo,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        log_with=None if cfg.tracker == "none" else cfg.tracker,
+        project_dir=cfg.output_dir,
+    )
+    # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
+    check_device(accelerator)
+    return accelerator
+
+
+def use_cpu() -> bool:
+    """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
+    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
+
+
+def check_device(accelerator) -> None:
+    """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
+    if accelerator.device.type != "cpu":
+        return
+    names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
+    cpu, hidden = [os.environ.get(name, "") for name in names]
+    # For YAMLs with GPUs the launcher sets "False", or nothing.
+    if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
+        raise ValueError(
+            "the launcher was told to use a GPU, but there is none; give it --config_file "
+            "configs/accelerate/cpu.yaml"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
+
+
+def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
+    """Loading processes for each training process: `chosen`, or what suits the task.
+
+    They pay where a GPU would wait for rows that take work, as images that are augmented do.
+    """
+    if chosen is not None:
+        return chosen
+    if device.type != "cuda" or not hasattr(task, "augment"):
+        return 0
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(max(cores - 1, 0), 4)
+
+
+def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
+    if not hasattr(model, "_orig_mod"):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
