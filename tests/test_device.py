@@ -1,0 +1,119 @@
+"""How a device is told to compute, and what happens while it does."""
+
+import pytest
+
+from conftest import bake, lines, load_task, wait_until
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_lengths(tmp_path):
+    """Two graphs, one for any length, although the launcher exports USE_DYNAMIC=False; the second
+    start compiles nothing."""
+    project = bake(tmp_path, task="text_classification", tracker="none")
+    flags = ["--config", "configs/train/smoke.yaml", "--task.dropout", 0, "--log_every", 1]
+    flags += ["--task.hidden_size", 32, "--max_steps", 8, "--eval_every", 4]
+    printed = {}
+    for name, compiled in (("eager", "false"), ("first", "true"), ("second", "true")):
+        env = {"TORCH_LOGS": "recompiles", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False"}
+        output = ["--compile", compiled, "--output_dir", tmp_path / name]
+        printed[name] = project.train(1, *flags, *output, timeout=600, **env)
+        kept = {f for f in (project.path / ".cache" / "compiled").rglob("*") if f.is_file()}
+        assert bool(kept) == (name != "eager")
+        if name == "first":
+            before = kept
+    assert kept == before
+    assert printed["first"].count("Recompiling function") == 1
+    assert "limit" not in printed["first"] and "WON'T CONVERT" not in printed["first"]
+    for key in ("loss", "eval_loss"):
+        numbers = {name: [line[key] for line in lines(tmp_path / name, key)] for name in printed}
+        assert len(numbers["eager"]) == {"loss": 8, "eval_loss": 2}[key]
+        assert numbers["first"] == pytest.approx(numbers["eager"], rel=1e-4)
+        assert numbers["second"] == numbers["first"]
+
+
+@pytest.mark.parametrize("tf32", ["false", "true"])
+def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
+    """torch computes convolutions in TF32 unless it is told not to."""
+    shown = "import torch; from training import tracking; b = torch.backends; "
+    shown += "b.cudnn.allow_tf32 = True; tracking.end_tracker = lambda _: print("
+    shown += "'allowed:', b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, b.cudnn.benchmark)"
+    flags = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--tf32", tf32]
+    allowed = tf32.title()
+    assert f"allowed: {allowed} {allowed} True" in quick(*flags, before=shown)
+
+
+def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
+    device = load_task("training.device")
+    cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
+    images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
+    assert device.count_workers(None, images, cuda) == 4
+    assert device.count_workers(None, numbers, cuda) == device.count_workers(None, images, cpu) == 0
+    assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert device.count_workers(None, images, cuda) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert device.count_workers(None, images, cuda) == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes):
+    """The step before it is saved, although its data is fetched before that."""
+    batches = load_task("training.batches")
+    size, row = 1000, 5  # a row that the fingerprint of the data does not read
+    place = batches.sample_ids(range(size), size, 0).tolist().index(row)
+    # Not in the first of two micro-batches: accelerate's loader reads one ahead.
+    assert place % 8 >= 4
+    micro = 4 // processes
+    rank = place % 8 // micro % processes  # the process that computes it
+    flags = ["--task.samples", size, "--global_batch_size", 8, "--micro_batch_size", micro]
+    flags += ["--task.fail_where", "row", "--task.fail_rank", rank, "--output_dir", tmp_path]
+    flags += ["--max_steps", 200, "--save_every", 1, "--log_every", 1, "--eval_every", 0]
+    printed = tiny.train(processes, *flags, codes=[1, 2])
+    assert "no row here" in printed
+    saved = max(int(f.name[5:]) for f in tmp_path.glob("checkpoints/step-*"))
+    assert saved == place // 8 == lines(tmp_path, "loss")[-1]["step"]
+
+
+def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
+    batches, ranks = load_task("training.batches"), load_task("training.ranks")
+    asked = {"stop": 0}
+
+    def loader():
+        for number in range(4):
+            yield {"number": number}, (10 * number + 1, number, 2)
+        raise ValueError("no more")
+
+    class OneProcess(ranks.Ranks):
+        def __init__(self):
+            self.group = None
+
+    reader = batches.StepReader(loader(), 2, OneProcess(), lambda: asked["stop"])
+    assert not reader.stop_seen()
+    reader.fetch()
+    assert reader.take() == ([{"number": 0}, {"number": 1}], 12, 1)
+    asked["stop"] = 1
+    assert not reader.stop_seen()  # nothing has been fetched since
+    reader.fetch()
+    assert reader.stop_seen() and reader.stop_seen()
+    assert reader.take() == ([{"number": 2}, {"number": 3}], 52, 5)
+    reader.fetch()
+    assert reader.stop_seen()  # the step before can still be saved
+    with pytest.raises(ValueError, match="no more"):
+        reader.take()
+
+
+def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path):
+    """The rows of a step take 0.8 s here, so the signal comes while the next step is fetched."""
+    flags = ["--task.row_seconds", 0.1, "--save_every", 0, "--eval_every", 0, "--log_every", 1]
+    output = tmp_path / "run"
+    flags += ["--max_steps", 50, "--global_batch_size", 8, "--output_dir", output]
+    (run,) = tiny.start(1, *flags)
+    # The line of step 2 is written before the third step is fetched.
+    wait_until(lambda: (output / "metrics.jsonl").exists() and len(lines(output, "loss")) == 2, run)
+    run.terminate()
+    printed, _ = run.communicate(timeout=60)
+    assert run.returncode == 75
+    assert "stopped after step 3;" in printed
+    assert [f.name for f in (output / "checkpoints").glob("step-*")] == ["step-00000003"]
+    assert lines(output, "loss")[-1]["step"] == 3
