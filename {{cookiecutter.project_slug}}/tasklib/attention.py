@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from tasklib import pretrained
+
 SDPA = "sdpa"  # the attention that the others replace
 CAUSAL = "causal_rows"  # transformers makes no mask for an attention that it does not know
 MASKED = "always_masked"
@@ -61,7 +63,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 @functools.cache
-def flash() -> Callable | None:
+def find_flash() -> Callable | None:
     """FlashAttention for packed rows, if this version of torch and this GPU have it."""
     if not torch.cuda.is_available() or torch.version.hip:
         return None
@@ -104,9 +106,9 @@ def causal_attention(
     return sdpa(module, query, key, value, attention_mask, **options)
 
 
-def packed_inputs(starts: torch.Tensor, rows: int, length: int) -> Batch:
+def packed_inputs(starts: torch.Tensor, rows: int, length: int, has_flash: bool) -> Batch:
     """The argument of a model with CAUSAL attention that keeps the texts of rows apart."""
-    if starts.is_cuda and flash() and autocast_dtype(starts.device):
+    if has_flash and starts.is_cuda and autocast_dtype(starts.device):
         return {"cu_seq_lens_q": starts}
     return {"attention_mask": text_mask(starts, rows, length)}
 
@@ -125,7 +127,7 @@ def register() -> None:
         options["allow_is_causal_skip"] = allow_is_causal_skip and attention_mask is None
         return sdpa_mask(*args, attention_mask=attention_mask, **options)
 
-    causal = functools.partial(causal_attention, sdpa_attention_forward, flash())
+    causal = functools.partial(causal_attention, sdpa_attention_forward, find_flash())
     AttentionInterface.register(CAUSAL, causal)
     AttentionInterface.register(MASKED, sdpa_attention_forward)
     AttentionMaskInterface.register(MASKED, make_mask)
@@ -151,9 +153,10 @@ def needs_no_mask(model: Any, length: int) -> bool:
     model.set_attn_implementation(PROBE)
     named = [*model.named_parameters(), *model.named_buffers()]
     empty = {name: torch.empty_like(values, device="meta") for name, values in named}
-    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    width = model.get_input_embeddings().weight.shape[1]
+    row = {"inputs_embeds": torch.empty(1, length, width, device="meta")}
     # Only with a cache does transformers leave out a mask without looking at the positions.
-    torch.func.functional_call(model, empty, kwargs={"input_ids": ids, "use_cache": True})
+    torch.func.functional_call(model, empty, kwargs={**row, "use_cache": True})
     return bool(masks) and all(mask is None for mask in masks)
 
 
@@ -166,7 +169,7 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
     if model.config._attn_implementation != SDPA:
         return False
     register()
-    with evaluating(model):
+    with pretrained.quiet(), evaluating(model):
         try:
             expected = answers()
             fits = name != CAUSAL or needs_no_mask(model, length)

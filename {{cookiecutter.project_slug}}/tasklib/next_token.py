@@ -22,6 +22,7 @@ class LossPlan:
 
     chunk: int  # tokens whose logits exist at once
     most_texts: int  # in a packed row; 0: rows are not packed
+    has_flash: bool  # FlashAttention for packed rows
     is_split: bool  # the logits are what the head makes of the decoder's output, and no more
 
 
@@ -47,7 +48,8 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
         return [model(input_ids=row, use_cache=False, **way).logits for way in ways]
 
     attention.replace(model, attention.CAUSAL, answers, length)
-    model.loss_plan = LossPlan(chunk, most_texts, is_split(model, row))
+    has_flash = attention.find_flash() is not None
+    model.loss_plan = LossPlan(chunk, most_texts, has_flash, is_split(model, row))
 
 
 def is_split(model: Any, row: torch.Tensor) -> bool:
@@ -91,16 +93,18 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     """The arguments of the model, or of its decoder."""
     ids, causal = batch["input_ids"], model.config._attn_implementation == attention.CAUSAL
     inputs: dict[str, Any] = {"input_ids": ids}
-    if plan.is_split and attention.autocast_dtype(ids.device) == torch.bfloat16:
-        # fp32 embeddings would make the residual stream, queries and keys fp32. fp16 overflows.
-        inputs = {"inputs_embeds": model.get_input_embeddings()(ids).bfloat16()}
+    if plan.is_split:
+        embeddings = model.get_input_embeddings()(ids)
+        # fp32 embeddings would make the residual stream, queries and keys fp32. fp16 may overflow.
+        bf16 = attention.autocast_dtype(ids.device) == torch.bfloat16
+        inputs = {"inputs_embeds": embeddings.bfloat16() if bf16 else embeddings}
     if "position_ids" not in batch:
         # Without a cache, transformers asks the device in every batch whether rows are packed.
         return {**inputs, "use_cache": not causal}
     inputs |= {"position_ids": batch["position_ids"], "use_cache": False}
     if causal:
         starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
-        inputs |= attention.packed_inputs(starts, *ids.shape)
+        inputs |= attention.packed_inputs(starts, *ids.shape, plan.has_flash)
     return inputs
 
 
@@ -110,15 +114,16 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """`cross_entropy(hidden @ weight.T, labels)`, of which `chunk` rows exist at once.
+    """`cross_entropy(hidden @ weight.T, labels)`, of whose logits `chunk` rows exist at once.
 
     The forward pass computes the gradients too, while it has the logits. A backward pass that made
-    them again would cost a fourth product with the head. Gradients of the weight are added in fp32.
+    them again would cost a fourth product with the weight. Its gradients are added up in fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, training):
         dtype = attention.autocast_dtype(hidden.device) or weight.dtype
+        unit = 1 / 64 if dtype == torch.float16 else 1.0  # the sum over a chunk may overflow fp16
         matrix, loss = weight.to(dtype), torch.zeros((), device=hidden.device)
         trains_weight = training and weight.requires_grad
         hidden_grad = torch.empty_like(hidden) if training else None
@@ -132,14 +137,16 @@ class ChunkedLoss(torch.autograd.Function):
             loss -= (chosen * counted).sum()
             if training:  # the gradient of the logits: probabilities, less 1 at the target
                 grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1)
-                grad = grad.mul_(counted).to(dtype)
+                grad = grad.mul_(counted * unit).to(dtype)
                 hidden_grad[rows] = grad @ matrix
             if trains_weight:
                 weight_grad += grad.T @ states
         ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.unit = unit
         return loss
 
     @staticmethod
     def backward(ctx, scale):
+        scale = scale / ctx.unit
         grads = [each if each is None else each * scale for each in ctx.saved_tensors]
         return (*grads, None, None, None)
