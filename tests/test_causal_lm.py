@@ -1,5 +1,6 @@
 """The task causal_lm: what it reads, how it packs, what it counts, and how it answers bad input."""
 
+import argparse
 import json
 import math
 import shutil
@@ -125,6 +126,45 @@ def test_the_loss_is_the_sum_over_the_counted_tokens(task, config, tmp_path):
     nats = scores["loss"] * task.count(batch)
     assert scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / float(sums["bytes"]))
     assert scores["unigram_loss"] < math.log(300)
+
+
+def favour_unused_tokens(head, tokenizer):
+    """Makes tokens that the tokenizer lacks the likeliest, whatever the hidden state."""
+    head.weight.data.zero_()
+    head.weight.data[len(tokenizer)] = 100.0
+    head.weight.data[len(tokenizer) + 1] = -100.0
+
+
+def test_a_new_vocabulary_has_rows_that_are_never_generated(task, config, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    predict = load_task("predict")
+    cfg = config(write(tmp_path, "jsonl"))
+    prepared = task.prepare_data(cfg)
+    tokenizer, model = task.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
+    assert len(tokenizer) == 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
+    favour_unused_tokens(model.lm_head, tokenizer)
+    model.eval()
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3)}
+    assert model(input_ids=inputs["input_ids"]).logits.argmax(-1).min() >= 300
+    # All others have the same logit, and the first of them is chosen.
+    assert task.report(model, {}, tmp_path, cfg, prepared)["sample"].endswith("!!!")
+    task.export(model, tmp_path / "model", cfg, prepared)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 300
+    for flags in ([], ["--temperature", "1"]):
+        arguments = argparse.Namespace(tokens=5, temperature=float(flags[1]) if flags else 0.0)
+        options = predict.pipeline_options("text-generation", arguments, loaded)
+        answer = loaded.generate(**inputs, generation_config=options["generation_config"])
+        assert answer.shape == (1, 8) and answer.max() < 300
+
+
+def test_a_vocabulary_of_whole_128s_has_no_other_rows(task, config):
+    cfg = config("pydoc", vocab_size=384)
+    prepared = task.prepare_data(cfg)
+    assert len(task.load_tokenizer(cfg, prepared)) == 384
+    model = task.build_model(cfg, prepared)
+    assert model.config.vocab_size == 384 and model.generation_config.suppress_tokens is None
 
 
 def test_text_of_any_bytes_survives(task, config, tmp_path):

@@ -179,6 +179,18 @@ def test_the_loss_is_the_sum_over_target_tokens_however_rows_are_batched(task, s
     assert float(loss) == pytest.approx(float(theirs), rel=1e-5)
 
 
+def test_rows_of_a_new_vocabulary_without_a_token_are_never_generated(task, small):
+    cfg, folder, model, rows = small
+    used = len(task.load_tokenizer(cfg, folder))
+    assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
+    model.lm_head.weight.data.zero_()
+    model.lm_head.weight.data[[used, used + 1]] = torch.tensor([[100.0], [-100.0]])
+    batch = task.collate(rows)
+    assert task.target_logits(model, batch).argmax(-1).min() >= used
+    del batch["labels"]
+    assert model.generate(**batch).max() < used
+
+
 def test_padding_changes_nothing(task, small):
     _, _, model, rows = small
     batch = task.collate(rows)

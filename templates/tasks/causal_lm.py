@@ -23,12 +23,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from tasklib import cache, chats, demo_data, fields, layouts, lora, packing, pretrained, text
-from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number_type
+from tasklib import cache, chats, demo_data, fields, layouts, next_token, packing, pretrained, text
+from tasklib.attention import restored
+from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.layouts import ENDINGS, Layout
-from tasklib.lora import LoraFields
+from tasklib.lora import LoraFields, add_adapters, check_adapters
 from tasklib.packing import IGNORE_INDEX
 from tasklib.pretrained import ModelConfig
 from tasklib.sources import DataConfig, check_data_config
@@ -40,6 +40,7 @@ END_OF_TEXT = "<|endoftext|>"
 UNIT = "tokens"
 Length = number_type("Length", int, 2, 2**20)
 Vocabulary = number_type("Vocabulary", int, 257, 2**20)
+LossChunk = number_type("LossChunk", int, 16, 2**30)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -90,6 +91,9 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     """New model: attention heads in a layer."""
     dropout: Dropout = 0.0
     """New model: dropout on the attention weights, the only dropout of Llama."""
+    loss_chunk: LossChunk = field(default=4096, metadata=ROUNDING)
+    """Most tokens whose logits exist at once, on each device: bounds the memory that a large
+    vocabulary takes. The result stays the same to rounding."""
     sample_prompt: str = field(default="When a function is called,", metadata=NOTHING)
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
@@ -103,7 +107,7 @@ def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, demo_data.TEXTS)
     layouts.check_layout_fields(cfg)
-    lora.check_adapters(cfg)
+    check_adapters(cfg)
     stream = cfg.rows in ("auto", "text")
     apart = cfg.attn_implementation != "flash_attention_2" or not uses_best_fit(cfg)
     rules = [
@@ -183,7 +187,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
     else:
         config = LlamaConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=pretrained.embedding_rows(tokenizer),
             hidden_size=cfg.hidden_size,
             intermediate_size=3 * cfg.hidden_size,
             num_hidden_layers=cfg.num_layers,
@@ -194,26 +198,23 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
             eos_token_id=tokenizer.eos_token_id,
         )
         model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
-    if uses_best_fit(cfg):
+        pretrained.suppress_unused(model, tokenizer)
+    most_texts = packing.load_most_texts(folder)
+    if most_texts:
         packing.check_model_separates_texts(model)
+    next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_texts)
     try:
         model.generation_config.validate(strict=True)
     except ValueError:  # it sets temperature or top_p without do_sample, and could not be saved
         model.generation_config.do_sample = True
     # Not in the config: Llama never trains the embedding of its pad token, and ours is END_OF_TEXT.
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return lora.add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
+    return add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
 
 
 def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Cross entropy of the counted tokens, in nats."""
-    # transformers keeps packed texts apart where their positions begin again. It looks for that in
-    # every batch, and the CPU waits for the device to answer, unless there is a cache. (Gradient
-    # checkpointing switches the cache off.)
-    packed = "position_ids" in batch
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    logits = model(**inputs, use_cache=not packed).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return next_token.loss_sum(model, batch)
 
 
 # ---- Evaluation and export -----------------------------------------------------------------------
@@ -248,21 +249,18 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
     for name, prompt in {"sample": sample, **held_out}.items():
         tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)
+        settings = {"max_new_tokens": min(longest - tokens.shape[1], 100), "do_sample": False}
         # Greedy, as sampling would draw random numbers; the penalty prevents loops.
-        answer = model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=min(longest - tokens.shape[1], 100),
-            do_sample=False,
-            repetition_penalty=1.2,
-        )
+        settings |= {"attention_mask": torch.ones_like(tokens), "repetition_penalty": 1.2}
+        with restored(model):
+            answer = model.generate(input_ids=tokens, **settings)
         texts[name] = tokenizer.decode(answer[0], skip_special_tokens=True).rstrip()
     return texts
 
 
 def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
     """Saves files that AutoModelForCausalLM and AutoTokenizer load."""
-    with pretrained.quiet():
+    with pretrained.quiet(), restored(model):
         load_tokenizer(cfg, folder).save_pretrained(output)
         if cfg.lora_rank and cfg.merge_lora:
             model = model.merge_and_unload()  # the bare model, with adapters in its weights
@@ -329,6 +327,7 @@ def build_data(cfg: TaskConfig, layout: Layout, folder: Path) -> dict[str, str]:
     useful = f"{used.sum() / labels.size:.1%} of them useful, the rest padding"
     print(f"Prepared: {size}, {useful}", flush=True)
 
+    packing.save_most_texts(parts, folder)
     content = cache.hash_columns(parts)  # without logarithms: machines round their last bit apart
     frequency = 1 + np.bincount(labels[labels != IGNORE_INDEX], minlength=len(tokenizer))
     nats, labels = -np.log(frequency / frequency.sum()), parts["validation"]["labels"]

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from tasklib import cache, demo_data, fields, pairs, pretrained, sources, text
+from tasklib.attention import always_mask
 from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
@@ -177,12 +178,12 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
     """A pretrained encoder-decoder, or a new T5."""
     from transformers import AutoModelForSeq2SeqLM, T5Config
 
+    tokenizer = load_tokenizer(cfg, folder)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForSeq2SeqLM, cfg)
     else:
-        tokenizer = load_tokenizer(cfg, folder)
         config = T5Config(
-            vocab_size=len(tokenizer),
+            vocab_size=pretrained.embedding_rows(tokenizer),
             d_model=cfg.hidden_size,
             d_kv=cfg.hidden_size // cfg.num_heads,
             d_ff=2 * cfg.hidden_size,
@@ -195,6 +196,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
             decoder_start_token_id=tokenizer.pad_token_id,
         )
         model = pretrained.new_model(AutoModelForSeq2SeqLM, config, cfg)
+        pretrained.suppress_unused(model, tokenizer)
     start = getattr(model.config, "decoder_start_token_id", None)
     if start is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
         name = one_line(cfg.model_name_or_path, 100)
@@ -202,6 +204,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
             f"task.model_name_or_path: {name}, a {model.config.model_type}, does not say with "
             "which token a target starts; give another model"
         )
+    always_mask(model, tokenizer, lambda x: target_logits(model, {**x, "labels": x["input_ids"]}))
     model.config.source_prefix = cfg.source_prefix  # for predict.py
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from tasklib import cache, classification, demo_data, fields, labels, pretrained, text, text_data
+from tasklib.attention import always_mask
 from tasklib.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.labels import MULTI, NUMBER, SINGLE
 from tasklib.pretrained import ModelConfig
@@ -261,7 +262,7 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
         model = pretrained.load_model(auto, cfg, HEAD, ignore_mismatched_sizes=True, **settings)
     else:
         config = ModernBertConfig(
-            vocab_size=len(tokenizer),
+            vocab_size=pretrained.embedding_rows(tokenizer),
             hidden_size=cfg.hidden_size,
             intermediate_size=2 * cfg.hidden_size,
             num_hidden_layers=cfg.num_layers,
@@ -280,6 +281,7 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
             **settings,
         )
         model = pretrained.new_model(auto, config, cfg)
+    always_mask(model, tokenizer, lambda texts: model(**texts).logits)
     for name in MARKS:  # an earlier training may have left its own
         vars(model.config).pop(name, None)
     if cfg.problem_type == NUMBER:

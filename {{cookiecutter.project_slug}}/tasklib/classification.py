@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from tasklib.messages import one_line
 
@@ -28,8 +27,10 @@ SHOWN = 30  # most classes in a text or a picture: those with the most mistakes
 def count_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The table of a batch, float32: logits (B, C); labels, classes (B,), or 0 and 1 (B, C)."""
     if labels.ndim == 1:
-        true, predicted = (F.one_hot(i, logits.shape[1]) for i in (labels, logits.argmax(1)))
-        return true.float().T @ predicted.float()
+        # F.one_hot reads its input, for which the CPU may wait.
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        true, predicted = ((i[:, None] == classes).float() for i in (labels, logits.argmax(1)))
+        return true.T @ predicted
     true, predicted = (torch.stack([1 - x, x]) for x in (labels, (logits > 0).float()))
     return torch.einsum("ibc,jbc->cij", true, predicted)
 

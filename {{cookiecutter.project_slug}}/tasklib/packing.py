@@ -4,7 +4,9 @@ Both ways give the columns of the rows, int arrays (rows, length): `input_ids`, 
 token after each input or IGNORE_INDEX. `used`, (rows,), counts the tokens that are not padding.
 """
 
+import json
 from array import array
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,22 @@ def assign_rows(pieces: list[Tokens], length: int) -> list[list[Tokens]]:
         by_room.setdefault(room - need, []).append(row)
         rooms |= 1 << (room - need)
     return rows
+
+
+def save_most_texts(parts: dict[str, dict[str, np.ndarray]], folder: Path) -> None:
+    """Writes down the largest number of texts in a row of any part; 0: rows of a stream."""
+    most = 0
+    for columns in parts.values():
+        if "position_ids" in columns:
+            places = np.arange(columns["labels"].shape[1])
+            begins = (columns["position_ids"] == 0) & (places < columns["used"][:, None])
+            most = max(most, int(begins.sum(1).max()))
+    (folder / "most_texts.json").write_text(json.dumps(most), encoding="utf-8")
+
+
+def load_most_texts(folder: Path) -> int:
+    """The largest number of texts in a row of packed data; 0: rows of a stream."""
+    return json.loads((folder / "most_texts.json").read_text(encoding="utf-8"))
 
 
 @torch.no_grad()

@@ -169,6 +169,17 @@ def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
         raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
 
 
+def embedding_rows(tokenizer: Any) -> int:
+    """Rows of a new embedding: GPUs multiply faster with the vocabulary rounded up to 128s."""
+    return -(-len(tokenizer) // 128) * 128
+
+
+def suppress_unused(model: Any, tokenizer: Any) -> None:
+    """Keeps a new model from generating tokens that its tokenizer lacks."""
+    unused = range(len(tokenizer), model.config.vocab_size)
+    model.generation_config.suppress_tokens = [*unused] or None
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences progress bars and warnings of transformers, which every process would print."""

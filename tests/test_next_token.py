@@ -1,0 +1,324 @@
+"""The loss of a language model: equal to that of a plain call, whatever makes it fast."""
+
+import contextlib
+import copy
+import inspect
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from conftest import load_task
+from waits import host_waits
+
+attention = load_task("tasklib.attention")
+next_token = load_task("tasklib.next_token")
+packing = load_task("tasklib.packing")
+
+LENGTH = 32
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+EIGHT = {"head_dim": 8}
+# The attention that a model gets for rows of 32 tokens, and whether its logits are made in chunks.
+CAUSAL, SDPA, EAGER = attention.CAUSAL, "sdpa", "eager"
+MODELS = {
+    "llama": ("Llama", {}, CAUSAL, True),
+    "llama tied": ("Llama", {"tie_word_embeddings": True}, CAUSAL, True),
+    "llama one head": ("Llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, CAUSAL, True),
+    "gpt2": ("GPT2", {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, CAUSAL, True),
+    "gemma": ("Gemma", EIGHT, CAUSAL, True),  # scales its embeddings
+    "qwen3": ("Qwen3", EIGHT, CAUSAL, True),
+    "phi": ("Phi", {"resid_pdrop": 0, "embd_pdrop": 0}, CAUSAL, True),  # its head has a bias
+    "neox": ("GPTNeoX", {}, CAUSAL, True),
+    "granite": ("Granite", {"logits_scaling": 4.0, "residual_multiplier": 0.5}, CAUSAL, False),
+    "cohere": ("Cohere", {"logit_scale": 0.5}, CAUSAL, False),
+    "wide window": ("Mistral", {"sliding_window": 64}, CAUSAL, True),
+    "window": ("Mistral", {"sliding_window": 8}, SDPA, True),
+    "window in some layers": ("Gemma3Text", {"sliding_window": 8, **EIGHT}, SDPA, True),
+    "dynamic rope": (
+        "Llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        SDPA,
+        True,
+    ),
+    "kwargs are not handed down": ("StableLm", {}, SDPA, True),
+    "capped": ("Gemma2", EIGHT, EAGER, False),
+}
+
+
+def make(name, **more):
+    """A model with new weights, large enough for attention that is not almost even."""
+    family, settings, *_ = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, **more})
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    for weights in model.parameters():
+        if weights.ndim > 1:
+            weights.data *= 3
+    return model
+
+
+def rows(packed):
+    """Three rows; packed ones hold texts of 10, 1 and 12 tokens, and padding."""
+    tokens = torch.randint(3, 128, (3, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    if packed:
+        places = [*range(10), 0, *range(12), *[0] * 9]
+        batch["position_ids"] = torch.tensor([places, [*range(LENGTH)], [*range(16), *range(16)]])
+        batch["labels"][0, 23:] = batch["labels"][:, :4] = -100  # padding, and a prompt
+    return batch
+
+
+def prepared(model, packed, chunk=16):
+    model = copy.deepcopy(model)
+    next_token.prepare(model, LENGTH, chunk, 3 if packed else 0)
+    return model
+
+
+def plain_loss(model, batch):
+    """The loss from the logits of transformers."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    logits = model(**inputs, use_cache="position_ids" not in batch).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def gradients(model, loss):
+    """The gradients of a loss, at the scale that a step of many tokens has."""
+    model.zero_grad()
+    (loss / 64).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_same(expected, found, rel=1e-6):
+    """The same gradients, up to a part of the largest."""
+    assert expected.keys() == found.keys()
+    largest = max(values.abs().max() for values in expected.values())
+    for name, values in expected.items():
+        assert (values - found[name]).abs().max() <= rel * largest, name
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
+    *_, expected_attention, is_split = MODELS[name]
+    if name == "kwargs are not handed down" and not packed:
+        expected_attention = CAUSAL
+    model, batch = make(name), rows(packed)
+    state = torch.random.get_rng_state()
+    fast = prepared(model, packed)
+    assert torch.equal(state, torch.random.get_rng_state()) and fast.training
+    assert fast.config._attn_implementation == expected_attention
+    assert fast.loss_plan.is_split == is_split
+    expected = plain_loss(model, batch)
+    found = next_token.loss_sum(fast, batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    check_same(gradients(model, expected), gradients(fast, found))
+    if name in ("llama", "gpt2"):  # a smaller batch than a chunk: the very same operations
+        whole = prepared(model, packed, chunk=10_000)
+        found = next_token.loss_sum(whole, batch)
+        assert packed or found.item() == expected.item()
+        check_same(gradients(model, plain_loss(model, batch)), gradients(whole, found))
+    with torch.no_grad():
+        assert next_token.loss_sum(fast, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", ["llama", "llama tied", "window"])
+def test_recomputed_activations_change_nothing(name, packed):
+    model, batch = make(name, attention_dropout=0.0), rows(packed)
+    fast = prepared(model, packed)
+    fast.gradient_checkpointing_enable()
+    found = gradients(fast, next_token.loss_sum(fast, batch))
+    check_same(gradients(model, plain_loss(model, batch)), found)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
+def test_adapters_get_the_same_gradients(targets):
+    from peft import LoraConfig, get_peft_model
+
+    def adapt(model):
+        torch.manual_seed(2)
+        settings = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+        adapted = get_peft_model(model, settings)
+        for name, weights in adapted.named_parameters():
+            if "lora_B" in name:
+                weights.data.normal_()
+        return adapted
+
+    model, batch = make("llama"), rows(True)
+    fast, model = adapt(prepared(model, True)), adapt(model)
+    found = next_token.loss_sum(fast, batch)
+    expected = plain_loss(model, batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    check_same(gradients(model, expected), gradients(fast, found))
+    assert not [
+        name for name in gradients(fast, next_token.loss_sum(fast, batch)) if "lora" not in name
+    ]
+
+
+def test_dropout_draws_what_it_drew():
+    model = make("llama", attention_dropout=0.2)
+    fast, batch = prepared(model, False), rows(False)
+    torch.manual_seed(3)
+    expected = plain_loss(model, batch)
+    torch.manual_seed(3)
+    assert next_token.loss_sum(fast, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.manual_seed(4)
+    assert next_token.loss_sum(fast, batch).item() != pytest.approx(expected.item(), rel=1e-4)
+
+
+@contextlib.contextmanager
+def attended(monkeypatch):
+    """The dtypes of queries, keys and values that reach torch."""
+    seen, torchs = [], F.scaled_dot_product_attention
+
+    def record(query, key, value, *args, **options):
+        seen.append((query.dtype, key.dtype, value.dtype))
+        return torchs(query, key, value, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", record)
+        yield seen
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", ["llama", "llama tied", "gemma"])
+def test_under_bf16_attention_gets_bf16_and_the_loss_stays(name, packed, monkeypatch):
+    model, batch = make(name), rows(packed)
+    fast = prepared(model, packed)
+    with torch.autocast("cpu", torch.bfloat16), attended(monkeypatch) as seen:
+        loss = next_token.loss_sum(fast, batch)
+        before = plain_loss(model, batch)
+    assert {dtype for each in seen[:2] for dtype in each} == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    exact = plain_loss(model, batch)
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    assert before.item() == pytest.approx(exact.item(), rel=0.01)
+    found, expected = gradients(fast, loss), gradients(model, exact)
+    flat = [torch.cat([each[name].flatten() for name in expected]) for each in (found, expected)]
+    assert F.cosine_similarity(*flat, 0) > 0.99
+
+
+def test_chunks_under_fp16_do_not_overflow():
+    hidden = torch.full((4096, 8), 30.0, requires_grad=True)
+    weight = torch.zeros(16, 8, requires_grad=True)
+    labels = torch.zeros(4096, dtype=torch.long)
+    with torch.autocast("cpu", torch.float16):
+        loss = next_token.ChunkedLoss.apply(hidden, weight, labels, 2048, True)
+    (65536.0 / 4096 * loss).backward()
+    assert weight.grad[0] == pytest.approx(torch.full((8,), -30 * 15 / 16 * 65536), rel=1e-3)
+
+
+def test_where_texts_begin():
+    starts = attention.text_starts(rows(True), 4, -100)
+    assert starts.tolist() == [0, 10, 11, 32, 64, 80, *[96] * 7] and starts.dtype == torch.int32
+    mask = attention.text_mask(starts, 3, LENGTH)
+    assert mask.shape == (3, 1, LENGTH, LENGTH)
+    seen = [
+        mask[row, 0, place].nonzero().flatten().tolist()
+        for row, place in [(0, 9), (0, 10), (0, 12), (1, 31), (2, 16)]
+    ]
+    assert seen == [[*range(10)], [10], [11, 12], [*range(32)], [16]]
+
+
+def test_the_largest_number_of_texts_in_a_row(tmp_path):
+    texts = [([5] * (size + 1), [1] * (size + 1)) for size in (8, 1, 1, 1, 1, 3)]
+    parts = {"train": packing.pack_best_fit(texts, 8, 8, "split", "train")}
+    parts["validation"] = packing.pack_best_fit(texts[:1], 8, 8, "split", "validation")
+    packing.save_most_texts(parts, tmp_path)
+    assert packing.load_most_texts(tmp_path) == 5
+    stream = {"train": packing.pack_stream([([5] * 20, [1] * 20)], 8, "x")}
+    packing.save_most_texts(stream, tmp_path)
+    assert packing.load_most_texts(tmp_path) == 0
+
+
+def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):
+    """What torch's varlen_attn computes, text by text."""
+    assert starts is ends and window_size == (-1, 0)
+    parts = []
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        assert last - first <= longest
+        each = [x[first:last].transpose(0, 1)[None] for x in (query, key, value)]
+        part = F.scaled_dot_product_attention(
+            *each, is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(part[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_flash_attention_gets_the_texts():
+    starts = attention.text_starts(rows(True), 4, -100)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(3, heads, LENGTH, 8, generator=generator) for heads in (4, 2, 2)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention.packed_attention(slow_flash, query, key, value, starts, 0.3)
+    mask = attention.text_mask(starts, 3, LENGTH)
+    expected = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    assert found.dtype == torch.bfloat16 and found.shape == (3, LENGTH, 4, 8)
+    assert torch.allclose(found.float(), expected.transpose(1, 2), atol=0.02)
+
+
+def test_flash_attention_of_this_torch_takes_these_arguments():
+    """Shapes and gradients alone: the kernel needs a GPU."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert {*inspect.signature(slow_flash).parameters} - {"starts", "ends", "longest", "_"} <= {
+        *inspect.signature(varlen_attn).parameters
+    }
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        query, key, value = (
+            torch.randn(2, heads, 16, 64, requires_grad=True) for heads in (4, 2, 2)
+        )
+        starts = torch.zeros(9, dtype=torch.int32)
+        found = attention.packed_attention(varlen_attn, query, key, value, starts, 0.125)
+        found.float().sum().backward()
+    assert found.shape == (2, 16, 4, 64) and found.dtype == torch.bfloat16
+    assert key.grad.shape == key.shape and key.grad.dtype == torch.float32
+
+
+def test_a_model_generates_and_is_saved_with_its_own_attention(tmp_path):
+    model = make("llama")
+    fast = prepared(model, False)
+    inputs = {"input_ids": torch.tensor([[0, 0, 5, 6], [7, 8, 9, 3]]), "max_new_tokens": 8}
+    inputs["attention_mask"] = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with attention.restored(fast):
+        assert fast.config._attn_implementation == "sdpa"
+        assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
+        fast.save_pretrained(tmp_path / "fast")
+    assert fast.config._attn_implementation == CAUSAL
+    model.save_pretrained(tmp_path / "plain")
+    for file in ("config.json", "generation_config.json"):
+        texts = [(tmp_path / name / file).read_text() for name in ("fast", "plain")]
+        assert texts[0] == texts[1]
+    assert "causal_rows" not in json.dumps(json.loads(texts[0]))
+
+
+@pytest.mark.parametrize("packed, checkpointing", [(0, 0), (0, 1), (1, 0), (1, 1)])
+def test_the_cpu_waits_for_nothing(packed, checkpointing):
+    model, batch = prepared(make("llama"), packed), rows(packed)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    with host_waits() as found:
+        next_token.loss_sum(model, batch).backward()
+    assert found == []
+
+
+def test_waits_are_counted():
+    model = make("llama")
+    with host_waits() as found:
+        plain_loss(model, rows(True)).backward()
+    assert found == ["aten._local_scalar_dense.default"]
+    values = torch.ones(3)
+    with host_waits() as found:
+        values[values > 0], values.tolist(), values.cpu(), bool(values[0]), values.nonzero()
+    assert len(found) == 5

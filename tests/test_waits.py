@@ -1,0 +1,198 @@
+"""What makes a GPU idle: waits of the CPU for it, graph breaks, and compilations, in every task."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from conftest import load_task
+from waits import host_waits
+
+attention = load_task("tasklib.attention")
+SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
+WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
+KINDS = ["causal_lm", "causal_lm packed", "text_classification", "seq2seq", "image_classification"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Gives the module of a task, its model, and a function for batches of these rows."""
+    folder, known = tmp_path_factory.mktemp("waits"), {}
+    texts = [" ".join(WORDS[: 1 + i % 13] * (1 + i % 7)) for i in range(300)]
+    tables = {
+        "text_classification": [{"text": t, "label": "ab"[i % 2]} for i, t in enumerate(texts)],
+        "seq2seq": [{"source": f"{i} {t}", "target": f"{t} {i}"} for i, t in enumerate(texts)],
+        "causal_lm": [{"text": f"{i} {t}"} for i, t in enumerate(texts)],
+        "causal_lm packed": [
+            {"prompt": f"{i} + 1 =", "completion": t} for i, t in enumerate(texts)
+        ],
+    }
+
+    def make(kind):
+        if kind not in known:
+            task = load_task(kind.split()[0])
+            fields = {**SMALL, "cache_dir": str(folder / "cache")}
+            if kind in tables:
+                file = folder / f"{kind}.jsonl"
+                file.write_text("\n".join(map(json.dumps, tables[kind])), encoding="utf-8")
+                fields |= {"data": str(file), "vocab_size": 300}
+            cfg = task.TaskConfig(**fields)
+            prepared = task.prepare_data(cfg)
+            torch.manual_seed(0)
+            train, validation = task.datasets(cfg, prepared)
+            known[kind] = task, task.build_model(cfg, prepared).train(), train, validation
+        task, model, *parts = known[kind]
+
+        def batch_of(ids, part=0):
+            return task.collate([parts[part][i] for i in ids])
+
+        return task, copy.deepcopy(model), batch_of
+
+    return make
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_micro_batch_makes_the_cpu_wait_for_nothing(made, kind, checkpointing):
+    task, model, batch_of = made(kind)
+    if checkpointing:
+        if not model.supports_gradient_checkpointing:
+            pytest.skip("the model cannot")
+        model.gradient_checkpointing_enable()
+    batches = [batch_of(range(8)), batch_of([0])]  # with padding, and without
+    evaluated = batch_of(range(8), part=1)
+    with host_waits() as found:
+        for batch in batches:
+            task.loss_sum(model, batch).backward()
+        task.eval_sums(model, evaluated)
+    assert found == []
+
+
+@pytest.mark.parametrize("kind", ["text_classification", "seq2seq"])
+def test_a_mask_in_every_batch_changes_nothing(made, kind, tmp_path):
+    task, model, batch_of = made(kind)
+    own = copy.deepcopy(model)
+    assert model.config._attn_implementation == attention.MASKED
+    own.set_attn_implementation("sdpa")
+    for batch in (batch_of(range(8)), batch_of([0])):
+        losses = []
+        for each in (model, own):
+            each.zero_grad()
+            losses.append(task.loss_sum(each.eval(), batch))
+            losses[-1].backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+        for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
+    with host_waits() as found:
+        task.loss_sum(own, batch)
+    assert found and {*found} == {"aten._local_scalar_dense.default"}
+    if kind == "seq2seq":
+        inputs = {name: batch_of(range(4))[name] for name in ("input_ids", "attention_mask")}
+        answers = [each.generate(**inputs, max_new_tokens=6) for each in (model, own)]
+        assert torch.equal(*answers)
+    model.save_pretrained(tmp_path)
+    assert attention.MASKED not in (tmp_path / "config.json").read_text()
+
+
+def test_a_model_whose_answers_would_change_keeps_its_attention(made):
+    task, model, _ = made("text_classification")
+    tokenizer = lambda *_, **__: {"input_ids": torch.tensor([[3, 4, 5]])}  # noqa: E731
+    calls = []
+
+    def other(texts):
+        calls.append(0)
+        return torch.full((1,), float(len(calls)))
+
+    def fails(texts):
+        raise RuntimeError("of its own")
+
+    model.set_attn_implementation("sdpa")
+    for logits in (other, fails):
+        assert not attention.always_mask(model, tokenizer, logits)
+        assert model.config._attn_implementation == "sdpa" and model.training
+    model.set_attn_implementation("eager")
+    assert not attention.always_mask(model, tokenizer, lambda texts: model(**texts).logits)
+    assert model.config._attn_implementation == "eager"
+
+
+# ---- Compiled ------------------------------------------------------------------------------------
+
+
+class CountingBackend:
+    """Traces as inductor does, runs the traced operators, and counts what there is to count."""
+
+    def __init__(self):
+        self.graphs, self.tangents = 0, []
+
+    def __call__(self, graph, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def forward(traced, _):
+            self.graphs += 1
+            return make_boxed_func(traced.forward)
+
+        def backward(traced, _):
+            names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+            self.tangents.append(sum("tangents" in name for name in names))
+            return make_boxed_func(traced.forward)
+
+        return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
+
+
+def compiled(task, model, batches, autocast):
+    """The backend, the number of graph breaks, and the losses, of a compiled TaskModule."""
+    from training.weights import TaskModule
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    backend, losses = CountingBackend(), []
+    module = torch.compile(TaskModule(model), backend=backend)
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(module(task.loss_sum, batch))
+        losses[-1].backward()
+    return backend, sum(torch._dynamo.utils.counters["graph_break"].values()), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("kind", ["causal_lm", "causal_lm chunked", "causal_lm packed"])
+def test_a_language_model_is_one_graph_with_one_gradient_to_start_from(
+    made, kind, checkpointing, autocast
+):
+    task, model, batch_of = made(kind.removesuffix(" chunked"))
+    if kind.endswith("chunked"):
+        model.loss_plan = type(model.loss_plan)(**{**vars(model.loss_plan), "chunk": 100})
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    batches, plain = [batch_of(range(8 * i, 8 * i + 8)) for i in range(2)], copy.deepcopy(model)
+    backend, breaks, losses = compiled(task, model, batches, autocast)
+    assert (backend.graphs, backend.tangents, breaks) == (1, [1], 0)
+    for loss, batch in zip(losses, batches, strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            expected = task.loss_sum(plain, batch)
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-2 if autocast else 1e-6)
+    if not autocast:
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(
+                mine.grad, theirs.grad, rtol=0, atol=1e-5 * theirs.grad.abs().max()
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text_classification", "seq2seq"])
+def test_eight_lengths_are_two_compilations(made, kind):
+    task, model, batch_of = made(kind)
+    batches = [batch_of(range(first, first + 8)) for first in range(8)]
+    by_length = {batch["input_ids"].shape[1]: batch for batch in batches}
+    for i in range(200):  # rows of one length each
+        batch = batch_of([i] * 8)
+        by_length.setdefault(batch["input_ids"].shape[1], batch)
+    chosen = [by_length[length] for length in sorted(by_length)[-8:]]
+    assert len(chosen) == 8
+    backend, breaks, _ = compiled(task, model, chosen, False)
+    assert breaks == 0 and backend.graphs <= 3 and {*backend.tangents} == {1}

@@ -1,0 +1,152 @@
+"""The loss of a language model: each token from those before it, fast and in bounded memory.
+
+Three things differ from a plain call of a model of transformers, where the model allows them: its
+attention (attention.py); the residual stream, which has the dtype of autocast; and the logits, of
+which only so many tokens' exist at once. `prepare` compares the model's answers with and without.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tasklib import attention
+from tasklib.attention import Batch
+from tasklib.packing import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """How the loss of a model is computed."""
+
+    chunk: int  # tokens whose logits exist at once
+    most_texts: int  # in a packed row; 0: rows are not packed
+    has_flash: bool  # FlashAttention for packed rows
+    is_split: bool  # the logits are what the head makes of the decoder's output, and no more
+
+
+# ---- Before the training -------------------------------------------------------------------------
+
+
+def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
+    """Finds out, for rows of this length, what a causal language model allows.
+
+    The model keeps the result as its attribute `loss_plan`.
+    """
+    row = torch.tensor([[3, 5, 4, 6, 3, 5, 7, 9]])
+    texts = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    starts = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
+
+    def answers() -> list[torch.Tensor]:
+        ways = [{}]
+        if most_texts and model.config._attn_implementation == attention.CAUSAL:
+            mask = attention.text_mask(starts, *row.shape)
+            ways += [{**texts, "attention_mask": mask}, {**texts, "cu_seq_lens_q": starts}]
+        elif most_texts:
+            ways += [texts, texts]
+        return [model(input_ids=row, use_cache=False, **way).logits for way in ways]
+
+    attention.replace(model, attention.CAUSAL, answers, length)
+    has_flash = attention.find_flash() is not None
+    model.loss_plan = LossPlan(chunk, most_texts, has_flash, is_split(model, row))
+
+
+def is_split(model: Any, row: torch.Tensor) -> bool:
+    """Whether a model is a decoder that takes embeddings, and a head that makes the logits."""
+    seen = []
+    with attention.evaluating(model):
+        try:
+            head, decoder = model.get_output_embeddings(), model.get_decoder()
+            # Capping shows in large logits.
+            before = head.register_forward_pre_hook(lambda _, given: (1000 * given[0],))
+            after = head.register_forward_hook(lambda *call: seen.append(call))
+            logits = model(input_ids=row, use_cache=False).logits
+            before.remove()
+            after.remove()
+            ((_, (given,), output),) = seen
+            embeddings = model.get_input_embeddings()(row)
+            hidden = decoder(inputs_embeds=embeddings, use_cache=False)[0]
+            return torch.equal(logits, output) and attention.are_close(1000 * hidden, given)
+        except Exception:  # code of a model on the Hub may raise anything
+            return False
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+
+
+def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    """Cross entropy of the counted tokens of a batch, in nats: float32 ()."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # with its adapters
+    plan, labels = model.loss_plan, batch["labels"].flatten()
+    inputs = model_inputs(model, plan, batch)
+    if not plan.is_split:
+        return cross_entropy(model(**inputs).logits.flatten(0, 1), labels)
+    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
+    if len(labels) <= plan.chunk or type(head) is not torch.nn.Linear or head.bias is not None:
+        return cross_entropy(head(hidden), labels)
+    return ChunkedLoss.apply(hidden, head.weight, labels, plan.chunk, torch.is_grad_enabled())
+
+
+def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
+    """The arguments of the model, or of its decoder."""
+    ids, causal = batch["input_ids"], model.config._attn_implementation == attention.CAUSAL
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if plan.is_split:
+        embeddings = model.get_input_embeddings()(ids)
+        # fp32 embeddings would make the residual stream, queries and keys fp32. fp16 may overflow.
+        bf16 = attention.autocast_dtype(ids.device) == torch.bfloat16
+        inputs = {"inputs_embeds": embeddings.bfloat16() if bf16 else embeddings}
+    if "position_ids" not in batch:
+        # Without a cache, transformers asks the device in every batch whether rows are packed.
+        return {**inputs, "use_cache": not causal}
+    inputs |= {"position_ids": batch["position_ids"], "use_cache": False}
+    if causal:
+        starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
+        inputs |= attention.packed_inputs(starts, *ids.shape, plan.has_flash)
+    return inputs
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed, in fp32: logits (N, V), labels (N,)."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """`cross_entropy(hidden @ weight.T, labels)`, of whose logits `chunk` rows exist at once.
+
+    The forward pass computes the gradients too, while it has the logits. A backward pass that made
+    them again would cost a fourth product with the weight. Its gradients are added up in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk, training):
+        dtype = attention.autocast_dtype(hidden.device) or weight.dtype
+        unit = 1 / 64 if dtype == torch.float16 else 1.0  # the sum over a chunk may overflow fp16
+        matrix, loss = weight.to(dtype), torch.zeros((), device=hidden.device)
+        trains_weight = training and weight.requires_grad
+        hidden_grad = torch.empty_like(hidden) if training else None
+        weight_grad = torch.zeros_like(weight) if trains_weight else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            states, targets = hidden[rows].to(dtype), labels[rows, None]
+            logs = (states @ matrix.T).float().log_softmax(1)
+            counted, targets = targets != IGNORE_INDEX, targets.clamp(min=0)
+            chosen = logs.gather(1, targets)
+            loss -= (chosen * counted).sum()
+            if training:  # the gradient of the logits: probabilities, less 1 at the target
+                grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1)
+                grad = grad.mul_(counted * unit).to(dtype)
+                hidden_grad[rows] = grad @ matrix
+            if trains_weight:
+                weight_grad += grad.T @ states
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        ctx.unit = unit
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale):
+        scale = scale / ctx.unit
+        grads = [each if each is None else each * scale for each in ctx.saved_tensors]
+        return (*grads, None, None, None)
