@@ -2,7 +2,36 @@
 
 import pytest
 
-from conftest import bake, lines, load_task, wait_until
+from conftest import ROOT, bake, lines, load_task, wait_until
+
+# Counts what a GPU would be waited for in a step. The next step's batches are on the CPU.
+COUNTED = f"""
+import sys
+sys.path.append({str(ROOT / "tests")!r})
+from waits import host_waits
+from training import batches, monitor
+take, fetch, add = batches.StepReader.take, batches.StepReader.fetch, monitor.StepMonitor.add
+found, block = [], None
+def begin(*arguments):
+    global block
+    taken, block = take(*arguments), host_waits()
+    found.append([block.__enter__()])
+    return taken
+def read_ahead(*arguments):
+    global block
+    if block:
+        block.__exit__(None, None, None)
+    fetch(*arguments)
+    if block:
+        block = host_waits()
+        found[-1].append(block.__enter__())
+def end(*arguments):
+    block.__exit__(None, None, None)
+    print("waits:", *sum(found[-1], []), flush=True)
+    return add(*arguments)
+batches.StepReader.take, batches.StepReader.fetch = begin, read_ahead
+monitor.StepMonitor.add = end
+"""
 
 
 @pytest.mark.slow
@@ -117,3 +146,34 @@ def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path
     assert "stopped after step 3;" in printed
     assert [f.name for f in (output / "checkpoints").glob("step-*")] == ["step-00000003"]
     assert lines(output, "loss")[-1]["step"] == 3
+
+
+WAYS = {
+    "plain": [],
+    "accumulated": ["--micro_batch_size", 2],
+    "recomputed": ["--gradient_checkpointing", "true"],
+    "chunked": ["--task.loss_chunk", 64],
+}
+
+
+UNFUSED = """
+import torch, train
+train.build_optimizer = lambda model, cfg: torch.optim.SGD(model.parameters(), lr=0.0)
+"""
+
+
+def test_a_step_waits_for_no_gpu(project, tmp_path):
+    """An optimizer that is not fused does, which shows that a wait would be seen."""
+    fixed = ["--config", "configs/train/smoke.yaml", "--task.num_layers", 1, "--max_steps", 3]
+    fixed += ["--eval_every", 0, "--tracker", "none"]
+    cases = {
+        way: {"flags": [*fixed, *flags, "--output_dir", tmp_path / way], "before": COUNTED}
+        for way, flags in WAYS.items()
+    }
+    unfused = {"flags": [*fixed, "--output_dir", tmp_path / "sgd"], "before": COUNTED + UNFUSED}
+    *ended, (code, printed, errors) = project.forked([*cases.values(), unfused])
+    assert code == 0 and printed.count("waits: aten") == 3, errors
+    for way, (code, printed, errors) in zip(cases, ended, strict=True):
+        assert code == 0, errors
+        waits = [line for line in printed.splitlines() if line.startswith("waits:")]
+        assert waits == ["waits:"] * 3, way
