@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -380,6 +381,31 @@ def test_bound_of_torch_is_read_from_the_real_pyproject(machine, project):
     torch = machine.setup()[0][-1].split()[2]
     assert torch.startswith("torch>=")
     assert f'    "{torch}",\n' in (project.path / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_wheels_of_offline_md_are_all_that_a_project_needs(tmp_path, task):
+    """Those that docs/offline.md names, with what they require; torch is on the machine."""
+    project = bake(tmp_path, task=task, tracker="none").path
+    text = (project / "docs" / "offline.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^pip download --dest wheels \$platform (.*)$", text, flags=re.MULTILINE)
+    found = {word for words in commands for word in words.split() if not word.startswith("-")}
+    todo = {*found, "torch"}
+    while todo:
+        try:
+            lines = metadata.requires(todo.pop()) or []
+        except metadata.PackageNotFoundError:  # of another system
+            continue
+        lines = [line for line in lines if "extra ==" not in line]
+        names = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
+        todo |= names - found
+        found |= names
+    pyproject = (project / "pyproject.toml").read_text(encoding="utf-8")
+    needed = re.findall(
+        r'^    "([\w-]+)', pyproject.partition("[project.optional")[0], re.MULTILINE
+    )
+    assert len(needed) > 15
+    assert {name.replace("_", "-") for name in needed} - found <= {"torch"}
 
 
 # ---- make ----------------------------------------------------------------------------------------
