@@ -716,6 +716,13 @@ def test_make_train_prints_that_line_alone(project, tmp_path):
         result = project.run("python", "launch.py", *flags, *more, check=False)
         assert result.returncode == 2 and result.stdout == "", result.stdout + result.stderr
         assert said in result.stderr and result.stderr.count("\n") == 1
+    machines = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_machines", "2"]
+    machines += ["--num_processes=4"]
+    for address, code in (([], 2), (["--main-process-ip", "10.0.0.1"], 0)):
+        words = [*machines, *address, "train.py", "--check", "--output_dir", "runs/machines"]
+        result = project.run("python", "launch.py", *words, check=False)
+        assert result.returncode == code, result.stderr
+        assert ("give main_process_ip" in result.stderr) == bool(code)
     result = project.run("python", "launch.py", "--config_file", CPU, check=False)
     assert result.returncode == 1 and "name a program, such as train.py" in result.stderr
 
