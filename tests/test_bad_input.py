@@ -566,6 +566,10 @@ def test_a_driver_that_is_too_old_is_one_line(gpus):
         said == f"torch {version} cannot use the GPU: The NVIDIA driver on your system is too old"
     )
     assert gpus(SHIPPED["cpu"], driver="too old") == 1
+    assert gpus(SHIPPED["multi_gpu"], number=0, driver="no NVIDIA driver") == (
+        "it needs 2 GPUs on this machine, which has 0; use cpu.yaml (torch "
+        f"{version}: no NVIDIA driver)"
+    )
 
 
 def test_gpu_ids_are_gpus_of_this_machine(gpus):

@@ -38,11 +38,18 @@ def launcher_number(name: str, otherwise: int) -> int:
 
 
 def without_gpu() -> str:
-    """What to do where torch sees no GPU."""
-    if torch.version.cuda or torch.version.hip:
+    """What to do where torch sees no GPU, and why it sees none."""
+    version = f"torch {torch.__version__}"
+    if not torch.version.cuda and not torch.version.hip:
+        return (
+            f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, run "
+            "make setup again"
+        )
+    try:
+        torch.cuda.init()
         return "use cpu.yaml"
-    version = f"torch {torch.__version__} is built without CUDA and ROCm"
-    return f"{version}: use cpu.yaml, or, where there is a GPU, run make setup again"
+    except RuntimeError as error:
+        return f"use cpu.yaml ({version}: {one_line(error, 150)})"
 
 
 def check_gpu_ids(ids: object, least: int, gpus: int) -> None:
