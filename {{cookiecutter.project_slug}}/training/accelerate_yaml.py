@@ -42,8 +42,8 @@ def without_gpu() -> str:
     version = f"torch {torch.__version__}"
     if not torch.version.cuda and not torch.version.hip:
         return (
-            f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, run "
-            "make setup again"
+            f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, "
+            "run make setup again"
         )
     try:
         torch.cuda.init()
