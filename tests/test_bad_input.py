@@ -196,7 +196,62 @@ CASES = {
         hardware(NO_GPU + f"machine_rank: {'9' * 10_000}\n"),
         "invalid number or date",
     ),
-    "YAML with a number for text": (hardware(NO_GPU + "gpu_ids: 1\n"), "give text, in quotes"),
+    "YAML with a number for text": (
+        hardware(NO_GPU + "main_process_ip: 10\n"),
+        "main_process_ip is 10; give text, in quotes",
+    ),
+    **{
+        f"gpu_ids {ids}": (
+            hardware(f"{NO_GPU}gpu_ids: {ids}\n"),
+            f'gpu_ids is {shown}; give all, or numbers in quotes, such as "{example}"',
+        )
+        for ids, shown, example in [
+            ("1", "1", "1"),
+            ("0", "0", "0"),
+            ("[0, 1]", "[0, 1]", "0,1"),
+            ("''", "", "0,1"),
+            ("All", "All", "0,1"),
+            ("0;1", "0;1", "0,1"),
+            ("0,", "0,", "0,1"),
+        ]
+    },
+    "gpu_ids that accelerate finds too few": (
+        hardware("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '-1'\n"),
+        "gpu_ids is -1; name at least 2 GPUs",
+    ),
+    "gpu_ids for some of the processes": (
+        hardware("distributed_type: MULTI_GPU\nnum_processes: 3\ngpu_ids: '0, 1'\n"),
+        "gpu_ids is 0, 1; name at least 3 GPUs",
+    ),
+    **{
+        f"YAML with {key}: {value}": (
+            hardware(f"distributed_type: 'NO'\n{key}: {value}\n"),
+            "; give true or false",
+        )
+        for key, value in [
+            ("use_cpu", "'no'"),
+            ("use_cpu", "1"),
+            ("use_cpu", "null"),
+            ("debug", "'no'"),
+            ("same_network", "'false'"),
+            ("enable_cpu_affinity", "[true]"),
+        ]
+    },
+    **{
+        f"YAML with port {port}": (
+            hardware(NO_GPU + f"main_process_port: {port}\n"),
+            f"main_process_port is {port}; 0 picks a free one",
+        )
+        for port in (-1, 65536)
+    },
+    "YAML that compiles": (
+        hardware(NO_GPU + "use_cpu: true\ndynamo_config: {dynamo_backend: 1}\n"),
+        "dynamo_config: remove it; the recipe's field compile decides",
+    ),
+    "several machines without an address": (
+        hardware("distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n"),
+        "num_machines is 2; give main_process_ip, the address of machine 0",
+    ),
     "YAML with text for a mapping": (hardware(NO_GPU + "fsdp_config: x\n"), "give a mapping"),
     "YAML with a word for a port": (hardware(NO_GPU + "main_process_port: x\n"), "whole number"),
     "YAML for the cloud": (
@@ -237,6 +292,17 @@ CASES = {
         hardware(NO_GPU + "use_cpu: true\nmixed_precision: fp15\n"),
         "mixed_precision is fp15; give one of no,",
     ),
+    **{
+        f"YAML with precision {word}": (
+            hardware(NO_GPU + f"use_cpu: true\nmixed_precision: {word}\n"),
+            f"mixed_precision is {shown}; give one of no,",
+        )
+        for word, shown in [("no", "False"), ("''", ""), ("8", "8"), ("[bf16]", "['bf16']")]
+    },
+    "fp8 that nothing provides": (
+        hardware(NO_GPU + "use_cpu: true\nmixed_precision: fp8\n"),
+        "mixed_precision fp8 needs torchao or Transformer Engine; use bf16",
+    ),
     "fp16 on a CPU": (
         hardware(NO_GPU + "use_cpu: true\nmixed_precision: fp16\n"),
         "fp16 needs a GPU; write 'no'",
@@ -248,6 +314,13 @@ CASES = {
     "more GPUs than there are": (
         hardware("distributed_type: MULTI_GPU\nnum_processes: 99\n"),
         "it needs 99 GPUs on this machine, which has ",
+    ),
+    "a GPU, with a CPU build of torch": (
+        ["--config_file", "configs/accelerate/single_gpu.yaml"],
+        f"it needs 1 GPU on this machine, which has 0; torch {torch.__version__} is built without "
+        "CUDA and ROCm: use cpu.yaml, or, where there is a GPU, run make setup again"
+        if not torch.version.cuda
+        else "it needs 1 GPU on this machine, which has 0; use cpu.yaml",
     ),
 }
 
@@ -434,6 +507,107 @@ def test_a_pipe_is_no_recipe(tmp_path):
         accelerate_yaml.count_processes(tmp_path / "pipe")
 
 
+# ---- GPUs, as torch would report them -----------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path, capsys):
+    """A function: what the check returns or raises for a YAML on a machine with so many GPUs."""
+
+    def check(text, number=1, bf16=True, driver=None, **env):
+        def start_cuda():
+            if driver:
+                raise RuntimeError(driver)
+
+        def has_bf16(including_emulation=True):
+            return including_emulation or bf16
+
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: number)
+        monkeypatch.setattr(torch.cuda, "init", start_cuda)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+        path = tmp_path / "hardware.yaml"
+        path.write_text(text)
+        try:
+            return accelerate_yaml.count_processes(path)
+        except ValueError as error:
+            return str(error).removeprefix(f"{path}: ")
+        finally:
+            monkeypatch.undo()
+
+    return check
+
+
+MANY = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
+SHIPPED = {
+    path.stem: path.read_text() for path in (ROOT / SOURCE / "configs/accelerate").glob("*.yaml")
+}
+
+
+def test_a_gpu_that_emulates_bf16_is_named_with_the_yaml_for_it(gpus, capsys):
+    for name, other in (("single_gpu", "single"), ("multi_gpu", "multi")):
+        processes = gpus(SHIPPED[f"{name}_bf16"], number=2, bf16=False)
+        assert processes == (1 if other == "single" else 2)
+        line = f"Tesla T4 only emulates bf16, slowly; faster is {other}_gpu_fp16.yaml\n"
+        assert capsys.readouterr().out == line
+    for name, bf16 in (("single_gpu_bf16", True), ("single_gpu_fp16", False), ("cpu", False)):
+        assert gpus(SHIPPED[name], bf16=bf16) == 1
+        assert capsys.readouterr().out == ""
+
+
+def test_a_driver_that_is_too_old_is_one_line(gpus):
+    said = gpus(SHIPPED["single_gpu"], driver="The NVIDIA driver on your system\nis too old")
+    version = torch.__version__
+    assert (
+        said == f"torch {version} cannot use the GPU: The NVIDIA driver on your system is too old"
+    )
+    assert gpus(SHIPPED["cpu"], driver="too old") == 1
+    assert gpus(SHIPPED["multi_gpu"], number=0, driver="no NVIDIA driver") == (
+        "it needs 2 GPUs on this machine, which has 0; use cpu.yaml (torch "
+        f"{version}: no NVIDIA driver)"
+    )
+
+
+def test_gpu_ids_are_gpus_of_this_machine(gpus):
+    assert gpus(NO_GPU + "gpu_ids: '4'\n", number=4) == (
+        "gpu_ids is 4; the GPUs of this machine are 0 to 3"
+    )
+    assert gpus(NO_GPU + "gpu_ids: '4'\n", number=4, CUDA_VISIBLE_DEVICES="4,5,6,7") == 1
+    assert gpus(MANY, number=1) == (
+        "it needs 2 GPUs on this machine, which has 1; set num_processes to 1"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(NO_GPU + f"gpu_ids: {ids}\n" for ids in ("all", "'0'", "'1'", "null", "GPU-8c8e")),
+        *(MANY + f"gpu_ids: {ids}\n" for ids in ("all", "'0,1'", "'0, 1'", "'-1,-1'")),
+        MANY + "gpu_ids: MIG-8c8e,MIG-8c8f\nmain_process_port: 0\nsame_network: false\n",
+        MANY + "main_process_ip: 10.0.0.1\nmain_process_port: 65535\nnum_machines: 2\n",
+        NO_GPU + "use_cpu: true\ndebug: true\ndowncast_bf16: 'no'\nmixed_precision: null\n",
+        *SHIPPED.values(),
+    ],
+)
+def test_what_passes_the_check_passes_the_launcher(gpus, text, tmp_path):
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+    number = 2 if "MULTI_GPU" in text else 1
+    assert gpus(text, number=2) == number
+    path = str(tmp_path / "hardware.yaml")
+    words = ["--config_file", path, "--num_cpu_threads_per_process", "1", "train.py"]
+    args = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))[0]
+    env = (
+        prepare_multi_gpu_env(args) if args.multi_gpu else prepare_simple_launcher_cmd_env(args)[1]
+    )
+    assert args.multi_gpu == (number == 2) and all(isinstance(value, str) for value in env.values())
+
+
 @dataclass
 class Schedule:
     lr_schedule: str = "cosine"
@@ -546,6 +720,13 @@ def test_make_train_prints_that_line_alone(project, tmp_path):
         result = project.run("python", "launch.py", *flags, *more, check=False)
         assert result.returncode == 2 and result.stdout == "", result.stdout + result.stderr
         assert said in result.stderr and result.stderr.count("\n") == 1
+    machines = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_machines", "2"]
+    machines += ["--num_processes=4"]
+    for address, code in (([], 2), (["--main-process-ip", "10.0.0.1"], 0)):
+        words = [*machines, *address, "train.py", "--check", "--output_dir", "runs/machines"]
+        result = project.run("python", "launch.py", *words, check=False)
+        assert result.returncode == code, result.stderr
+        assert ("give main_process_ip" in result.stderr) == bool(code)
     result = project.run("python", "launch.py", "--config_file", CPU, check=False)
     assert result.returncode == 1 and "name a program, such as train.py" in result.stderr
 

@@ -176,7 +176,9 @@ def test_license_and_dependencies_are_those_chosen(bakes, license_name, task, tr
     assert re.search(rf"Copyright (\(c\) )?{year},? My Training authors", text)
     assert [name for name, words in LICENSE_WORDS.items() if words in text] == [license_name]
 
-    metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    settings = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
+    metadata = settings["project"]
+    assert settings["dependency-groups"] == {"dev": metadata["optional-dependencies"]["dev"]}
     names = {re.split("[<>=~!]", line)[0] for line in metadata["dependencies"]}
     trackers = set(QUESTIONS["tracker"]) - {"none"}
     assert names & trackers == {tracker} & trackers

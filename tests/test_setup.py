@@ -4,12 +4,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
 from conftest import ROOT, SOURCE, bake, template
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PYTORCH = "https://download.pytorch.org/whl"
+CPU_INDEX = f"{PYTORCH}/cpu"
 
 PYTHON = """\
 #!/bin/sh
@@ -21,6 +23,7 @@ case "$*" in
     *ensurepip*) exit ${FAKE_NO_VENV:-0} ;;
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; echo "venv $3" >>"$FAKE_LOG" ;;
     "-m pip --version") exit ${FAKE_NO_PIP:-0} ;;
+    *"import torch"*) printf '%s' "$FAKE_TROUBLE" ;;
     "-m pip config list") printf '%s' "$FAKE_PIP_CONFIG" ;;
     "-m pip install"*)
         echo "$*" | sed 's/^-m //; s/ --no-input --progress-bar off//' >>"$FAKE_LOG"
@@ -30,6 +33,22 @@ case "$*" in
         case "$*" in *--index-url*) exit ${FAKE_INDEX_FAILS:-0} ;; esac
         exit ${FAKE_INSTALL_FAILS:-0} ;;
 esac
+"""
+
+# Prints a line for each GPU: its name for -L, else the fields of the query.
+NVIDIA_SMI = """\
+#!/bin/sh
+echo "nvidia-smi $*" >>"$FAKE_LOG.smi"
+for gpu in {gpus}; do
+    case "$*" in
+        -L) echo "GPU 0: some GPU (UUID: GPU-0)" ;;
+        *driver_version,compute_cap*)
+            [ "${{gpu#*,}}" ] || {{ echo 'Field "compute_cap" is not a valid field'; exit 2; }}
+            echo "$gpu" | sed "s/,/, /" ;;
+        *driver_version*) echo "${{gpu%,*}}" ;;
+        *compute_cap*) echo "${{gpu#*,}}" ;;
+    esac
+done
 """
 
 TASKS = sorted(path.stem for path in (ROOT / "templates" / "tasks").glob("*.py"))
@@ -45,15 +64,24 @@ class Machine:
         self.log.touch()
         self.add("python3", PYTHON)
         self.add("uname", "#!/bin/sh\necho Linux\n")
-        self.add("nvidia-smi", "#!/bin/sh\nexit 9\n")
+        self.add("nvidia-smi", "#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+        self.add("rocm_agent_enumerator", "#!/bin/sh\necho gfx000\n")
 
     def add(self, name, text):
         (self.tools / name).write_text(text)
         (self.tools / name).chmod(0o755)
 
-    def gpus(self, number):
-        lines = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})\\n" for i in range(number))
-        self.add("nvidia-smi", f"#!/bin/sh\nprintf '{lines}'\n")
+    def gpus(self, *gpus):
+        """Give it NVIDIA GPUs: driver and compute capability of each, "580.65.06,9.0"."""
+        self.add("nvidia-smi", NVIDIA_SMI.format(gpus=" ".join(gpus)))
+
+    def installed(self, version):
+        """Make it look as if this torch were installed."""
+        folder = self.folder / ".venv" / "lib" / "python3.12" / "site-packages" / "torch"
+        folder.mkdir(parents=True)
+        (folder / "version.py").write_text(
+            f"__all__ = ['__version__']\n__version__ = '{version}'\ndebug = False\n"
+        )
 
     def run(self, *command, **env):
         base = {"PATH": f"{self.tools}:/usr/bin:/bin", "FAKE_LOG": str(self.log)}
@@ -79,11 +107,22 @@ def machine(tmp_path):
 
 
 PLAIN = "pip install torch>=2.6 -e ."
-FROM_CPU_INDEX = f"pip install --no-deps --index-url {CPU_INDEX} torch>=2.6"
+HOPPER, OLD_DRIVER, VOLTA = "580.65.06,9.0", "550.54.15,8.0", "580.65.06,7.0"
+
+
+def from_index(build, *options):
+    return f"pip install {' '.join([*options, '--index-url', f'{PYTORCH}/{build}'])} torch>=2.6"
+
+
+FROM_CPU_INDEX = from_index("cpu", "--no-deps")
 
 
 def test_without_a_gpu_torch_comes_from_the_cpu_index(machine):
     assert machine.setup() == (["venv .venv", FROM_CPU_INDEX, PLAIN], [])
+    assert machine.printed[1] == (
+        "setup: no GPU in sight, so PyTorch's CPU build comes. If another machine trains, add to "
+        "the command: TORCH_BACKEND=cu130 (NVIDIA) or TORCH_BACKEND=rocm7.2 (AMD)"
+    )
 
 
 def test_nvidia_smi_need_not_exist(machine):
@@ -91,14 +130,148 @@ def test_nvidia_smi_need_not_exist(machine):
     assert machine.setup()[0][1:] == [FROM_CPU_INDEX, PLAIN]
 
 
-def test_with_a_gpu_torch_is_pypis(machine):
-    machine.gpus(1)
-    assert machine.setup()[0][1:] == [PLAIN]
-
-
 def test_on_macos_torch_is_pypis(machine):
     machine.add("uname", "#!/bin/sh\necho Darwin\n")
     assert machine.setup()[0][1:] == [PLAIN]
+
+
+@pytest.mark.parametrize(
+    "gpus, build",
+    [
+        ([HOPPER], "pypi"),
+        (["580.65.06,7.5"], "pypi"),
+        (["610.10,12.0"] * 8, "pypi"),
+        (["580.65.06,[N/A]"], "pypi"),
+        ([OLD_DRIVER], "cu126"),
+        (["579.99,9.0"], "cu126"),
+        (["525.60.13,7.5"], "cu126"),
+        ([VOLTA], "cu126"),
+        ([HOPPER, VOLTA], "cu126"),
+        (["570.124.06,12.0"], "cu128"),
+    ],
+)
+def test_driver_and_gpu_choose_the_build(machine, gpus, build):
+    machine.gpus(*gpus)
+    expected = [PLAIN] if build == "pypi" else [from_index(build, "--no-deps"), PLAIN]
+    assert machine.setup() == (["venv .venv", *expected], [])
+
+
+@pytest.mark.parametrize("gpu", ["470.57.02,3.5", "524.99,8.0", "450.80.02,"])
+def test_a_driver_too_old_for_any_build_is_one_line(machine, gpu):
+    machine.gpus(gpu)
+    log, errors = machine.setup(expect=2)
+    assert log == ["venv .venv"]
+    assert errors == [
+        f"setup: NVIDIA's driver {gpu.split(',')[0]} is too old for PyTorch. Install 580 or newer "
+        "(525 for CUDA 12.6), or train on the CPU: add TORCH_BACKEND=cpu to the command"
+    ]
+    assert machine.setup("TORCH_BACKEND=cpu")[0][1:] == [FROM_CPU_INDEX, PLAIN]
+
+
+def test_an_amd_gpu_gets_rocm_with_the_dependencies_that_only_that_index_has(machine):
+    machine.add("rocm_agent_enumerator", "#!/bin/sh\nprintf 'gfx000\\ngfx90a\\n'\n")
+    assert machine.setup() == (["venv .venv", from_index("rocm7.2"), PLAIN], [])
+
+
+@pytest.mark.parametrize(
+    "gpus, installed, words, expected",
+    [
+        # A login node, then a GPU: the CPU build does not count.
+        ([HOPPER], "2.13.0+cpu", [], ["pip install --no-deps --force-reinstall torch>=2.6"]),
+        ([VOLTA], "2.13.0+cpu", [], [from_index("cu126", "--no-deps", "--force-reinstall")]),
+        ([VOLTA], "2.13.0+cu130", [], [from_index("cu126", "--no-deps", "--force-reinstall")]),
+        ([HOPPER], "2.13.0+cu130", [], []),
+        ([HOPPER], "2.13.0+cu126", [], []),
+        ([OLD_DRIVER], "2.6.0+cu124", [], [from_index("cu126", "--no-deps")]),
+        ([], "2.13.0+cu130", [], [FROM_CPU_INDEX]),
+        ([], "2.13.0+cpu", [], [FROM_CPU_INDEX]),
+        (
+            [],
+            "2.13.0+cpu",
+            ["TORCH_BACKEND=cu130"],
+            [from_index("cu130", "--no-deps", "--force-reinstall")],
+        ),
+        ([HOPPER], "2.13.0+cpu", ["TORCH_BACKEND=cpu"], [FROM_CPU_INDEX]),
+        (
+            [HOPPER],
+            "2.13.0+cu130",
+            [f"TORCH_INDEX={CPU_INDEX}/"],
+            [f"pip install --no-deps --force-reinstall --index-url {CPU_INDEX}/ torch>=2.6"],
+        ),
+    ],
+)
+def test_a_build_that_does_not_fit_is_replaced(machine, gpus, installed, words, expected):
+    if gpus:
+        machine.gpus(*gpus)
+    machine.installed(installed)
+    log, errors = machine.setup(*words)
+    assert (log[1:], errors) == ([*expected, PLAIN], [])
+    told = [line for line in machine.printed if "gives way" in line]
+    assert len(told) == ("--force-reinstall" in "".join(expected))
+    assert not told or f"build {installed.partition('+')[2]} gives way to " in told[0]
+    assert not any("in sight" in line for line in machine.printed)
+
+
+@pytest.mark.parametrize(
+    "gpus, words, installed, expected",
+    [
+        ([], [], "", "--torch-backend cpu"),
+        ([HOPPER], [], "", "--torch-backend auto"),
+        ([VOLTA], [], "", "--torch-backend cu126"),
+        ([HOPPER], [], "2.13.0+cpu", "--torch-backend auto --reinstall-package torch"),
+        ([HOPPER], [], "2.13.0+cu132", "--torch-backend auto"),
+        ([], ["TORCH_BACKEND=rocm7.2"], "", "--torch-backend rocm7.2"),
+    ],
+)
+def test_uv_is_used_where_it_is_there(machine, gpus, words, installed, expected):
+    machine.add("uv", '#!/bin/sh\necho "uv $*" >>"$FAKE_LOG"\nexit ${FAKE_INSTALL_FAILS:-0}\n')
+    machine.gpus(*gpus)
+    if installed:
+        machine.installed(installed)
+    command = "uv pip install --quiet --python .venv/bin/python torch>=2.6"
+    assert machine.setup(*words)[0][1:] == [f"{command} {expected} -e ."]
+    assert "uv failed" in machine.setup(*words, expect=2, FAKE_INSTALL_FAILS="1")[1][-1]
+
+
+def test_uv_leaves_the_work_to_pip_where_pips_settings_decide(machine):
+    machine.add("uv", '#!/bin/sh\necho "uv $*" >>"$FAKE_LOG"\n')
+    assert machine.setup(FAKE_PIP_CONFIG=CONFIG)[0][1:] == [PLAIN]
+
+
+def test_uv_takes_torch_from_an_index_and_needs_no_pip(machine):
+    machine.add("uv", '#!/bin/sh\necho "uv $*" >>"$FAKE_LOG"\n')
+    command = "uv pip install --quiet --python .venv/bin/python"
+    log, _ = machine.setup(f"TORCH_INDEX={SECRET}", FAKE_NO_PIP="1")
+    assert log[1:] == [
+        f"{command} --no-deps --index-url {SECRET} torch>=2.6",
+        f"{command} torch>=2.6 -e .",
+    ]
+
+
+def test_uvs_own_variable_names_the_build_too(machine):
+    log, _ = machine.setup(UV_TORCH_BACKEND="cu126")
+    assert log[1:] == [from_index("cu126", "--no-deps"), PLAIN]
+
+
+@pytest.mark.parametrize(
+    "gpu, installed, mend",
+    [
+        (HOPPER, "2.13.0+cpu", "run again with TORCH_BACKEND=cu130"),
+        (VOLTA, "2.13.0+cu130", "run again with TORCH_BACKEND=cu126"),
+        (HOPPER, "2.13.0+cu130", "after an update of the driver, reboot"),
+        ("470.57.02,3.5", "2.13.0+cu130", "NVIDIA's driver 470.57.02 is too old: install 580 or"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_one_line(machine, gpu, installed, mend):
+    machine.gpus(gpu)
+    machine.installed(installed)
+    _, errors = machine.setup(FAKE_PIP_CONFIG=CONFIG, FAKE_TROUBLE="no CUDA")
+    build = installed.partition("+")[2]
+    assert len(errors) == 1 and errors[0].startswith(
+        f"setup: this torch (build {build}) cannot use the GPU: no CUDA; {mend}"
+    )
+    assert machine.printed[-1].startswith("setup: done, ")
+    assert machine.setup("TORCH_BACKEND=cpu", FAKE_TROUBLE="no CUDA")[1] == []
 
 
 @pytest.mark.parametrize(
@@ -131,19 +304,18 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
     assert machine.printed[1:3] == [
         "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
-        "PyTorch comes. PyPI's brings several GB of CUDA, useless without a GPU. For the CPU "
-        f"build, press Ctrl-C and add to the command: TORCH_INDEX={CPU_INDEX}",
+        "PyTorch comes. PyPI's brings several GB of CUDA 13. For the build that fits this machine, "
+        "press Ctrl-C and add to the command: TORCH_BACKEND=cpu",
         "setup: installing torch>=2.6 -e .",
     ]
-    packages = machine.folder / ".venv" / "lib" / "python3.12" / "site-packages"
-    (packages / "torch").mkdir(parents=True)
+    machine.installed("2.13.0+cpu")
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
     assert [line.split()[1] for line in machine.printed] == ["installing", "done,"]
 
 
 @pytest.mark.parametrize("config", ["", CONFIG])
 def test_an_index_for_torch_overrides_what_was_found(machine, config):
-    machine.gpus(1)
+    machine.gpus(HOPPER)
     log, _ = machine.setup(f"TORCH_INDEX={SECRET}", FAKE_PIP_CONFIG=config)
     assert log[1:] == [f"pip install --no-deps --index-url {SECRET} torch>=2.6", PLAIN]
     assert "setup: installing torch>=2.6 from https://***@example.org/simple" in machine.printed
@@ -154,11 +326,12 @@ def test_pip_is_quiet_but_for_what_it_complains_of(machine):
     machine.setup()
     assert [line.split()[1] for line in machine.printed] == [
         "creating",
+        "no",
         *["installing"] * 2,
         "done,",
     ]
     assert machine.errors == ["WARNING: there is no such extra"] * 2
-    machine.gpus(1)
+    machine.gpus(HOPPER)
     machine.setup(FAKE_INSTALL_FAILS="1", expect=2)
     assert machine.errors[:-1] == [
         "WARNING: there is no such extra",
@@ -210,16 +383,44 @@ def test_bound_of_torch_is_read_from_the_real_pyproject(machine, project):
     assert f'    "{torch}",\n' in (project.path / "pyproject.toml").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_the_wheels_of_offline_md_are_all_that_a_project_needs(tmp_path, task):
+    """Those that docs/offline.md names, with what they require; torch is on the machine."""
+    project = bake(tmp_path, task=task, tracker="none").path
+    text = (project / "docs" / "offline.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    commands = re.findall(r"^pip download --dest wheels \$platform (.*)$", text, flags=re.MULTILINE)
+    found = {word for words in commands for word in words.split() if not word.startswith("-")}
+    todo = {*found, "torch"}
+    while todo:
+        try:
+            lines = metadata.requires(todo.pop()) or []
+        except metadata.PackageNotFoundError:  # of another system
+            continue
+        lines = [line for line in lines if "extra ==" not in line]
+        names = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
+        todo |= names - found
+        found |= names
+    pyproject = (project / "pyproject.toml").read_text(encoding="utf-8")
+    needed = re.findall(
+        r'^    "([\w-]+)', pyproject.partition("[project.optional")[0], re.MULTILINE
+    )
+    assert len(needed) > 15
+    assert {name.replace("_", "-") for name in needed} - found <= {"torch"}
+
+
 # ---- make ----------------------------------------------------------------------------------------
+
+
+HARDWARE = ["cpu", "multi_gpu_bf16", "multi_gpu_fp16", "single_gpu_bf16", "single_gpu_fp16"]
 
 
 @pytest.fixture
 def ready(machine):
-    """A machine that is set up, with two hardware files and two recipes."""
-    for name in ("accelerate/cpu", "accelerate/multi_gpu_bf16", "accelerate/single_gpu_bf16"):
-        path = machine.folder / "configs" / f"{name}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+    """A machine that is set up, with hardware files and two recipes."""
+    folder = machine.folder / "configs" / "accelerate"
+    folder.mkdir(parents=True)
+    for name in HARDWARE:
+        (folder / f"{name}.yaml").touch()
     (machine.folder / "configs" / "train").mkdir()
     for name in ("default", "smoke"):
         (machine.folder / "configs" / "train" / f"{name}.yaml").touch()
@@ -231,20 +432,45 @@ def ready(machine):
     return machine
 
 
+AMPERE, TURING = "580.65.06,8.0", "580.65.06,7.5"
+
+
 @pytest.mark.parametrize(
-    "gpus, hardware", [(0, "cpu"), (1, "single_gpu_bf16"), (2, "multi_gpu_bf16")]
+    "gpus, visible, hardware",
+    [
+        ([], None, "cpu"),
+        ([AMPERE], None, "single_gpu_bf16"),
+        ([AMPERE] * 2, None, "multi_gpu_bf16 2"),
+        ([TURING], None, "single_gpu_fp16"),
+        ([VOLTA] * 8, None, "multi_gpu_fp16 8"),
+        ([AMPERE, TURING], None, "multi_gpu_fp16 2"),
+        (["580.65.06,12.0"], None, "single_gpu_bf16"),
+        (["580.65.06,[N/A]"], None, "single_gpu_bf16"),
+        ([AMPERE] * 4, "1,2", "multi_gpu_bf16 2"),
+        ([AMPERE] * 4, "3", "single_gpu_bf16"),
+        ([AMPERE] * 4, "", "cpu"),
+        ([AMPERE] * 4, "-1", "cpu"),
+    ],
 )
-def test_train_finds_the_hardware(ready, gpus, hardware):
-    ready.gpus(gpus)
-    result = ready.run("make", "--silent", "train")
-    assert (
-        result.stdout.split()
-        == (
-            f"launch.py --config_file configs/accelerate/{hardware}.yaml "
-            f"{'--num_processes 2 ' if gpus == 2 else ''}"
-            "train.py --config configs/train/default.yaml"
-        ).split()
-    )
+def test_train_finds_the_hardware(ready, gpus, visible, hardware):
+    ready.gpus(*gpus)
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    hardware, number = [*hardware.split(), ""][:2]
+    assert ready.run("make", "--silent", "train", **env).stdout.split() == [
+        *f"launch.py --config_file configs/accelerate/{hardware}.yaml".split(),
+        *(["--num_processes", number] if number else []),
+        *"train.py --config configs/train/default.yaml".split(),
+    ]
+    asked = ready.folder / "log.smi"
+    asked = asked.read_text() if asked.exists() else ""
+    assert asked.count("compute_cap") == ("gpu" in hardware)
+    assert (f"-i {visible} " in asked) == (bool(visible) and "gpu" in hardware)
+
+
+def test_train_finds_amd_gpus(ready):
+    ready.add("rocm_agent_enumerator", "#!/bin/sh\nprintf 'gfx000\\ngfx90a\\ngfx90a\\n'\n")
+    words = ready.run("make", "--silent", "train").stdout.split()
+    assert words[2:5] == ["configs/accelerate/multi_gpu_bf16.yaml", "--num_processes", "2"]
 
 
 def test_train_takes_hardware_recipe_and_flags(ready):
@@ -283,8 +509,7 @@ def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target):
     [
         (
             "HARDWARE=tpu",
-            "configs/accelerate/tpu.yaml is missing. "
-            "HARDWARE is one of: cpu multi_gpu_bf16 single_gpu_bf16.",
+            "configs/accelerate/tpu.yaml is missing. HARDWARE is one of: " + " ".join(HARDWARE),
         ),
         (
             "RECIPE=defualt",

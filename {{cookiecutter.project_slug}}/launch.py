@@ -46,11 +46,12 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 def run_check(launcher: list[str], program: list[str], signals: list[int], env: dict) -> int:
     """Runs the program with --check; its exit code, or STOPPED after a signal.
 
-    The numbers of processes and machines are passed on, since the launcher is not there to do it.
+    The numbers of processes and machines, and the address of machine 0, are passed on, since the
+    launcher is not there to do it.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config_file", default="")
-    for name in ("num_processes", "num_machines"):
+    for name in ("num_processes", "num_machines", "main_process_ip"):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     known, _ = parser.parse_known_args(launcher)
     command = [sys.executable, *program]
@@ -58,9 +59,13 @@ def run_check(launcher: list[str], program: list[str], signals: list[int], env: 
     command += ["--check"] if "--check" not in given else []
     if known.config_file and "--config_file" not in given:
         command += ["--config_file", known.config_file]
-    numbers = {"LAUNCH_PROCESSES": known.num_processes, "LAUNCH_MACHINES": known.num_machines}
-    numbers = {name: value for name, value in numbers.items() if value is not None}
-    check = subprocess.Popen(command, env={**env, **numbers}, preexec_fn=ignore_sigint)
+    passed = {
+        "LAUNCH_PROCESSES": known.num_processes,
+        "LAUNCH_MACHINES": known.num_machines,
+        "LAUNCH_MAIN_PROCESS_IP": known.main_process_ip,
+    }
+    passed = {name: value for name, value in passed.items() if value is not None}
+    check = subprocess.Popen(command, env={**env, **passed}, preexec_fn=ignore_sigint)
     terminated = False
     while check.poll() is None:
         time.sleep(0.05)
