@@ -330,5 +330,5 @@ def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
 def test_a_yaml_for_gpus_is_refused_where_there_is_none(project, tmp_path, hardware):
     result = train(project, hardware, tmp_path / "run", check=False, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1  # the launcher's, of every code but 0
-    said = "train.py: the launcher was told to use a GPU, but there is none; give it --config_file"
-    assert result.stderr.count(said) == 1
+    said = "train.py: the launcher was told to use a GPU, but there is none: torch "
+    assert result.stderr.count(said) == 1 and "use cpu.yaml" in result.stderr

@@ -16,6 +16,8 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from training.accelerate_yaml import without_gpu
+
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
 
@@ -60,10 +62,7 @@ def check_device(accelerator) -> None:
     cpu, hidden = [os.environ.get(name, "") for name in names]
     # For YAMLs with GPUs the launcher sets "False", or nothing.
     if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
-        raise ValueError(
-            "the launcher was told to use a GPU, but there is none; give it --config_file "
-            "configs/accelerate/cpu.yaml"
-        )
+        raise ValueError(f"the launcher was told to use a GPU, but there is none: {without_gpu()}")
     if accelerator.mixed_precision == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
 
