@@ -4,13 +4,15 @@ import contextlib
 import copy
 import inspect
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 
-from conftest import load_task
+from conftest import ROOT, load_task
 from waits import host_waits
 
 attention = load_task("tasklib.attention")
@@ -322,3 +324,24 @@ def test_waits_are_counted():
     with host_waits() as found:
         values[values > 0], values.tolist(), values.cpu(), bool(values[0]), values.nonzero()
     assert len(found) == 5
+
+
+def test_a_model_that_fails_a_check_is_left_as_it_was():
+    model = make("llama")
+    expected = plain_loss(model, rows(False)).item()
+    decoder = model.get_decoder
+    model.get_decoder = lambda: 1 / 0
+    next_token.prepare(model, LENGTH, 16, 0)
+    model.get_decoder = decoder
+    assert not model.loss_plan.is_split and not model.lm_head._forward_pre_hooks
+    assert not model.lm_head._forward_hooks
+    assert next_token.loss_sum(model, rows(False)).item() == expected
+
+
+@pytest.mark.slow
+def test_a_chunk_bounds_the_memory_of_the_loss():
+    command = [sys.executable, str(ROOT / "tests" / "loss_memory.py")]
+    printed = [subprocess.check_output([*command, size], text=True) for size in ("8192", "1024")]
+    (plain, loss), (chunked, other) = (text.split(" MB, loss ") for text in printed)
+    assert float(chunked) < float(plain) / 4
+    assert float(other) == pytest.approx(float(loss), rel=1e-6)
