@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import json
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from conftest import ROOT, load_task
+from conftest import GPUS, ROOT, load_task
 from waits import host_waits
 
 attention = load_task("tasklib.attention")
@@ -345,3 +346,11 @@ def test_a_chunk_bounds_the_memory_of_the_loss():
     (plain, loss), (chunked, other) = (text.split(" MB, loss ") for text in printed)
     assert float(chunked) < float(plain) / 4
     assert float(other) == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (GPUS and torch.version.cuda), reason="no NVIDIA GPU")
+def test_flash_attention_on_a_gpu_is_that_of_a_mask():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": GPUS}
+    command = [sys.executable, str(ROOT / "tests" / "packed_on_gpu.py")]
+    assert "cuda, 2 heads" in subprocess.check_output(command, text=True, env=environment)
