@@ -287,6 +287,7 @@ OUT_OF_RANGE = [
     ("validation_fraction", "nan", "a number, above 0 and below 1"),
     ("context_length", "1", "a whole number from 2 to 1,048,576"),
     ("vocab_size", "256", "a whole number from 257 to 1,048,576"),
+    ("loss_chunk", "8", "a whole number from 16 to 1,073,741,824"),
     ("num_layers", "0", "a whole number from 1 to 1,000"),
     ("num_heads", "0", "a whole number from 1 to 1,024"),
     ("hidden_size", "65537", "a whole number from 1 to 65,536"),

@@ -4,13 +4,16 @@ import contextlib
 import copy
 import inspect
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 
-from conftest import load_task
+from conftest import GPUS, ROOT, load_task
 from waits import host_waits
 
 attention = load_task("tasklib.attention")
@@ -187,14 +190,16 @@ def attended(monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("name", ["llama", "llama tied", "gemma"])
+@pytest.mark.parametrize("name", MODELS)
 def test_under_bf16_attention_gets_bf16_and_the_loss_stays(name, packed, monkeypatch):
     model, batch = make(name), rows(packed)
     fast = prepared(model, packed)
     with torch.autocast("cpu", torch.bfloat16), attended(monkeypatch) as seen:
         loss = next_token.loss_sum(fast, batch)
         before = plain_loss(model, batch)
-    assert {dtype for each in seen[:2] for dtype in each} == {torch.bfloat16}
+    if name in ("llama", "llama tied", "gemma", "window"):  # others normalise queries, or add fp32
+        assert {dtype for each in seen[:2] for dtype in each} == {torch.bfloat16}
+        assert {dtype for each in seen[2:] for dtype in each} >= {torch.float32}
     assert loss.dtype == torch.float32
     exact = plain_loss(model, batch)
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
@@ -322,3 +327,32 @@ def test_waits_are_counted():
     with host_waits() as found:
         values[values > 0], values.tolist(), values.cpu(), bool(values[0]), values.nonzero()
     assert len(found) == 5
+
+
+def test_a_model_that_fails_a_check_is_left_as_it_was():
+    model = make("llama")
+    expected = plain_loss(model, rows(False)).item()
+    decoder = model.get_decoder
+    model.get_decoder = lambda: 1 / 0
+    next_token.prepare(model, LENGTH, 16, 0)
+    model.get_decoder = decoder
+    assert not model.loss_plan.is_split and not model.lm_head._forward_pre_hooks
+    assert not model.lm_head._forward_hooks
+    assert next_token.loss_sum(model, rows(False)).item() == expected
+
+
+@pytest.mark.slow
+def test_a_chunk_bounds_the_memory_of_the_loss():
+    command = [sys.executable, str(ROOT / "tests" / "loss_memory.py")]
+    printed = [subprocess.check_output([*command, size], text=True) for size in ("8192", "1024")]
+    (plain, loss), (chunked, other) = (text.split(" MB, loss ") for text in printed)
+    assert float(chunked) < float(plain) / 4
+    assert float(other) == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (GPUS and torch.version.cuda), reason="no NVIDIA GPU")
+def test_flash_attention_on_a_gpu_is_that_of_a_mask():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": GPUS}
+    command = [sys.executable, str(ROOT / "tests" / "packed_on_gpu.py")]
+    assert "cuda, 2 heads" in subprocess.check_output(command, text=True, env=environment)

@@ -183,8 +183,8 @@ def test_rows_of_a_new_vocabulary_without_a_token_are_never_generated(task, smal
     cfg, folder, model, rows = small
     used = len(task.load_tokenizer(cfg, folder))
     assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
-    model.lm_head.weight.data.zero_()
-    model.lm_head.weight.data[[used, used + 1]] = torch.tensor([[100.0], [-100.0]])
+    favoured = 1000 * torch.randn(16)  # one of the two is the likeliest token
+    model.lm_head.weight.data[[used, used + 1]] = torch.stack([favoured, -favoured])
     batch = task.collate(rows)
     assert task.target_logits(model, batch).argmax(-1).min() >= used
     del batch["labels"]

@@ -12,6 +12,7 @@ with a model.
 import contextlib
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,6 +139,7 @@ def needs_no_mask(model: Any, length: int) -> bool:
 
     transformers is asked: it then makes no mask. Tensors without content show it at no cost.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -152,11 +154,12 @@ def needs_no_mask(model: Any, length: int) -> bool:
     AttentionMaskInterface.register(PROBE, sdpa_mask)
     model.set_attn_implementation(PROBE)
     named = [*model.named_parameters(), *model.named_buffers()]
-    empty = {name: torch.empty_like(values, device="meta") for name, values in named}
     width = model.get_input_embeddings().weight.shape[1]
-    row = {"inputs_embeds": torch.empty(1, length, width, device="meta")}
-    # Only with a cache does transformers leave out a mask without looking at the positions.
-    torch.func.functional_call(model, empty, kwargs={**row, "use_cache": True})
+    with FakeTensorMode() as mode:
+        empty = {name: mode.from_tensor(values) for name, values in named}
+        # Only with a cache does transformers leave out a mask without looking at the positions.
+        inputs = {"inputs_embeds": torch.zeros(1, length, width), "use_cache": True}
+        torch.func.functional_call(model, empty, kwargs=inputs)
     return bool(masks) and all(mask is None for mask in masks)
 
 
@@ -169,6 +172,8 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
     if model.config._attn_implementation != SDPA:
         return False
     register()
+    logs = logging.root.manager.disable
+    logging.disable()  # torch logs what fails below as an error
     with pretrained.quiet(), evaluating(model):
         try:
             expected = answers()
@@ -179,6 +184,7 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
             fits = False
         if not fits:
             model.set_attn_implementation(SDPA)
+    logging.disable(logs)
     return fits
 
 

@@ -54,20 +54,23 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
 
 def is_split(model: Any, row: torch.Tensor) -> bool:
     """Whether a model is a decoder that takes embeddings, and a head that makes the logits."""
-    seen = []
+    calls: list[tuple] = []
     with attention.evaluating(model):
         try:
-            head, decoder = model.get_output_embeddings(), model.get_decoder()
-            # Capping shows in large logits.
-            before = head.register_forward_pre_hook(lambda _, given: (1000 * given[0],))
-            after = head.register_forward_hook(lambda *call: seen.append(call))
-            logits = model(input_ids=row, use_cache=False).logits
-            before.remove()
-            after.remove()
-            ((_, (given,), output),) = seen
-            embeddings = model.get_input_embeddings()(row)
-            hidden = decoder(inputs_embeds=embeddings, use_cache=False)[0]
-            return torch.equal(logits, output) and attention.are_close(1000 * hidden, given)
+            head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()(row)
+            hooks = [
+                # Capping shows in large logits alone.
+                head.register_forward_pre_hook(lambda _, given: (1000 * given[0],)),
+                head.register_forward_hook(lambda *call: calls.append(call)),
+            ]
+            try:
+                logits = model(input_ids=row, use_cache=False).logits
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            hidden = model.get_decoder()(inputs_embeds=embeddings, use_cache=False)[0]
+            ((_, (states,), output),) = calls
+            return torch.equal(logits, output) and attention.are_close(1000 * hidden, states)
         except Exception:  # code of a model on the Hub may raise anything
             return False
 
