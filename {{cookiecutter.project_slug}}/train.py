@@ -374,7 +374,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     optimizer_settings = weights.optimizer_settings(optimizer)
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
-    # Prepare.
+    # Prepare. Training batches stay in CPU memory until their turn.
     model, optimizer, eval_loader = accelerator.prepare(
         weights.TaskModule(model), optimizer, eval_loader
     )
