@@ -8,6 +8,7 @@ to go on. A prefetched batch shifts the moment, not the time between two of them
 import json
 import os
 import time
+from collections.abc import Iterator
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -111,7 +112,7 @@ class CopyCounter(TorchFunctionMode):
 # ---- Stopping and timing -------------------------------------------------------------------------
 
 
-def control(commands, answers, counted: int):
+def control(commands, answers, counted: int) -> Iterator:
     """Counts the first steps, then obeys lines: "N": time N steps; "end": exit.
 
     It yields once before each batch, so between two steps.
@@ -145,19 +146,25 @@ def control(commands, answers, counted: int):
     os._exit(0)
 
 
+def attach(steps: Iterator) -> None:
+    """Advances `steps` before each batch that this process reads.
+
+    A function that it yields is called with the batch.
+    """
+    fetch = _BaseDataLoaderIter.__next__
+
+    def advance_and_fetch(loader):
+        look_at = next(steps)
+        batch = fetch(loader)
+        if look_at:
+            look_at(batch)
+        return batch
+
+    _BaseDataLoaderIter.__next__ = advance_and_fetch
+
+
 def install() -> None:
     """Lets the pipes of BENCH_PIPES control this process: commands, answers."""
     commands, answers = (int(number) for number in os.environ["BENCH_PIPES"].split(","))
-    steps = control(
-        os.fdopen(commands), os.fdopen(answers, "w"), int(os.environ.get("BENCH_COUNT", 0))
-    )
-    fetch = _BaseDataLoaderIter.__next__
-
-    def fetch_when_told(loader):
-        mark = next(steps)
-        batch = fetch(loader)
-        if mark:
-            mark(batch)
-        return batch
-
-    _BaseDataLoaderIter.__next__ = fetch_when_told
+    counted = int(os.environ["BENCH_COUNT"])
+    attach(control(os.fdopen(commands), os.fdopen(answers, "w"), counted))

@@ -111,7 +111,7 @@ def lightning(todo: Work) -> None:
     """Trainer of Lightning."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, DistributedSampler
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -126,13 +126,19 @@ def lightning(todo: Work) -> None:
         def configure_optimizers(self):
             return work.build_optimizer(self)
 
+    dataset, sampler = work.build_dataset(todo), None
+    if todo.processes > 1:  # Lightning's own would shuffle
+        sampler = DistributedSampler(
+            dataset, num_replicas=todo.processes, rank=todo.rank, shuffle=False
+        )
     loader = DataLoader(
-        work.build_dataset(todo), batch_size=todo.micro_batch, collate_fn=work.collate
+        dataset, batch_size=todo.micro_batch, sampler=sampler, collate_fn=work.collate
     )
     lightning.Trainer(
         accelerator="cpu",
         devices=todo.processes,
         strategy="ddp" if todo.processes > 1 else "auto",
+        use_distributed_sampler=False,
         max_epochs=1,
         gradient_clip_val=work.MAX_GRAD_NORM,
         logger=CSVLogger(todo.output),

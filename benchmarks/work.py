@@ -26,10 +26,11 @@ class Size:
     heads: int
     context: int  # tokens in a sample
     batch: int  # samples in an optimizer step, over all processes
-    counted: int  # steps in which clock.py counts, before the timing begins
-    steps: int  # steps that are timed in a round
-    rounds: int
+    counted: int = 0  # steps in which clock.py counts, before the timing begins
+    steps: int = 20  # steps that are timed in a round
+    rounds: int = 3
     vocabulary: int = 1024
+    data: str = "pydoc"
 
 
 SIZES = {
@@ -56,6 +57,7 @@ def flags(size: Size) -> list[str]:
         "save_every": 0,
         "log_every": LOG_EVERY,
         "tracker": "none",
+        "task.data": size.data,
         "task.context_length": size.context,
         "task.vocab_size": size.vocabulary,
         "task.hidden_size": size.hidden,
