@@ -102,7 +102,7 @@ ROWS = [
 ]
 
 
-# ---- What a row may change -------------------------------------------------------------------------
+# ---- What a row may change -----------------------------------------------------------------------
 # The project has no switches for these; the benchmark replaces functions of its modules.
 
 
