@@ -117,8 +117,10 @@ def control(commands, answers, counted: int) -> Iterator:
 
     It yields once before each batch, so between two steps.
     """
-    started = []  # time at the end of the first step
-    register_optimizer_step_post_hook(lambda *_: started or started.append(time.time()))
+    started = []  # at the end of the first step: the time, and the CPU seconds until then
+    register_optimizer_step_post_hook(
+        lambda *_: started or started.extend([time.time(), time.process_time()])
+    )
 
     def answer(**values) -> None:
         print(json.dumps(values), file=answers, flush=True)
@@ -142,7 +144,7 @@ def control(commands, answers, counted: int) -> Iterator:
         for _ in range(int(command)):
             yield None
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu_began
-        answer(seconds=seconds, cpu=cpu, started=started[0])
+        answer(seconds=seconds, cpu=cpu, started=started)
     os._exit(0)
 
 

@@ -23,13 +23,15 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+import psutil
+
 import work
 from peers import PEERS
 from work import SIZES, Size, Work
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
-PLAIN, BAKED = "plain loop", "baked project"
+PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
 # Prepares the data, as train.py would, and saves the order of the samples.
 PREPARE = """
 import sys
@@ -101,7 +103,8 @@ class Run:
         return {
             "seconds": max(each["seconds"] for each in answers) / steps,
             "cpu": sum(each["cpu"] for each in answers) / steps,
-            "started": max(each["started"] for each in answers) - self.began,
+            "started": max(each["started"][0] for each in answers) - self.began,
+            "started_cpu": sum(each["started"][1] for each in answers),
         }
 
     def end(self) -> None:
@@ -210,42 +213,39 @@ def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps:
     return found
 
 
-def time_starts(todo: Work, peers: list[str], starts: int) -> dict[str, list[float]]:
-    """Seconds from the command to the end of the first step, with data that is prepared."""
-    found: dict[str, list[float]] = {name: [] for name in [*peers, f"{BAKED}, make train"]}
+def time_starts(todo: Work, peers: list[str], starts: int) -> dict[str, list[list[float]]]:
+    """Seconds and CPU seconds from the command to the end of the first step; data is prepared."""
+    found: dict[str, list] = {name: [] for name in peers}
     for number in range(starts):
         say(f"start {number + 1} of {starts}")
         for name in peers:
             output = f"{todo.output}/{name}-start-{number}"
             run = Run(name, Work(todo.size, todo.project, todo.data, todo.order, output), 1)
-            found[name].append(run.train(3)["started"])
+            timed = run.train(3)  # a batch may be read ahead
+            found[name].append([timed["started"], timed["started_cpu"]])
             run.end()
         if BAKED in peers:
-            found[f"{BAKED}, make train"].append(
-                time_launch(todo, f"{todo.output}/launch-{number}")
-            )
+            launched = time_launch(todo, f"{todo.output}/launch-{number}")
+            found.setdefault(LAUNCHED, []).append(launched)
     return found
 
 
-def time_launch(todo: Work, output: str) -> float:
-    """The same for launch.py, which `make train` runs: it checks the input first."""
+def time_launch(todo: Work, output: str) -> list[float]:
+    """The same for `make train`, whose launch.py checks the input in a process of its own."""
     command = [sys.executable, "launch.py", "--config_file", "configs/accelerate/cpu.yaml"]
     command += ["train.py", *work.flags(todo.size), "--output_dir", output]
     command[command.index("--log_every") + 1] = "1"
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     began, metrics = time.time(), Path(output, "metrics.jsonl")
-    run = subprocess.Popen(
-        command,
-        cwd=todo.project,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    run = subprocess.Popen(command, cwd=todo.project, env=environment(), **silent)
     while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.01)
     seconds = time.time() - began
+    processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    times = [each.cpu_times() for each in processes]
     run.terminate()
     run.wait()
-    return seconds
+    return [seconds, sum(sum(each[:4]) for each in times)]  # of ended children too
 
 
 def say(text: str) -> None:
@@ -285,22 +285,28 @@ def table(report: dict):
     for name in report["sizes"]:
         gflop = next(iter(report["steps"].values()))[name][PLAIN]["gflop"]
         columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time"]
-    shown = Table(*columns, "host waits", "start, s", box=box.MARKDOWN)
+    shown = Table(*columns, "host waits", "start, s", "CPU s", box=box.MARKDOWN)
     for processes, sizes in report["steps"].items():
+        first = processes == next(iter(report["steps"]))
         for peer in report["peers"]:
             row = [peer, processes]
             for found in (size[peer] for size in sizes.values()):
                 ratio, low, high = found["seconds_ratio"]
                 row += [f"{found['step_ms']:.1f}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
                 row += [f"{found['cpu_ratio'][0]:.3f}"]
-            start = report["starts"].get(peer) if processes == "1" else None
             waits = next(iter(sizes.values()))[peer]["waits"]
-            shown.add_row(*row, f"{waits:.1f}", f"{middle(start)[0]:.1f}" if start else "")
-    launch = report["starts"].get(f"{BAKED}, make train")
-    if launch:
-        empty = [""] * (len(columns) - 1)
-        shown.add_row(f"{BAKED}, make train", *empty, "", f"{middle(launch)[0]:.1f}")
+            shown.add_row(*row, f"{waits:.1f}", *start_cells(report, peer if first else ""))
+    if LAUNCHED in report["starts"]:
+        shown.add_row(LAUNCHED, *[""] * len(columns), *start_cells(report, LAUNCHED))
     return shown
+
+
+def start_cells(report: dict, peer: str) -> list[str]:
+    """Seconds and CPU seconds of a start."""
+    starts = report["starts"].get(peer)
+    if not starts:
+        return ["", ""]
+    return [f"{statistics.median(each):.1f}" for each in zip(*starts, strict=True)]
 
 
 def plot(report: dict, file: Path) -> None:
