@@ -1,12 +1,12 @@
 """Measures how much of a GPU a baked project uses, with each of its optimisations on and off.
 
-    python benchmarks/gpu.py                  # 1.08 B parameters, 13 rows; 20 minutes on an H200
-    python benchmarks/gpu.py --rows baked     # the rows whose names contain this word
-    python benchmarks/gpu.py --device cpu     # a tiny model: does the program itself work?
+    make bench-gpu                            # 1.08 B parameters, all rows
+    make bench-gpu ARGS="--rows baked"        # the rows whose names contain this word
+    make bench-gpu ARGS="--device cpu"        # a tiny model: does the program itself work?
 
 Each row is a process of its own, started by `accelerate launch`. HF Trainer and a loop in plain
 PyTorch do the same work. A row that fails, for example for want of memory, says so; results/ keeps
-the rows of earlier calls on the same device.
+the rows of earlier calls on the same device. The folder for temporary files needs 15 GB.
 
 MFU, the share of the device's peak, counts 6 (N - embeddings) + 12 L h S FLOPs a token, for N
 parameters, L layers of width h, and rows of S tokens. The causal mask makes half of the attention
@@ -225,6 +225,8 @@ def measure(row: Row, todo: Work, file: Path):
 
     for _ in range(WARM_UP * row.accumulation):
         yield None
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(size.rounds):
         began = now()
@@ -260,8 +262,8 @@ def time_by_kind(trace, gpu: bool) -> dict[str, float]:
     return found
 
 
-def measure_matmul(device: str) -> float:
-    """FLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
+def probe(device: str) -> dict:
+    """The device's name, and the FLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
     import torch
 
     gpu = device == "cuda"
@@ -275,7 +277,8 @@ def measure_matmul(device: str) -> float:
         if gpu:
             torch.cuda.synchronize()
         best = max(best, 5 * 2 * size**3 / (time.perf_counter() - began))
-    return best
+    name = torch.cuda.get_device_name() if gpu else compare.about_machine()["device"]
+    return {"device": name, "matmul": best, "cuda": torch.version.cuda}
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -288,6 +291,16 @@ def flops_a_token(size: Size, attention: int = 12) -> float:
     return 6 * weights + attention * size.layers * size.hidden * size.context
 
 
+def environment(device: str, **extra: str) -> dict[str, str]:
+    """The variables of a process. It sees one GPU: Trainer would use all that it sees."""
+    env = compare.environment(**extra)
+    if device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        del env["ACCELERATE_USE_CPU"], env["OMP_NUM_THREADS"]
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    return env
+
+
 def run_row(row: Row, todo: Work, device: str) -> dict:
     """The numbers of a row, or {"failed": why}."""
     size, project, folder = todo.size, Path(todo.project), Path(todo.output)
@@ -295,10 +308,7 @@ def run_row(row: Row, todo: Work, device: str) -> dict:
     hardware = "single_gpu_bf16" if device == "cuda" else "cpu"
     config = str(project / "configs" / "accelerate" / f"{hardware}.yaml")
     told = {"row": asdict(row), "report": str(folder / "report.json")}
-    env = compare.environment(BENCH_WORK=todo.to_json(), BENCH_ROW=json.dumps(told))
-    if device == "cuda":
-        del env["CUDA_VISIBLE_DEVICES"], env["ACCELERATE_USE_CPU"], env["OMP_NUM_THREADS"]
-        env |= {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
+    env = environment(device, BENCH_WORK=todo.to_json(), BENCH_ROW=json.dumps(told))
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file"]
     command = [*launch, config, str(HERE / "gpu.py")]
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -365,17 +375,16 @@ def main() -> None:
     gpu = asked.device == "cuda"
     if gpu and not torch.cuda.is_available():
         sys.exit("there is no GPU that torch sees; try --device cpu")
-    if not gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     size = LARGE if gpu else TINY
     size = replace(size, steps=asked.steps or size.steps)
-    about = compare.about_machine()
-    device = torch.cuda.get_device_name() if gpu else about["device"]
+    code = f"import gpu, json; print(json.dumps(gpu.probe('{asked.device}')))"
+    command, env = [sys.executable, "-c", code], environment(asked.device)
+    found = json.loads(subprocess.check_output(command, cwd=HERE, env=env).splitlines()[-1])
+    device, measured = found["device"], found["matmul"]
     known = [peak for names, peak in PEAKS.items() if gpu and re.search(names, device)]
-    measured = measure_matmul(asked.device)
-    report = {**about, "device": device, "matmul": measured, "rows": {}}
-    report |= {"peak": known[0] * 1e12 if known else measured, "cuda": torch.version.cuda}
-    report |= {"flops_a_token": [flops_a_token(size), flops_a_token(size, 6)], "size": asdict(size)}
+    report = {**compare.about_machine(), **found, "size": asdict(size), "rows": {}}
+    report["peak"] = known[0] * 1e12 if known else measured
+    report["flops_a_token"] = [flops_a_token(size), flops_a_token(size, attention=6)]
     file = asked.output / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
     asked.output.mkdir(parents=True, exist_ok=True)
     if file.exists():
