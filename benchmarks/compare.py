@@ -10,6 +10,7 @@ Before that their work is counted, and has to be the same: loss terms, FLOPs, an
 
 import argparse
 import datetime
+import io
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ from work import SIZES, Size, Work
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
+MARKS = ("<!-- make bench -->", "<!-- end of make bench -->")  # around the table of README.md
 PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
 # Prepares the data, as train.py would, and saves the order of the samples.
 PREPARE = """
@@ -301,6 +303,21 @@ def table(report: dict):
     return shown
 
 
+def describe(report: dict) -> str:
+    """The table in Markdown, and a sentence about the machine."""
+    from rich.console import Console
+
+    console = Console(width=250, file=io.StringIO())
+    console.print(table(report))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    return (
+        "\n".join(filter(None, lines)) + f"\n\n{report['device']}, one thread a process, "
+        f"load {report['load'][0]:.1f} before and {report['load'][1]:.1f} after; {versions}; "
+        f"{report['date']}."
+    )
+
+
 def start_cells(report: dict, peer: str) -> list[str]:
     """Seconds and CPU seconds of a start."""
     starts = report["starts"].get(peer)
@@ -377,6 +394,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="starts of each peer")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="cpu", help="name of the files of results")
+    parser.add_argument("--readme", action="store_true", help="replace the table of README.md")
     asked = parser.parse_args()
     peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
     folder = Path(tempfile.mkdtemp(prefix="bench"))
@@ -401,19 +419,18 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     report["load"].append(os.getloadavg()[0])
 
-    from rich.console import Console
-
+    text = describe(report)
     say("")
-    Console(width=None if sys.stdout.isatty() else 200).print(table(report))
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    print(
-        f"{report['device']}; one thread a process; load {report['load'][0]:.1f} before, "
-        f"{report['load'][1]:.1f} after; {versions}; {report['date']}"
-    )
+    print(text)
     asked.output.mkdir(parents=True, exist_ok=True)
     (asked.output / f"{asked.name}.json").write_text(json.dumps(report, indent=1) + "\n")
     plot(report, asked.output / f"{asked.name}.png")
     print(f"{asked.output / asked.name}.json and .png")
+    if asked.readme:
+        readme = HERE.parent / "README.md"
+        before, rest = readme.read_text().split(MARKS[0])
+        after = rest.split(MARKS[1])[1]
+        readme.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

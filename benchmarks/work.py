@@ -34,8 +34,8 @@ class Size:
 
 
 SIZES = {
-    "small": Size(64, 2, 4, context=64, batch=8, counted=21, steps=40, rounds=12),
-    "large": Size(480, 5, 8, context=128, batch=8, counted=2, steps=3, rounds=8),
+    "small": Size(64, 2, 4, context=64, batch=8, counted=21, steps=10, rounds=40),
+    "large": Size(480, 5, 8, context=128, batch=8, counted=2, steps=2, rounds=10),
 }
 
 
