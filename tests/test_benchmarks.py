@@ -117,7 +117,7 @@ def check_rows(report, names):
     for found in report["rows"].values():
         assert "failed" not in found, found
         assert min(found["tokens_per_second"]) > 0
-        assert found["kinds"]["matmul"] > 0 < found["kinds"]["loss"]
+        assert found["kinds"]["matmul"] > 0
         assert sum(found["kinds"].values()) < found["profiled_seconds"]
 
 
@@ -125,6 +125,7 @@ def test_the_sweep_of_a_gpu_runs_on_a_cpu(tmp_path):
     tiny = ["--device", "cpu", "--steps", 2]
     report, printed = run("gpu.py", tmp_path, *tiny, "--rows", "baked, eager")
     check_rows(report, ["baked, eager"])
+    assert min(report["rows"]["baked, eager"]["kinds"].values()) > 0
     assert "| baked, eager" in printed and "half the attention" in printed
 
 
