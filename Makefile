@@ -1,6 +1,7 @@
 # The template's own targets; those of a generated project are in its Makefile.
 
 PYTHON ?= python3
+VENV = .venv
 # The one place that names the PyTorch of the tests and the demo.
 TORCH ?= torch==2.13.0
 TEMPLATE = {{cookiecutter.project_slug}}
@@ -8,17 +9,19 @@ TASKS = $(basename $(notdir $(wildcard templates/tasks/*.py)))
 # What the demo needs, and what the tests need on top of it: the first run waits for no more.
 DEMO = .venv/.demo
 TESTS = .venv/.tests
+# The programs that `make bench` compares have an environment of their own.
+BENCH = .venv/bench/.installed
 EXTRAS = dev,trackio,tensorboard
 # Processes that share the tests.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 # The default answers, whatever ~/.cookiecutterrc says.
-BAKE = .venv/bin/cookiecutter . --no-input --default-config
+BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all torture
+.PHONY: help demo test test-all torture bench bench-gpu
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
@@ -43,12 +46,18 @@ test-all: $(TESTS)  ## run the slow tests, which `make test` leaves out
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
 
+bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
+	@.venv/bench/bin/python benchmarks/compare.py $(ARGS)
+
+bench-gpu: $(BENCH)  ## measure how much of a GPU a project uses, each optimisation on and off
+	@.venv/bench/bin/python benchmarks/gpu.py $(ARGS)
+
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
 # $(call setup,TASK,EXTRAS)
 setup = $(BAKE) --output-dir .venv/baked --overwrite-if-exists task=$(1) >/dev/null && \
-	$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/.venv' \
+	$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/$(VENV)' \
 		EXTRAS=$(2) TORCH='$(TORCH)'
-install = VENV=.venv PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh'
+install = VENV=$(VENV) PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh'
 
 $(DEMO): $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
 	@$(install) '$(shell grep ^cookiecutter tests/requirements.txt)'
@@ -58,4 +67,10 @@ $(DEMO): $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
 $(TESTS): $(DEMO) tests/requirements.txt
 	@$(install) -r tests/requirements.txt
 	@for task in $(TASKS); do $(call setup,$$task,$(EXTRAS)) || exit; done
+	@touch $@
+
+$(BENCH): VENV = .venv/bench
+$(BENCH): benchmarks/requirements.txt $(TEMPLATE)/pyproject.toml
+	@$(install) -r benchmarks/requirements.txt
+	@$(call setup,causal_lm,)
 	@touch $@

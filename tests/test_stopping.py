@@ -251,7 +251,8 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, ph
     wait_until(lambda: (output / "lock").exists(), run)
     processes = family(run)
     if phase == "start":  # the check has ended, and accelerate begins
-        psutil.wait_procs(processes[1:], timeout=30)
+        checks = [each for each in processes[1:] if "--check" in each.cmdline()]
+        psutil.wait_procs(checks, timeout=30)
         time.sleep(0.5)
         processes = family(run)
     os.kill(run.pid, signal.SIGINT)

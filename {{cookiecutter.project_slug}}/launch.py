@@ -27,11 +27,14 @@ import psutil
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
 # Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
+# Its imports take as long as those of the check; it waits for a byte to say that all is well.
 LAUNCHER = """
-import sys
+import os, sys
 sys.stderr = open(sys.argv.pop(1), "w", buffering=1)
+go = int(sys.argv.pop(1))
 from accelerate.commands.launch import main
-main()
+if os.read(go, 1):
+    main()
 """
 
 
@@ -112,16 +115,25 @@ def main() -> int:
             # save, as the launcher does.
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
             **os.environ,
-            "VERIFIED_FILE": str(
-                Path(folder, "verified")
-            ),  # checkpoints that the check has verified
+            # Checkpoints that the check has verified.
+            "VERIFIED_FILE": str(Path(folder, "verified")),
         }
+        if {"--check", "--help", "-h"} & {*program}:  # nothing to launch
+            return run_check(launcher, program, signals, env)
+        waits, go = os.pipe()
+        command = [sys.executable, "-c", LAUNCHER, str(report_file), str(waits)]
+        run = subprocess.Popen(
+            [*command, *launcher, *program],
+            env={**env, "EXIT_CODE_FILE": str(exit_code_file)},
+            preexec_fn=ignore_sigint,
+            pass_fds=[waits],
+        )
         code = run_check(launcher, program, signals, env)
-        if code or {"--check", "--help", "-h"} & {*program}:  # nothing to launch
+        if code:
+            run.kill()
+            run.wait()
             return code
-        command = [sys.executable, "-c", LAUNCHER, str(report_file), *launcher, *program]
-        env["EXIT_CODE_FILE"] = str(exit_code_file)
-        run = subprocess.Popen(command, env=env, preexec_fn=ignore_sigint)
+        os.write(go, b"1")
         training, stopping = [], False
         while run.poll() is None:
             training = find_training_processes(run, program) or training

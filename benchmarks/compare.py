@@ -1,0 +1,437 @@
+"""Compares a baked project with other ways to train, on the same work.
+
+    make bench                                       # in the template: a table, a plot, a .json
+    python benchmarks/compare.py --sizes small --rounds 2 --steps 5
+
+The peers are those of peers.py. A process of each waits while another one trains: a round lets
+each of them train some steps, in turn. So what slows the machine for a while slows all of them.
+Before that their work is counted, and has to be the same: loss terms, FLOPs, and the losses.
+"""
+
+import argparse
+import datetime
+import io
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+import work
+from peers import PEERS
+from work import SIZES, Size, Work
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
+MARKS = ("<!-- make bench -->", "<!-- end of make bench -->")  # around the table of README.md
+PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
+# Prepares the data, as train.py would, and saves the order of the samples.
+PREPARE = """
+import sys
+import numpy as np
+import task
+from training.batches import sample_ids
+from training.startup import read_config
+from train import Config
+cfg, _ = read_config(Config, "\\n\\n")
+folder = task.prepare_data(cfg.task)
+rows = len(task.datasets(cfg.task, folder)[0])
+positions = np.arange(min(4000, 20 * rows // cfg.global_batch_size) * cfg.global_batch_size)
+np.save(cfg.output_dir, sample_ids(positions, rows, cfg.seed))
+print(folder.resolve())
+"""
+
+
+# ---- The peers' processes ------------------------------------------------------------------------
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The variables of a process: one thread, no network, no settings of the user."""
+    foreign = ("ACCELERATE_", "WANDB_", "OMP_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**env, **fixed, "ACCELERATE_USE_CPU": "true", **extra}
+
+
+class Run:
+    """One peer in one or several processes."""
+
+    def __init__(self, name: str, todo: Work, processes: int, counted: int = 0):
+        Path(todo.output).mkdir(parents=True)
+        self.name, self.log, self.began = name, Path(todo.output, "log.txt"), time.time()
+        self.ranks = []  # of each process: itself, the pipe to it, the pipe from it
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank in range(processes):
+            env = environment(BENCH_WORK=todo.to_json(), BENCH_COUNT=str(counted))
+            if processes > 1:
+                env |= {**meeting, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+                env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "bench"}
+            (inside, commands), (answers, outside) = os.pipe(), os.pipe()
+            with open(self.log, "a") as log:
+                process = subprocess.Popen(
+                    [sys.executable, str(HERE / "peers.py"), name],
+                    env=env | {"BENCH_PIPES": f"{inside},{outside}"},
+                    pass_fds=(inside, outside),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+            os.close(inside)
+            os.close(outside)
+            self.ranks.append((process, os.fdopen(commands, "w"), os.fdopen(answers)))
+
+    def answers(self) -> list[dict]:
+        """The next line of each process."""
+        lines = [answers.readline() for _, _, answers in self.ranks]
+        if not all(lines):
+            self.end()
+            sys.exit(f"{self.name} failed:\n{self.log.read_text(errors='replace')[-3000:]}")
+        return [json.loads(line) for line in lines]
+
+    def train(self, steps: int) -> dict:
+        """Trains some steps: seconds a step, CPU seconds a step of all processes, ..."""
+        for _, commands, _ in self.ranks:
+            print(steps, file=commands, flush=True)
+        answers = self.answers()
+        return {
+            "seconds": max(each["seconds"] for each in answers) / steps,
+            "cpu": sum(each["cpu"] for each in answers) / steps,
+            "started": max(each["started"][0] for each in answers) - self.began,
+            "started_cpu": sum(each["started"][1] for each in answers),
+        }
+
+    def end(self) -> None:
+        for process, commands, answers in self.ranks:
+            process.kill()
+            process.wait()
+            commands.close()
+            answers.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---- The work ------------------------------------------------------------------------------------
+
+
+def bake(folder: Path) -> Path:
+    """A project of the default answers."""
+    from cookiecutter.main import cookiecutter
+
+    elsewhere = {"replay_dir": str(folder), "cookiecutters_dir": str(folder)}
+    template = shutil.ignore_patterns(".git", ".venv", "demo", "runs", "__pycache__", ".*_cache")
+    shutil.copytree(HERE.parent, folder / "template", ignore=template)
+    return Path(
+        cookiecutter(
+            str(folder / "template"),
+            no_input=True,
+            output_dir=str(folder),
+            default_config=elsewhere,
+            extra_context={"tracker": "none"},
+        )
+    )
+
+
+def prepare(project: Path, size: Size, folder: Path) -> Work:
+    """The work of this size, with the data that the project prepares for it."""
+    folder.mkdir()
+    order = folder / "order.npy"
+    command = [sys.executable, "-c", PREPARE, *work.flags(size), "--output_dir", str(order)]
+    printed = subprocess.run(
+        command, cwd=project, env=environment(), capture_output=True, text=True
+    )
+    if printed.returncode:
+        sys.exit(f"no data:\n{printed.stderr}")
+    data = printed.stdout.splitlines()[-1]
+    return Work(size, str(project), data, str(order), str(folder))
+
+
+def count(run: Run) -> dict:
+    """What the peer did in its first steps: FLOPs, loss terms and host waits a step; losses."""
+    answers = run.answers()
+    losses = []
+    for step in zip(*(each["losses"] for each in answers), strict=False):
+        losses.append(sum(loss for loss, _ in step) / sum(terms for _, terms in step))
+    return {
+        "gflop": sum(each["flops"] for each in answers) / 1e9,
+        "tokens": sum(each["losses"][0][1] for each in answers),
+        "waits": max(each["waits"] for each in answers),
+        "losses": losses,
+    }
+
+
+def check_same_work(counts: dict[str, dict], counted: int) -> None:
+    """Ends the program unless all peers did the same: tokens, FLOPs to 1 %, losses to 0.1 %."""
+    reference = counts[PLAIN]
+    for name, found in counts.items():
+        pairs = list(zip(found["losses"], reference["losses"], strict=False))
+        far = max(abs(mine / theirs - 1) for mine, theirs in pairs)
+        same = (
+            len(pairs) >= counted - 1  # a peer that reads a batch ahead is a step behind
+            and found["tokens"] == reference["tokens"]
+            and abs(found["gflop"] / reference["gflop"] - 1) < 0.01
+            and far < 1e-3  # of 20 steps, in which AdamW lets rounding grow
+        )
+        found["loss_difference"] = far
+        if not same:
+            sys.exit(f"{name} does not do the work of {PLAIN}:\n{found}\n{reference}")
+
+
+# ---- Measuring -----------------------------------------------------------------------------------
+
+
+def time_steps(todo: Work, peers: list[str], processes: int, rounds: int, steps: int) -> dict:
+    """For each peer: what was counted, and seconds and CPU seconds a step in each round."""
+    name, runs, found = Path(todo.output).name, {}, {}
+    try:
+        for peer in peers:
+            output = f"{todo.output}/{peer}-{processes}"
+            todo_here = Work(todo.size, todo.project, todo.data, todo.order, output)
+            runs[peer] = Run(peer, todo_here, processes, todo.size.counted)
+            found[peer] = {**count(runs[peer]), "seconds": [], "cpu": []}
+        check_same_work(found, todo.size.counted)
+        for number in range(rounds):
+            say(f"{name}, {processes} x CPU: round {number + 1} of {rounds}")
+            for peer in peers[number % len(peers) :] + peers[: number % len(peers)]:
+                runs[peer].train(1)  # its data comes back into the caches
+                timed = runs[peer].train(steps)
+                found[peer]["seconds"].append(timed["seconds"])
+                found[peer]["cpu"].append(timed["cpu"])
+    finally:
+        for run in runs.values():
+            run.end()
+    return found
+
+
+def time_starts(todo: Work, peers: list[str], starts: int) -> dict[str, list[list[float]]]:
+    """Seconds and CPU seconds from the command to the end of the first step; data is prepared."""
+    found: dict[str, list] = {name: [] for name in peers}
+    for number in range(starts):
+        say(f"start {number + 1} of {starts}")
+        for name in peers:
+            output = f"{todo.output}/{name}-start-{number}"
+            run = Run(name, Work(todo.size, todo.project, todo.data, todo.order, output), 1)
+            timed = run.train(3)  # a batch may be read ahead
+            found[name].append([timed["started"], timed["started_cpu"]])
+            run.end()
+        if BAKED in peers:
+            launched = time_launch(todo, f"{todo.output}/launch-{number}")
+            found.setdefault(LAUNCHED, []).append(launched)
+    return found
+
+
+def time_launch(todo: Work, output: str) -> list[float]:
+    """The same for `make train`, whose launch.py checks the input in a process of its own."""
+    command = [sys.executable, "launch.py", "--config_file", "configs/accelerate/cpu.yaml"]
+    command += ["train.py", *work.flags(todo.size), "--output_dir", output]
+    command[command.index("--log_every") + 1] = "1"
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    began, metrics = time.time(), Path(output, "metrics.jsonl")
+    run = subprocess.Popen(command, cwd=todo.project, env=environment(), **silent)
+    while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.01)
+    seconds = time.time() - began
+    processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    times = [each.cpu_times() for each in processes]
+    run.terminate()
+    run.wait()
+    return [seconds, sum(sum(each[:4]) for each in times)]  # of ended children too
+
+
+def say(text: str) -> None:
+    print(f"\r\033[K{text}" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        print(file=sys.stderr)
+
+
+# ---- Showing -------------------------------------------------------------------------------------
+
+
+def middle(values: list[float]) -> tuple[float, float, float]:
+    """Median, and the range of the middle half."""
+    if len(values) < 3:
+        return statistics.median(values), min(values), max(values)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return median, low, high
+
+
+def summarise(found: dict[str, dict]) -> None:
+    """Adds to each peer: ratios to the plain loop of the same round, and milliseconds more."""
+    plain = found[PLAIN]
+    for peer in found.values():
+        for each in ("seconds", "cpu"):
+            ratios = [a / b for a, b in zip(peer[each], plain[each], strict=True)]
+            peer[f"{each}_ratio"] = middle(ratios)
+        more = [1e3 * (a - b) for a, b in zip(peer["seconds"], plain["seconds"], strict=True)]
+        peer["more_ms"], peer["step_ms"] = middle(more), 1e3 * statistics.median(peer["seconds"])
+
+
+def table(report: dict):
+    """Rows of peers; for each size the step, its ratio to the plain loop, that of its CPU time."""
+    from rich import box
+    from rich.table import Table
+
+    columns = ["", "processes"]
+    for name in report["sizes"]:
+        gflop = next(iter(report["steps"].values()))[name][PLAIN]["gflop"]
+        columns += [f"ms a step of {gflop:.2g} GFLOP", "wall time", "CPU time"]
+    shown = Table(*columns, "host waits", "start, s", "CPU s", box=box.MARKDOWN)
+    for processes, sizes in report["steps"].items():
+        first = processes == next(iter(report["steps"]))
+        for peer in report["peers"]:
+            row = [peer, processes]
+            for found in (size[peer] for size in sizes.values()):
+                ratio, low, high = found["seconds_ratio"]
+                row += [f"{found['step_ms']:.1f}", f"{ratio:.3f} ({low:.3f} to {high:.3f})"]
+                row += [f"{found['cpu_ratio'][0]:.3f}"]
+            waits = next(iter(sizes.values()))[peer]["waits"]
+            shown.add_row(*row, f"{waits:.1f}", *start_cells(report, peer if first else ""))
+    if LAUNCHED in report["starts"]:
+        shown.add_row(LAUNCHED, *[""] * len(columns), *start_cells(report, LAUNCHED))
+    return shown
+
+
+def describe(report: dict) -> str:
+    """The table in Markdown, and a sentence about the machine."""
+    from rich.console import Console
+
+    console = Console(width=250, file=io.StringIO())
+    console.print(table(report))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    return (
+        "\n".join(filter(None, lines)) + f"\n\n{report['device']}, one thread a process, "
+        f"load {report['load'][0]:.1f} before and {report['load'][1]:.1f} after; {versions}; "
+        f"{report['date']}."
+    )
+
+
+def start_cells(report: dict, peer: str) -> list[str]:
+    """Seconds and CPU seconds of a start."""
+    starts = report["starts"].get(peer)
+    if not starts:
+        return ["", ""]
+    return [f"{statistics.median(each):.1f}" for each in zip(*starts, strict=True)]
+
+
+def plot(report: dict, file: Path) -> None:
+    """A panel for each size and number of processes: the time of a step, as ratios."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = [(p, name) for name in report["sizes"] for p in report["steps"]]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(2.2 + 2.2 * len(panels), 2.4), sharey=True, squeeze=False
+    )
+    peers = report["peers"][::-1]
+    for axis, (processes, name) in zip(axes[0], panels, strict=True):
+        found = report["steps"][processes][name]
+        for place, peer in enumerate(peers):
+            median, low, high = found[peer]["seconds_ratio"]
+            color = "#c2410c" if peer == BAKED else "#475569"
+            axis.plot([low, high], [place, place], color=color, linewidth=2, alpha=0.5)
+            axis.plot(median, place, "o", color=color, markersize=6)
+            axis.annotate(
+                f"{median:.2f}", (median, place), (0, 6), textcoords="offset points", ha="center",
+                fontsize=8, color=color,
+            )  # fmt: skip
+        axis.axvline(1, color="#94a3b8", linewidth=0.8, zorder=0)
+        axis.set_yticks(range(len(peers)), peers)
+        axis.set_ylim(-0.6, len(peers) - 0.3)
+        axis.margins(x=0.2)
+        step = found[PLAIN]
+        many = "process" if processes == "1" else "processes"
+        axis.set_title(
+            f"{step['step_ms']:.0f} ms a step ({step['gflop']:.2g} GFLOP)\n{processes} {many}",
+            fontsize=9,
+        )
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    figure.supxlabel("time of a step / plain loop", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+
+
+def about_machine() -> dict:
+    """Processor, versions and date."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "missing"
+    date = datetime.date.today().isoformat()
+    return {"device": f"{model}, {os.cpu_count()} cores", "versions": found, "date": date}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
+    parser.add_argument("--processes", nargs="+", choices=("1", "2"), default=["1", "2"])
+    parser.add_argument("--rounds", type=int, help="instead of those of work.py")
+    parser.add_argument("--steps", type=int, help="steps in a round, likewise")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each peer")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
+    parser.add_argument("--name", default="cpu", help="name of the files of results")
+    parser.add_argument("--readme", action="store_true", help="replace the table of README.md")
+    asked = parser.parse_args()
+    peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
+    folder = Path(tempfile.mkdtemp(prefix="bench"))
+    report: dict = {**about_machine(), "load": [os.getloadavg()[0]], "peers": peers}
+    report |= {"sizes": asked.sizes, "starts": {}, "steps": {n: {} for n in asked.processes}}
+    try:
+        say("baking a project")
+        project = bake(folder)
+        todo = {}
+        for name in asked.sizes:
+            todo[name] = prepare(project, SIZES[name], folder / name)
+        if asked.starts:
+            report["starts"] = time_starts(todo[asked.sizes[0]], peers, asked.starts)
+        for name in asked.sizes:
+            for processes in asked.processes:
+                size = SIZES[name]
+                rounds, steps = asked.rounds or size.rounds, asked.steps or size.steps
+                found = time_steps(todo[name], peers, int(processes), rounds, steps)
+                summarise(found)
+                report["steps"][processes][name] = found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report["load"].append(os.getloadavg()[0])
+
+    text = describe(report)
+    say("")
+    print(text)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    (asked.output / f"{asked.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(report, asked.output / f"{asked.name}.png")
+    print(f"{asked.output / asked.name}.json and .png")
+    if asked.readme:
+        readme = HERE.parent / "README.md"
+        before, rest = readme.read_text().split(MARKS[0])
+        after = rest.split(MARKS[1])[1]
+        readme.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The peers: five programs that do the work of work.py, each as its documentation writes it.
+
+    python benchmarks/peers.py NAME
+
+is one process of a peer. compare.py starts it, with BENCH_WORK and, for several processes, the
+variables of torchrun. clock.py stops it between two steps, from outside of its loop.
+"""
+
+import json
+import os
+import runpy
+import sys
+import warnings
+
+import work
+from work import Work
+
+
+def plain(todo: Work) -> None:
+    """A loop in PyTorch alone."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.utils import clip_grad_norm_
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    model, dataset, sampler = work.build_model(todo.size), work.build_dataset(todo), None
+    optimizer = work.build_optimizer(model)
+    if todo.processes > 1:
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(model)
+        sampler = DistributedSampler(dataset, shuffle=False)
+    loader = DataLoader(
+        dataset, batch_size=todo.micro_batch, sampler=sampler, collate_fn=work.collate
+    )
+    losses = []
+    with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
+        for step, batch in enumerate(loader, 1):
+            loss = model(**batch)["loss"]
+            loss.backward()
+            norm = clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            if step % work.LOG_EVERY == 0:
+                line = {"step": step, "loss": torch.stack(losses).mean().item()}
+                file.write(json.dumps({**line, "grad_norm": norm.item()}) + "\n")
+                file.flush()
+                losses = []
+
+
+def raw_accelerate(todo: Work) -> None:
+    """The same loop with Accelerate."""
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True)
+    model, dataset = work.build_model(todo.size), work.build_dataset(todo)
+    loader = DataLoader(dataset, batch_size=todo.micro_batch, collate_fn=work.collate)
+    optimizer = work.build_optimizer(model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    with open(f"{todo.output}/metrics-{todo.rank}.jsonl", "w") as file:
+        for step, batch in enumerate(loader, 1):
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                norm = accelerator.clip_grad_norm_(model.parameters(), work.MAX_GRAD_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+            if step % work.LOG_EVERY == 0:
+                line = {"step": step, "loss": torch.stack(losses).mean().item()}
+                file.write(json.dumps({**line, "grad_norm": norm.item()}) + "\n")
+                file.flush()
+                losses = []
+
+
+def trainer(todo: Work) -> None:
+    """Trainer of transformers."""
+    from transformers import Trainer, TrainingArguments
+
+    model, dataset = work.build_model(todo.size), work.build_dataset(todo)
+    arguments = TrainingArguments(
+        output_dir=todo.output,
+        use_cpu=True,
+        per_device_train_batch_size=todo.micro_batch,
+        train_sampling_strategy="sequential",
+        max_steps=len(dataset) // todo.size.batch,
+        max_grad_norm=work.MAX_GRAD_NORM,
+        lr_scheduler_type="constant",
+        logging_steps=work.LOG_EVERY,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        seed=work.SEED,
+    )
+    Trainer(
+        model,
+        arguments,
+        data_collator=work.collate,
+        train_dataset=dataset,
+        optimizers=(work.build_optimizer(model), None),
+    ).train()
+
+
+def lightning(todo: Work) -> None:
+    """Trainer of Lightning."""
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = work.build_model(todo.size)
+
+        def training_step(self, batch):
+            loss = self.model(**batch)["loss"]
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return work.build_optimizer(self)
+
+    dataset, sampler = work.build_dataset(todo), None
+    if todo.processes > 1:  # Lightning's own would shuffle
+        sampler = DistributedSampler(
+            dataset, num_replicas=todo.processes, rank=todo.rank, shuffle=False
+        )
+    loader = DataLoader(
+        dataset, batch_size=todo.micro_batch, sampler=sampler, collate_fn=work.collate
+    )
+    lightning.Trainer(
+        accelerator="cpu",
+        devices=todo.processes,
+        strategy="ddp" if todo.processes > 1 else "auto",
+        use_distributed_sampler=False,
+        max_epochs=1,
+        gradient_clip_val=work.MAX_GRAD_NORM,
+        logger=CSVLogger(todo.output),
+        log_every_n_steps=work.LOG_EVERY,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module(), loader)
+
+
+def baked(todo: Work) -> None:
+    """train.py of a baked project, unchanged."""
+    os.chdir(todo.project)
+    sys.path[0] = todo.project
+    sys.argv = ["train.py", *work.flags(todo.size), "--output_dir", f"{todo.output}/run"]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+PEERS = {
+    "plain loop": plain,
+    "Accelerate": raw_accelerate,
+    "HF Trainer": trainer,
+    "Lightning": lightning,
+    "baked project": baked,
+}
+
+if __name__ == "__main__":
+    import clock
+
+    warnings.simplefilter("ignore")
+    clock.install()
+    PEERS[sys.argv[1]](Work.read())

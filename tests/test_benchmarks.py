@@ -1,0 +1,135 @@
+"""The benchmarks run to their end, and compare the same work. No test looks at a time."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+import clock  # noqa: E402
+import compare  # noqa: E402
+import gpu  # noqa: E402
+import work  # noqa: E402
+
+PLAIN, BAKED = compare.PLAIN, compare.BAKED
+PEERS = [name for name in compare.PEERS if name != "Lightning"]
+if importlib.util.find_spec("lightning"):  # `make bench` installs it in an environment of its own
+    PEERS.append("Lightning")
+
+
+def run(program, output, *arguments):
+    """What a program of benchmarks/ writes: the content of its .json."""
+    command = [sys.executable, ROOT / "benchmarks" / program, "--output", output, *arguments]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (file,) = output.glob("*.json")
+    assert str(file.stem) in result.stdout
+    return json.loads(file.read_text()), result.stdout
+
+
+def check_work(report, processes, peers):
+    """All peers did what the plain loop did, each step was timed, and a row shows each."""
+    for number in processes:
+        found = report["steps"][number]["small"]
+        assert list(found) == peers
+        for peer in found.values():
+            assert peer["tokens"] == 8 * 64
+            assert peer["gflop"] == pytest.approx(found[PLAIN]["gflop"], rel=0.01)
+            assert len(peer["losses"]) >= 20
+            assert peer["losses"] == pytest.approx(
+                found[PLAIN]["losses"][: len(peer["losses"])], rel=1e-3
+            )
+            assert len(peer["seconds"]) == len(peer["cpu"]) == 2
+            assert min(peer["seconds"]) > 0 < min(peer["cpu"])
+        assert found[BAKED]["waits"] <= found[PLAIN]["waits"]
+
+
+SHORT = ["--sizes", "small", "--rounds", 2, "--steps", 5]
+
+
+def test_a_baked_project_does_the_work_of_the_plain_loop(tmp_path):
+    peers = ["--peers", PLAIN, BAKED]
+    report, printed = run("compare.py", tmp_path, *SHORT, "--processes", 1, "--starts", 0, *peers)
+    check_work(report, ["1"], [PLAIN, BAKED])
+    assert printed.count("| 1 ") == 2
+    assert (tmp_path / "cpu.png").stat().st_size
+
+
+@pytest.mark.slow
+def test_all_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
+    report, _ = run("compare.py", tmp_path, *SHORT, "--starts", 1, "--peers", *PEERS)
+    check_work(report, ["1", "2"], PEERS)
+    assert set(report["starts"]) == {*PEERS, compare.LAUNCHED}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"tokens": 511}, {"gflop": 1.1}, {"losses": [7.0, 6.5, 6.01]}, {"losses": [7.0]}],
+    ids=["tokens", "flops", "losses", "steps"],
+)
+def test_other_work_ends_the_comparison(change):
+    same = {"tokens": 512, "gflop": 1.0, "losses": [7.0, 6.5, 6.0]}
+    compare.check_same_work({PLAIN: dict(same), BAKED: dict(same)}, 3)
+    with pytest.raises(SystemExit, match=f"{BAKED} does not do the work"):
+        compare.check_same_work({PLAIN: dict(same), BAKED: same | change}, 3)
+
+
+def test_what_the_counter_counts():
+    weight = torch.nn.Parameter(torch.ones(4, 8))
+    counter = clock.Counter()
+    with clock.CopyCounter(counter), counter:
+        host = torch.ones(2, 4)
+        assert host.sum().item() == 8 and host.tolist()
+        assert counter.waits == 0
+        logits = host @ weight
+        assert counter.flops == 2 * 2 * 4 * 8
+        labels = torch.tensor([1, -100])
+        torch.nn.functional.cross_entropy(logits, labels).backward()
+        assert counter.flops == 2 * (2 * 2 * 4 * 8)  # the gradient of the weight alone
+        assert counter.losses == [(pytest.approx(2.0794, rel=1e-4), 1)]
+        assert counter.waits == 0
+        weight.grad.sum().item()
+        logits.detach().tolist()
+        if weight.grad.norm() > 0:
+            torch.zeros((), device="cpu").item()
+    assert counter.waits == 4
+
+
+def test_the_formula_of_the_flops_counts_the_weights_of_the_model():
+    with torch.device("meta"):
+        model = work.build_model(gpu.LARGE).model
+    embeddings = model.get_input_embeddings().weight.numel()
+    weights = sum(p.numel() for p in model.parameters())
+    attention = 12 * 18 * 2048 * 2048
+    assert weights == pytest.approx(1.08e9, rel=0.01)
+    assert gpu.flops_a_token(gpu.LARGE) == 6 * (weights - embeddings) + attention
+    assert gpu.flops_a_token(gpu.LARGE) == pytest.approx(7.10e9, rel=1e-3)
+    assert gpu.flops_a_token(gpu.LARGE) - gpu.flops_a_token(gpu.LARGE, 6) == attention / 2
+
+
+def check_rows(report, names):
+    assert set(report["rows"]) == {*names}
+    for found in report["rows"].values():
+        assert "failed" not in found, found
+        assert min(found["tokens_per_second"]) > 0
+        assert found["kinds"]["matmul"] > 0
+        assert sum(found["kinds"].values()) < found["profiled_seconds"]
+
+
+def test_the_sweep_of_a_gpu_runs_on_a_cpu(tmp_path):
+    tiny = ["--device", "cpu", "--steps", 2]
+    report, printed = run("gpu.py", tmp_path, *tiny, "--rows", "baked, eager")
+    check_rows(report, ["baked, eager"])
+    assert min(report["rows"]["baked, eager"]["kinds"].values()) > 0
+    assert "| baked, eager" in printed and "half the attention" in printed
+
+
+@pytest.mark.slow
+def test_all_rows_of_the_sweep_run_on_a_cpu(tmp_path):
+    report, _ = run("gpu.py", tmp_path, "--device", "cpu", "--steps", 2)
+    check_rows(report, [row.name for row in gpu.ROWS])
