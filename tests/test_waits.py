@@ -41,6 +41,7 @@ def made(tmp_path_factory):
             prepared = task.prepare_data(cfg)
             torch.manual_seed(0)
             train, validation = task.datasets(cfg, prepared)
+            make.settings[kind] = cfg, prepared
             known[kind] = task, task.build_model(cfg, prepared).train(), train, validation
         task, model, *parts = known[kind]
 
@@ -49,6 +50,7 @@ def made(tmp_path_factory):
 
         return task, copy.deepcopy(model), batch_of
 
+    make.settings = {}  # what export gets
     return make
 
 
@@ -72,6 +74,7 @@ def test_a_micro_batch_makes_the_cpu_wait_for_nothing(made, kind, checkpointing)
 @pytest.mark.parametrize("kind", ["text_classification", "seq2seq"])
 def test_a_mask_in_every_batch_changes_nothing(made, kind, tmp_path):
     task, model, batch_of = made(kind)
+    settings = made.settings[kind]
     own = copy.deepcopy(model)
     assert model.config._attn_implementation == attention.MASKED
     own.set_attn_implementation("sdpa")
@@ -91,8 +94,9 @@ def test_a_mask_in_every_batch_changes_nothing(made, kind, tmp_path):
         inputs = {name: batch_of(range(4))[name] for name in ("input_ids", "attention_mask")}
         answers = [each.generate(**inputs, max_new_tokens=6) for each in (model, own)]
         assert torch.equal(*answers)
-    model.save_pretrained(tmp_path)
+    task.export(model, tmp_path, *settings)
     assert attention.MASKED not in (tmp_path / "config.json").read_text()
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["padding"] is None
 
 
 def test_a_model_whose_answers_would_change_keeps_its_attention(made):

@@ -10,6 +10,7 @@ with a model.
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -192,7 +193,8 @@ def always_mask(model: Any, tokenizer: Any, logits: Callable[[Any], torch.Tensor
     """Gives a model MASKED attention, if its logits of two tokenised texts stay the same."""
 
     def answers() -> list[torch.Tensor]:
-        return [logits(tokenizer(["a b c", "a"], padding=True, return_tensors="pt"))]
+        padding = copy.deepcopy(tokenizer)  # a tokenizer that has padded is saved so that it pads
+        return [logits(padding(["a b c", "a"], padding=True, return_tensors="pt"))]
 
     return replace(model, MASKED, answers)
 
