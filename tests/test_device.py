@@ -2,7 +2,7 @@
 
 import pytest
 
-from conftest import ROOT, bake, lines, load_task, wait_until
+from conftest import ROOT, bake, lines, load_task, make_tiny, wait_until
 
 # Counts what a GPU would be waited for in a step. The next step's batches are on the CPU.
 COUNTED = f"""
@@ -58,6 +58,18 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
         assert len(numbers["eager"]) == {"loss": 8, "eval_loss": 2}[key]
         assert numbers["first"] == pytest.approx(numbers["eager"], rel=1e-4)
         assert numbers["second"] == numbers["first"]
+
+
+def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path):
+    """torch makes its cache of compiled code when the optimizer is built, compiled or not."""
+    project = make_tiny(tmp_path)
+    (project.path / ".cache").touch()
+    project.train(1, "--max_steps", 2, "--output_dir", tmp_path / "run")
+    words = ["import os", "from training import device", "device.keep_compiled_code({!r})"]
+    words += ["print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"]
+    for folder, kept in ((".cache/compiled", "None"), (tmp_path / "new", tmp_path / "new")):
+        code = "\n".join(words).format(str(folder))
+        assert project.run("python", "-c", code).stdout == f"{kept}\n"
 
 
 @pytest.mark.parametrize("tf32", ["false", "true"])

@@ -130,6 +130,28 @@ def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
         assert next_token.loss_sum(fast, batch).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name, start", [("scale", 1.0), ("bias", 0.0)])
+def test_a_weight_behind_the_head_that_changes_nothing_yet_is_trained(name, start):
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            setattr(self, name, torch.nn.Parameter(torch.tensor(start)))
+
+        def forward(self, **inputs):
+            answer = super().forward(**inputs)
+            change = torch.mul if name == "scale" else torch.add
+            # A bias of every token alone would change no probability.
+            some = torch.arange(128) < 64
+            answer.logits = change(answer.logits, torch.where(some, getattr(self, name), start))
+            return answer
+
+    model = Model(transformers.LlamaConfig(**SIZES))
+    fast, batch = prepared(model, False), rows(False)
+    found = gradients(fast, next_token.loss_sum(fast, batch))
+    assert name in found
+    check_same(gradients(model, plain_loss(model, batch)), found)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", ["llama", "llama tied", "window"])
 def test_recomputed_activations_change_nothing(name, packed):

@@ -57,7 +57,12 @@ def is_split(model: Any, row: torch.Tensor) -> bool:
     calls: list[tuple] = []
     with attention.evaluating(model):
         try:
-            head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()(row)
+            decoder, head = model.get_decoder(), model.get_output_embeddings()
+            parts = [decoder, head, model.get_input_embeddings()]
+            # Another weight, such as a scale that is still 1, would show nothing and never learn.
+            if {*model.parameters()} != {weight for part in parts for weight in part.parameters()}:
+                return False
+            embeddings = parts[2](row)
             hooks = [
                 # Capping shows in large logits alone.
                 head.register_forward_pre_hook(lambda _, given: (1000 * given[0],)),
@@ -68,7 +73,7 @@ def is_split(model: Any, row: torch.Tensor) -> bool:
             finally:
                 for hook in hooks:
                     hook.remove()
-            hidden = model.get_decoder()(inputs_embeds=embeddings, use_cache=False)[0]
+            hidden = decoder(inputs_embeds=embeddings, use_cache=False)[0]
             ((_, (states,), output),) = calls
             return torch.equal(logits, output) and attention.are_close(1000 * hidden, states)
         except Exception:  # code of a model on the Hub may raise anything

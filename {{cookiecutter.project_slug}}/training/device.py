@@ -27,8 +27,8 @@ def make_accelerator(cfg: Any, accumulation: int) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not cfg.deterministic
-    # Kept in the project: a second start of the same model compiles in seconds.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.abspath(".cache/compiled"))
+    if cfg.compile:
+        keep_compiled_code(os.path.abspath(".cache/compiled"))
     dynamo = TorchDynamoPlugin(backend="inductor" if cfg.compile else "no")
     dynamo.dynamic = None  # torch decides; the launcher exports "False", which is static shapes
     accelerator = Accelerator(
@@ -46,6 +46,17 @@ def make_accelerator(cfg: Any, accumulation: int) -> Accelerator:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
     check_device(accelerator)
     return accelerator
+
+
+def keep_compiled_code(folder: str) -> None:
+    """Makes torch keep compiled code in this folder: the next start compiles in seconds.
+
+    Where the folder cannot be written, as in a read-only project, torch keeps its own.
+    """
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
 
 def use_cpu() -> bool:
