@@ -26,6 +26,10 @@ class LossPlan:
     is_split: bool  # the logits are what the head makes of the decoder's output, and no more
 
 
+# A plain call of the model.
+UNPREPARED = LossPlan(chunk=0, most_texts=0, has_flash=False, is_split=False)
+
+
 # ---- Before the training -------------------------------------------------------------------------
 
 
@@ -87,7 +91,7 @@ def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
     """Cross entropy of the counted tokens of a batch, in nats: float32 ()."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()  # with its adapters
-    plan, labels = model.loss_plan, batch["labels"].flatten()
+    plan, labels = getattr(model, "loss_plan", UNPREPARED), batch["labels"].flatten()
     inputs = model_inputs(model, plan, batch)
     if not plan.is_split:
         return cross_entropy(model(**inputs).logits.flatten(0, 1), labels)
