@@ -411,7 +411,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for warning in warnings:
             say(warning)
 
-    # Log.
+    # Start the logs and the meters.
     log = tracking.Log(accelerator, settings, first_step, max_steps)
     if point.changed:
         log.write({"step": first_step, "event": "changed", "changes": "; ".join(point.changed)})
