@@ -92,8 +92,8 @@ class Config:
     """Largest number of samples that a device takes at once; lower it when memory runs out. The
     result stays the same to rounding, except for the masks of dropout."""
     num_workers: Workers | None = field(default=None, metadata=NOTHING)
-    """Worker processes that load data for each training process; 0: it loads its own data; null: 4
-    on a GPU for a task that augments its rows, otherwise 0."""
+    """Worker processes that load data for each training process; 0: it loads its own data; null: up
+    to 4 on a GPU for a task that augments its rows, otherwise 0."""
 
     # Optimizer
     learning_rate: NonNegativeFloat = 3e-3
@@ -411,7 +411,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for warning in warnings:
             say(warning)
 
-    # Log.
+    # Start the logs and the meters.
     log = tracking.Log(accelerator, settings, first_step, max_steps)
     if point.changed:
         log.write({"step": first_step, "event": "changed", "changes": "; ".join(point.changed)})

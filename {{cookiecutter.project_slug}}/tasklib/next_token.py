@@ -1,8 +1,8 @@
 """The loss of a language model: each token from those before it, fast and in bounded memory.
 
 Three things differ from a plain call of a model of transformers, where the model allows them: its
-attention (attention.py); the residual stream, which has the dtype of autocast; and the logits, of
-which only so many tokens' exist at once. `prepare` compares the model's answers with and without.
+attention (attention.py); the residual stream, which is bf16 under bf16 autocast; and the logits,
+which exist for a limited number of tokens at a time. `prepare` finds out what the model allows.
 """
 
 from dataclasses import dataclass
@@ -129,7 +129,8 @@ class ChunkedLoss(torch.autograd.Function):
     """`cross_entropy(hidden @ weight.T, labels)`, of whose logits `chunk` rows exist at once.
 
     The forward pass computes the gradients too, while it has the logits. A backward pass that made
-    them again would cost a fourth product with the weight. Its gradients are added up in fp32.
+    the logits again would cost a fourth product with the weight. The weight's gradient is summed
+    over the chunks in the dtype of the weight, fp32.
     """
 
     @staticmethod

@@ -192,7 +192,7 @@ class ThroughputMeter:
         self.ids_hash = (self.ids_hash + ids_hash) % 2**64
 
     def read(self) -> dict:
-        """Fields for a line: throughput, share of time spent waiting for data, batch_hash."""
+        """Fields for a line: throughput, share of time spent fetching data, batch_hash."""
         seconds = time.perf_counter() - self.began
         line = {
             f"{self.unit}_per_second": self.terms / seconds,
