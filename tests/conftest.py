@@ -25,7 +25,7 @@ SOURCE = "{{cookiecutter.project_slug}}"
 DEFAULT_SLUG = "my_training"
 NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cache", ".cache")
 # Settings of whoever runs the tests that would change what a run does.
-FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_")
+FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_", "TORCHINDUCTOR_")
 
 # In the background of a script, or under nohup, all that the tests start would ignore these.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -286,7 +286,11 @@ CASES = {
     "YAML with NO for a type": (hardware("distributed_type: NO\n"), "write 'NO' in quotes"),
     "YAML with a word for a number": (
         hardware("distributed_type: 'NO'\nnum_processes: two\n"),
-        "num_processes is two; give a whole number",
+        "num_processes is 'two'; give a whole number",
+    ),
+    "YAML with a number in quotes": (
+        hardware("distributed_type: 'NO'\nnum_processes: '2'\n"),
+        "num_processes is '2'; give a whole number",
     ),
     "YAML with an unknown precision": (
         hardware(NO_GPU + "use_cpu: true\nmixed_precision: fp15\n"),
@@ -310,6 +314,14 @@ CASES = {
     "type that starts only one process": (
         hardware("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"),
         "distributed_type MULTI_CPU starts only one process",
+    ),
+    "several processes and use_cpu": (
+        hardware("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n"),
+        "use_cpu does not go with distributed_type MULTI_GPU",
+    ),
+    "sharding and use_cpu": (
+        hardware("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true\n"),
+        "use_cpu does not go with distributed_type FSDP",
     ),
     "more GPUs than there are": (
         hardware("distributed_type: MULTI_GPU\nnum_processes: 99\n"),

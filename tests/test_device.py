@@ -65,8 +65,9 @@ def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path
     project = make_tiny(tmp_path)
     (project.path / ".cache").touch()
     project.train(1, "--max_steps", 2, "--output_dir", tmp_path / "run")
-    words = ["import os", "from training import device", "device.keep_compiled_code({!r})"]
-    words += ["print(os.environ.get('TORCHINDUCTOR_CACHE_DIR'))"]
+    words = ["import os", "name = 'TORCHINDUCTOR_CACHE_DIR'", "os.environ.pop(name, None)"]
+    words += ["from training import device", "device.keep_compiled_code({!r})"]
+    words += ["print(os.environ.get(name))"]
     for folder, kept in ((".cache/compiled", "None"), (tmp_path / "new", tmp_path / "new")):
         code = "\n".join(words).format(str(folder))
         assert project.run("python", "-c", code).stdout == f"{kept}\n"
@@ -81,6 +82,13 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
     flags = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--tf32", tf32]
     allowed = tf32.title()
     assert f"allowed: {allowed} {allowed} True" in quick(*flags, before=shown)
+
+
+def test_tf32_that_nothing_reads_is_warned_of(quick, tmp_path):
+    flags = ["--max_steps", 1, "--output_dir"]
+    warned = "warning: tf32 is true, but only a GPU in fp32 reads it"
+    assert warned in quick(*flags, tmp_path / "on", "--tf32", "true")
+    assert warned not in quick(*flags, tmp_path / "off")
 
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):

@@ -329,6 +329,14 @@ def test_max_restarts_continues_after_a_kill(tiny, tmp_path):
     assert lines(output, "loss")[-1]["step"] == 60
 
 
+def test_a_signal_after_the_end_of_a_check_is_no_traceback(quick, tmp_path):
+    """launch.py forwards a Ctrl-C; the handler's SystemExit would come out of a destructor."""
+    late = "import os, signal; from training import run_folder; run_folder.RunLock.release = "
+    late += "lambda self: os.kill(os.getpid(), signal.SIGTERM)"
+    printed = quick("--check", "--output_dir", tmp_path / "run", before=late)
+    assert "checked:" in printed and "Traceback" not in printed and "SystemExit" not in printed
+
+
 @pytest.mark.slow
 def test_make_train_names_the_exit_code(tiny, tmp_path):
     """GNU make itself ends with 2 for whatever fails, but says which code it was."""

@@ -106,7 +106,8 @@ def count_processes(path: Path) -> int:
         for key, first in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0)):
             value = fields.get(key, first)
             if type(value) is not int or value < first:
-                raise ValueError(f"{key} is {value}; give a whole number from {first}")
+                shown = repr(value) if isinstance(value, str) else value  # with its quotes
+                raise ValueError(f"{key} is {shown}; give a whole number from {first}")
         for key, value in fields.items():
             # Words such as 'no' are true to accelerate. It writes downcast_bf16 as a word itself.
             kind = union_members(kinds[key])
@@ -158,6 +159,11 @@ def count_processes(path: Path) -> int:
         raise ValueError(
             f"{path}: distributed_type {kind} starts only one process, but num_processes is "
             f"{processes}; see cpu_multi.yaml and multi_gpu.yaml"
+        )
+    if hardware.use_cpu and kind != "NO":
+        raise ValueError(
+            f"{path}: use_cpu does not go with distributed_type {kind}; for several processes on "
+            "the CPU see cpu_multi.yaml"
         )
     address = hardware.main_process_ip or os.environ.get("LAUNCH_MAIN_PROCESS_IP")
     if machines > 1 and not address:

@@ -17,6 +17,7 @@ from accelerate.utils import (
 )
 
 from training.accelerate_yaml import without_gpu
+from training.console import say
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
@@ -45,6 +46,8 @@ def make_accelerator(cfg: Any, accumulation: int) -> Accelerator:
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
     check_device(accelerator)
+    if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
+        say("warning: tf32 is true, but only a GPU in fp32 reads it")
     return accelerator
 
 

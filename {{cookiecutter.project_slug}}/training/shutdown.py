@@ -125,6 +125,7 @@ def run(main, prepare) -> None:
             print(f"train.py: {one_line(line, 1000)}", file=sys.stderr)
         if not line and not isinstance(error, SystemExit):
             traceback.print_exception(error)
+    stop.training = True  # from here on a signal is only recorded
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
