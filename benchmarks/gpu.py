@@ -117,10 +117,14 @@ def fp32_residual() -> None:
     """Embeddings, and so the residual stream, stay fp32 under autocast."""
     from tasklib import next_token
 
-    inputs = next_token.model_inputs
-    next_token.model_inputs = lambda model, plan, batch: inputs(
-        model, replace(plan, is_split=False), batch
-    )
+    prepare, inputs = next_token.prepare, next_token.model_inputs
+
+    def prepare_both(model, *arguments) -> None:
+        prepare(model, *arguments)
+        model.fp32_plan = replace(model.loss_plan, is_split=False)  # no copy of embeddings
+
+    next_token.prepare = prepare_both
+    next_token.model_inputs = lambda model, plan, batch: inputs(model, model.fp32_plan, batch)
 
 
 def max_autotune() -> None:

@@ -1,5 +1,7 @@
 """How a device is told to compute, and what happens while it does."""
 
+import json
+
 import pytest
 
 from conftest import ROOT, bake, lines, load_task, make_tiny, wait_until
@@ -39,7 +41,11 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
     """Two graphs, one for any length, although the launcher exports USE_DYNAMIC=False; the second
     start compiles nothing."""
     project = bake(tmp_path, task="text_classification", tracker="none")
+    rows = [{"text": f"row {i}" + " of words" * (i % 23), "label": "ab"[i % 2]} for i in range(400)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     flags = ["--config", "configs/train/smoke.yaml", "--task.dropout", 0, "--log_every", 1]
+    flags += ["--task.data", data, "--task.vocab_size", 300]
     flags += ["--task.hidden_size", 32, "--max_steps", 8, "--eval_every", 4]
     printed = {}
     for name, compiled in (("eager", "false"), ("first", "true"), ("second", "true")):
