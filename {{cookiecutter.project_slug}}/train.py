@@ -25,7 +25,13 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 import task
 from task import TaskConfig
@@ -41,7 +47,7 @@ from training import (
     tracking,
     weights,
 )
-from training.batches import SampleDataset, StepBatchSampler, StepReader
+from training.batches import EvaluationSampler, SampleDataset, StepBatchSampler, StepReader
 from training.config import (
     NOTHING,
     ONE_COMMAND,
@@ -55,6 +61,7 @@ from training.config import (
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
 from training.startup import RunStart, prepare_run
+from training.sums import EvaluationSums, StepGradients
 
 # ---- Config --------------------------------------------------------------------------------------
 
@@ -91,6 +98,12 @@ class Config:
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
     """Largest number of samples that a device takes at once; lower it when memory runs out. The
     result stays the same to rounding, except for the masks of dropout."""
+    device_shares: Literal["equal", "auto"] | list[PositiveFloat] = field(
+        default="equal", metadata=NOTHING
+    )
+    """How the micro-batches of a step are dealt to the processes: equal; a list with the speed of
+    each, such as [2, 1]; or auto, by speeds that are measured. Results stay the same to rounding,
+    with exact to the last bit."""
     num_workers: Workers | None = field(default=None, metadata=NOTHING)
     """Worker processes that load data for each training process; 0: it loads its own data; null: up
     to 4 on a GPU for a task that augments its rows, otherwise 0."""
@@ -155,6 +168,9 @@ class Config:
     faster and keeps 3 digits."""
     deterministic: bool = False
     """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
+    exact: bool = field(default=False, metadata=ROUNDING)
+    """The same bytes on any number of processes, also if it changes in the middle of a run. Takes
+    more time and memory, and fixes micro_batch_size. Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -210,21 +226,19 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     model.eval()
     # Apple's GPUs have no float64.
     place = "cpu" if accelerator.device.type == "mps" else accelerator.device
-    totals, eval_batches = {}, iter(loader)
-    for _ in range(len(loader)):
+    plan = loader.batch_sampler.plan
+    totals, eval_batches = EvaluationSums(plan, place), iter(loader)
+    for turn in range(len(loader)):
         fetched, problem = catch(next, eval_batches)
         (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
         if stopped:
             model.train()
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
-        batch, (_, _, rows) = fetched
+        batch = send_to_device(fetched[0], accelerator.device, non_blocking=True)
         with device.eager(model):
-            sums = model(task.eval_sums, batch)
-        for name, value in sums.items():
-            value = value.to(place).double()
-            totals[name] = totals.get(name, 0.0) + (value if rows else torch.zeros_like(value))
-    totals = {name: value.cpu() for name, value in accelerator.reduce(totals, "sum").items()}
+            totals.add(plan.run().start + turn, model(task.eval_sums, batch))
+    totals = totals.total(ranks)
     model.train()
     with as_user_error():
         metrics = contract.check_metrics(task.metrics(totals))
@@ -324,14 +338,12 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Create the accelerator, and print what runs on what.
     with as_user_error():
-        accelerator = device.make_accelerator(cfg, plan.accumulation)
+        accelerator = device.make_accelerator(cfg)
     weights.register_state_hooks(accelerator)
     processes, precision = accelerator.num_processes, accelerator.mixed_precision
     say(
         f"{output}: {processes} x {accelerator.device.type}, {precision.replace('no', 'fp32')}, "
-        f"distributed: {accelerator.distributed_type.value}; a step of {step_size} samples = "
-        f"{plan.ranks} x {plan.accumulation} x {plan.micro_batch_size} "
-        "(processes x micro-batches x samples)"
+        f"distributed: {accelerator.distributed_type.value}; a step of {plan}"
     )
     for remark in point.remarks:
         say(remark)
@@ -358,12 +370,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     train_rows = SampleDataset(train_data, task, cfg.seed)
     eval_rows = SampleDataset(eval_data, task)
     last_sample = first_sample + max(max_steps - first_step, 0) * step_size
-    train_sampler = StepBatchSampler(
-        first_sample, last_sample, plan.micro_batch_size, plan.ranks, step_size, train_rows.sort
-    )
-    eval_sampler = StepBatchSampler(
-        0, len(eval_data), plan.micro_batch_size, plan.ranks, sort=eval_rows.sort
-    )
+    train_sampler = StepBatchSampler(plan, first_sample, last_sample, train_rows.sort)
+    eval_sampler = EvaluationSampler(plan, len(eval_data), eval_rows.sort)
     workers = device.count_workers(cfg.num_workers, task, accelerator.device)
     loading = {"num_workers": workers, "pin_memory": accelerator.device.type == "cuda"}
     train_loader = batches.make_loader(train_rows, train_sampler, task, **loading)
@@ -374,11 +382,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     optimizer_settings = weights.optimizer_settings(optimizer)
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
-    # Prepare. Training batches stay in CPU memory until their turn.
-    model, optimizer, eval_loader = accelerator.prepare(
-        weights.TaskModule(model), optimizer, eval_loader
-    )
-    train_loader = accelerator.prepare_data_loader(train_loader, device_placement=False)
+    # Prepare. The samplers deal the batches; each is moved to the device in its turn.
+    model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
+    gradients = StepGradients(accelerator, model, plan, cfg.exact)
 
     # Resume.
     if checkpoint:
@@ -416,7 +422,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     if point.changed:
         log.write({"step": first_step, "event": "changed", "changes": "; ".join(point.changed)})
     unit = getattr(task, "UNIT", "samples")
-    step_monitor = monitor.StepMonitor(accelerator, cfg.max_skipped_steps)
+    step_monitor = monitor.StepMonitor(accelerator, ranks, sum(plan.shares), cfg.max_skipped_steps)
     meter = monitor.ThroughputMeter(unit)
 
     # Evaluate first, if a stop has interrupted the evaluation of this checkpoint.
@@ -436,7 +442,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
     step, sums = first_step, None
     last_step = first_step if stopped else max_steps
-    reader = StepReader(train_loader, plan.accumulation, ranks, stop.requested)
+    reader = StepReader(train_loader, ranks, stop.requested)
     meter.start()
     if first_step < last_step:
         with meter.waiting():
@@ -452,17 +458,17 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             group["lr"] = lr
 
         # Sum the gradients of the micro-batches.
-        loss_sum = torch.zeros((), device=accelerator.device)
-        for turn, batch in enumerate(window):
+        losses, scale = [], gradients.start(terms)
+        for number, batch in window:
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            batches.seed_micro_batch(cfg.seed, step, plan.number(turn), accelerator.device)
-            with accelerator.accumulate(model):
+            batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
+            with accelerator.accumulate(model), gradients.micro_batch(number):
                 loss = model(task.loss_sum, batch)
-                if step == first_step + 1:
+                if step == first_step + 1 and not losses:
                     with ranks.fail_together(), as_user_error():
                         contract.check_loss(loss)
-                accelerator.backward(loss * monitor.one_or_nan(loss) * plan.loss_scale(terms))
-            loss_sum += loss.detach()
+                accelerator.backward(loss * monitor.one_or_nan(loss) * scale)
+            losses.append(loss.detach())
 
         # Fetch the next step.
         if step < last_step:
@@ -470,14 +476,14 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                 reader.fetch()
 
         # Update the weights.
-        norm = accelerator.clip_grad_norm_(model.parameters(), cfg.max_grad_norm or math.inf)
+        norm = gradients.clip(cfg.max_grad_norm)
         monitor.skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, loss_sum, norm)
-        log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", loss_sum)
+        step_monitor.add(step, terms, window[0][0], losses, norm)
+        log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps
         stopped = reader.stop_seen()

@@ -9,9 +9,10 @@ nor an interruption changes that. Epochs may end in the middle of a step, so no 
 
 import functools
 import hashlib
+import heapq
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,52 +29,115 @@ Batch = dict[str, torch.Tensor]
 # ---- The step ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
-    """How the micro-batches of a step are dealt to the data-parallel ranks: one to each, in turn.
+    """A step as a list of micro-batches, and how the list is dealt to the ranks.
 
-    Micro-batch v of a step, counted from 0, is computed by rank v % ranks.
+    Micro-batch v of a step, counted from 0, takes the samples from v * micro_batch_size on. Rank r
+    computes `shares[r]` of them, a run of the list that begins where that of rank r - 1 ends.
+    Neither the samples of a micro-batch nor its random numbers depend on who computes it.
     """
 
-    global_batch_size: int  # samples in a step
-    micro_batch_size: int  # samples in a micro-batch
-    ranks: int = 1  # data-parallel ranks; processes that share a micro-batch count once
+    samples: int  # in a step: global_batch_size
+    micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
+    shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
     rank: int = 0  # this one
 
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches that each rank computes in a step."""
-        return self.global_batch_size // (self.micro_batch_size * self.ranks)
+    def run(self, rank: int | None = None) -> range:
+        """The numbers of the micro-batches that a rank computes; without one, this rank."""
+        rank = self.rank if rank is None else rank
+        first = sum(self.shares[:rank])
+        return range(first, first + self.shares[rank])
 
-    def number(self, turn: int) -> int:
-        """The number within the step of this rank's micro-batch number `turn`."""
-        return turn * self.ranks + self.rank
+    def positions(self, positions: list[int], number: int) -> list[int]:
+        """Those of micro-batch `number`, of all the positions of a step."""
+        return positions[number * self.micro_batch_size :][: self.micro_batch_size]
 
-    def loss_scale(self, loss_terms: int) -> float:
-        """The factor that makes summed losses the mean over the loss terms of the whole step.
+    def over(self, samples: int) -> "StepPlan":
+        """The plan of an evaluation of so many samples: one long step, in the same proportions."""
+        count = -(-samples // self.micro_batch_size)
+        shares = deal(count, self.shares)
+        return StepPlan(samples, self.micro_batch_size, shares, self.rank)
 
-        accelerate divides each loss by `accumulation`, and DDP the gradients by `ranks`: the factor
-        undoes both.
-        """
-        return self.accumulation * self.ranks / max(loss_terms, 1)
+    def __str__(self):
+        shares = f"{len(self.shares)} x {self.shares[0]}"
+        if len({*self.shares}) > 1:
+            shares = f"({' + '.join(map(str, self.shares))})"
+        words = "processes x micro-batches" if len({*self.shares}) == 1 else "micro-batches"
+        return f"{self.samples} samples = {shares} x {self.micro_batch_size} ({words} x samples)"
 
 
-def plan_step(global_batch_size: int, largest: int, ranks: int) -> StepPlan:
-    """The plan with the largest equal micro-batches of at most `largest` samples.
+def deal(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
+    """Deals `count` micro-batches to ranks of these speeds, so that the last is done early.
 
-    Raises UserError unless `ranks` divides the global batch size.
+    Each goes to the rank that would complete it first, of several to the lowest. Each rank gets
+    `least`. No other way to deal whole micro-batches takes less time.
     """
-    share, rest = divmod(global_batch_size, ranks)
-    if rest:
-        near = " or ".join(str(n * ranks) for n in (share, share + 1) if n)
+    shares = [least] * len(speeds)
+    queue = [((least + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(queue)
+    for _ in range(count - sum(shares)):
+        _, rank = queue[0]
+        shares[rank] += 1
+        heapq.heapreplace(queue, ((shares[rank] + 1) / speeds[rank], rank))
+    return tuple(shares)
+
+
+def busiest(shares: Sequence[int], speeds: Sequence[float]) -> float:
+    """The time of a step, in micro-batches of a rank with speed 1."""
+    return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+
+
+def plan_step(
+    global_batch_size: int,
+    largest: int,
+    ranks: int,
+    exact: bool = False,
+    device_shares: str | list[float] = "equal",
+) -> StepPlan:
+    """The plan with the largest micro-batches of at most `largest` samples that suits all ranks.
+
+    It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
+    shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
+    "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
+    Raises UserError if a step has fewer micro-batches than ranks.
+    """
+    samples, listed = global_batch_size, not isinstance(device_shares, str)
+    if listed and len(device_shares) != ranks:
         raise UserError(
-            f"global_batch_size is {global_batch_size}, which {ranks} processes cannot "
-            f"share equally; give {near}"
+            f"device_shares has {len(device_shares)} numbers, and there are {ranks} processes; "
+            "give one number for each, or auto"
         )
-    small = [n for n in range(1, math.isqrt(share) + 1) if share % n == 0]
-    divisors = small + [share // n for n in small]
-    micro = max(n for n in divisors if n <= largest)
-    return StepPlan(global_batch_size, micro, ranks, int(os.environ.get("RANK", 0)))
+    speeds = device_shares if listed else [1.0] * ranks
+    small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
+    divisors = sorted({*small, *(samples // n for n in small)})
+    if exact and largest not in divisors:
+        near = [n for n in divisors if n < largest][-1:] + [n for n in divisors if n > largest][:1]
+        raise UserError(
+            f"micro_batch_size is {largest}, which does not divide global_batch_size, {samples}; "
+            f"exact fixes the micro-batches, so give {' or '.join(map(str, near))}"
+        )
+    sizes = [largest] if exact else [n for n in divisors if n <= largest]
+    sizes = [n for n in sizes if samples // n >= ranks]
+    if not sizes:
+        unit = f"{largest} samples, which exact fixes" * exact or "1 sample"
+        most = samples // largest if exact else samples
+        lower = f", or a micro_batch_size up to {samples // ranks}" * (exact and samples >= ranks)
+        raise UserError(
+            f"global_batch_size is {samples}: a step has {most} micro-batches of {unit}, too few "
+            f"for {ranks} processes; give up to {most} processes{lower}"
+        )
+    times = {}
+    for size in sizes:
+        shares = deal(samples // size, speeds, least=1)
+        times[size] = size * busiest(shares, speeds)
+    even = not listed and samples % ranks == 0
+    limit = min(times.values()) * (1 if even else 1.1)
+    size = max(n for n in sizes if times[n] <= limit)
+    if device_shares == "auto" and not exact:
+        size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
+    shares = deal(samples // size, speeds, least=1)
+    return StepPlan(samples, size, shares, int(os.environ.get("RANK", 0)))
 
 
 # ---- Random numbers and the order of the samples -------------------------------------------------
@@ -171,33 +235,50 @@ def seed_micro_batch(seed: int, step: int, number: int, device: torch.device) ->
 
 
 class StepBatchSampler:
-    """Yields batches of `size` positions of the run, from `first` up to `last` (excluded).
+    """Yields the micro-batches of this rank, as lists of positions of the run.
 
-    accelerate deals the batches to the ranks in turn, so their number is rounded up to a multiple
-    of `ranks`. The added batches hold only the position `last`, whose row has no weight. `sort` may
-    reorder the positions within each step of `step` samples.
+    The steps begin at the position `first` and end before `last`. `sort` may reorder the positions
+    within each step. `plan` may change between two steps.
     """
 
-    def __init__(self, first: int, last: int, size: int, ranks: int, step: int = 0, sort=list):
-        self.first, self.last, self.size, self.sort = first, last, size, sort
-        self.step = step or max(last - first, 1)
-        self.length = -(-(last - first) // (size * ranks)) * ranks
+    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
+        self.plan, self.first, self.last, self.sort = plan, first, last, sort
 
     def __len__(self):
-        return self.length
+        return (self.last - self.first) // self.plan.samples * len(self.plan.run())
+
+    def __iter__(self):
+        for begin in range(self.first, self.last, self.plan.samples):
+            positions = self.sort(range(begin, begin + self.plan.samples))
+            yield from (self.plan.positions(positions, number) for number in self.plan.run())
+
+
+class EvaluationSampler:
+    """Yields the batches of an evaluation that this rank computes, as lists of positions.
+
+    All ranks get as many as the busiest: a model that is sharded computes on all of them at once.
+    The added batches hold only the position `size`, whose row has no weight.
+    """
+
+    def __init__(self, plan: StepPlan, size: int, sort: Callable = list):
+        self.step_plan, self.size, self.sort = plan, size, sort
+
+    @property
+    def plan(self) -> StepPlan:
+        """The evaluation as one step, dealt as the training steps are now."""
+        return self.step_plan.over(self.size)
+
+    def __len__(self):
+        return max(self.plan.shares)
 
     def first_batch(self) -> range:
         """The positions of the first batch, as if `sort` changed nothing."""
-        return range(self.first, min(self.first + self.size, self.last))
+        return range(min(self.size, self.step_plan.micro_batch_size))
 
     def __iter__(self):
-        filled = 0
-        for begin in range(self.first, self.last, self.step):
-            positions = self.sort(range(begin, min(begin + self.step, self.last)))
-            for start in range(0, len(positions), self.size):
-                yield positions[start : start + self.size]
-                filled += 1
-        yield from [[self.last]] * (self.length - filled)
+        plan, positions = self.plan, self.sort(range(self.size))
+        yield from (plan.positions(positions, number) for number in plan.run())
+        yield from [[self.size]] * (max(plan.shares) - len(plan.run()))
 
 
 class SampleDataset(torch.utils.data.Dataset):
@@ -275,7 +356,11 @@ def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple]]:
 
 
 def make_loader(
-    rows: SampleDataset, sampler: StepBatchSampler, task: Any, num_workers: int, pin_memory: bool
+    rows: SampleDataset,
+    sampler: StepBatchSampler | EvaluationSampler,
+    task: Any,
+    num_workers: int,
+    pin_memory: bool,
 ) -> DataLoader:
     """A DataLoader of the task's batches; for what comes with each see `collate_samples`."""
     return DataLoader(
@@ -298,34 +383,36 @@ class StepReader:
     sample ids, requests to stop, and errors.
     """
 
-    def __init__(self, loader: Any, accumulation: int, ranks: Ranks, stop_requested: Callable):
-        self.batches, self.accumulation = iter(loader), accumulation
+    def __init__(self, loader: DataLoader, ranks: Ranks, stop_requested: Callable):
+        self.batches, self.plan = iter(loader), loader.batch_sampler.plan
         self.ranks, self.stop_requested = ranks, stop_requested
         self.window: list[tuple[Batch, tuple]] = []
         self.exchange: PendingSum | None = None
 
     def fetch(self) -> None:
         """Fetches this process's micro-batches of the next step, and starts the exchange."""
-        window, problem = catch(lambda: [next(self.batches) for _ in range(self.accumulation)])
+        window, problem = catch(lambda: [next(self.batches) for _ in self.plan.run()])
         self.window = window or []
         counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
         self.exchange = self.ranks.start_sum(*counts, self.stop_requested(), problem=problem)
 
-    def take(self) -> tuple[list[Batch], int, int]:
+    def take(self) -> tuple[list[tuple[int, Batch]], int, int]:
         """(micro-batches, loss terms over all processes, hash of all sample ids) of the next step.
 
-        If a process could not fetch its micro-batches, all of them raise its error.
+        Each micro-batch comes with its number in the step. If a process could not fetch its
+        micro-batches, all of them raise its error.
         """
         exchange, self.exchange = self.exchange, None
         terms, ids_hash, _, _ = exchange.result()
-        return [batch for batch, _ in self.window], terms, ids_hash
+        batches = [batch for batch, _ in self.window]
+        return list(zip(self.plan.run(), batches, strict=True)), terms, ids_hash
 
     def stop_seen(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
         return bool(self.exchange and self.exchange.peek()[3])
 
 
-def first_batches(rows: SampleDataset, sampler: StepBatchSampler, task: Any) -> list[Batch]:
+def first_batches(rows: SampleDataset, sampler: EvaluationSampler, task: Any) -> list[Batch]:
     """The first batch; if it has several rows, also its two halves."""
     samples = rows.__getitems__(sampler.first_batch())
     half = len(samples) // 2

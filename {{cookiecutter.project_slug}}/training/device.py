@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -22,21 +22,25 @@ from training.console import say
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
 
-def make_accelerator(cfg: Any, accumulation: int) -> Accelerator:
-    """The accelerator that the launcher's YAML asks for; raises ValueError if it is not there."""
-    if cfg.deterministic:
+def make_accelerator(cfg: Any) -> Accelerator:
+    """The accelerator that the launcher's YAML asks for; raises ValueError if it is not there.
+
+    StepGradients sets the number of micro-batches whose gradients accumulate.
+    """
+    deterministic = cfg.deterministic or cfg.exact
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = not cfg.deterministic
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = not deterministic
     if cfg.compile:
         keep_compiled_code(os.path.abspath(".cache/compiled"))
     dynamo = TorchDynamoPlugin(backend="inductor" if cfg.compile else "no")
     dynamo.dynamic = None  # torch decides; the launcher exports "False", which is static shapes
     accelerator = Accelerator(
         cpu=use_cpu(),
-        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation, sync_with_dataloader=False
+            num_steps=1, sync_with_dataloader=False
         ),
         dynamo_plugin=dynamo,
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
@@ -46,6 +50,8 @@ def make_accelerator(cfg: Any, accumulation: int) -> Accelerator:
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
     check_device(accelerator)
+    if cfg.exact and accelerator.device.type == "cpu":
+        torch.set_num_threads(1)  # sums depend on the number of threads
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
         say("warning: tf32 is true, but only a GPU in fp32 reads it")
     return accelerator

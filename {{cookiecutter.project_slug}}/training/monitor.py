@@ -8,12 +8,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain, islice
 from statistics import median
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from training.ranks import Ranks
 from training.weights import bare_model
 
 SPIKE = 10  # median absolute deviations above the median, about 7 sigma
@@ -93,16 +96,25 @@ def min_and_max(values: torch.Tensor) -> torch.Tensor:
 class StepMonitor:
     """Collects losses and gradient norms between two lines of metrics."""
 
-    def __init__(self, accelerator: Accelerator, max_skipped_steps: int):
-        self.accelerator, self.max_skipped_steps = accelerator, max_skipped_steps
-        self.steps = []  # since the last line: step, loss terms, loss sum of this process, norm
+    def __init__(
+        self, accelerator: Accelerator, ranks: Ranks, micro_batches: int, max_skipped_steps: int
+    ):
+        self.accelerator, self.ranks = accelerator, ranks
+        self.micro_batches, self.max_skipped_steps = micro_batches, max_skipped_steps
+        # Since the last line: step, loss terms, first micro-batch here, their losses, norm.
+        self.steps: list[tuple[int, int, int, list[torch.Tensor], torch.Tensor]] = []
         self.recent = deque(maxlen=MEMORY)  # mean losses of recent steps
         self.skipped = 0  # steps skipped in a row
         self.scale = self.loss_scale()  # at the last line
 
-    def add(self, step: int, terms: int, loss_sum: torch.Tensor, norm: torch.Tensor) -> None:
-        """Adds a step; `loss_sum` and `norm` are scalars on the device."""
-        self.steps.append((step, terms, loss_sum, norm.float()))
+    def add(
+        self, step: int, terms: int, first: int, losses: list[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Adds a step: its loss terms, the summed losses of this process's micro-batches, its norm.
+
+        `first` is the number of the first of them. Losses and norm are scalars on the device.
+        """
+        self.steps.append((step, terms, first, losses, norm))
 
     def read(self) -> tuple[float, float, list[dict], str]:
         """(mean loss, gradient norm of the last step, notes, reason to stop) since the last line.
@@ -111,10 +123,7 @@ class StepMonitor:
         holds an unusual step, the event ("skipped" or "spike") and its numbers. The reason is empty
         unless the run should stop. All processes call it and get the same; it waits for the device.
         """
-        steps, counts, losses, norms = zip(*self.steps, strict=True)
-        losses = self.accelerator.reduce(torch.stack(losses), "sum")
-        losses, norms = torch.stack([losses, torch.stack(norms)]).tolist()
-        self.steps = []
+        steps, counts, losses, norms = self.read_device()
         notes, reason, total, total_terms = [], "", 0.0, 0
         lowered = self.scale_was_lowered()
         for step, terms, loss, norm in zip(steps, counts, losses, norms, strict=True):
@@ -135,6 +144,20 @@ class StepMonitor:
                         "another learning_rate"
                     )
         return total / total_terms if total_terms else math.nan, norm, notes, reason
+
+    def read_device(self) -> tuple[list[int], list[int], list[float], list[float]]:
+        """Numbers, loss terms, summed losses and norms of the steps; waits for the device.
+
+        The losses of a step are added in the order of its micro-batches, whoever computed them.
+        """
+        steps, counts, firsts, losses, norms = zip(*self.steps, strict=True)
+        self.steps = []
+        values = iter(torch.stack([each.float() for each in (*norms, *chain(*losses))]).tolist())
+        norms = list(islice(values, len(steps)))
+        table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
+        for row, first, own in zip(table, firsts, losses, strict=True):
+            row[first : first + len(own)] = list(islice(values, len(own)))
+        return steps, counts, [sum(row) for row in self.ranks.sum_arrays(table).tolist()], norms
 
     def loss_scale(self) -> float:
         """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""

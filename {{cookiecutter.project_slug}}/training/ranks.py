@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -109,6 +110,12 @@ class Ranks:
     def start_sum(self, *numbers: int, problem: Exception | None = None) -> "PendingSum":
         """Starts `sum_over_ranks` in the background."""
         return PendingSum(self, numbers, problem)
+
+    def sum_arrays(self, array: np.ndarray) -> np.ndarray:
+        """The sum of an array over all processes; may change the array."""
+        if self.group:
+            dist.all_reduce(torch.from_numpy(array), group=self.group)
+        return array
 
     def gather(self, value: Any) -> list:
         """The value of each process, in the order of their ranks."""

@@ -140,7 +140,9 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     elif cfg.check:  # launch.py without a YAML
         accelerate_yaml.launcher_number("num_machines", 1)
         replicas = accelerate_yaml.launcher_number("num_processes", 1)
-    plan = batches.plan_step(cfg.global_batch_size, cfg.micro_batch_size, replicas)
+    plan = batches.plan_step(
+        cfg.global_batch_size, cfg.micro_batch_size, replicas, cfg.exact, cfg.device_shares
+    )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker

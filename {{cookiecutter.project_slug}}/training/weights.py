@@ -107,7 +107,6 @@ def load_checkpoint(
     if accelerator.scaler and not (path / "scaler.pt").exists():
         raise ValueError(f"{path} was not trained in fp16; give the YAML that it was trained with")
     accelerator.load_state(path)
-    accelerator.step = 0  # the restored counter may belong to another accumulation: reset it
     for group, built, old in zip(optimizer.param_groups, settings, before, strict=True):
         changed = {n: v for n, v in built.items() if n != "class" and exact_repr(v) != old.get(n)}
         group.update(changed)

@@ -1,0 +1,249 @@
+"""Adds up the gradients, losses and evaluations of micro-batches, in an order that is fixed.
+
+Floating-point sums depend on their order. A sum over the micro-batches of a step that follows a
+binary tree over their numbers does not depend on which process computes which of them. For each
+node of the tree, all its micro-batches come before those of the next one:
+
+    [0, 4) = [0, 2) + [2, 4)        [2, 4) = [2, 3) + [3, 4)
+
+A process adds up the largest nodes inside its run of micro-batches. Then the processes exchange
+these, and add them up the rest of the tree.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from training.batches import StepPlan
+from training.ranks import Ranks, UserError
+
+Tensors = list[torch.Tensor]
+BUCKET = 8 << 20  # elements that are exchanged at once, if no single tensor has more
+
+
+class TreeSum:
+    """Sums of lists of tensors over a run of micro-batches, added in ascending order.
+
+    `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
+    two, from `first` on, a multiple of `size`. As in a binary counter, two nodes of one size that
+    are the halves of a larger one become it at once: log2(micro-batches) + 1 nodes at most.
+    """
+
+    def __init__(self):
+        self.nodes: list[tuple[int, int, Tensors]] = []
+
+    def add(self, first: int, tensors: Tensors, size: int = 1) -> None:
+        """Adds a micro-batch or a node. The tensors become part of the sum, and change."""
+        while self.nodes and self.nodes[-1][1] == size and self.nodes[-1][0] % (2 * size) == 0:
+            first, _, sums = self.nodes.pop()
+            if tensors:
+                torch._foreach_add_(sums, tensors)
+            tensors, size = sums, 2 * size
+        self.nodes.append((first, size, tensors))
+
+    def total(self) -> Tensors:
+        """The sums over all micro-batches of a step; the last nodes are added first."""
+        *others, (_, _, sums) = self.nodes
+        for _, _, left in reversed(others):
+            torch._foreach_add_(left, sums)
+            sums = left
+        self.nodes = []
+        return sums
+
+
+@functools.lru_cache
+def nodes_of(run: range) -> list[tuple[int, int]]:
+    """(first, size) of each node of a TreeSum over this run of micro-batches."""
+    tree = TreeSum()
+    for number in run:
+        tree.add(number, [])
+    return [(first, size) for first, size, _ in tree.nodes]
+
+
+def total_over_ranks(tree: TreeSum, plan: StepPlan, like: Tensors) -> Tensors:
+    """The sums over all micro-batches of a step, on every rank; `like` has their shapes.
+
+    Each rank receives a part of every node of every rank, adds the nodes up the tree, and sends
+    its part of the total to the others. All ranks must call it.
+    """
+    if len(plan.shares) == 1:
+        return tree.total()
+    pieces = [sums for _, _, sums in tree.nodes]
+    totals = pieces[0] if pieces else [torch.empty_like(each) for each in like]
+    for bucket in buckets(like):
+        flat = [torch.cat([sums[i].reshape(-1) for i in bucket]) for sums in pieces]
+        empty = like[bucket[0]].new_empty(0)
+        whole = total_of_flat(flat, plan, sum(like[i].numel() for i in bucket), empty)
+        parts = whole.split([like[i].numel() for i in bucket])
+        for i, part in zip(bucket, parts, strict=True):
+            totals[i].copy_(part.view(like[i].shape))
+    tree.nodes = []
+    return totals
+
+
+def total_of_flat(flat: Tensors, plan: StepPlan, size: int, empty: torch.Tensor) -> torch.Tensor:
+    """`total_over_ranks` of vectors of `size` elements, one for each node of this rank."""
+    ranks = len(plan.shares)
+    part = -(-size // ranks)
+    nodes = [nodes_of(plan.run(rank)) for rank in range(ranks)]
+    padded = [torch.nn.functional.pad(each, (0, part * ranks - size)) for each in flat]
+    sent = torch.stack([each.view(ranks, part) for each in padded], 1) if flat else empty
+    received = empty.new_empty(part * sum(map(len, nodes)))
+    sizes = [part * len(each) for each in nodes]
+    dist.all_to_all_single(received, sent.flatten(), sizes, [part * len(flat)] * ranks)
+    tree = TreeSum()
+    everywhere = [node for each in nodes for node in each]
+    for (first, count), values in zip(everywhere, received.split(part), strict=True):
+        tree.add(first, [values], count)
+    whole = empty.new_empty(part * ranks)
+    dist.all_gather_into_tensor(whole, tree.total()[0])
+    return whole[:size]
+
+
+def buckets(tensors: Tensors) -> Iterator[list[int]]:
+    """The indices of neighbours with one data type and at most BUCKET elements together."""
+    bucket: list[int] = []
+    for i, tensor in enumerate(tensors):
+        size = sum(tensors[j].numel() for j in bucket)
+        if bucket and (tensor.dtype != tensors[bucket[0]].dtype or size + tensor.numel() > BUCKET):
+            yield bucket
+            bucket = []
+        bucket.append(i)
+    if bucket:
+        yield bucket
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+
+class StepGradients:
+    """The gradient of a step's summed losses, divided by the step's loss terms.
+
+    Ordinarily DDP averages it over the processes while the last micro-batch is computed. If exact,
+    the gradients of the micro-batches are kept apart until they are added in the order of a tree.
+    That takes log2(micro-batches of a process) + 1 times
+    the memory of the gradients.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, plan: StepPlan, exact: bool
+    ):
+        self.accelerator, self.model, self.plan, self.exact = accelerator, model, plan, exact
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.tree = TreeSum()
+
+    def start(self, terms: int) -> float:
+        """Begins a step with so many loss terms; gives the factor of its losses.
+
+        Ordinarily it undoes two divisions: by accelerate, of each loss by the micro-batches of this
+        process, and by DDP, of the gradients by the processes.
+        """
+        if self.exact:
+            return 1 / max(terms, 1)
+        turns, accelerator = len(self.plan.run()), self.accelerator
+        accelerator.gradient_accumulation_steps, accelerator.step = turns, 0
+        return turns * len(self.plan.shares) / max(terms, 1)
+
+    @contextlib.contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        """Computes the gradient of micro-batch `number` of the step in its body."""
+        if not self.exact:
+            yield
+            return
+        before = self.buffers()
+        with self.accelerator.no_sync(self.model):
+            yield
+        if changed := [name for name, each in self.buffers().items() if each != before.get(name)]:
+            name = changed[0].removeprefix("module.").removeprefix("model.")
+            raise UserError(
+                f"exact: the model changes its buffer {name} while it trains, so the result "
+                "depends on which process computes what; use GroupNorm or LayerNorm in place "
+                "of BatchNorm, or set exact to false"
+            )
+        # A weight without a gradient may have one on another process.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self.tree.add(number, grads)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def buffers(self) -> dict[str, tuple[int, int]]:
+        """Each buffer's identity and version, which counts the changes of its values."""
+        return {name: (id(each), each._version) for name, each in self.model.named_buffers()}
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Completes the gradient, and scales it down to this norm; 0: never. Gives its norm.
+
+        The norm is a float32 of shape (), and stays on the device.
+        """
+        if not self.exact:
+            return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
+        grads = total_over_ranks(self.tree, self.plan, self.parameters)
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            parameter.grad = grad
+        self.accelerator.unscale_gradients()
+        norm = norm_by_rows(grads)
+        if max_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        return norm
+
+
+def norm_by_rows(grads: Tensors) -> torch.Tensor:
+    """The Euclidean norm of these tensors: a float32 of shape ().
+
+    The squares of each row are added in float64, then the rows in their order. Sharding cuts along
+    the first dimension, so the norm does not depend on who holds which rows.
+    """
+    rows = []
+    for grad in grads:
+        values = torch.view_as_real(grad) if grad.is_complex() else grad
+        values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
+        rows.append(torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square())
+    return torch.cat(rows).sum().sqrt().float()
+
+
+# ---- Evaluations ---------------------------------------------------------------------------------
+
+
+class EvaluationSums:
+    """Sums a task's eval_sums over all batches of an evaluation, in float64."""
+
+    def __init__(self, plan: StepPlan, device: torch.device | str):
+        self.plan, self.device, self.tree = plan, device, TreeSum()
+        self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
+
+    def add(self, number: int, sums: dict[str, torch.Tensor]) -> None:
+        """Adds the sums of batch `number`; one past this rank's run only shows the shapes."""
+        layout = {name: tuple(value.shape) for name, value in sums.items()}
+        if layout not in self.layouts:
+            self.layouts.append(layout)
+        values = [value.to(self.device).double().reshape(-1) for value in sums.values()]
+        self.values = torch.cat(values)
+        if number in self.plan.run() and len(self.layouts) == 1:
+            self.tree.add(number, [self.values])
+
+    def total(self, ranks: Ranks) -> dict[str, torch.Tensor]:
+        """The sums over all batches and processes, in CPU memory; all processes must call it.
+
+        Raises UserError if batches differ in the names or shapes of their sums.
+        """
+        first, *others = (each for layouts in ranks.gather(self.layouts) for each in layouts)
+        for other in others:
+            if list(other.items()) != list(first.items()):
+                raise UserError(
+                    f"task.eval_sums returns {describe(first)} for one batch, and "
+                    f"{describe(other)} for another; return the same for all"
+                )
+        (total,) = total_over_ranks(self.tree, self.plan, [self.values])
+        parts = total.cpu().split([math.prod(shape) for shape in first.values()])
+        named = zip(first.items(), parts, strict=True)
+        return {name: part.view(shape) for (name, shape), part in named}
+
+
+def describe(layout: dict[str, tuple]) -> str:
+    """Names and shapes of sums, for an error."""
+    return ", ".join(f"{name} {shape}" for name, shape in layout.items())
