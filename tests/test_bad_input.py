@@ -174,10 +174,31 @@ CASES = {
         with_env(["--tracker", "wandb"], WANDB_API_KEY="short"),
         "W&B: ",
     ),
-    "batch that processes cannot share": (
-        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--global_batch_size", "5"],
-        "global_batch_size is 5, which 2 processes cannot share equally; give 4 or 6",
+    "fewer samples than processes": (
+        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--global_batch_size", "1"],
+        "a step has 1 micro-batches of 1 sample, too few for 2 processes; give up to 1 processes",
     ),
+    "exact with fewer micro-batches than processes": (
+        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--exact", "true"],
+        "of 32 samples, which exact fixes, too few for 2 processes; give up to 1 processes, or a "
+        "micro_batch_size up to 16",
+    ),
+    "exact with a micro-batch that does not divide the step": (
+        ["--exact", "true", "--micro_batch_size", "5"],
+        "micro_batch_size is 5, which does not divide global_batch_size, 32; exact fixes the "
+        "micro-batches, so give 4 or 8",
+    ),
+    "exact with a micro-batch above the step": (
+        ["--exact", "true", "--micro_batch_size", "40"],
+        "micro_batch_size is 40, which does not divide global_batch_size, 32; exact fixes the "
+        "micro-batches, so give 32",
+    ),
+    "a share too many": (
+        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--device_shares", "[3, 2, 1]"],
+        "device_shares has 3 numbers, and there are 2 processes; give one number for each, or auto",
+    ),
+    "a share of zero": (["--device_shares", "[0]"], "device_shares"),
+    "a word for shares": (["--device_shares", "equl"], "device_shares"),
     "missing YAML": (["--config_file", "none.yaml"], "none.yaml: No such file"),
     "YAML that is no YAML": (hardware("a: [\n"), "hardware.yaml: "),
     "YAML that is empty": (hardware(""), "expected lines of the form 'key: value'"),
