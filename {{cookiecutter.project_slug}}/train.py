@@ -60,6 +60,7 @@ from training.config import (
 )
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
+from training.shares import ShareBalancer
 from training.startup import RunStart, prepare_run
 from training.sums import EvaluationSums, StepGradients
 
@@ -384,7 +385,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
-    gradients = StepGradients(accelerator, model, plan, cfg.exact)
+    balancer = ShareBalancer(plan, accelerator.device) if cfg.device_shares == "auto" else None
+    gradients = StepGradients(accelerator, model, cfg.exact, balancer and balancer.stopwatch)
 
     # Resume.
     if checkpoint:
@@ -442,15 +444,18 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
     step, sums = first_step, None
     last_step = first_step if stopped else max_steps
-    reader = StepReader(train_loader, ranks, stop.requested)
+    reader = StepReader(train_loader, ranks, stop.requested, balancer)
     meter.start()
     if first_step < last_step:
         with meter.waiting():
             reader.fetch()
     for step in range(first_step + 1, last_step + 1):
         # Take the micro-batches of the step, and what all ranks agreed on.
-        window, terms, ids_hash = reader.take()
+        plan, window, terms, ids_hash = reader.take()
         meter.add(terms, ids_hash)
+        if reader.dealt:  # from the next step on
+            log.write({"step": step, **reader.dealt})
+            eval_sampler.step_plan = balancer.plan
 
         # Set the learning rate.
         lr = lr_at(step, cfg, max_steps)
@@ -458,8 +463,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             group["lr"] = lr
 
         # Sum the gradients of the micro-batches.
-        losses, scale = [], gradients.start(terms)
-        for number, batch in window:
+        losses, scale = [], gradients.start(plan, terms)
+        for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
             with accelerator.accumulate(model), gradients.micro_batch(number):
@@ -482,7 +487,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, window[0][0], losses, norm)
+        step_monitor.add(step, terms, plan.run().start, losses, norm)
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps
