@@ -21,7 +21,7 @@ import torch
 from training.batches import StepPlan, busiest, deal
 
 WARM_UP = 2  # first steps, which take longer
-FIRST = 3  # measured steps before the first decision
+FIRST = 5  # measured steps before the first decision
 WINDOW = 20  # and before each further one
 WORTH = 1.05  # speed-up of a step for which it is dealt anew
 

@@ -204,7 +204,9 @@ class StepGradients:
         return norm
 
 
-def reduce_and_stop(stopwatch: Stopwatch, bucket: dist.GradBucket) -> torch.futures.Future:
+def reduce_and_stop(
+    stopwatch: Stopwatch, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """DDP's average of a bucket of gradients; before that of the last, all is computed."""
     if bucket.is_last():
         stopwatch.stop()
