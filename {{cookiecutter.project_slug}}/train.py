@@ -61,7 +61,7 @@ from training.config import (
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shares import ShareBalancer
-from training.startup import RunStart, prepare_run
+from training.startup import RunStart, check_processes_agree, prepare_run
 from training.sums import EvaluationSums, StepGradients
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ class Config:
     deterministic: bool = False
     """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
     exact: bool = field(default=False, metadata=ROUNDING)
-    """The same bytes on any number of processes, also if it changes in the middle of a run. Takes
-    more time and memory, and fixes micro_batch_size. Implies deterministic."""
+    """The same bytes on any number of processes, also if it changes in the middle of a run. Fixes
+    micro_batch_size; a step needs a micro-batch for each process. Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -329,6 +329,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     checkpoint, saved = point.checkpoint, point.saved
     max_steps, best_loss = point.max_steps, point.best_loss
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
+
+    if cfg.exact:
+        check_processes_agree(ranks, start.manifest["versions"])
 
     # Check only, or find that the run is finished.
     if cfg.check or point.finished:
