@@ -60,7 +60,8 @@ from training.config import (
 )
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
-from training.startup import RunStart, prepare_run
+from training.shares import ShareBalancer
+from training.startup import RunStart, check_processes_agree, prepare_run
 from training.sums import EvaluationSums, StepGradients
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -169,8 +170,8 @@ class Config:
     deterministic: bool = False
     """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
     exact: bool = field(default=False, metadata=ROUNDING)
-    """The same bytes on any number of processes, also if it changes in the middle of a run. Takes
-    more time and memory, and fixes micro_batch_size. Implies deterministic."""
+    """The same bytes on any number of processes, also if it changes in the middle of a run. Fixes
+    micro_batch_size; a step needs a micro-batch for each process. Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -329,6 +330,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     max_steps, best_loss = point.max_steps, point.best_loss
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
 
+    if cfg.exact:
+        check_processes_agree(ranks, start.manifest["versions"])
+
     # Check only, or find that the run is finished.
     if cfg.check or point.finished:
         if cfg.check:
@@ -384,7 +388,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
-    gradients = StepGradients(accelerator, model, plan, cfg.exact)
+    balancer = ShareBalancer(plan, accelerator.device) if cfg.device_shares == "auto" else None
+    gradients = StepGradients(accelerator, model, cfg.exact, balancer and balancer.stopwatch)
 
     # Resume.
     if checkpoint:
@@ -442,15 +447,18 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
     step, sums = first_step, None
     last_step = first_step if stopped else max_steps
-    reader = StepReader(train_loader, ranks, stop.requested)
+    reader = StepReader(train_loader, ranks, stop.requested, balancer)
     meter.start()
     if first_step < last_step:
         with meter.waiting():
             reader.fetch()
     for step in range(first_step + 1, last_step + 1):
         # Take the micro-batches of the step, and what all ranks agreed on.
-        window, terms, ids_hash = reader.take()
+        plan, window, terms, ids_hash = reader.take()
         meter.add(terms, ids_hash)
+        if reader.dealt:  # from the next step on
+            log.write({"step": step, **reader.dealt})
+            eval_sampler.step_plan = balancer.plan
 
         # Set the learning rate.
         lr = lr_at(step, cfg, max_steps)
@@ -458,8 +466,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             group["lr"] = lr
 
         # Sum the gradients of the micro-batches.
-        losses, scale = [], gradients.start(terms)
-        for number, batch in window:
+        losses, scale = [], gradients.start(plan, terms)
+        for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
             with accelerator.accumulate(model), gradients.micro_batch(number):
@@ -482,7 +490,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, window[0][0], losses, norm)
+        step_monitor.add(step, terms, plan.run().start, losses, norm)
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps

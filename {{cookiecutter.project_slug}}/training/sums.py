@@ -18,9 +18,11 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from training.batches import StepPlan
 from training.ranks import Ranks, UserError
+from training.shares import Stopwatch
 
 Tensors = list[torch.Tensor]
 BUCKET = 8 << 20  # elements that are exchanged at once, if no single tensor has more
@@ -131,23 +133,31 @@ class StepGradients:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, plan: StepPlan, exact: bool
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        exact: bool,
+        stopwatch: Stopwatch | None = None,
     ):
-        self.accelerator, self.model, self.plan, self.exact = accelerator, model, plan, exact
+        self.accelerator, self.model, self.exact = accelerator, model, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.tree = TreeSum()
+        self.tree, self.stopwatch = TreeSum(), stopwatch
+        if stopwatch and not exact and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(stopwatch, reduce_and_stop)
 
-    def start(self, terms: int) -> float:
+    def start(self, plan: StepPlan, terms: int) -> float:
         """Begins a step with so many loss terms; gives the factor of its losses.
 
         Ordinarily it undoes two divisions: by accelerate, of each loss by the micro-batches of this
         process, and by DDP, of the gradients by the processes.
         """
+        self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
+        if self.stopwatch:
+            self.stopwatch.start(turns)
         if self.exact:
             return 1 / max(terms, 1)
-        turns, accelerator = len(self.plan.run()), self.accelerator
         accelerator.gradient_accumulation_steps, accelerator.step = turns, 0
-        return turns * len(self.plan.shares) / max(terms, 1)
+        return turns * len(plan.shares) / max(terms, 1)
 
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
@@ -170,6 +180,8 @@ class StepGradients:
         self.tree.add(number, grads)
         for parameter in self.parameters:
             parameter.grad = None
+        if self.stopwatch and number == self.plan.run()[-1]:
+            self.stopwatch.stop()
 
     def buffers(self) -> dict[str, tuple[int, int]]:
         """Each buffer's identity and version, which counts the changes of its values."""
@@ -190,6 +202,15 @@ class StepGradients:
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
+
+
+def reduce_and_stop(
+    stopwatch: Stopwatch, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's average of a bucket of gradients; before that of the last, all is computed."""
+    if bucket.is_last():
+        stopwatch.stop()
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
 def norm_by_rows(grads: Tensors) -> torch.Tensor:
