@@ -176,22 +176,23 @@ CASES = {
     ),
     "fewer samples than processes": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--global_batch_size", "1"],
-        "a step has 1 micro-batches of 1 sample, too few for 2 processes; give up to 1 processes",
+        "global_batch_size is 1, fewer samples than the 2 processes; give at least 2, or start at "
+        "most 1 processes",
     ),
     "exact with fewer micro-batches than processes": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--exact", "true"],
-        "of 32 samples, which exact fixes, too few for 2 processes; give up to 1 processes, or a "
-        "micro_batch_size up to 16",
+        "exact: 32 samples in micro-batches of 32 cannot be dealt to 2 processes; give a "
+        "micro_batch_size of 16 or 8 or 4, or start at most 1 processes",
     ),
     "exact with a micro-batch that does not divide the step": (
         ["--exact", "true", "--micro_batch_size", "5"],
-        "micro_batch_size is 5, which does not divide global_batch_size, 32; exact fixes the "
-        "micro-batches, so give 4 or 8",
+        "exact: 32 samples in micro-batches of 5 cannot be dealt to 1 process; give a "
+        "micro_batch_size of 4 or 2 or 8",
     ),
     "exact with a micro-batch above the step": (
         ["--exact", "true", "--micro_batch_size", "40"],
-        "micro_batch_size is 40, which does not divide global_batch_size, 32; exact fixes the "
-        "micro-batches, so give 32",
+        "exact: 32 samples in micro-batches of 40 cannot be dealt to 1 process; give a "
+        "micro_batch_size of 32 or 16 or 8",
     ),
     "a share too many": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--device_shares", "[3, 2, 1]"],
