@@ -61,7 +61,7 @@ from training.config import (
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shares import ShareBalancer
-from training.startup import RunStart, check_processes_agree, prepare_run
+from training.startup import RunStart, agree_on_start, prepare_run
 from training.sums import EvaluationSums, StepGradients
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -225,10 +225,8 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     Returns (None, None) as soon as `stop()`, asked before each batch, is 1 on any process.
     """
     model.eval()
-    # Apple's GPUs have no float64.
-    place = "cpu" if accelerator.device.type == "mps" else accelerator.device
-    plan = loader.batch_sampler.plan
-    totals, eval_batches = EvaluationSums(plan, place), iter(loader)
+    plan, eval_batches = loader.batch_sampler.plan, iter(loader)
+    totals = EvaluationSums(plan, accelerator.device)
     for turn in range(len(loader)):
         fetched, problem = catch(next, eval_batches)
         (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
@@ -325,13 +323,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     (train_data, eval_data), step_size = start.data, cfg.global_batch_size
 
     # Find where to start. The main process found the checkpoint in prepare().
-    point = ranks.from_main(start.point)
+    point = agree_on_start(ranks, start)
     checkpoint, saved = point.checkpoint, point.saved
     max_steps, best_loss = point.max_steps, point.best_loss
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
 
-    if cfg.exact:
-        check_processes_agree(ranks, start.manifest["versions"])
 
     # Check only, or find that the run is finished.
     if cfg.check or point.finished:

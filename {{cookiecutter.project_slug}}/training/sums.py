@@ -233,8 +233,10 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
 class EvaluationSums:
     """Sums a task's eval_sums over all batches of an evaluation, in float64."""
 
-    def __init__(self, plan: StepPlan, device: torch.device | str):
-        self.plan, self.device, self.tree = plan, device, TreeSum()
+    def __init__(self, plan: StepPlan, device: torch.device):
+        self.plan, self.tree = plan, TreeSum()
+        # Apple's GPUs have no float64.
+        self.device = torch.device("cpu") if device.type == "mps" else device
         self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
 
     def add(self, number: int, sums: dict[str, torch.Tensor]) -> None:
