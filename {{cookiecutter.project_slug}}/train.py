@@ -328,7 +328,6 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     max_steps, best_loss = point.max_steps, point.best_loss
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
 
-
     # Check only, or find that the run is finished.
     if cfg.check or point.finished:
         if cfg.check:
@@ -384,7 +383,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
-    balancer = ShareBalancer(plan, accelerator.device) if cfg.device_shares == "auto" else None
+    automatic = cfg.device_shares == "auto" and processes > 1
+    balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, model, cfg.exact, balancer and balancer.stopwatch)
 
     # Resume.

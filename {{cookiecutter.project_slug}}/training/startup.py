@@ -278,7 +278,7 @@ def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
         for name in [name for name in first if other.get(name) != first[name]]:
             raise UserError(
                 f"exact needs the same devices and versions everywhere: {name} is {first[name]} on "
-                f"process 0 and {other.get(name)} on process {rank}; leave one out, or set exact to "
-                "false"
+                f"process 0 and {other.get(name)} on process {rank}; leave one out, or set exact "
+                "to false"
             )
     return processes.from_main(start.point)
