@@ -462,17 +462,17 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             group["lr"] = lr
 
         # Sum the gradients of the micro-batches.
-        losses, scale = [], gradients.start(plan, terms)
+        step_losses, scale = [], gradients.start(plan, terms)
         for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
             with accelerator.accumulate(model), gradients.micro_batch(number):
                 loss = model(task.loss_sum, batch)
-                if step == first_step + 1 and not losses:
+                if step == first_step + 1 and not step_losses:
                     with ranks.fail_together(), as_user_error():
                         contract.check_loss(loss)
                 accelerator.backward(loss * monitor.one_or_nan(loss) * scale)
-            losses.append(loss.detach())
+            step_losses.append(loss.detach())
 
         # Fetch the next step.
         if step < last_step:
@@ -480,13 +480,14 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                 reader.fetch()
 
         # Update the weights.
+        gradients.complete()
         norm = gradients.clip(cfg.max_grad_norm)
         monitor.skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, plan.run().start, losses, norm)
+        step_monitor.add(step, terms, plan.run().start, step_losses, norm)
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps

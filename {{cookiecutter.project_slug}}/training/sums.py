@@ -194,18 +194,22 @@ class StepGradients:
         """Each buffer's identity and version, which counts the changes of its values."""
         return {name: (id(each), each._version) for name, each in self.model.named_buffers()}
 
+    def complete(self) -> None:
+        """Brings the gradient of the whole step to the weights of each process."""
+        if self.exact:
+            totals = total_over_ranks(self.tree, self.plan, self.parameters)
+            for parameter, total in zip(self.parameters, totals, strict=True):
+                parameter.grad = total
+
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Completes the gradient, and scales it down to this norm; 0: never. Gives its norm.
+        """Scales the gradient down to this norm; 0: never. Gives its norm before that.
 
         The norm is a float32 of shape (), and stays on the device.
         """
         if not self.exact:
             return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
-        grads = total_over_ranks(self.tree, self.plan, self.parameters)
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad
         self.accelerator.unscale_gradients()
-        norm = norm_by_rows(grads)
+        norm = norm_by_rows([p.grad for p in self.parameters if p.grad is not None])
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
