@@ -188,19 +188,6 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         raise
 
 
-def check_processes_agree(processes: ranks.Ranks, versions: dict[str, str]) -> None:
-    """Raises UserError if what rounding depends on differs between the processes."""
-    first, *others = processes.gather(versions)
-    for rank, other in enumerate(others, 1):
-        for name in first:
-            if other.get(name) != first[name]:
-                raise UserError(
-                    f"exact needs the same devices and versions everywhere: {name} is "
-                    f"{first[name]} on process 0 and {other.get(name)} on process {rank}; leave "
-                    "one out, or set exact to false"
-                )
-
-
 def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions."""
     train_data, eval_data = data
@@ -279,3 +266,19 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss = checkpoints.find_best(folder, manifest)
+
+
+def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
+    """Where the main process found that the run starts.
+
+    If exact, raises UserError unless all processes have what rounding depends on in common.
+    """
+    first, *others = processes.gather(start.manifest["versions"])
+    for rank, other in enumerate(others if start.cfg.exact else [], 1):
+        for name in [name for name in first if other.get(name) != first[name]]:
+            raise UserError(
+                f"exact needs the same devices and versions everywhere: {name} is {first[name]} on "
+                f"process 0 and {other.get(name)} on process {rank}; leave one out, or set exact "
+                "to false"
+            )
+    return processes.from_main(start.point)
