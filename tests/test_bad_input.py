@@ -35,6 +35,7 @@ def with_env(flags, **env):
     return flags, {}, env
 
 
+FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n"
 NO_GPU = "distributed_type: 'NO'\nnum_processes: 1\n"
 WORDS = "one two three four five six seven eight nine ten\n" * 50
 
@@ -193,6 +194,18 @@ CASES = {
         ["--exact", "true", "--micro_batch_size", "40"],
         "exact: 32 samples in micro-batches of 40 cannot be dealt to 1 process; give a "
         "micro_batch_size of 32 or 16 or 8",
+    ),
+    "exact with compile": (
+        ["--exact", "true", "--compile", "true", "--micro_batch_size", "8"],
+        "exact does not go with compile",
+    ),
+    "exact with a YAML that shards": (
+        hardware(FSDP, "--exact", "true", "--micro_batch_size", "8"),
+        "hardware.yaml: exact needs the whole model on each process, and FSDP shards it; use one",
+    ),
+    "shares with a YAML that shards": (
+        hardware(FSDP, "--device_shares", "auto"),
+        "hardware.yaml: device_shares needs the whole model on each process, and FSDP shards it",
     ),
     "a share too many": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--device_shares", "[3, 2, 1]"],

@@ -122,24 +122,37 @@ def test_clipping_and_no_clipping(tiny, tmp_path):
     assert digests(tmp_path / "0.05" / "0")[1] != digests(tmp_path / "0" / "0")[1]
 
 
-SELDOM = """
+ODD = """
+
+class Odd(torch.nn.Module):
+    '''Weights of several types; some have no gradient in some micro-batches, one has never any.'''
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.poison_rank, self.fail_report = model, -1, False
+        kinds = [torch.float32, torch.bfloat16, torch.float64]
+        values = [torch.ones(4, 6).to(kind) for kind in kinds]
+        self.odd = torch.nn.ParameterList([*values, torch.ones(())])
+        self.never = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        more = sum((each * x[0, 0]).sum() for each in self.odd) if x[0, 0] > 0 else 0
+        return self.model(x) + more / 100
+
 
 def build_model(cfg, prepared, build=build_model):
-    model = build(cfg, prepared)
-    model.seldom, model.never = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-    return model
-
-
-def loss_sum(model, batch, loss=loss_sum):
-    seldom = (model.seldom * batch["y"]).sum() if batch["x"][0, 0] > 0 else 0
-    return loss(model, batch) + seldom
+    return Odd(build(cfg, prepared))
 """
 
 
-def test_a_weight_without_a_gradient_in_some_micro_batches(tiny, tmp_path):
-    """Two of four, on average; and a weight that never has one."""
-    project = with_task(tiny, tmp_path, SELDOM)
-    check_same(*train_all(project, tmp_path, [(1,), (2,), (3,)]))
+def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
+    """In parts of 40 elements, which cut weights, and in one."""
+    project = with_task(tiny, tmp_path, ODD)
+    whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
+    sums = project.path / "training" / "sums.py"
+    assert "\nBUCKET = 8 << 20" in sums.read_text()
+    sums.write_text(sums.read_text().replace("\nBUCKET = 8 << 20", "\nBUCKET = 40"))
+    check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
 
 
 def test_evaluations_are_equal_with_exact_and_without(tiny, tmp_path):
@@ -224,6 +237,19 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
     flags += ["--accept_changes", "true"]
     tiny.train(2, *flags)
     assert lines(tmp_path / "run", "changes")[0]["changes"].count("micro_batch_size: 2 -> 1") == 1
+
+
+def test_processes_that_differ_are_refused():
+    startup = load_task("training.startup")
+    found = [{"cpu": "x", "torch": "2.13"}, {"cpu": "x", "torch": "2.13"}, {"cpu": "y"}]
+    ranks = SimpleNamespace(gather=lambda _: found, from_main=lambda point: point)
+    for exact, processes in ((False, 3), (True, 2)):
+        start = SimpleNamespace(cfg=SimpleNamespace(exact=exact), manifest={"versions": 0}, point=7)
+        ranks.gather = lambda _, processes=processes: found[:processes]
+        assert startup.agree_on_start(ranks, start) == 7
+    ranks.gather = lambda _: found
+    with pytest.raises(ValueError, match="cpu is x on process 0 and y on process 2; leave one out"):
+        startup.agree_on_start(ranks, start)
 
 
 # ---- Dealing -------------------------------------------------------------------------------------
