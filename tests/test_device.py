@@ -181,6 +181,7 @@ WAYS = {
     "plain": [],
     "accumulated": ["--micro_batch_size", 2],
     "recomputed": ["--gradient_checkpointing", "true"],
+    "exact": ["--exact", "true", "--micro_batch_size", 2],
     "chunked": ["--task.loss_chunk", 64],
 }
 
