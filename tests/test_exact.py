@@ -232,7 +232,7 @@ class Normed(torch.nn.Module):
         self.register_buffer("mask", torch.full((8,), float("nan")))
 
     def forward(self, x):
-        normed = torch.nn.functional.batch_norm(x, self.mean, self.var, training=True)
+        normed = torch.nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
         return self.model(normed)
 
 
