@@ -103,7 +103,7 @@ def plan_step(
     It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
     shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
     "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
-    Raises UserError if a step has fewer micro-batches than ranks.
+    Raises UserError if there is none.
     """
     samples, listed = global_batch_size, not isinstance(device_shares, str)
     if listed and len(device_shares) != ranks:
@@ -114,22 +114,22 @@ def plan_step(
     speeds = device_shares if listed else [1.0] * ranks
     small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
     divisors = sorted({*small, *(samples // n for n in small)})
-    if exact and largest not in divisors:
-        near = [n for n in divisors if n < largest][-1:] + [n for n in divisors if n > largest][:1]
+    suitable = [n for n in divisors if samples // n >= ranks]
+    if not suitable:
         raise UserError(
-            f"micro_batch_size is {largest}, which does not divide global_batch_size, {samples}; "
-            f"exact fixes the micro-batches, so give {' or '.join(map(str, near))}"
+            f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
+            f"least {ranks}, or start at most {samples} processes"
         )
-    sizes = [largest] if exact else [n for n in divisors if n <= largest]
-    sizes = [n for n in sizes if samples // n >= ranks]
-    if not sizes:
-        unit = f"{largest} samples, which exact fixes" * exact or "1 sample"
-        most = samples // largest if exact else samples
-        lower = f", or a micro_batch_size up to {samples // ranks}" * (exact and samples >= ranks)
+    if exact and largest not in suitable:
+        near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
+        fewer = f", or start at most {samples // largest} processes"
         raise UserError(
-            f"global_batch_size is {samples}: a step has {most} micro-batches of {unit}, too few "
-            f"for {ranks} processes; give up to {most} processes{lower}"
+            f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
+            f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
+            + fewer
+            * (largest in divisors)
         )
+    sizes = [largest] if exact else [n for n in suitable if n <= largest]
     times = {}
     for size in sizes:
         shares = deal(samples // size, speeds, least=1)
