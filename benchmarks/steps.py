@@ -37,12 +37,17 @@ from work import SIZES, Size, Work
 
 MEMORY = "memory"
 SIZES = SIZES | {
-    MEMORY: Size(512, 8, 8, context=64, batch=8),
+    MEMORY: Size(512, 8, 8, context=32, batch=8),
     "work": Size(128, 2, 4, context=128, batch=24),
     "sleep": Size(32, 1, 2, context=32, batch=28),
 }
 MICRO_BATCH = {"small": 2, "large": 2}  # samples; 1 in the others
-SETTLED = 35  # steps: `auto` has dealt them, and has looked at the speeds once more
+# Columns that a table leaves out: the peak of a small model is mostly not its own.
+HIDDEN = {
+    "exact": ("rounds", "gradients, MB", "peak, MB", "`exact` adds"),
+    "memory": ("rounds", "step", "ms a step", "with `exact`", "wall time", "CPU time"),
+    "shares": ("rounds",),
+}
 # Of each machine: its size; of each process: how often it computes a loss, seconds that it sleeps.
 MACHINES = {
     "1, 2 x slower": ("work", [1, 2], [0, 0]),
@@ -87,10 +92,12 @@ def train() -> None:
 
         def before_update(optimizer, *_):
             if next(count) == given["last"]:
-                digest = hashlib.sha256()
+                digest, size = hashlib.sha256(), 0
                 for weight in (p for group in optimizer.param_groups for p in group["params"]):
                     digest.update(weight.detach().numpy())
-                Path(todo.output, f"sha256-{todo.rank}").write_text(digest.hexdigest())
+                    size += weight.nbytes
+                found = [digest.hexdigest(), size]
+                Path(todo.output, f"weights-{todo.rank}").write_text(json.dumps(found))
             next(steps)
 
         register_optimizer_step_pre_hook(before_update)
@@ -123,10 +130,10 @@ class Trained(Run):
         todo = Work(todo.size, todo.project, todo.data, todo.order, self.output)
         super().__init__(name, todo, len(times), program="steps.py", **env)
 
-    def sha256(self) -> str:
-        """That of the weights after the last step, on all processes."""
-        (digest,) = {path.read_text() for path in Path(self.output).glob("sha256-*")}
-        return digest
+    def weights(self) -> list:
+        """SHA-256 and bytes of the weights after the last step, on all processes."""
+        (found,) = {path.read_text() for path in Path(self.output).glob("weights-*")}
+        return json.loads(found)
 
     def peak(self) -> int:
         """The largest peak of a process's memory, in bytes."""
@@ -145,15 +152,17 @@ def running():
             run.end()
 
 
-def take_turns(runs: dict[str, Trained], rounds: int, steps: int) -> dict[str, list[float]]:
-    """For each run: seconds a step in each round."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+def take_turns(runs: dict[str, Trained], rounds: int, steps: int) -> dict[str, dict]:
+    """For each run: seconds and CPU seconds a step, in each round."""
+    found: dict[str, dict] = {name: {"seconds": [], "cpu": []} for name in runs}
     for number in range(rounds):
         order = [*runs]
         for name in order[number % len(order) :] + order[: number % len(order)]:
             runs[name].train(1)  # its data comes back into the caches
-            seconds[name].append(runs[name].train(steps)["seconds"])
-    return seconds
+            timed = runs[name].train(steps)
+            for key, values in found[name].items():
+                values.append(timed[key])
+    return found
 
 
 def one(digests: set[str]) -> str:
@@ -167,42 +176,42 @@ def one(digests: set[str]) -> str:
 
 
 def measure_exact(todo: Work, processes: int, rounds: int, steps: int, env=()) -> dict:
-    """Seconds a step and peaks, without `exact` and with it; the SHA-256 of the weights with it."""
-    say(f"{Path(todo.output).name}, {processes} x CPU")
-    last, times = 1 + rounds * (1 + steps), [1] * processes
+    """Seconds a step without `exact` and with it, and what else a row of the table has."""
+    name, times = Path(todo.output).name, [1] * processes
+    say(f"{name}, {processes} x CPU")
     with running() as runs:
         for exact in ("false", "true"):
-            runs[exact] = Trained(todo, f"{processes}-{exact}", last, times, env=env, exact=exact)
+            flags = {"last": 1 + rounds * (1 + steps), "times": times, "env": env, "exact": exact}
+            runs[exact] = Trained(todo, f"{processes}-{exact}", **flags)
         for run in runs.values():
             run.train(1)
-        seconds = take_turns(runs, rounds, steps).values()
-        ratio, low, high = compare.middle([b / a for a, b in zip(*seconds, strict=True)])
-        milliseconds = [f"{1e3 * median(each):.1f}" for each in seconds]
-        return {
-            "step": Path(todo.output).name,
-            "processes": str(processes),
-            "ms a step": milliseconds[0],
-            "with `exact`": milliseconds[1],
-            "ratio": f"{ratio:.3f} ({low:.3f} to {high:.3f})",
-            "SHA-256": runs["true"].sha256(),
-            "seconds": [*seconds],
-            "peaks": [run.peak() for run in runs.values()],
-        }
+        plain, exact = take_turns(runs, rounds, steps).values()
+        peaks = [run.peak() / 1e6 for run in runs.values()]
+        digest, gradients = runs["true"].weights()
+    ratios = {
+        key: compare.middle([b / a for a, b in zip(plain[key], exact[key], strict=True)])
+        for key in plain
+    }
+    return {
+        "step": name,
+        "processes": str(processes),
+        "micro-batches of each": str(todo.size.batch // MICRO_BATCH.get(name, 1) // processes),
+        "ms a step": f"{1e3 * median(plain['seconds']):.1f}",
+        "with `exact`": f"{1e3 * median(exact['seconds']):.1f}",
+        "wall time": "{:.3f} ({:.3f} to {:.3f})".format(*ratios["seconds"]),
+        "CPU time": f"{ratios['cpu'][0]:.3f}",
+        "gradients, MB": f"{gradients / 1e6:.0f}",
+        "peak, MB": f"{peaks[0]:.0f}",
+        "`exact` adds": f"{peaks[1] - peaks[0]:.0f}",
+        "SHA-256": digest,
+        "rounds": [plain, exact],
+    }
 
 
 def measure_memory(todo: Work, processes: int) -> dict:
-    """What `exact` adds to the peak of a process, in copies of the gradients."""
-    # Freed blocks of any size go back to the system at once: the peak is what was in use.
-    found = measure_exact(todo, processes, 1, 1, {"MALLOC_MMAP_THRESHOLD_": "65536"})
-    size, (plain, exact) = todo.size, found["peaks"]
-    layer = 4 * size.hidden**2 + 3 * size.hidden * 3 * size.hidden + 2 * size.hidden
-    gradients = 4 * (size.layers * layer + 2 * size.vocabulary * size.hidden + size.hidden)
-    return {
-        "processes": str(processes),
-        "micro-batches of each": str(size.batch // processes),
-        "gradients, MB": f"{gradients / 1e6:.0f}",
-        "`exact` adds, copies of them": f"{(exact - plain) / gradients:.2f}",
-    }
+    """The same for two steps, with peaks that are the memory in use."""
+    # Freed blocks of any size go back to the system at once.
+    return measure_exact(todo, processes, 1, 1, {"MALLOC_MMAP_THRESHOLD_": "65536"})
 
 
 # ---- device_shares -------------------------------------------------------------------------------
@@ -215,11 +224,13 @@ def best_cut(count: int, alone: list[float]) -> tuple[float, list[int]]:
     return min((max(n * t for n, t in zip(cut, alone, strict=True)), [*cut]) for cut in whole)
 
 
-def measure_shares(todo: Work, machine: str, exact: str, rounds: int, steps: int) -> list[dict]:
+def measure_shares(
+    todo: Work, machine: str, exact: str, settled: int, rounds: int, steps: int
+) -> list[dict]:
     """Samples a second for each way to deal the steps, beside the best cut and the best list."""
     say(f"{machine}, exact {exact}")
     _, times, sleeps = MACHINES[machine]
-    count, last = todo.size.batch, SETTLED + rounds * (1 + steps)
+    count, last = todo.size.batch, settled + rounds * (1 + steps)
     folder = f"{machine}-{exact}".replace(" ", "")
     with running() as alone, running() as runs:
 
@@ -233,17 +244,19 @@ def measure_shares(todo: Work, machine: str, exact: str, rounds: int, steps: int
         runs |= {"equal": start("equal"), "auto": start("auto")}
         for run in alone.values():
             run.train(1)
-        listed = best_cut(count, [min(s) / count for s in take_turns(alone, 2, 1).values()])[1]
+        tried = take_turns(alone, 2, 1).values()
+        listed = best_cut(count, [min(each["seconds"]) / count for each in tried])[1]
         runs["list"] = start(json.dumps(listed))
         for run in runs.values():
-            run.train(SETTLED)
-        seconds = take_turns(alone | runs, rounds, steps)
+            run.train(settled)
+        found = take_turns(alone | runs, rounds, steps)
         text = Path(runs["auto"].output, "run", "metrics.jsonl").read_text()
-        weights = {name: run.sha256() for name, run in runs.items()}
-    dealt = [line for line in map(json.loads, text.splitlines()) if "shares" in line]
+        digests = {name: run.weights()[0] for name, run in runs.items()}
     if exact == "true":
-        one({*weights.values()})
-    best = best_cut(count, [median(seconds[name]) / count for name in alone])[0]
+        one({*digests.values()})
+    dealt = [line for line in map(json.loads, text.splitlines()) if "shares" in line]
+    seconds = {name: median(each["seconds"]) for name, each in found.items()}
+    best = best_cut(count, [seconds[name] / count for name in alone])[0]
     shares = {"list": " + ".join(map(str, listed)), "auto": dealt[-1]["shares"] if dealt else ""}
     return [
         {
@@ -252,11 +265,11 @@ def measure_shares(todo: Work, machine: str, exact: str, rounds: int, steps: int
             "`device_shares`": name,
             "micro-batches": shares.get(name, ""),
             "dealt after step": ", ".join(str(each["step"]) for each in dealt if name == "auto"),
-            "samples/s": f"{count / median(seconds[name]):.1f}",
-            "of the best cut": f"{best / median(seconds[name]):.2f}",
-            "of the list": f"{median(seconds['list']) / median(seconds[name]):.2f}",
-            "SHA-256": weights[name],
-            "seconds": seconds | {"best": best},
+            "samples/s": f"{count / seconds[name]:.1f}",
+            "of the best cut": f"{best / seconds[name]:.2f}",
+            "of the list": f"{seconds['list'] / seconds[name]:.2f}",
+            "SHA-256": digests[name],
+            "rounds": found,
         }
         for name in runs
     ]
@@ -271,12 +284,12 @@ def describe(report: dict) -> str:
     from rich.table import Table
 
     text = []
-    for rows in filter(None, report["tables"].values()):
-        columns = [name for name in rows[0] if name not in ("seconds", "peaks")]
+    for table, rows in report["tables"].items():
+        columns = [name for name in (rows or [{}])[0] if name not in HIDDEN[table]]
         shown = Table(*columns, box=box.MARKDOWN)
         for row in rows:
             shown.add_row(*(row[name][: 8 if name == "SHA-256" else None] for name in columns))
-        text.append(compare.markdown(shown))
+        text += [compare.markdown(shown)] * bool(rows)
     return "\n\n".join([*text, compare.about(report)])
 
 
@@ -288,6 +301,8 @@ def main() -> None:
     parser.add_argument("--machines", nargs="*", choices=MACHINES, default=[*MACHINES])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="steps in a round")
+    # After 7 steps `auto` deals them, and after 20 more it looks at the speeds again.
+    parser.add_argument("--settled", type=int, default=35, help="steps before shares are timed")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="steps", help="name of the file of results")
     parser.add_argument("--readme", action="store_true", help="replace the tables of README.md")
@@ -298,7 +313,8 @@ def main() -> None:
     try:
         say("baking a project")
         project = compare.bake(folder)
-        names = [*asked.sizes, *({MACHINES[name][0] for name in asked.machines}), MEMORY]
+        names = {*asked.sizes, *(MACHINES[name][0] for name in asked.machines)}
+        names |= {MEMORY} if asked.memory else set()
         todo = {name: compare.prepare(project, SIZES[name], folder / name) for name in names}
         for name in asked.sizes:
             steps = asked.steps or SIZES[name].steps
@@ -308,7 +324,9 @@ def main() -> None:
         tables["memory"] = [measure_memory(todo[MEMORY], number) for number in asked.memory]
         for name, exact in itertools.product(asked.machines, ("false", "true")):
             size, steps = todo[MACHINES[name][0]], asked.steps or 5
-            tables["shares"] += measure_shares(size, name, exact, asked.rounds, steps)
+            tables["shares"] += measure_shares(
+                size, name, exact, asked.settled, asked.rounds, steps
+            )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report["load"].append(os.getloadavg()[0])
