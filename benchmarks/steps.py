@@ -38,7 +38,7 @@ from work import SIZES, Size, Work
 MEMORY = "memory"
 SIZES = SIZES | {
     MEMORY: Size(512, 8, 8, context=32, batch=8),
-    "work": Size(128, 2, 4, context=128, batch=24),
+    "work": Size(128, 2, 4, context=64, batch=24),
     "sleep": Size(32, 1, 2, context=32, batch=28),
 }
 MICRO_BATCH = {"small": 2, "large": 2}  # samples; 1 in the others
@@ -46,7 +46,7 @@ MICRO_BATCH = {"small": 2, "large": 2}  # samples; 1 in the others
 HIDDEN = {
     "exact": ("rounds", "gradients, MB", "peak, MB", "`exact` adds"),
     "memory": ("rounds", "step", "ms a step", "with `exact`", "wall time", "CPU time"),
-    "shares": ("rounds",),
+    "shares": ("rounds", "seconds a micro-batch, alone"),
 }
 # Of each machine: its size; of each process: how often it computes a loss, seconds that it sleeps.
 MACHINES = {
@@ -244,19 +244,22 @@ def measure_shares(
         runs |= {"equal": start("equal"), "auto": start("auto")}
         for run in alone.values():
             run.train(1)
-        tried = take_turns(alone, 2, 1).values()
-        listed = best_cut(count, [min(each["seconds"]) / count for each in tried])[1]
+        before = take_turns(alone, 2, 1)
+        taken = [min(each["seconds"]) / count for each in before.values()]
+        listed = best_cut(count, taken)[1]
         runs["list"] = start(json.dumps(listed))
         for run in runs.values():
             run.train(settled)
-        found = take_turns(alone | runs, rounds, steps)
+        found = take_turns(runs, rounds, steps)
+        after = take_turns(alone, 2, 1)
         text = Path(runs["auto"].output, "run", "metrics.jsonl").read_text()
         digests = {name: run.weights()[0] for name, run in runs.items()}
     if exact == "true":
         one({*digests.values()})
     dealt = [line for line in map(json.loads, text.splitlines()) if "shares" in line]
     seconds = {name: median(each["seconds"]) for name, each in found.items()}
-    best = best_cut(count, [seconds[name] / count for name in alone])[0]
+    taken = [median(before[r]["seconds"] + after[r]["seconds"]) / count for r in alone]
+    best = best_cut(count, taken)[0]
     shares = {"list": " + ".join(map(str, listed)), "auto": dealt[-1]["shares"] if dealt else ""}
     return [
         {
@@ -270,6 +273,7 @@ def measure_shares(
             "of the list": f"{seconds['list'] / seconds[name]:.2f}",
             "SHA-256": digests[name],
             "rounds": found,
+            "seconds a micro-batch, alone": taken,
         }
         for name in runs
     ]
@@ -297,12 +301,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="*", choices=MICRO_BATCH, default=[*MICRO_BATCH])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4], help="of exact")
-    parser.add_argument("--memory", nargs="*", type=int, default=[1, 2, 4], help="processes")
+    parser.add_argument("--memory", nargs="*", type=int, default=[1, 2], help="processes")
     parser.add_argument("--machines", nargs="*", choices=MACHINES, default=[*MACHINES])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="steps in a round")
     # After 7 steps `auto` deals them, and after 20 more it looks at the speeds again.
-    parser.add_argument("--settled", type=int, default=35, help="steps before shares are timed")
+    parser.add_argument("--settled", type=int, default=30, help="steps before shares are timed")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="steps", help="name of the file of results")
     parser.add_argument("--readme", action="store_true", help="replace the tables of README.md")
@@ -323,7 +327,7 @@ def main() -> None:
             one({row["SHA-256"] for row in tables["exact"] if row["step"] == name})
         tables["memory"] = [measure_memory(todo[MEMORY], number) for number in asked.memory]
         for name, exact in itertools.product(asked.machines, ("false", "true")):
-            size, steps = todo[MACHINES[name][0]], asked.steps or 5
+            size, steps = todo[MACHINES[name][0]], asked.steps or 4
             tables["shares"] += measure_shares(
                 size, name, exact, asked.settled, asked.rounds, steps
             )
