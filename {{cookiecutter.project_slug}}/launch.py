@@ -114,6 +114,8 @@ def main() -> int:
             # torchelastic must not forward SIGINT: training processes ignore it until they can
             # save, as the launcher does.
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
+            # With the c10d rendezvous, launchers that restart would disagree about a shared store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **os.environ,
             # Checkpoints that the check has verified.
             "VERIFIED_FILE": str(Path(folder, "verified")),
