@@ -7,6 +7,7 @@ tests, as it would on a machine that stays.
 import contextlib
 import hashlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -133,10 +134,11 @@ def test_of_four_machines_one_is_lost_and_comes_back(tiny, machines, exact):
     codes, printed = four.end()
     assert codes == [-signal.SIGKILL, 75, 75, 75, 75], printed
     assert "Traceback" not in printed
-    # To let the fourth in, the others were stopped after a step, and saved it.
-    stopped = [int(line.split()[3]) for line in printed.splitlines() if "stopped after" in line]
-    assert len(stopped) == 2 and stopped[0] > lost
-    assert f"continuing from {four.output}/checkpoints/step-{stopped[0]:08d}" in printed
+    # To let the fourth in, the others were stopped after a step, and continued from it.
+    stopped = [int(n) for n in re.findall(r"stopped after step (\d+);", printed)][:-1]
+    assert any(step > lost for step in stopped)
+    for step in stopped:
+        assert f"continuing from {four.output}/checkpoints/step-{step:08d}" in printed
     check_as_undisturbed(tiny, four.output, *flags)
 
 
@@ -281,3 +283,20 @@ def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, 
     before = f"import os; os.environ['PET_NNODES'] = '{nodes}'"
     printed = quick(*flags, codes=[2 if expected else 0], before=before)
     assert (expected or "checked: ") in printed and printed.count("\n") == 1
+
+
+def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):
+    """A network disk lets go of it late. Only here it is a lock of this machine."""
+    run_folder = load_task("training.run_folder")
+    held = run_folder.RunLock(tmp_path / "run")
+    gone = {"pid": 1, "host": "gone", "since": "?"}
+    held.path.write_text(json.dumps(gone))
+    monkeypatch.setattr(run_folder, "LOCK_WAIT", 1)
+    slept = []
+    monkeypatch.setattr(run_folder.time, "sleep", slept.append)
+    for restarts, tenths in (("0", 10), ("3", 30)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        with pytest.raises(ValueError, match="is in use by process 1 on gone"):
+            run_folder.RunLock(tmp_path / "run")
+        assert slept == [0.1] * tenths
+        slept.clear()
