@@ -35,6 +35,7 @@ def with_env(flags, **env):
     return flags, {}, env
 
 
+FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n"
 NO_GPU = "distributed_type: 'NO'\nnum_processes: 1\n"
 WORDS = "one two three four five six seven eight nine ten\n" * 50
 
@@ -174,10 +175,44 @@ CASES = {
         with_env(["--tracker", "wandb"], WANDB_API_KEY="short"),
         "W&B: ",
     ),
-    "batch that processes cannot share": (
-        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--global_batch_size", "5"],
-        "global_batch_size is 5, which 2 processes cannot share equally; give 4 or 6",
+    "fewer samples than processes": (
+        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--global_batch_size", "1"],
+        "global_batch_size is 1, fewer samples than the 2 processes; give at least 2, or start at "
+        "most 1 processes",
     ),
+    "exact with fewer micro-batches than processes": (
+        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--exact", "true"],
+        "exact: 32 samples in micro-batches of 32 cannot be dealt to 2 processes; give a "
+        "micro_batch_size of 16 or 8 or 4, or start at most 1 processes",
+    ),
+    "exact with a micro-batch that does not divide the step": (
+        ["--exact", "true", "--micro_batch_size", "5"],
+        "exact: 32 samples in micro-batches of 5 cannot be dealt to 1 process; give a "
+        "micro_batch_size of 4 or 2 or 8",
+    ),
+    "exact with a micro-batch above the step": (
+        ["--exact", "true", "--micro_batch_size", "40"],
+        "exact: 32 samples in micro-batches of 40 cannot be dealt to 1 process; give a "
+        "micro_batch_size of 32 or 16 or 8",
+    ),
+    "exact with compile": (
+        ["--exact", "true", "--compile", "true", "--micro_batch_size", "8"],
+        "exact does not go with compile",
+    ),
+    "exact with a YAML that shards": (
+        hardware(FSDP, "--exact", "true", "--micro_batch_size", "8"),
+        "hardware.yaml: exact needs the whole model on each process, and FSDP shards it; use one",
+    ),
+    "shares with a YAML that shards": (
+        hardware(FSDP, "--device_shares", "auto"),
+        "hardware.yaml: device_shares needs the whole model on each process, and FSDP shards it",
+    ),
+    "a share too many": (
+        ["--config_file", "configs/accelerate/cpu_multi.yaml", "--device_shares", "[3, 2, 1]"],
+        "device_shares has 3 numbers, and there are 2 processes; give one number for each, or auto",
+    ),
+    "a share of zero": (["--device_shares", "[0]"], "device_shares"),
+    "a word for shares": (["--device_shares", "equl"], "device_shares"),
     "missing YAML": (["--config_file", "none.yaml"], "none.yaml: No such file"),
     "YAML that is no YAML": (hardware("a: [\n"), "hardware.yaml: "),
     "YAML that is empty": (hardware(""), "expected lines of the form 'key: value'"),

@@ -146,16 +146,38 @@ def test_metrics_that_need_more_rows_than_the_first_batch_do_not_end_a_run(quick
 
 def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
     monitor = load("training.monitor")
-    accelerator = SimpleNamespace(reduce=lambda values, _: values, scaler=None)
-    watch, one = monitor.StepMonitor(accelerator, 10), torch.ones(())
+    ranks = SimpleNamespace(sum_arrays=lambda values: values)
+    watch, one = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, 1, 10), torch.ones(())
     for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
-        watch.add(step, terms, total * one, step * one)
+        watch.add(step, terms, 0, [total * one], step * one)
     loss, norm, notes, reason = watch.read()
     assert (loss, norm, reason) == (16 / 4, 4, "") and [n["step"] for n in notes] == [3]
-    watch.add(5, 2, torch.nan * one, one)
+    watch.add(5, 2, 0, [torch.nan * one], one)
     assert str(watch.read()[0]) == "nan"
-    watch.add(6, 2, 5 * one, one)
+    watch.add(6, 2, 0, [5 * one], one)
     assert watch.read()[0] == 2.5
+
+
+def losses_of_steps(monitor, values, shares):
+    """The losses of two steps as the last rank reads them, after the others have sent theirs."""
+    sent = []
+    ranks = SimpleNamespace(sum_arrays=lambda table: sent.append(table) or sum(sent))
+    for rank, share in enumerate(shares):
+        first = sum(shares[:rank])
+        watch = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, len(values), 10)
+        for step in (1, 2):
+            losses = [torch.tensor(step * value) for value in values[first : first + share]]
+            watch.add(step, 4, first, losses, torch.ones(()))
+        found = watch.read_device()[2]
+    return found
+
+
+def test_losses_are_added_in_the_order_of_the_micro_batches_whoever_computed_them():
+    """In float64, where 2**60 + 1 is 2**60: another order gives another sum."""
+    monitor, values = load("training.monitor"), [1.0, 2.0**60, 1.0, -(2.0**60), 3.0]
+    for shares in ((5,), (2, 3), (1, 1, 3), (4, 0, 1)):
+        assert losses_of_steps(monitor, values, shares) == [3.0, 6.0]
+    assert losses_of_steps(monitor, values[::-1], (2, 3)) == [1.0, 2.0]
 
 
 @pytest.mark.slow

@@ -104,13 +104,12 @@ def test_spikes_and_fp16_overflows(tiny):
     program = """
 import math, types, torch
 from training import monitor
-def reduce(values, _):
-    return values
-plain = types.SimpleNamespace(reduce=reduce, scaler=None)
-watch = monitor.StepMonitor(plain, 2)
+ranks = types.SimpleNamespace(sum_arrays=lambda values: values)
+watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 2, 2)
 def feed(watch, *losses, norm=1.0):
     for step, loss in enumerate(losses, 1):
-        watch.add(step, 2, torch.tensor(2.0 * loss), torch.tensor(norm))
+        losses = [torch.tensor(0.5 * loss), torch.tensor(1.5 * loss)]
+        watch.add(step, 2, 0, losses, torch.tensor(norm))
     return watch.read()
 noise = [3 + 0.01 * math.sin(7 * i) - 0.001 * i for i in range(60)]
 loss, norm, notes, reason = feed(watch, *noise)
@@ -121,7 +120,7 @@ assert 2.9 < notes[0]["median_loss"] < 3.0
 _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, up to step 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)
-scaled = monitor.StepMonitor(types.SimpleNamespace(reduce=reduce, scaler=scaler), 2)
+scaled = monitor.StepMonitor(types.SimpleNamespace(scaler=scaler), ranks, 2, 2)
 scaler.get_scale = lambda: 256.0
 loss, _, notes, reason = feed(scaled, 3.0, 3.0, 3.0, norm=math.inf)
 assert notes == [] and reason == "" and loss == 3.0  # the scale was too large, not the loss
@@ -249,12 +248,13 @@ def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
 import types, numpy, torch
 from training import monitor
 draw = numpy.random.default_rng(0)
-watch = monitor.StepMonitor(types.SimpleNamespace(reduce=lambda values, _: values, scaler=None), 2)
+ranks = types.SimpleNamespace(sum_arrays=lambda values: values)
+watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 1, 2)
 steps = numpy.arange(2000)
 losses = 3 + 4 * numpy.exp(-steps / 80) + draw.normal(0, 0.1, 2000)
 alarms = 0
 for step, loss in enumerate(losses):
-    watch.add(step, 1, torch.tensor(loss, dtype=torch.float32), torch.tensor(1.0))
+    watch.add(step, 1, 0, [torch.tensor(loss, dtype=torch.float32)], torch.tensor(1.0))
     alarms += len(watch.read()[2])
 assert alarms == 0, alarms
 """

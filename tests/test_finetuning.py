@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from conftest import bake, lines, status
+from test_exact import check_same
 
 # They train a model first, and then its descendants.
 pytestmark = pytest.mark.slow
@@ -80,6 +81,15 @@ def test_two_processes_tune_as_one_does(project, tuned, name):
     for key in ("batch_hash", "eval_loss"):
         mine, theirs = ([line[key] for line in lines(o, key)] for o in (output, tuned[name]))
         assert mine == (theirs if key == "batch_hash" else pytest.approx(theirs, rel=1e-6))
+
+
+@pytest.mark.parametrize("name", ["prompts", "lora"])
+def test_exact_tunes_to_the_same_bytes_on_any_processes(project, tmp_path, name):
+    """Packed rows; LoRA with its dropout, of chats."""
+    flags = [*recipe_of(name), "--exact", "true", "--micro_batch_size", "1", "--output_dir"]
+    for processes in (1, 2, 3):
+        project.train(processes, *flags, tmp_path / str(processes))
+    check_same(*(tmp_path / str(processes) for processes in (1, 2, 3)))
 
 
 @pytest.mark.parametrize("name", ["prompts", "lora"])

@@ -76,6 +76,25 @@ def test_a_gpu_in_fp32_trains_what_a_cpu_trains(tiny, one, tmp_path):
 
 
 @two_gpus
+@pytest.mark.parametrize("precision", ["", pytest.param("_bf16", marks=bf16)])
+def test_exact_has_the_same_bytes_on_one_gpu_and_on_two(project, tmp_path, precision):
+    """With dropout, in equal shares and in others, and continued by another number of GPUs."""
+    flags = [*MODEL, "--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1]
+    flags += ["--save_every", 3, "--keep_checkpoints", 0, "--eval_every", 3]
+    one = train(project, f"single_gpu{precision}", tmp_path / "one", *flags)
+    two = train(project, f"multi_gpu{precision}", tmp_path / "two", *flags)
+    shares = ["--device_shares", "[7, 1]"]
+    other = train(project, f"multi_gpu{precision}", tmp_path / "other", *flags, *shares)
+    half = tmp_path / "half"
+    shutil.copytree(checkpoint(two, 3), checkpoint(half, 3))
+    train(project, f"single_gpu{precision}", half, *flags)
+    for output in (two, other, half):
+        check_same_end(one, output)
+    for output in (two, other):
+        check_close(one, output, rel=0)
+
+
+@two_gpus
 def test_two_gpus_train_what_one_trains(tiny, one, tmp_path):
     check_close(one, train(tiny, "multi_gpu", tmp_path / "run"), rel=1e-5)
 

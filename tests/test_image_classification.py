@@ -685,17 +685,19 @@ def test_workers_give_the_same_bits_and_epochs_differ(task, config):
     size = len(train)
     rows = batches.SampleDataset(train, task, seed=3)
 
-    def pixels_of(workers, processes, rank):
-        sampler = batches.StepBatchSampler(size - 64, size + 64, 16, processes)
-        mine = [part for i, part in enumerate(sampler) if i % processes == rank]
-        loader = torch.utils.data.DataLoader(
-            rows, batch_sampler=mine, collate_fn=batches.make_collate(task), num_workers=workers
-        )
-        return [batch["pixel_values"] for batch, _ in loader]
+    def pixels_of(workers, shares, rank):
+        plan = batches.StepPlan(64, 16, shares, rank)
+        sampler = batches.StepBatchSampler(plan, size - 64, size + 64)
+        loader = batches.make_loader(rows, sampler, task, workers, pin_memory=False)
+        pixels = [batch["pixel_values"] for batch, _ in loader]
+        return [pixels[step * shares[rank] :][: shares[rank]] for step in range(2)]
 
-    alone = pixels_of(0, 1, 0)
-    shares = [pixels_of(2, 2, rank) for rank in range(2)]
-    assert all(torch.equal(alone[i], shares[i % 2][i // 2]) for i in range(8))
+    alone = pixels_of(0, (4,), 0)
+    shared = zip(*(pixels_of(2, (3, 1), rank) for rank in range(2)), strict=True)
+    for whole, parts in zip(alone, shared, strict=True):
+        assert len(whole) == 4
+        for mine, theirs in zip(whole, sum(parts, []), strict=True):
+            assert torch.equal(mine, theirs)
     places = {i: p for p, i in enumerate(rows.ids(range(size)))}
     later = dict(zip(rows.ids(range(size, 2 * size)), range(size, 2 * size), strict=True))
     pairs = [(places[i], later[i]) for i in range(20)]

@@ -706,18 +706,23 @@ def test_sorting_moves_rows_within_a_step_alone():
     sizes = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(0)).numpy()
     rows = batches.SampleDataset(range(50), seed=1)
     rows.sizes = sizes
-    for micro, processes in ((8, 1), (4, 1), (2, 2)):
-        slices = list(batches.StepBatchSampler(16, 64, micro, processes, 16, rows.sort))
-        assert [len(s) for s in slices] == [micro] * (48 // micro)
-        for step in range(3):
-            window = sum(slices[step * 16 // micro : (step + 1) * 16 // micro], [])
+    for micro, shares in ((8, (2,)), (4, (4,)), (2, (4, 4)), (2, (5, 2, 1))):
+        steps = [[], [], []]
+        for rank, share in enumerate(shares):
+            plan = batches.StepPlan(16, micro, shares, rank)
+            slices = list(batches.StepBatchSampler(plan, 16, 64, rows.sort))
+            assert [len(s) for s in slices] == [micro] * 3 * share
+            for step in range(3):
+                steps[step] += sum(slices[step * share : (step + 1) * share], [])
+        for step, window in enumerate(steps):
             assert sorted(window) == list(range(16 + 16 * step, 32 + 16 * step))
             ordered = sizes[rows.ids(window)].tolist()
             assert ordered == sorted(ordered)
-    filler = list(batches.StepBatchSampler(0, 50, 8, 4, 0, rows.sort))
-    assert (
-        len(filler) == 8 and filler[-1] == [50] and sorted(sum(filler[:7], [])) == list(range(50))
-    )
+    plans = [batches.StepPlan(32, 8, (1, 1, 1, 1), rank) for rank in range(4)]
+    evaluation = [list(batches.EvaluationSampler(plan, 50, rows.sort)) for plan in plans]
+    assert [len(each) for each in evaluation] == [2] * 4 and evaluation[3][1] == [50]
+    dealt = sum((part for each in evaluation for part in each), [])
+    assert dealt[:-1] == rows.sort(range(50)) and sorted(dealt) == list(range(51))
 
 
 def test_configs_that_python_makes_are_checked_too():

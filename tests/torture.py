@@ -3,6 +3,7 @@
 Every figure is counted here and now; whatever does not hold ends the program with an assertion.
 """
 
+import itertools
 import os
 import random
 import shutil
@@ -13,10 +14,12 @@ import time
 from pathlib import Path
 
 import test_checkpoints
+import test_exact
 import test_stopping
 from conftest import bake, lines, make_tiny
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
+EXACT = [*CHAIN, "--exact", "true", "--micro_batch_size", 1]
 
 
 class Folders:
@@ -67,6 +70,38 @@ def kill_chains(tiny, folders, kills, draw):
         shutil.rmtree(output)
         print(f"kills: {survived} of {tried} survived", file=sys.stderr, flush=True)
     return tried, survived, seconds
+
+
+def exact_chains(tiny, folders, kills, draw):
+    """Kills exact runs, and goes on with another number of processes each time: 1, 3, 2, 4, 1, ...
+
+    A chain counts when its end has the bytes and the lines of an unbroken run of one process. Gives
+    kills tried, and kills survived.
+    """
+    unbroken = folders.mktemp("unbroken") / "run"
+    tiny.train(1, *EXACT, "--output_dir", unbroken)
+    numbers, tried, survived = itertools.cycle((1, 3, 2, 4)), 0, 0
+    while tried < kills:
+        output, chain, ended = folders.mktemp("exact") / "run", 0, False
+        while chain < 5 and tried < kills and not ended:
+            processes = next(numbers)
+            hardware = "cpu" if processes == 1 else "cpu_multi"
+            launcher = f"accelerate --num_processes {processes}"
+            run = tiny.launch(launcher, hardware, *EXACT, "--output_dir", output)
+            last = time.monotonic() + draw.uniform(0.5, max(9, 5 * processes))
+            while time.monotonic() < last and run.poll() is None:
+                time.sleep(0.02)
+            ended = run.poll() is not None
+            assert not ended or run.returncode == 0, run.communicate()[0]
+            if not ended:
+                test_stopping.kill_all(run)
+                chain, tried = chain + 1, tried + 1
+        tiny.train(next(numbers), *EXACT, "--output_dir", output)
+        test_exact.check_same_end(output, unbroken)
+        survived += chain
+        shutil.rmtree(output)
+        print(f"exact kills: {survived} of {tried} survived", file=sys.stderr, flush=True)
+    return tried, survived
 
 
 def written(output):
@@ -128,12 +163,15 @@ def main():
         share = share_of_saving(folders)
         points, damages = checkpoint_files(folders)
         tried, survived, seconds = kill_chains(tiny, folders, kills, random.Random(seed))
+        changes, same = exact_chains(tiny, folders, max(5, kills // 3), random.Random(seed))
         stopped = stop_signals(tiny, folders, rounds=max(1, kills // 50))
         exits = clean_exits(tiny, folders, 50)
     finally:
         shutil.rmtree(folders.root, ignore_errors=True)
     print(
-        f"{survived} of {tried} kills survived, {points} of {points} crash points, "
+        f"{survived} of {tried} kills survived, "
+        f"{same} of {changes} after which exact went on with another number of processes, "
+        f"{points} of {points} crash points, "
         f"{damages} of {damages} kinds of damage detected and 0 false alarms of 100, "
         f"{stopped} of {stopped} stop signals honoured, {exits} of {exits} clean exits; "
         f"{statistics.median(seconds):.1f} s from a kill to the next new step (median of "

@@ -60,7 +60,8 @@ from training.config import (
 )
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
-from training.startup import RunStart, prepare_run
+from training.shares import ShareBalancer
+from training.startup import RunStart, agree_on_start, prepare_run
 from training.sums import EvaluationSums, StepGradients
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -169,8 +170,8 @@ class Config:
     deterministic: bool = False
     """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
     exact: bool = field(default=False, metadata=ROUNDING)
-    """The same bytes on any number of processes, also if it changes in the middle of a run. Takes
-    more time and memory, and fixes micro_batch_size. Implies deterministic."""
+    """The same bytes on any number of processes, also if it changes in the middle of a run. Fixes
+    micro_batch_size; a step needs a micro-batch for each process. Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -224,10 +225,8 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     Returns (None, None) as soon as `stop()`, asked before each batch, is 1 on any process.
     """
     model.eval()
-    # Apple's GPUs have no float64.
-    place = "cpu" if accelerator.device.type == "mps" else accelerator.device
-    plan = loader.batch_sampler.plan
-    totals, eval_batches = EvaluationSums(plan, place), iter(loader)
+    plan, eval_batches = loader.batch_sampler.plan, iter(loader)
+    totals = EvaluationSums(plan, accelerator.device)
     for turn in range(len(loader)):
         fetched, problem = catch(next, eval_batches)
         (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
@@ -324,7 +323,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     (train_data, eval_data), step_size = start.data, cfg.global_batch_size
 
     # Find where to start. The main process found the checkpoint in prepare().
-    point = ranks.from_main(start.point)
+    point = agree_on_start(ranks, start)
     checkpoint, saved = point.checkpoint, point.saved
     max_steps, best_loss = point.max_steps, point.best_loss
     first_step, first_sample = saved.get("step", 0), saved.get("samples", 0)  # done before
@@ -384,7 +383,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
-    gradients = StepGradients(accelerator, model, plan, cfg.exact)
+    automatic = cfg.device_shares == "auto" and processes > 1
+    balancer = ShareBalancer(plan, accelerator.device) if automatic else None
+    gradients = StepGradients(accelerator, model, cfg.exact, balancer and balancer.stopwatch)
 
     # Resume.
     if checkpoint:
@@ -442,15 +443,18 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
     step, sums = first_step, None
     last_step = first_step if stopped else max_steps
-    reader = StepReader(train_loader, ranks, stop.requested)
+    reader = StepReader(train_loader, ranks, stop.requested, balancer)
     meter.start()
     if first_step < last_step:
         with meter.waiting():
             reader.fetch()
     for step in range(first_step + 1, last_step + 1):
         # Take the micro-batches of the step, and what all ranks agreed on.
-        window, terms, ids_hash = reader.take()
+        plan, window, terms, ids_hash = reader.take()
         meter.add(terms, ids_hash)
+        if reader.dealt:  # from the next step on
+            log.write({"step": step, **reader.dealt})
+            eval_sampler.step_plan = balancer.plan
 
         # Set the learning rate.
         lr = lr_at(step, cfg, max_steps)
@@ -458,17 +462,17 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             group["lr"] = lr
 
         # Sum the gradients of the micro-batches.
-        losses, scale = [], gradients.start(terms)
-        for number, batch in window:
+        step_losses, scale = [], gradients.start(plan, terms)
+        for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
             with accelerator.accumulate(model), gradients.micro_batch(number):
                 loss = model(task.loss_sum, batch)
-                if step == first_step + 1 and not losses:
+                if step == first_step + 1 and not step_losses:
                     with ranks.fail_together(), as_user_error():
                         contract.check_loss(loss)
                 accelerator.backward(loss * monitor.one_or_nan(loss) * scale)
-            losses.append(loss.detach())
+            step_losses.append(loss.detach())
 
         # Fetch the next step.
         if step < last_step:
@@ -476,13 +480,14 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                 reader.fetch()
 
         # Update the weights.
+        gradients.complete()
         norm = gradients.clip(cfg.max_grad_norm)
         monitor.skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, window[0][0], losses, norm)
+        step_monitor.add(step, terms, plan.run().start, step_losses, norm)
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps

@@ -40,6 +40,10 @@ class TaskConfig:
     """Time to prepare the data."""
     hang_at: int = -1
     """Sample id at which a process stops answering."""
+    signal_at: int = field(default=-1, metadata={"changes": "nothing"})
+    """Sample id at which the process that reads it gets `signal`."""
+    signal: str = field(default="SIGKILL", metadata={"changes": "nothing"})
+    """A signal, by its name."""
     seed: int = 0
     """Of the data."""
     silent: int = 0
@@ -63,6 +67,8 @@ class Numbers(torch.utils.data.Dataset):
         time.sleep(self.seconds if training or PartialState._shared_state else 0)
         if training and i == self.cfg.hang_at and RANK == self.cfg.fail_rank:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if training and i == self.cfg.signal_at and PartialState._shared_state:
+            os.kill(os.getpid(), getattr(signal, self.cfg.signal))
         draw = torch.Generator().manual_seed(1000 * self.cfg.seed + self.first + i)
         x = torch.randn(8, generator=draw)
         poison = float(self.cfg.poison) if i == self.cfg.poisoned else 0.0

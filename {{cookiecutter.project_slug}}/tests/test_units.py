@@ -35,20 +35,28 @@ def test_a_far_position_of_a_huge_dataset_is_found():
     assert len(set(ids.tolist())) == 512 and 0 <= ids.min() and ids.max() < 10**9
 
 
-@pytest.mark.parametrize("processes, micro", [(1, 8), (1, 2), (2, 4), (4, 1)])
-def test_any_cut_gives_a_step_the_same_positions(processes, micro):
-    slices = list(batches.StepBatchSampler(24, 48, micro, processes))
-    assert len(slices) % processes == 0
-    accumulation = 8 // (processes * micro)
-    for step in range(3):
-        window = slices[step * processes * accumulation : (step + 1) * processes * accumulation]
-        assert sorted(sum(window, [])) == list(range(24 + 8 * step, 32 + 8 * step))
+@pytest.mark.parametrize(
+    "shares, micro", [((1,), 8), ((4,), 2), ((1, 1), 4), ((2, 2, 2, 2), 1), ((3, 3, 2), 1)]
+)
+def test_any_cut_gives_a_step_the_same_positions(shares, micro):
+    steps = [[], [], []]
+    for rank, share in enumerate(shares):
+        plan = batches.StepPlan(8, micro, shares, rank)
+        slices = list(batches.StepBatchSampler(plan, 24, 48))
+        assert len(slices) == 3 * share and {*map(len, slices)} == {micro}
+        for step in range(3):
+            steps[step] += sum(slices[step * share : (step + 1) * share], [])
+    assert steps == [list(range(24 + 8 * step, 32 + 8 * step)) for step in range(3)]
 
 
-def test_evaluation_slices_cover_every_sample_once_and_the_rest_is_filler():
-    slices = list(batches.StepBatchSampler(0, 11, 2, 3))
-    assert len(slices) == 6 and sum(slices, []) == list(range(11))
-    assert list(batches.StepBatchSampler(0, 11, 4, 2))[-1] == [11]
+@pytest.mark.parametrize("shares", [(1,), (2, 2), (1, 1, 1), (5, 2, 1)])
+def test_an_evaluation_covers_every_sample_once_and_the_rest_is_filler(shares):
+    """Six batches, the last of one row. All ranks get as many as the busiest."""
+    plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
+    slices = [list(batches.EvaluationSampler(plan, 11)) for plan in plans]
+    assert len({*map(len, slices)}) == 1
+    dealt = [part for each in slices for part in each if part != [11]]
+    assert dealt == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
 
 
 def test_rows_keep_their_ids_and_filler_has_none():
@@ -81,9 +89,10 @@ def test_the_cut_fits_the_device_and_uses_every_sample():
     for ranks in (1, 2, 3, 4, 6, 8, 12, 24):
         plan = batches.plan_step(24, 5, ranks)
         assert plan.micro_batch_size <= 5
-        assert plan.micro_batch_size * plan.accumulation * ranks == 24
-    with pytest.raises(UserError, match="give 20 or 25"):
-        batches.plan_step(24, 5, 5)
+        assert plan.micro_batch_size * sum(plan.shares) == 24 and len({*plan.shares}) == 1
+    assert batches.plan_step(24, 5, 5).shares == (5, 5, 5, 5, 4)
+    with pytest.raises(UserError, match="start at most 24 processes"):
+        batches.plan_step(24, 5, 25)
 
 
 WRONG = {

@@ -23,6 +23,9 @@ from training.config import (
 )
 from training.console import one_line, say
 
+# The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
+SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+
 
 def launcher_number(name: str, otherwise: int) -> int:
     """The number that launch.py got as --name; without one `otherwise`, the number of the YAML.
@@ -104,10 +107,20 @@ def check_gpus(precision: str, fp16_yaml: str) -> None:
         say(f"{torch.cuda.get_device_name()} only emulates bf16, slowly; faster is {fp16_yaml}")
 
 
-def count_processes(path: Path) -> int:
+def check_sharding(kind: str, field: str) -> None:
+    """Raises ValueError if the processes do not hold whole models, which this field needs."""
+    if kind in SHARDED and field:
+        raise ValueError(
+            f"{field} needs the whole model on each process, and {kind} shards it; use one of the "
+            "multi_gpu YAMLs"
+        )
+
+
+def count_processes(path: Path, whole_models: str = "") -> int:
     """The largest number of processes, on all machines, that accelerate starts for this YAML.
 
-    Raises ValueError if accelerate would refuse or misread the file, or if this machine lacks GPUs.
+    Raises ValueError if accelerate would refuse or misread the file, or if this machine lacks GPUs,
+    or if it shards models; `whole_models` names a field that does not allow that, if one is set.
     """
     try:
         fields = plain_value(compose_yaml(read_small_file(path)))
@@ -151,6 +164,10 @@ def count_processes(path: Path) -> int:
         raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None
 
     kind, path = hardware.distributed_type.value, one_line(path, 100)
+    try:
+        check_sharding("PARALLELISM_CONFIG" if hardware.parallelism_config else kind, whole_models)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     processes = launcher_number("num_processes", hardware.num_processes)
     machines = launcher_number("num_machines", hardware.num_machines)
     if processes < 1 or processes % machines:

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,12 +24,15 @@ from training import contract
 from training.ranks import PendingSum, Ranks, UserError, catch
 from training.shutdown import ignore_signals
 
+if TYPE_CHECKING:  # it imports this module
+    from training.shares import ShareBalancer
+
 Batch = dict[str, torch.Tensor]
 
 # ---- The step ------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepPlan:
     """A step as a list of micro-batches, and how the list is dealt to the ranks.
 
@@ -100,7 +103,7 @@ def plan_step(
     It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
     shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
     "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
-    Raises UserError if a step has fewer micro-batches than ranks.
+    Raises UserError if there is none.
     """
     samples, listed = global_batch_size, not isinstance(device_shares, str)
     if listed and len(device_shares) != ranks:
@@ -111,22 +114,22 @@ def plan_step(
     speeds = device_shares if listed else [1.0] * ranks
     small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
     divisors = sorted({*small, *(samples // n for n in small)})
-    if exact and largest not in divisors:
-        near = [n for n in divisors if n < largest][-1:] + [n for n in divisors if n > largest][:1]
+    suitable = [n for n in divisors if samples // n >= ranks]
+    if not suitable:
         raise UserError(
-            f"micro_batch_size is {largest}, which does not divide global_batch_size, {samples}; "
-            f"exact fixes the micro-batches, so give {' or '.join(map(str, near))}"
+            f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
+            f"least {ranks}, or start at most {samples} processes"
         )
-    sizes = [largest] if exact else [n for n in divisors if n <= largest]
-    sizes = [n for n in sizes if samples // n >= ranks]
-    if not sizes:
-        unit = f"{largest} samples, which exact fixes" * exact or "1 sample"
-        most = samples // largest if exact else samples
-        lower = f", or a micro_batch_size up to {samples // ranks}" * (exact and samples >= ranks)
+    if exact and largest not in suitable:
+        near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
+        fewer = f", or start at most {samples // largest} processes"
         raise UserError(
-            f"global_batch_size is {samples}: a step has {most} micro-batches of {unit}, too few "
-            f"for {ranks} processes; give up to {most} processes{lower}"
+            f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
+            f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
+            + fewer
+            * (largest in divisors)
         )
+    sizes = [largest] if exact else [n for n in suitable if n <= largest]
     times = {}
     for size in sizes:
         shares = deal(samples // size, speeds, least=1)
@@ -238,7 +241,7 @@ class StepBatchSampler:
     """Yields the micro-batches of this rank, as lists of positions of the run.
 
     The steps begin at the position `first` and end before `last`. `sort` may reorder the positions
-    within each step. `plan` may change between two steps.
+    within each step.
     """
 
     def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
@@ -380,32 +383,47 @@ class StepReader:
     """Fetches the next step's micro-batches, and agrees on them, while the device still computes.
 
     The processes exchange what all must know before the step: its loss terms, the hash of its
-    sample ids, requests to stop, and errors.
+    sample ids, requests to stop, the speeds of their devices, and errors. A `balancer` (see
+    shares.py) may deal the steps anew; `dealt` then is its line for the log, otherwise empty.
     """
 
-    def __init__(self, loader: DataLoader, ranks: Ranks, stop_requested: Callable):
-        self.batches, self.plan = iter(loader), loader.batch_sampler.plan
-        self.ranks, self.stop_requested = ranks, stop_requested
+    def __init__(
+        self,
+        loader: DataLoader,
+        ranks: Ranks,
+        stop_requested: Callable,
+        balancer: "ShareBalancer | None" = None,
+    ):
+        self.loader, self.sampler, self.batches = loader, loader.batch_sampler, iter(loader)
+        self.ranks, self.stop_requested, self.balancer = ranks, stop_requested, balancer
         self.window: list[tuple[Batch, tuple]] = []
         self.exchange: PendingSum | None = None
+        self.dealt: dict = {}
 
     def fetch(self) -> None:
         """Fetches this process's micro-batches of the next step, and starts the exchange."""
-        window, problem = catch(lambda: [next(self.batches) for _ in self.plan.run()])
+        if self.dealt:  # drops what worker processes have read ahead
+            self.sampler.plan = self.balancer.plan
+            self.batches = iter(self.loader)
+        window, problem = catch(lambda: [next(self.batches) for _ in self.sampler.plan.run()])
         self.window = window or []
+        self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
         counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
-        self.exchange = self.ranks.start_sum(*counts, self.stop_requested(), problem=problem)
+        times = self.balancer.own_time() if self.balancer else []
+        self.exchange = self.ranks.start_sum(
+            *counts, self.stop_requested(), *times, problem=problem
+        )
 
-    def take(self) -> tuple[list[tuple[int, Batch]], int, int]:
-        """(micro-batches, loss terms over all processes, hash of all sample ids) of the next step.
+    def take(self) -> tuple[StepPlan, list[Batch], int, int]:
+        """The next step: its plan, its micro-batches on this process, its number of loss terms, and
+        the hash of its sample ids, the last two over all processes.
 
-        Each micro-batch comes with its number in the step. If a process could not fetch its
-        micro-batches, all of them raise its error.
+        If a process could not fetch its micro-batches, all of them raise its error.
         """
         exchange, self.exchange = self.exchange, None
-        terms, ids_hash, _, _ = exchange.result()
-        batches = [batch for batch, _ in self.window]
-        return list(zip(self.plan.run(), batches, strict=True)), terms, ids_hash
+        terms, ids_hash, _, _, *times = exchange.result()
+        self.dealt = self.balancer.update(times) if self.balancer else {}
+        return self.sampler.plan, [batch for batch, _ in self.window], terms, ids_hash
 
     def stop_seen(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""

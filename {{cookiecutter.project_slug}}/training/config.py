@@ -137,6 +137,9 @@ def convert(kind: Any, node: yaml.Node) -> Any:
     origin, inner = get_origin(kind) or kind, get_args(kind)
     text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
     if len(union_members(kind)) > 1:
+        lists = [each for each in union_members(kind) if get_origin(each) is list]
+        if lists and isinstance(node, yaml.SequenceNode):
+            return convert(lists[0], node)  # its error names the wrong element
         for each in union_members(kind):
             with suppress(ValueError):  # try the next type
                 return convert(each, node)
@@ -465,6 +468,8 @@ def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
     for group in parser._action_groups:  # argparse has no public way to move a flag
         for action in [each for each in group._group_actions if each.dest in headings]:
             group._group_actions.remove(action)
+            # jsonargparse's flag that appends to a list, which read_flags does not know
+            action.option_strings = [name for name in action.option_strings if name[-1] != "+"]
             if action.dest in names:  # else a group of fields, such as --task
                 groups.setdefault(headings[action.dest], []).append(action)
     for heading, actions in groups.items():

@@ -8,12 +8,16 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import platform
 import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import torch
+from accelerate.utils import parse_flag_from_env
 
 from training import (
     accelerate_yaml,
@@ -117,9 +121,25 @@ def resolved_config(cfg: Any) -> dict[str, Any]:
     return {n: value for n, value in dataclasses.asdict(cfg).items() if n not in unsaved}
 
 
+def check_exact(cfg: Any) -> str:
+    """The field that needs the whole model on each process, or "".
+
+    Raises UserError for settings that do not go with exact.
+    """
+    if cfg.exact and cfg.compile:
+        raise UserError(
+            "exact does not go with compile, whose code depends on the order in which a process "
+            "sees the shapes of its batches; set one of them to false"
+        )
+    return "exact" if cfg.exact else "device_shares" if cfg.device_shares != "equal" else ""
+
+
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that the results depend on."""
+    """What rounding depends on: versions of Python and libraries, and the kind of device."""
     numbers = {"python": platform.python_version()}
+    numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if torch.cuda.is_available():
+        numbers["gpu"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
@@ -134,9 +154,13 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     contract.check_functions(task)
     cfg, remarks = read_config(config_class, about)
     output = Path(cfg.output_dir)
+    whole_models = check_exact(cfg)
     replicas = ranks.PROCESSES
+    for kind in accelerate_yaml.SHARDED:
+        if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
+            accelerate_yaml.check_sharding(kind, whole_models)
     if cfg.config_file:
-        replicas = accelerate_yaml.count_processes(Path(cfg.config_file))
+        replicas = accelerate_yaml.count_processes(Path(cfg.config_file), whole_models)
     elif cfg.check:  # launch.py without a YAML
         accelerate_yaml.launcher_number("num_machines", 1)
         replicas = accelerate_yaml.launcher_number("num_processes", 1)
@@ -153,7 +177,10 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         manifest = collect_manifest(cfg, task, prepared, data)
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
-            find_start(point, cfg, manifest, change_effects(config_class))
+            effects = change_effects(config_class)
+            if cfg.exact:  # rounding is a part of the result
+                effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
+            find_start(point, cfg, manifest, effects)
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
         if lock:
@@ -215,7 +242,8 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         before, now = point.saved.get("versions", {}), manifest["versions"]
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
         if moved:
-            point.remarks.append(f"versions changed, rounding may differ: {', '.join(moved)}")
+            remark = "versions or devices changed, rounding may differ"
+            point.remarks.append(f"{remark}: {', '.join(moved)}")
     elif cfg.eval_only:
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
     if cfg.eval_only:
@@ -238,3 +266,19 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss = checkpoints.find_best(folder, manifest)
+
+
+def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
+    """Where the main process found that the run starts.
+
+    If exact, raises UserError unless all processes have what rounding depends on in common.
+    """
+    first, *others = processes.gather(start.manifest["versions"])
+    for rank, other in enumerate(others if start.cfg.exact else [], 1):
+        for name in [name for name in first if other.get(name) != first[name]]:
+            raise UserError(
+                f"exact needs the same devices and versions everywhere: {name} is {first[name]} on "
+                f"process 0 and {other.get(name)} on process {rank}; leave one out, or set exact "
+                "to false"
+            )
+    return processes.from_main(start.point)

@@ -18,12 +18,14 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from training.batches import StepPlan
 from training.ranks import Ranks, UserError
+from training.shares import Stopwatch
 
 Tensors = list[torch.Tensor]
-BUCKET = 8 << 20  # elements that are exchanged at once, if no single tensor has more
+BUCKET = 8 << 20  # elements that are exchanged at once
 
 
 class TreeSum:
@@ -31,7 +33,8 @@ class TreeSum:
 
     `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
     two, from `first` on, a multiple of `size`. As in a binary counter, two nodes of one size that
-    are the halves of a larger one become it at once: log2(micro-batches) + 1 nodes at most.
+    are the halves of a larger one become it at once. So n micro-batches make log2(n) + 1 nodes at
+    most if the run begins at a multiple of n, and twice as many otherwise.
     """
 
     def __init__(self):
@@ -73,49 +76,56 @@ def total_over_ranks(tree: TreeSum, plan: StepPlan, like: Tensors) -> Tensors:
     """
     if len(plan.shares) == 1:
         return tree.total()
-    pieces = [sums for _, _, sums in tree.nodes]
-    totals = pieces[0] if pieces else [torch.empty_like(each) for each in like]
-    for bucket in buckets(like):
-        flat = [torch.cat([sums[i].reshape(-1) for i in bucket]) for sums in pieces]
-        empty = like[bucket[0]].new_empty(0)
-        whole = total_of_flat(flat, plan, sum(like[i].numel() for i in bucket), empty)
-        parts = whole.split([like[i].numel() for i in bucket])
-        for i, part in zip(bucket, parts, strict=True):
-            totals[i].copy_(part.view(like[i].shape))
+    totals = tree.nodes[0][2] if tree.nodes else [torch.empty_like(each) for each in like]
+    targets, nodes = flat_parts(totals), [flat_parts(sums) for _, _, sums in tree.nodes]
+    for bucket in buckets(targets):
+        vectors = [torch.cat([parts[i] for i in bucket]) for parts in nodes]
+        places = [targets[i] for i in bucket]
+        like = vectors[0] if vectors else torch.cat(places)
+        total = total_of_vectors(vectors, plan, like)
+        torch._foreach_copy_(places, total.split([len(place) for place in places]))
     tree.nodes = []
     return totals
 
 
-def total_of_flat(flat: Tensors, plan: StepPlan, size: int, empty: torch.Tensor) -> torch.Tensor:
-    """`total_over_ranks` of vectors of `size` elements, one for each node of this rank."""
-    ranks = len(plan.shares)
-    part = -(-size // ranks)
+def total_of_vectors(vectors: Tensors, plan: StepPlan, like: torch.Tensor) -> torch.Tensor:
+    """`total_over_ranks` of vectors, one for each node of this rank; `like` has their shape."""
+    ranks, size = len(plan.shares), len(like)
+    part = -(-size // ranks)  # of a vector, for each rank
     nodes = [nodes_of(plan.run(rank)) for rank in range(ranks)]
-    padded = [torch.nn.functional.pad(each, (0, part * ranks - size)) for each in flat]
-    sent = torch.stack([each.view(ranks, part) for each in padded], 1) if flat else empty
-    received = empty.new_empty(part * sum(map(len, nodes)))
+    padded = [torch.nn.functional.pad(each, (0, part * ranks - size)) for each in vectors]
+    sent = torch.stack([each.view(ranks, part) for each in padded], 1) if vectors else like[:0]
+    received = like.new_empty(part * sum(map(len, nodes)))
     sizes = [part * len(each) for each in nodes]
-    dist.all_to_all_single(received, sent.flatten(), sizes, [part * len(flat)] * ranks)
-    tree = TreeSum()
-    everywhere = [node for each in nodes for node in each]
+    dist.all_to_all_single(received, sent.flatten(), sizes, [part * len(vectors)] * ranks)
+    tree, everywhere = TreeSum(), [node for each in nodes for node in each]
     for (first, count), values in zip(everywhere, received.split(part), strict=True):
         tree.add(first, [values], count)
-    whole = empty.new_empty(part * ranks)
-    dist.all_gather_into_tensor(whole, tree.total()[0])
-    return whole[:size]
+    total = like.new_empty(part * ranks)
+    dist.all_gather_into_tensor(total, tree.total()[0])
+    return total[:size]
 
 
-def buckets(tensors: Tensors) -> Iterator[list[int]]:
-    """The indices of neighbours with one data type and at most BUCKET elements together."""
-    bucket: list[int] = []
-    for i, tensor in enumerate(tensors):
-        size = sum(tensors[j].numel() for j in bucket)
-        if bucket and (tensor.dtype != tensors[bucket[0]].dtype or size + tensor.numel() > BUCKET):
-            yield bucket
-            bucket = []
-        bucket.append(i)
-    if bucket:
-        yield bucket
+def flat_parts(tensors: Tensors) -> Tensors:
+    """Views of all elements as vectors of at most BUCKET elements, in the order of memory.
+
+    A gradient has the strides of its weight, so this order is the same on all ranks.
+    """
+    flat = [each.as_strided((each.numel(),), (1,)) for each in tensors]
+    return [part for each in flat for part in each.split(BUCKET)]
+
+
+def buckets(vectors: Tensors) -> list[list[int]]:
+    """The indices of neighbours of one data type with at most BUCKET elements together."""
+    found: list[list[int]] = []
+    size = 0
+    for i, vector in enumerate(vectors):
+        size += len(vector)
+        if not found or size > BUCKET or vector.dtype != vectors[i - 1].dtype:
+            found.append([])
+            size = len(vector)
+        found[-1].append(i)
+    return found
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
@@ -125,29 +135,36 @@ class StepGradients:
     """The gradient of a step's summed losses, divided by the step's loss terms.
 
     Ordinarily DDP averages it over the processes while the last micro-batch is computed. If exact,
-    the gradients of the micro-batches are kept apart until they are added in the order of a tree.
-    That takes log2(micro-batches of a process) + 1 times
-    the memory of the gradients.
+    the gradients of the micro-batches are kept apart until they are added in the order of a tree:
+    a TreeSum has several times the memory of the gradients.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, plan: StepPlan, exact: bool
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        exact: bool,
+        stopwatch: Stopwatch | None = None,
     ):
-        self.accelerator, self.model, self.plan, self.exact = accelerator, model, plan, exact
+        self.accelerator, self.model, self.exact = accelerator, model, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.tree = TreeSum()
+        self.tree, self.stopwatch = TreeSum(), stopwatch
+        if stopwatch and not exact and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(stopwatch, reduce_and_stop)
 
-    def start(self, terms: int) -> float:
+    def start(self, plan: StepPlan, terms: int) -> float:
         """Begins a step with so many loss terms; gives the factor of its losses.
 
         Ordinarily it undoes two divisions: by accelerate, of each loss by the micro-batches of this
         process, and by DDP, of the gradients by the processes.
         """
+        self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
+        if self.stopwatch:
+            self.stopwatch.start(turns)
         if self.exact:
             return 1 / max(terms, 1)
-        turns, accelerator = len(self.plan.run()), self.accelerator
         accelerator.gradient_accumulation_steps, accelerator.step = turns, 0
-        return turns * len(self.plan.shares) / max(terms, 1)
+        return turns * len(plan.shares) / max(terms, 1)
 
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
@@ -170,26 +187,41 @@ class StepGradients:
         self.tree.add(number, grads)
         for parameter in self.parameters:
             parameter.grad = None
+        if self.stopwatch and number == self.plan.run()[-1]:
+            self.stopwatch.stop()
 
     def buffers(self) -> dict[str, tuple[int, int]]:
         """Each buffer's identity and version, which counts the changes of its values."""
         return {name: (id(each), each._version) for name, each in self.model.named_buffers()}
 
+    def complete(self) -> None:
+        """Brings the gradient of the whole step to the weights of each process."""
+        if self.exact:
+            totals = total_over_ranks(self.tree, self.plan, self.parameters)
+            for parameter, total in zip(self.parameters, totals, strict=True):
+                parameter.grad = total
+
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Completes the gradient, and scales it down to this norm; 0: never. Gives its norm.
+        """Scales the gradient down to this norm; 0: never. Gives its norm before that.
 
         The norm is a float32 of shape (), and stays on the device.
         """
         if not self.exact:
             return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
-        grads = total_over_ranks(self.tree, self.plan, self.parameters)
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad
         self.accelerator.unscale_gradients()
-        norm = norm_by_rows(grads)
+        norm = norm_by_rows([p.grad for p in self.parameters if p.grad is not None])
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
         return norm
+
+
+def reduce_and_stop(
+    stopwatch: Stopwatch, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP's average of a bucket of gradients; before that of the last, all is computed."""
+    if bucket.is_last():
+        stopwatch.stop()
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
 def norm_by_rows(grads: Tensors) -> torch.Tensor:
@@ -212,8 +244,10 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
 class EvaluationSums:
     """Sums a task's eval_sums over all batches of an evaluation, in float64."""
 
-    def __init__(self, plan: StepPlan, device: torch.device | str):
-        self.plan, self.device, self.tree = plan, device, TreeSum()
+    def __init__(self, plan: StepPlan, device: torch.device):
+        self.plan, self.tree = plan, TreeSum()
+        # Apple's GPUs have no float64.
+        self.device = torch.device("cpu") if device.type == "mps" else device
         self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
 
     def add(self, number: int, sums: dict[str, torch.Tensor]) -> None:

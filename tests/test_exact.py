@@ -1,0 +1,380 @@
+"""exact: the same bytes on any number of processes. And how a step is dealt, and added up."""
+
+import hashlib
+import itertools
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import BakedProject, bake, lines, load_task
+from test_invariance import DROPOUT, check_same_curve
+
+EXACT = ["--exact", "true", *DROPOUT]
+TIMES = ("data_wait", "save_seconds")
+
+
+def digests(output):
+    """The last step, and the SHA-256 of its weights and of its moments."""
+    last = max((output / "checkpoints").glob("step-*"))
+    files = [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.bin")]
+    return [last.name, *(hashlib.sha256(content).hexdigest() for content in files)]
+
+
+def metrics(output):
+    """metrics.jsonl as texts, without times, and without the shares that follow from times."""
+    found = []
+    for line in lines(output, "step"):
+        if "shares" in line:
+            continue
+        kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
+        found += [json.dumps(kept)] if len(kept) > 1 else []
+    return found
+
+
+def check_same_end(run, unbroken):
+    """A run that was interrupted has the bytes of an unbroken one; no line has other numbers."""
+    assert digests(run) == digests(unbroken)
+    assert {*metrics(run)} == {*metrics(unbroken)}
+
+
+def check_same(*outputs):
+    """All of these runs have the same bytes, and the same lines."""
+    first, *others = ((digests(output), metrics(output)) for output in outputs)
+    for other in others:
+        assert other == first
+
+
+def with_task(tiny, folder, code):
+    """The tiny project with this code at the end of its task."""
+    path = shutil.copytree(tiny.path, folder / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(code)
+    return BakedProject(path)
+
+
+def train_all(project, folder, cases, *flags):
+    """Trains each case, (processes, *flags), into a folder of its own; gives the folders."""
+    outputs = []
+    for number, (processes, *own) in enumerate(cases):
+        outputs.append(folder / str(number))
+        project.train(processes, *EXACT, *flags, *own, "--output_dir", outputs[-1])
+    return outputs
+
+
+# ---- Processes and shares ------------------------------------------------------------------------
+
+
+def test_eight_micro_batches_on_any_processes_in_any_shares(tiny, tmp_path):
+    """Ordinary runs differ in their last digits, so these bytes would show another order."""
+    cases = [
+        (1,), (2, "--num_workers", 2), (3,), (4,), (2, "--device_shares", "[7, 1]"),
+        (3, "--device_shares", "[5, 2, 1]"), (2, "--device_shares", "auto"),
+    ]  # fmt: skip
+    flags = ["--micro_batch_size", 1]
+    outputs = train_all(tiny, tmp_path, cases, *flags)
+    check_same(*outputs)
+    plain = train_all(tiny, tmp_path / "plain", [(1,), (4,)], *flags, "--exact", "false")
+    assert len({digests(output)[1] for output in [*plain, outputs[0]]}) > 1
+    for output in plain:
+        check_same_curve(outputs[0], output, rel=1e-6)
+
+
+@pytest.mark.parametrize("micro", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_micro_batches_that_are_no_power_of_two(tiny, tmp_path, micro):
+    """Seven and fourteen."""
+    flags = ["--global_batch_size", 14, "--micro_batch_size", micro]
+    cases = [(1, "--num_workers", 2), (2,), (3,), (4, "--device_shares", "[1, 3, 1, 2]")]
+    check_same(*train_all(tiny, tmp_path, cases, *flags))
+
+
+def test_three_processes_without_exact_share_a_batch_that_three_does_not_divide(tiny, tmp_path):
+    """3 + 3 + 2, and 5 + 2 + 1 where their speeds differ. Measured: losses to 5e-8."""
+    flags, shares = [*DROPOUT, "--micro_batch_size", 1, "--output_dir"], "[5, 2, 1]"
+    tiny.train(1, *flags, tmp_path / "1")
+    for name, dealt, more in (
+        ("equal", "(3 + 3 + 2) x 1", []), ("listed", "(5 + 2 + 1) x 1", ["--device_shares", shares])
+    ):  # fmt: skip
+        assert f"8 samples = {dealt} (" in tiny.train(3, *flags, tmp_path / name, *more)
+        check_same_curve(tmp_path / "1", tmp_path / name, rel=1e-6)
+
+
+# ---- What may happen to a step -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
+def test_skipped_steps_are_skipped_on_any_processes(tiny, tmp_path, poison):
+    flags = ["--task.poisoned", 5, "--task.poison", poison, "--max_skipped_steps", 0]
+    outputs = train_all(tiny, tmp_path, [(1,), (3,)], *flags)
+    check_same(*outputs)
+    assert 1 < len(lines(outputs[0], "skipped_norm")) < 6
+
+
+def test_clipping_and_no_clipping(tiny, tmp_path):
+    """The norm is far above 0.05 in every step."""
+    for norm in (0.05, 0):
+        flags = ["--max_grad_norm", norm, "--micro_batch_size", 1]
+        outputs = train_all(tiny, tmp_path / str(norm), [(1,), (3,)], *flags)
+        check_same(*outputs)
+        assert min(line["grad_norm"] for line in lines(outputs[0], "loss")) > 0.1
+    assert digests(tmp_path / "0.05" / "0")[1] != digests(tmp_path / "0" / "0")[1]
+
+
+ODD = """
+
+class Odd(torch.nn.Module):
+    '''Weights of several types; some have no gradient in some micro-batches, one has never any.'''
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.poison_rank, self.fail_report = model, -1, False
+        kinds = [torch.float32, torch.bfloat16, torch.float64]
+        values = [torch.ones(4, 6).to(kind) for kind in kinds]
+        self.odd = torch.nn.ParameterList([*values, torch.ones(())])
+        self.never = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        more = sum((each * x[0, 0]).sum() for each in self.odd) if x[0, 0] > 0 else 0
+        return self.model(x) + more / 100
+
+
+def build_model(cfg, prepared, build=build_model):
+    return Odd(build(cfg, prepared))
+"""
+
+
+def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
+    """In parts of 40 elements, which cut weights, and in one."""
+    project = with_task(tiny, tmp_path, ODD)
+    whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
+    sums = project.path / "training" / "sums.py"
+    assert "\nBUCKET = 8 << 20" in sums.read_text()
+    sums.write_text(sums.read_text().replace("\nBUCKET = 8 << 20", "\nBUCKET = 40"))
+    check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
+
+
+def test_evaluations_are_equal_with_exact_and_without(tiny, tmp_path):
+    """Of 11 batches, and of two, which leave processes without one."""
+    fixed = [*DROPOUT, "--micro_batch_size", 1, "--output_dir", tmp_path / "run"]
+    tiny.train(1, *fixed)
+    for rows in (11, 2):
+        found = []
+        for processes, *flags in ((1,), (2,), (3,), (4, "--exact", "true")):
+            flags += ["--eval_only", "true", "--accept_changes", "--task.held_out", rows]
+            tiny.train(processes, *fixed, *flags)
+            found.append((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
+        assert found == found[:1] * 4 and json.loads(found[0])["rows"] == rows
+
+
+# ---- Other processes in the middle of a run ------------------------------------------------------
+
+
+def sample_of(step):
+    """The id of a sample of this step, among 200."""
+    return int(load_task("training.batches").sample_ids([8 * step - 3], 200, 0)[0])
+
+
+def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):
+    """1 -> 3 -> 2 -> 4 -> 1 processes. Steps that were lost have the same numbers again."""
+    flags = [*EXACT, "--task.samples", 200, "--micro_batch_size", 1, "--save_every", 3]
+    tiny.train(4, *flags, "--output_dir", tmp_path / "whole")
+    flags += ["--output_dir", tmp_path / "run"]
+    for processes, step, name, ends in (
+        (1, 6, "SIGKILL", [-9]),
+        (3, 5, "SIGTERM", [75]),
+        (2, 9, "SIGKILL", [-9, 1]),
+        (4, 8, "SIGTERM", [75]),
+    ):
+        own = ["--task.signal_at", sample_of(step), "--task.signal", name]
+        tiny.train(processes, *flags, *own, codes=ends)
+    tiny.train(1, *flags)
+    check_same_end(tmp_path / "run", tmp_path / "whole")
+    assert len(lines(tmp_path / "run", "loss")) >= len(lines(tmp_path / "whole", "loss")) + 2
+
+
+# ---- Tasks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task", ["causal_lm", "text_classification", "image_classification", "seq2seq"]
+)
+def test_each_task(tmp_path, task):
+    """With dropout; fine-tuning is in test_finetuning.py."""
+    project = bake(tmp_path, task=task, tracker="none")
+    flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 6, "--eval_every", 3]
+    flags += ["--log_every", 1, "--global_batch_size", 8, "--micro_batch_size", 1]
+    flags += ["--task.dropout", 0.1]
+    check_same(*train_all(project, tmp_path, [(1,), (2,), (3,)], *flags))
+
+
+# ---- What is refused -----------------------------------------------------------------------------
+
+BATCH_NORM = """
+
+def build_model(cfg, prepared, build=build_model):
+    model = build(cfg, prepared)
+    return model.insert(1, torch.nn.BatchNorm1d(cfg.width))
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path, processes):
+    project = with_task(tiny, tmp_path, BATCH_NORM)
+    printed = project.train(processes, *EXACT, "--output_dir", tmp_path / "run", codes=[2])
+    said = "train.py: exact: the model changes its buffer 1.num_batches_tracked while it trains"
+    assert printed.count(said) == 1 and "Traceback" not in printed
+
+
+def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
+    flags = [*EXACT, "--max_steps", 4, "--output_dir", tmp_path / "run"]
+    tiny.train(1, *flags, "--micro_batch_size", 2)
+    flags += ["--max_steps", 6, "--accept_changes", "false", "--micro_batch_size", 1]
+    printed = tiny.train(2, *flags, codes=[2])
+    assert "micro_batch_size: 2 -> 1" in printed and printed.count("train.py: ") == 1
+    flags += ["--accept_changes", "true"]
+    tiny.train(2, *flags)
+    assert lines(tmp_path / "run", "changes")[0]["changes"].count("micro_batch_size: 2 -> 1") == 1
+
+
+def test_processes_that_differ_are_refused():
+    startup = load_task("training.startup")
+    found = [{"cpu": "x", "torch": "2.13"}, {"cpu": "x", "torch": "2.13"}, {"cpu": "y"}]
+    ranks = SimpleNamespace(gather=lambda _: found, from_main=lambda point: point)
+    for exact, processes in ((False, 3), (True, 2)):
+        start = SimpleNamespace(cfg=SimpleNamespace(exact=exact), manifest={"versions": 0}, point=7)
+        ranks.gather = lambda _, processes=processes: found[:processes]
+        assert startup.agree_on_start(ranks, start) == 7
+    ranks.gather = lambda _: found
+    with pytest.raises(ValueError, match="cpu is x on process 0 and y on process 2; leave one out"):
+        startup.agree_on_start(ranks, start)
+
+
+# ---- Dealing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return load_task("training.batches")
+
+
+def ways(count, ranks):
+    """All ways to deal so many micro-batches to so many ranks."""
+    if ranks == 1:
+        return [(count,)]
+    return [(n, *rest) for n in range(count + 1) for rest in ways(count - n, ranks - 1)]
+
+
+@pytest.mark.parametrize("speeds", [(1,), (1, 1), (1, 1, 1), (2, 1), (3, 1.5, 1), (1, 2, 4, 7)])
+@pytest.mark.parametrize("least", [0, 1])
+def test_no_way_to_deal_takes_less_time(batches, speeds, least):
+    for count in range(least * len(speeds), 15):
+        shares = batches.deal(count, speeds, least)
+        assert sum(shares) == count and min(shares) >= least
+        best = min(
+            batches.busiest(way, speeds) for way in ways(count, len(speeds)) if min(way) >= least
+        )
+        assert batches.busiest(shares, speeds) == best
+        if len({*speeds}) == 1:
+            assert max(shares) - min(shares) <= 1 and list(shares) == sorted(shares)[::-1]
+
+
+def test_a_plan_covers_the_step_within_the_limit(batches):
+    for samples, largest, ranks in itertools.product(
+        range(1, 49), (1, 2, 3, 5, 8, 50), range(1, 9)
+    ):
+        if samples < ranks:
+            with pytest.raises(ValueError, match=f"start at most {samples} processes"):
+                batches.plan_step(samples, largest, ranks)
+            continue
+        plan = batches.plan_step(samples, largest, ranks)
+        assert sum(plan.shares) * plan.micro_batch_size == samples and min(plan.shares) >= 1
+        assert plan.micro_batch_size <= largest
+        if samples % ranks == 0:
+            own = samples // ranks
+            fitting = max(n for n in range(1, own + 1) if own % n == 0 and n <= largest)
+            assert (plan.micro_batch_size, {*plan.shares}) == (fitting, {own // fitting})
+        else:  # a tenth above the least that any size makes the busiest rank do
+            least = math.ceil(samples / ranks)
+            assert plan.micro_batch_size * max(plan.shares) <= 1.1 * least
+
+
+@pytest.mark.parametrize("shares", [[1.0], [7.0, 1.0], [5.0, 2.0, 1.0], [0.1, 100.0]])
+def test_a_plan_of_listed_shares(batches, shares):
+    for samples, largest in itertools.product(range(len(shares), 40), (1, 2, 4, 50)):
+        plan = batches.plan_step(samples, largest, len(shares), device_shares=shares)
+        assert sum(plan.shares) * plan.micro_batch_size == samples and min(plan.shares) >= 1
+        singly = batches.deal(samples, shares, least=1)
+        time = plan.micro_batch_size * batches.busiest(plan.shares, shares)
+        assert plan.micro_batch_size <= largest and time <= 1.1 * batches.busiest(singly, shares)
+
+
+def test_exact_fixes_the_micro_batches(batches):
+    for samples, size, ranks in itertools.product(range(1, 41), range(1, 12), range(1, 7)):
+        if samples % size or samples // size < ranks:
+            said = f"exact: {samples} samples in micro-batches of {size} "
+            said = said if samples >= ranks else f"{samples}, fewer samples than the {ranks} "
+            with pytest.raises(ValueError, match=said):
+                batches.plan_step(samples, size, ranks, exact=True)
+        else:
+            plan = batches.plan_step(samples, size, ranks, exact=True)
+            assert plan.micro_batch_size == size and sum(plan.shares) == samples // size
+
+
+# ---- The tree ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def symbols(monkeypatch):
+    """training.sums, which adds texts in place of tensors: a sum shows its order."""
+    sums = load_task("training.sums")
+
+    def add(left, right):
+        left[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]
+
+    monkeypatch.setattr(sums, "torch", SimpleNamespace(_foreach_add_=add))
+    return sums
+
+
+def tree_over(symbols, run):
+    tree = symbols.TreeSum()
+    for number in run:
+        tree.add(number, [str(number)])
+    return tree
+
+
+def expected_sum(first, end):
+    """The text of the sum over [first, end), cut at the largest power of two."""
+    if end - first == 1:
+        return str(first)
+    middle = first + 2 ** ((end - first - 1).bit_length() - 1)
+    return f"({expected_sum(first, middle)}+{expected_sum(middle, end)})"
+
+
+def test_a_run_of_micro_batches_is_a_few_aligned_nodes(symbols):
+    for first, end in itertools.combinations(range(41), 2):
+        nodes = symbols.nodes_of(range(first, end))
+        assert [n for n, _ in nodes] == list(
+            itertools.accumulate((size for _, size in nodes[:-1]), initial=first)
+        )
+        assert sum(size for _, size in nodes) == end - first
+        assert all(size & (size - 1) == 0 and begin % size == 0 for begin, size in nodes)
+        assert len(nodes) <= max(1, 2 * math.log2(end - first))
+        texts = [sums for _, _, sums in tree_over(symbols, range(first, end)).nodes]
+        plus = [[expected_sum(begin, begin + size)] for begin, size in nodes]
+        assert texts == plus
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 8, 12, 13, 16, 21])
+def test_any_division_into_runs_is_added_in_the_same_order(symbols, count):
+    """Into one to five runs, some of them empty."""
+    for ranks in range(1, 6):
+        for cuts in itertools.combinations_with_replacement(range(count + 1), ranks - 1):
+            whole = symbols.TreeSum()
+            for first, end in itertools.pairwise((0, *cuts, count)):
+                for begin, size, sums in tree_over(symbols, range(first, end)).nodes:
+                    whole.add(begin, sums, size)
+            assert whole.total() == [expected_sum(0, count)]
+            assert whole.nodes == []
