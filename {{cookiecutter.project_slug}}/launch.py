@@ -2,11 +2,12 @@
 
     python launch.py --config_file configs/accelerate/cpu.yaml train.py --learning_rate 1e-3
 
-It takes the arguments of `accelerate launch`, and does four things more:
+It takes the arguments of `accelerate launch`, and does five things more:
 - One plain process checks recipe, flags, YAML, data and run folder, so that a mistake is one line.
 - It forwards signals to the training processes, which save and stop.
 - It hides the launcher's report, dozens of lines for a Ctrl-C, unless it alone knows the reason.
 - It exits with the code of the training processes, where accelerate and torchelastic exit with 1.
+- Under --max_restarts it ends after exit code 2, where torchelastic would start again.
 
 Exit codes: 0 finished; 2 the input is wrong, do not retry; 75 stopped on request, and anything else
 a crash: the same command continues.
