@@ -18,10 +18,10 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all torture bench bench-gpu
+.PHONY: help demo test test-all torture bench bench-steps bench-gpu
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
@@ -48,6 +48,9 @@ torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS
 
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@.venv/bench/bin/python benchmarks/compare.py $(ARGS)
+
+bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 6 minutes
+	@.venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
 bench-gpu: $(BENCH)  ## measure how much of a GPU a project uses, each optimisation on and off
 	@.venv/bench/bin/python benchmarks/gpu.py $(ARGS)

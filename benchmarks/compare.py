@@ -32,7 +32,6 @@ from work import SIZES, Size, Work
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
-MARKS = ("<!-- make bench -->", "<!-- end of make bench -->")  # around the table of README.md
 PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
 # Prepares the data, as train.py would, and saves the order of the samples.
 PREPARE = """
@@ -63,22 +62,24 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 class Run:
-    """One peer in one or several processes."""
+    """One peer in one or several processes of a program."""
 
-    def __init__(self, name: str, todo: Work, processes: int, counted: int = 0):
+    def __init__(
+        self, name: str, todo: Work, processes: int, counted: int = 0, program="peers.py", **extra
+    ):
         Path(todo.output).mkdir(parents=True)
         self.name, self.log, self.began = name, Path(todo.output, "log.txt"), time.time()
         self.ranks = []  # of each process: itself, the pipe to it, the pipe from it
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(processes):
-            env = environment(BENCH_WORK=todo.to_json(), BENCH_COUNT=str(counted))
+            env = environment(BENCH_WORK=todo.to_json(), BENCH_COUNT=str(counted), **extra)
             if processes > 1:
                 env |= {**meeting, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
                 env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "bench"}
             (inside, commands), (answers, outside) = os.pipe(), os.pipe()
             with open(self.log, "a") as log:
                 process = subprocess.Popen(
-                    [sys.executable, str(HERE / "peers.py"), name],
+                    [sys.executable, str(HERE / program), name],
                     env=env | {"BENCH_PIPES": f"{inside},{outside}"},
                     pass_fds=(inside, outside),
                     stdin=subprocess.DEVNULL,
@@ -305,17 +306,34 @@ def table(report: dict):
 
 def describe(report: dict) -> str:
     """The table in Markdown, and a sentence about the machine."""
+    return f"{markdown(table(report))}\n\n{about(report)}"
+
+
+def markdown(shown) -> str:
+    """A table of rich."""
     from rich.console import Console
 
     console = Console(width=250, file=io.StringIO())
-    console.print(table(report))
+    console.print(shown)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return "\n".join(filter(None, lines))
+
+
+def about(report: dict) -> str:
+    """A sentence about the machine."""
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return (
-        "\n".join(filter(None, lines)) + f"\n\n{report['device']}, one thread a process, "
-        f"load {report['load'][0]:.1f} before and {report['load'][1]:.1f} after; {versions}; "
-        f"{report['date']}."
+        f"{report['device']}, one thread a process, load {report['load'][0]:.1f} before and "
+        f"{report['load'][1]:.1f} after; {versions}; {report['date']}."
     )
+
+
+def write_readme(command: str, text: str) -> None:
+    """Replaces what stands between the marks of this command in README.md."""
+    readme, marks = HERE.parent / "README.md", (f"<!-- {command} -->", f"<!-- end of {command} -->")
+    before, rest = readme.read_text().split(marks[0])
+    after = rest.split(marks[1])[1]
+    readme.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}")
 
 
 def start_cells(report: dict, peer: str) -> list[str]:
@@ -427,10 +445,7 @@ def main() -> None:
     plot(report, asked.output / f"{asked.name}.png")
     print(f"{asked.output / asked.name}.json and .png")
     if asked.readme:
-        readme = HERE.parent / "README.md"
-        before, rest = readme.read_text().split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        readme.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+        write_readme("make bench", text)
 
 
 if __name__ == "__main__":

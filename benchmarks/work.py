@@ -39,8 +39,8 @@ SIZES = {
 }
 
 
-def flags(size: Size) -> list[str]:
-    """The same work as flags of a baked project's train.py."""
+def flags(size: Size, **changes) -> list[str]:
+    """The same work as flags of a baked project's train.py, with some of them changed."""
     settings = {
         "seed": SEED,
         "max_steps": 1_000_000,  # the benchmark ends the run
@@ -64,6 +64,7 @@ def flags(size: Size) -> list[str]:
         "task.num_layers": size.layers,
         "task.num_heads": size.heads,
     }
+    settings |= changes
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 

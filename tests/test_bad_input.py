@@ -183,7 +183,7 @@ CASES = {
     "exact with fewer micro-batches than processes": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--exact", "true"],
         "exact: 32 samples in micro-batches of 32 cannot be dealt to 2 processes; give a "
-        "micro_batch_size of 16 or 8 or 4, or start at most 1 processes",
+        "micro_batch_size of 16 or 8 or 4, or start at most 1",
     ),
     "exact with a micro-batch that does not divide the step": (
         ["--exact", "true", "--micro_batch_size", "5"],

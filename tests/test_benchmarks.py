@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import clock  # noqa: E402
 import compare  # noqa: E402
 import gpu  # noqa: E402
+import steps  # noqa: E402
 import work  # noqa: E402
 
 PLAIN, BAKED = compare.PLAIN, compare.BAKED
@@ -98,6 +99,37 @@ def test_what_the_counter_counts():
         if weight.grad.norm() > 0:
             torch.zeros((), device="cpu").item()
     assert counter.waits == 4
+
+
+def test_exact_is_measured_on_the_same_bytes(tmp_path):
+    short = ["--sizes", "small", "--processes", 1, 2, "--memory", "--rounds", 1, "--steps", 1]
+    report, printed = run("steps.py", tmp_path, *short, "--machines")
+    rows = report["tables"]["exact"]
+    assert [row["processes"] for row in rows] == ["1", "2"]
+    assert len({row["SHA-256"] for row in rows}) == 1
+    assert printed.count("| small ") == 2
+
+
+@pytest.mark.slow
+def test_shares_are_measured_on_the_same_bytes(tmp_path):
+    short = ["--sizes", "--memory", 1, "--machines", "1 : 2 : 4"]
+    short += ["--settled", 10, "--rounds", 1, "--steps", 1]
+    report, printed = run("steps.py", tmp_path, *short)
+    assert float(report["tables"]["memory"][0]["`exact` adds"]) > 0
+    exact = [row for row in report["tables"]["shares"] if row["`exact`"] == "true"]
+    assert [row["`device_shares`"] for row in exact] == ["equal", "auto", "list"]
+    assert len({row["SHA-256"] for row in exact}) == 1
+    for row in exact[1:]:
+        dealt = [*map(int, row["micro-batches"].split(" + "))]
+        assert sum(dealt) == steps.SIZES["sleep"].batch and len(dealt) == 3
+    assert printed.count("| 1 : 2 : 4 ") == 6
+
+
+def test_the_best_cut():
+    assert steps.best_cut(28, [4, 2, 1]) == (16, [4, 8, 16])
+    assert steps.best_cut(12, [1, 1, 2]) == (5, [5, 5, 2])
+    with pytest.raises(SystemExit, match="different weights"):
+        steps.one({"a", "b"})
 
 
 def test_the_formula_of_the_flops_counts_the_weights_of_the_model():

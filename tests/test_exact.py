@@ -220,11 +220,36 @@ def build_model(cfg, prepared, build=build_model):
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path, processes):
-    project = with_task(tiny, tmp_path, BATCH_NORM)
+# torch counts no new version of the buffers that this function changes.
+STATISTICS = """
+
+class Normed(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.poison_rank, self.fail_report = model, -1, False
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+        self.register_buffer("mask", torch.full((8,), float("nan")))
+
+    def forward(self, x):
+        normed = torch.nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+        return self.model(normed)
+
+
+def build_model(cfg, prepared, build=build_model):
+    return Normed(build(cfg, prepared))
+"""
+
+
+@pytest.mark.parametrize(
+    "code, processes, name",
+    [(BATCH_NORM, 1, "1.running_mean"), (BATCH_NORM, 2, "1.running_mean"),
+     (STATISTICS, 2, "mean")],
+)  # fmt: skip
+def test_a_model_that_changes_its_buffers_is_refused(tiny, tmp_path, code, processes, name):
+    project = with_task(tiny, tmp_path, code)
     printed = project.train(processes, *EXACT, "--output_dir", tmp_path / "run", codes=[2])
-    said = "train.py: exact: the model changes its buffer 1.num_batches_tracked while it trains"
+    said = f"train.py: exact: the model changes its buffer {name} while it trains"
     assert printed.count(said) == 1 and "Traceback" not in printed
 
 
@@ -286,7 +311,7 @@ def test_a_plan_covers_the_step_within_the_limit(batches):
         range(1, 49), (1, 2, 3, 5, 8, 50), range(1, 9)
     ):
         if samples < ranks:
-            with pytest.raises(ValueError, match=f"start at most {samples} processes"):
+            with pytest.raises(ValueError, match=f"start at most {samples}$"):
                 batches.plan_step(samples, largest, ranks)
             continue
         plan = batches.plan_step(samples, largest, ranks)

@@ -91,7 +91,7 @@ def test_the_cut_fits_the_device_and_uses_every_sample():
         assert plan.micro_batch_size <= 5
         assert plan.micro_batch_size * sum(plan.shares) == 24 and len({*plan.shares}) == 1
     assert batches.plan_step(24, 5, 5).shares == (5, 5, 5, 5, 4)
-    with pytest.raises(UserError, match="start at most 24 processes"):
+    with pytest.raises(UserError, match="start at most 24$"):
         batches.plan_step(24, 5, 25)
 
 

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader
 from training import contract
 from training.ranks import PendingSum, Ranks, UserError, catch
 from training.shutdown import ignore_signals
-
-if TYPE_CHECKING:  # it imports this module
-    from training.shares import ShareBalancer
 
 Batch = dict[str, torch.Tensor]
 
@@ -118,11 +115,11 @@ def plan_step(
     if not suitable:
         raise UserError(
             f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
-            f"least {ranks}, or start at most {samples} processes"
+            f"least {ranks}, or start at most {samples}"
         )
     if exact and largest not in suitable:
         near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        fewer = f", or start at most {samples // largest} processes"
+        fewer = f", or start at most {samples // largest}"
         raise UserError(
             f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
             f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
@@ -392,7 +389,7 @@ class StepReader:
         loader: DataLoader,
         ranks: Ranks,
         stop_requested: Callable,
-        balancer: "ShareBalancer | None" = None,
+        balancer: Any = None,
     ):
         self.loader, self.sampler, self.batches = loader, loader.batch_sampler, iter(loader)
         self.ranks, self.stop_requested, self.balancer = ranks, stop_requested, balancer

@@ -149,6 +149,7 @@ class StepGradients:
         self.accelerator, self.model, self.exact = accelerator, model, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.tree, self.stopwatch = TreeSum(), stopwatch
+        self.checking = True  # the first step
         if stopwatch and not exact and hasattr(model, "register_comm_hook"):
             model.register_comm_hook(stopwatch, reduce_and_stop)
 
@@ -175,13 +176,7 @@ class StepGradients:
         before = self.buffers()
         with self.accelerator.no_sync(self.model):
             yield
-        if changed := [name for name, each in self.buffers().items() if each != before.get(name)]:
-            name = changed[0].removeprefix("module.").removeprefix("model.")
-            raise UserError(
-                f"exact: the model changes its buffer {name} while it trains, so the result "
-                "depends on which process computes what; use GroupNorm or LayerNorm in place "
-                "of BatchNorm, or set exact to false"
-            )
+        self.check_buffers(before)
         # A weight without a gradient may have one on another process.
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.tree.add(number, grads)
@@ -190,12 +185,32 @@ class StepGradients:
         if self.stopwatch and number == self.plan.run()[-1]:
             self.stopwatch.stop()
 
-    def buffers(self) -> dict[str, tuple[int, int]]:
-        """Each buffer's identity and version, which counts the changes of its values."""
-        return {name: (id(each), each._version) for name, each in self.model.named_buffers()}
+    def buffers(self) -> dict[str, tuple]:
+        """Each buffer with its version, a counter of changes, and in the first step its values.
+
+        torch.nn.functional.batch_norm changes values without a new version.
+        """
+        named = self.model.named_buffers()
+        return {n: (b, b._version, b.clone() if self.checking else None) for n, b in named}
+
+    def check_buffers(self, before: dict[str, tuple]) -> None:
+        """Raises UserError if a micro-batch has changed a buffer, as BatchNorm does."""
+        for name, buffer in self.model.named_buffers():
+            old, version, values = before.get(name, (None, 0, None))
+            same = buffer is old and buffer._version == version
+            if same and self.checking:  # waits for the device
+                same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
+            if not same:
+                name = name.removeprefix("module.").removeprefix("model.")
+                raise UserError(
+                    f"exact: the model changes its buffer {name} while it trains, so the result "
+                    "depends on which process computes what; use GroupNorm or LayerNorm in place "
+                    "of BatchNorm, or set exact to false"
+                )
 
     def complete(self) -> None:
         """Brings the gradient of the whole step to the weights of each process."""
+        self.checking = False
         if self.exact:
             totals = total_over_ranks(self.tree, self.plan, self.parameters)
             for parameter, total in zip(self.parameters, totals, strict=True):

@@ -147,9 +147,9 @@ def separate_storages(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
         storage = values.untyped_storage().data_ptr()
         view = (values.data_ptr(), values.shape, values.stride())
         if first.get(storage, view) != view:
-            kept[name] = values.clone()
+            kept[name] = values.clone(memory_format=torch.contiguous_format)
         elif storage not in first or not values.numel():
-            kept[name] = values
+            kept[name] = values.contiguous()
         first.setdefault(storage, view)
     return kept
 
