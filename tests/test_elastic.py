@@ -269,8 +269,8 @@ def test_processes_whose_launchers_count_differently_meet(tiny):
     "nodes, hardware, expected",
     [
         ("2:4", "cpu_multi", ""),
-        ("2:5", "cpu_multi", "10 processes; give at least 10, or start at most 8 processes"),
-        ("5", "cpu_multi", "10 processes; give at least 10, or start at most 8 processes"),
+        ("2:5", "cpu_multi", "10 processes; give at least 10, or start at most 8"),
+        ("5", "cpu_multi", "10 processes; give at least 10, or start at most 8"),
         ("4:2", "cpu_multi", "PET_NNODES is 4:2; give the least and the largest number of mach"),
         ("2:x", "cpu_multi", "PET_NNODES is 2:x; give the least and the largest number of mach"),
         ("2:4", "cpu", "distributed_type NO starts one process alone, but PET_NNODES is 2:4"),
