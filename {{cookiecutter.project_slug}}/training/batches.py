@@ -51,7 +51,8 @@ class StepPlan:
 
     def positions(self, positions: list[int], number: int) -> list[int]:
         """Those of micro-batch `number`, of all the positions of a step."""
-        return positions[number * self.micro_batch_size :][: self.micro_batch_size]
+        first = number * self.micro_batch_size
+        return positions[first : first + self.micro_batch_size]
 
     def over(self, samples: int) -> "StepPlan":
         """The plan of an evaluation of so many samples: one long step, in the same proportions."""
@@ -134,7 +135,7 @@ def plan_step(
     even = not listed and samples % ranks == 0
     limit = min(times.values()) * (1 if even else 1.1)
     size = max(n for n in sizes if times[n] <= limit)
-    if device_shares == "auto" and not exact:
+    if device_shares == "auto" and ranks > 1 and not exact:
         size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
     shares = deal(samples // size, speeds, least=1)
     return StepPlan(samples, size, shares, int(os.environ.get("RANK", 0)))

@@ -102,7 +102,7 @@ def total_of_vectors(vectors: Tensors, plan: StepPlan, like: torch.Tensor) -> to
     for (first, count), values in zip(everywhere, received.split(part), strict=True):
         tree.add(first, [values], count)
     total = like.new_empty(part * ranks)
-    dist.all_gather_into_tensor(total, tree.total()[0])
+    dist.all_gather(list(total.split(part)), tree.total()[0])
     return total[:size]
 
 
