@@ -400,10 +400,7 @@ class StepReader:
 
     def fetch(self) -> None:
         """Fetches this process's micro-batches of the next step, and starts the exchange."""
-        if self.dealt:  # drops what worker processes have read ahead
-            self.sampler.plan = self.balancer.plan
-            self.batches = iter(self.loader)
-        window, problem = catch(lambda: [next(self.batches) for _ in self.sampler.plan.run()])
+        window, problem = catch(self.read_window)
         self.window = window or []
         self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
         counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
@@ -411,6 +408,13 @@ class StepReader:
         self.exchange = self.ranks.start_sum(
             *counts, self.stop_requested(), *times, problem=problem
         )
+
+    def read_window(self) -> list[tuple[Batch, tuple]]:
+        """This process's micro-batches of the next step."""
+        if self.dealt:  # drops what worker processes have read ahead
+            self.sampler.plan = self.balancer.plan
+            self.batches = iter(self.loader)
+        return [next(self.batches) for _ in self.sampler.plan.run()]
 
     def take(self) -> tuple[StepPlan, list[Batch], int, int]:
         """The next step: its plan, its micro-batches on this process, its number of loss terms, and
