@@ -385,7 +385,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
-    gradients = StepGradients(accelerator, model, cfg.exact, balancer and balancer.stopwatch)
+    gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
 
     # Resume.
     if checkpoint:
