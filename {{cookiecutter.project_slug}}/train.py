@@ -361,7 +361,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         model = contract.check_model(task.build_model(cfg.task, start.prepared))
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
-    model = weights.sync_batch_norms(model, accelerator)
+    model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
 
@@ -385,7 +385,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
-    gradients = StepGradients(accelerator, model, cfg.exact, balancer and balancer.stopwatch)
+    gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
 
     # Resume.
     if checkpoint:

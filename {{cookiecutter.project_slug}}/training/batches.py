@@ -51,7 +51,8 @@ class StepPlan:
 
     def positions(self, positions: list[int], number: int) -> list[int]:
         """Those of micro-batch `number`, of all the positions of a step."""
-        return positions[number * self.micro_batch_size :][: self.micro_batch_size]
+        first = number * self.micro_batch_size
+        return positions[first : first + self.micro_batch_size]
 
     def over(self, samples: int) -> "StepPlan":
         """The plan of an evaluation of so many samples: one long step, in the same proportions."""
@@ -134,7 +135,7 @@ def plan_step(
     even = not listed and samples % ranks == 0
     limit = min(times.values()) * (1 if even else 1.1)
     size = max(n for n in sizes if times[n] <= limit)
-    if device_shares == "auto" and not exact:
+    if device_shares == "auto" and ranks > 1 and not exact:
         size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
     shares = deal(samples // size, speeds, least=1)
     return StepPlan(samples, size, shares, int(os.environ.get("RANK", 0)))
@@ -399,10 +400,7 @@ class StepReader:
 
     def fetch(self) -> None:
         """Fetches this process's micro-batches of the next step, and starts the exchange."""
-        if self.dealt:  # drops what worker processes have read ahead
-            self.sampler.plan = self.balancer.plan
-            self.batches = iter(self.loader)
-        window, problem = catch(lambda: [next(self.batches) for _ in self.sampler.plan.run()])
+        window, problem = catch(self.read_window)
         self.window = window or []
         self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
         counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
@@ -410,6 +408,13 @@ class StepReader:
         self.exchange = self.ranks.start_sum(
             *counts, self.stop_requested(), *times, problem=problem
         )
+
+    def read_window(self) -> list[tuple[Batch, tuple]]:
+        """This process's micro-batches of the next step."""
+        if self.dealt:  # drops what worker processes have read ahead
+            self.sampler.plan = self.balancer.plan
+            self.batches = iter(self.loader)
+        return [next(self.batches) for _ in self.sampler.plan.run()]
 
     def take(self) -> tuple[StepPlan, list[Batch], int, int]:
         """The next step: its plan, its micro-batches on this process, its number of loss terms, and

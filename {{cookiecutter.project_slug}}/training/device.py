@@ -52,6 +52,8 @@ def make_accelerator(cfg: Any) -> Accelerator:
     check_device(accelerator)
     if cfg.exact and accelerator.mixed_precision == "fp8":
         raise ValueError("exact does not go with fp8, which keeps a history of scales; use bf16")
+    if cfg.exact and accelerator.device.type == "mps":
+        raise ValueError("exact adds in float64, which Apple's GPUs do not have; use cpu.yaml")
     if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # sums depend on the number of threads
         say("exact computes with one thread for each process; more processes use more cores")

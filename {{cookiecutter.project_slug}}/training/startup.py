@@ -31,6 +31,7 @@ from training import (
 )
 from training.batches import StepPlan
 from training.console import IS_MAIN, escaped, one_line
+from training.device import use_cpu
 from training.ranks import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
@@ -138,7 +139,8 @@ def versions() -> dict[str, str]:
     """What rounding depends on: versions of Python and libraries, and the kind of device."""
     numbers = {"python": platform.python_version()}
     numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    if torch.cuda.is_available():
+    # On a CPU there may be more processes than GPUs.
+    if torch.cuda.is_available() and not use_cpu():
         numbers["gpu"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from training.batches import StepPlan
 from training.ranks import Ranks, UserError
-from training.shares import Stopwatch
+from training.shares import ShareBalancer, Stopwatch
 
 Tensors = list[torch.Tensor]
 BUCKET = 8 << 20  # elements that are exchanged at once
@@ -144,16 +144,19 @@ class StepGradients:
     def __init__(
         self,
         accelerator: Accelerator,
+        ranks: Ranks,
         model: torch.nn.Module,
         exact: bool,
-        stopwatch: Stopwatch | None = None,
+        balancer: ShareBalancer | None = None,
     ):
-        self.accelerator, self.model, self.exact = accelerator, model, exact
+        self.accelerator, self.ranks, self.model, self.exact = accelerator, ranks, model, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.tree, self.stopwatch = TreeSum(), stopwatch
+        self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
+        self.tree, self.stopwatch = TreeSum(), balancer.stopwatch if balancer else None
+        self.problem: UserError | None = None
         self.checking = True  # the first step
-        if stopwatch and not exact and hasattr(model, "register_comm_hook"):
-            model.register_comm_hook(stopwatch, reduce_and_stop)
+        if balancer and not exact and hasattr(model, "register_comm_hook"):
+            model.register_comm_hook(balancer.stopwatch, reduce_and_stop)
 
     def start(self, plan: StepPlan, terms: int) -> float:
         """Begins a step with so many loss terms; gives the factor of its losses.
@@ -179,10 +182,11 @@ class StepGradients:
         with self.accelerator.no_sync(self.model):
             yield
         self.check_buffers(before)
-        # A weight without a gradient may have one on another process.
+        # A weight without a gradient may have one in another micro-batch.
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         self.tree.add(number, grads)
-        for parameter in self.parameters:
+        for i, parameter in enumerate(self.parameters):
+            self.used[i] += parameter.grad is not None
             parameter.grad = None
         if self.stopwatch and number == self.plan.run()[-1]:
             self.stopwatch.stop()
@@ -196,27 +200,32 @@ class StepGradients:
         return {n: (b, b._version, b.clone() if self.checking else None) for n, b in named}
 
     def check_buffers(self, before: dict[str, tuple]) -> None:
-        """Raises UserError if a micro-batch has changed a buffer, as BatchNorm does."""
+        """Finds a problem if a micro-batch has changed a buffer, as BatchNorm does."""
         for name, buffer in self.model.named_buffers():
             old, version, values = before.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
             if same and self.checking:  # waits for the device
                 same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
-            if not same:
+            if not same and not self.problem:
                 name = name.removeprefix("module.").removeprefix("model.")
-                raise UserError(
+                self.problem = UserError(
                     f"exact: the model changes its buffer {name} while it trains, so the result "
                     "depends on which process computes what; use GroupNorm or LayerNorm in place "
                     "of BatchNorm, or set exact to false"
                 )
 
     def complete(self) -> None:
-        """Brings the gradient of the whole step to the weights of each process."""
+        """Brings the gradient of the whole step to the weights of each process.
+
+        A weight that no micro-batch uses gets none. If a process has a problem, all raise it.
+        """
         self.checking = False
         if self.exact:
+            used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
             totals = total_over_ranks(self.tree, self.plan, self.parameters)
-            for parameter, total in zip(self.parameters, totals, strict=True):
-                parameter.grad = total
+            for parameter, total, count in zip(self.parameters, totals, used, strict=True):
+                parameter.grad = total if count else None
+            self.used = [0] * len(self.parameters)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the gradient down to this norm; 0: never. Gives its norm before that.
@@ -247,6 +256,8 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
     The squares of each row are added in float64, then the rows in their order. Sharding cuts along
     the first dimension, so the norm does not depend on who holds which rows.
     """
+    if not grads:
+        return torch.zeros(())
     rows = []
     for grad in grads:
         values = torch.view_as_real(grad) if grad.is_complex() else grad

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from training import checkpoints
+from training.batches import StepPlan
 from training.console import say
 from training.device import PROCESSES
 from training.ranks import Ranks, UserError, as_user_error
@@ -54,11 +55,14 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
     )
 
 
-def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
+def sync_batch_norms(
+    model: torch.nn.Module, accelerator, plan: StepPlan, device_shares: str | list[float]
+) -> torch.nn.Module:
     """Warns about BatchNorm, and converts it to SyncBatchNorm on several GPUs.
 
     BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.
-    With GroupNorm and LayerNorm it does not.
+    With GroupNorm and LayerNorm it does not. SyncBatchNorm waits for all GPUs in each micro-batch.
+    Raises UserError if their shares are not equal: some would wait for ever.
     """
     kinds = torch.nn.modules.batchnorm._BatchNorm
     if not any(isinstance(module, kinds) for module in model.modules()):
@@ -67,6 +71,12 @@ def sync_batch_norms(model: torch.nn.Module, accelerator) -> torch.nn.Module:
         "warning: the model has BatchNorm, so its result depends on how a step is split; see README"
     )
     if PROCESSES > 1 and accelerator.device.type == "cuda":
+        if device_shares == "auto" or len({*plan.shares}) > 1:
+            raise UserError(
+                "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
+                f"micro-batch: give a global_batch_size that {PROCESSES} divides and device_shares "
+                "equal, or use GroupNorm or LayerNorm"
+            )
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model
 
