@@ -151,8 +151,8 @@ def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
     project = with_task(tiny, tmp_path, ODD)
     whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
     sums = project.path / "training" / "sums.py"
-    assert "\nBUCKET = 8 << 20" in sums.read_text()
-    sums.write_text(sums.read_text().replace("\nBUCKET = 8 << 20", "\nBUCKET = 40"))
+    assert "\nBUCKET = 2 << 20" in sums.read_text()
+    sums.write_text(sums.read_text().replace("\nBUCKET = 2 << 20", "\nBUCKET = 40"))
     check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
     last = max((whole[0] / "checkpoints").glob("step-*"))
     # As without exact: the optimizer skips it, and does not decay it.

@@ -25,7 +25,7 @@ from training.ranks import Ranks, UserError
 from training.shares import ShareBalancer, Stopwatch
 
 Tensors = list[torch.Tensor]
-BUCKET = 8 << 20  # elements that are exchanged at once
+BUCKET = 2 << 20  # elements that are exchanged at once
 # torch 2.13 has renamed it, and warns of the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -80,32 +80,56 @@ def total_over_ranks(tree: TreeSum, plan: StepPlan, like: Tensors) -> Tensors:
         return tree.total()
     totals = tree.nodes[0][2] if tree.nodes else [torch.empty_like(each) for each in like]
     targets, nodes = flat_parts(totals), [flat_parts(sums) for _, _, sums in tree.nodes]
-    for bucket in buckets(targets):
-        vectors = [torch.cat([parts[i] for i in bucket]) for parts in nodes]
-        places = [targets[i] for i in bucket]
-        like = vectors[0] if vectors else torch.cat(places)
-        total = total_of_vectors(vectors, plan, like)
-        torch._foreach_copy_(places, total.split([len(place) for place in places]))
+    # While one bucket is added, the next is on its way to the ranks, and the last on its way back.
+    sent = added = None
+    for bucket in (*buckets(targets), None, None):
+        sending = Exchange(targets, nodes, bucket, plan) if bucket else None
+        if sent:
+            sent.add()
+        if added:
+            added.copy_back()
+        sent, added = sending, sent
     tree.nodes = []
     return totals
 
 
-def total_of_vectors(vectors: Tensors, plan: StepPlan, like: torch.Tensor) -> torch.Tensor:
-    """`total_over_ranks` of vectors, one for each node of this rank; `like` has their shape."""
-    ranks, size = len(plan.shares), len(like)
-    part = -(-size // ranks)  # of a vector, for each rank
-    nodes = [nodes_of(plan.run(rank)) for rank in range(ranks)]
-    padded = [torch.nn.functional.pad(each, (0, part * ranks - size)) for each in vectors]
-    sent = torch.stack([each.view(ranks, part) for each in padded], 1) if vectors else like[:0]
-    received = like.new_empty(part * sum(map(len, nodes)))
-    sizes = [part * len(each) for each in nodes]
-    dist.all_to_all_single(received, sent.flatten(), sizes, [part * len(vectors)] * ranks)
-    tree, everywhere = TreeSum(), [node for each in nodes for node in each]
-    for (first, count), values in zip(everywhere, received.split(part), strict=True):
-        tree.add(first, [values], count)
-    total = like.new_empty(part * ranks)
-    all_gather(total, tree.total()[0])
-    return total[:size]
+class Exchange:
+    """Adds one bucket of the vectors of all ranks, of which each has one vector for each node."""
+
+    def __init__(self, targets: Tensors, nodes: list[Tensors], bucket: list[int], plan: StepPlan):
+        ranks = len(plan.shares)
+        self.places = [targets[i] for i in bucket]
+        size = sum(map(len, self.places))
+        part = -(-size // ranks)  # of a vector, for each rank
+        vectors = [self.places[0].new_empty(part * ranks) for _ in nodes or [targets]]
+        for vector, parts in zip(vectors, nodes, strict=False):
+            torch.cat([parts[i] for i in bucket], out=vector[:size])
+            vector[size:] = 0
+        self.total = vectors[0]
+        everywhere = [nodes_of(plan.run(rank)) for rank in range(ranks)]
+        self.nodes = [node for each in everywhere for node in each]
+        sizes = [part * len(each) for each in everywhere]
+        self.sent = self.total if nodes else self.total[:0]
+        if len(nodes) > 1:
+            self.sent = torch.stack([each.view(ranks, part) for each in vectors], 1).flatten()
+        self.received = self.total.new_empty(sum(sizes))
+        self.work = dist.all_to_all_single(
+            self.received, self.sent, sizes, [part * len(nodes)] * ranks, async_op=True
+        )
+
+    def add(self) -> None:
+        """Adds this rank's part of the vectors, and sends it to the others."""
+        self.work.wait()
+        tree, part = TreeSum(), len(self.total) // dist.get_world_size()
+        for (first, size), values in zip(self.nodes, self.received.split(part), strict=True):
+            tree.add(first, [values], size)
+        self.work = all_gather(self.total, tree.total()[0], async_op=True)
+
+    def copy_back(self) -> None:
+        """Copies the total into its places."""
+        self.work.wait()
+        sizes = [len(place) for place in self.places]
+        torch._foreach_copy_(self.places, self.total[: sum(sizes)].split(sizes))
 
 
 def flat_parts(tensors: Tensors) -> Tensors:
