@@ -2,17 +2,19 @@
 
     python launch.py --config_file configs/accelerate/cpu.yaml train.py --learning_rate 1e-3
 
-It takes the arguments of `accelerate launch`, and does four things more:
+It takes the arguments of `accelerate launch`, and does five things more:
 - One plain process checks recipe, flags, YAML, data and run folder, so that a mistake is one line.
 - It forwards signals to the training processes, which save and stop.
 - It hides the launcher's report, dozens of lines for a Ctrl-C, unless it alone knows the reason.
 - It exits with the code of the training processes, where accelerate and torchelastic exit with 1.
+- Under --max_restarts it ends after exit code 2, where torchelastic would start again.
 
 Exit codes: 0 finished; 2 the input is wrong, do not retry; 75 stopped on request, and anything else
 a crash: the same command continues.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -46,17 +48,22 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     sys.exit(f"launch.py: name a program, such as train.py\n{__doc__.splitlines()[2].strip()}")
 
 
+def read_options(launcher: list[str]) -> argparse.Namespace:
+    """The launcher's options that matter here; None for those that are not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file", default="")
+    for name in ("num_processes", "num_machines", "main_process_ip", "max_restarts"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    return parser.parse_known_args(launcher)[0]
+
+
 def run_check(launcher: list[str], program: list[str], signals: list[int], env: dict) -> int:
     """Runs the program with --check; its exit code, or STOPPED after a signal.
 
     The numbers of processes and machines, and the address of machine 0, are passed on, since the
     launcher is not there to do it.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file", default="")
-    for name in ("num_processes", "num_machines", "main_process_ip"):
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
-    known, _ = parser.parse_known_args(launcher)
+    known = read_options(launcher)
     command = [sys.executable, *program]
     given = [word.partition("=")[0] for word in program]
     command += ["--check"] if "--check" not in given else []
@@ -78,6 +85,11 @@ def run_check(launcher: list[str], program: list[str], signals: list[int], env: 
     return STOPPED if signals else check.returncode
 
 
+def read_code(file: Path) -> str:
+    """The exit code that train.py has written; "" if it was killed, or the disk is full."""
+    return file.read_text() if file.exists() else ""
+
+
 def find_training_processes(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
     """The processes that the launcher has started with the program."""
     try:
@@ -90,15 +102,17 @@ def find_training_processes(launcher: subprocess.Popen, program: list[str]) -> l
 def request_stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> None:
     """Asks the training processes to save and stop.
 
-    torchelastic runs several of them, and forwards the signal. A single one gets the signal itself:
-    accelerate would die of it and leave the process behind.
+    torchelastic runs several of them, and forwards the signal; they may have ended, and be about to
+    be restarted. A single one gets the signal itself: accelerate would die of it and leave the
+    process behind.
     """
-    try:
-        single = [process for process in training if "LOCAL_RANK" not in process.environ()]
-        for target in single or [launcher]:
+    single = []
+    for process in training:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            single += [process] if "LOCAL_RANK" not in process.environ() else []
+    for target in single or [launcher]:
+        with contextlib.suppress(psutil.Error):
             target.send_signal(signal.SIGTERM)
-    except psutil.Error:  # the process has just ended
-        pass
 
 
 def main() -> int:
@@ -114,6 +128,8 @@ def main() -> int:
             # torchelastic must not forward SIGINT: training processes ignore it until they can
             # save, as the launcher does.
             "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
+            # With the c10d rendezvous, launchers that restart would disagree about a shared store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **os.environ,
             # Checkpoints that the check has verified.
             "VERIFIED_FILE": str(Path(folder, "verified")),
@@ -134,15 +150,18 @@ def main() -> int:
             run.wait()
             return code
         os.write(go, b"1")
-        training, stopping = [], False
+        training, stopping, refused = [], False, False
+        restarts = read_options(launcher).max_restarts
         while run.poll() is None:
             training = find_training_processes(run, program) or training
-            if signals and training and not stopping:
+            # torchelastic would restart the processes after an error that will come again.
+            refused = refused or (restarts and read_code(exit_code_file) == "2")
+            if (signals or refused) and training and not stopping:
                 request_stop(run, training)
                 stopping = True
             time.sleep(0.2)
         psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
-        code = exit_code_file.read_text() if exit_code_file.exists() else ""  # "": the disk is full
+        code = "2" if refused else read_code(exit_code_file)
         report = report_file.read_text(errors="replace") if report_file.exists() else ""
         if code not in ("0", "2", str(STOPPED)) and not signals:
             sys.stderr.write(describe_kills(report) or ("" if code else report))

@@ -40,6 +40,22 @@ def launcher_number(name: str, otherwise: int) -> int:
     return int(text)
 
 
+def most_machines() -> int:
+    """The largest number of machines of an elastic run; 1 for other runs.
+
+    torchelastic takes the range from PET_NNODES, such as 2:4; accelerate has no option for it.
+    """
+    text = os.environ.get("PET_NNODES", "1")
+    least, _, most = text.rpartition(":")
+    numbers = [least or most, most]
+    if not all(re.fullmatch("[1-9][0-9]{0,5}", n) for n in numbers) or int(numbers[0]) > int(most):
+        raise ValueError(
+            f"PET_NNODES is {one_line(text, 60)}; give the least and the largest number of "
+            "machines, such as 2:4"
+        )
+    return int(most)
+
+
 def without_gpu() -> str:
     """What to do where torch sees no GPU, and why it sees none."""
     version = f"torch {torch.__version__}"
@@ -101,7 +117,7 @@ def check_sharding(kind: str, field: str) -> None:
 
 
 def count_processes(path: Path, whole_models: str = "") -> int:
-    """The number of processes, on all machines, that accelerate starts for this YAML.
+    """The largest number of processes, on all machines, that accelerate starts for this YAML.
 
     Raises ValueError if accelerate would refuse or misread the file, or if this machine lacks GPUs,
     or if it shards models; `whole_models` names a field that does not allow that, if one is set.
@@ -177,6 +193,12 @@ def count_processes(path: Path, whole_models: str = "") -> int:
             f"{path}: distributed_type {kind} starts only one process, but num_processes is "
             f"{processes}; see cpu_multi.yaml and multi_gpu.yaml"
         )
+    most = most_machines() if machines == 1 else 1
+    if kind == "NO" and most > 1:
+        raise ValueError(
+            f"{path}: distributed_type NO starts one process alone, but PET_NNODES is "
+            f"{os.environ['PET_NNODES']}; see cpu_multi.yaml and multi_gpu.yaml"
+        )
     if hardware.use_cpu and kind != "NO":
         raise ValueError(
             f"{path}: use_cpu does not go with distributed_type {kind}; for several processes on "
@@ -197,7 +219,7 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         if on_cpu:
             if precision == "fp16":
                 raise ValueError("mixed_precision fp16 needs a GPU; write 'no'")
-            return processes
+            return processes * most
         if gpus < here:
             raise ValueError(
                 f"it needs {here} GPU{'s' * (here > 1)} on this machine, which has {gpus}; "
@@ -206,4 +228,4 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         check_gpus(precision, f"{'single' if kind == 'NO' else 'multi'}_gpu_fp16.yaml")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return processes
+    return processes * most

@@ -206,13 +206,29 @@ class PendingSum:
 def restart_store() -> dict:
     """Arguments of PartialState after torchelastic restarted the processes (`--max_restarts`).
 
-    Its store still holds the addresses of the processes that died. The new ones write theirs under
-    another prefix.
+    Where its launcher keeps the store, as with the static rendezvous, that still holds the
+    addresses of the processes that died. The new ones write theirs under another prefix. Elsewhere
+    process 0 creates a new store.
+
+    Raises UserError where several launchers share a store through c10d: after a restart they
+    disagree about its address, and have counted different numbers of restarts.
     """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0":
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    alone = os.environ["GROUP_WORLD_SIZE"] == "1" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
+    if alone and restarts == "0":
         return {}
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    # Static launchers keep their own entries in this store; those of c10d lie in another one.
+    entry = f"{os.environ['TORCHELASTIC_RUN_ID']}/torchelastic/role_info/0"
+    if not alone and not store.check([entry]):
+        raise UserError(
+            "with the c10d rendezvous, several launchers and --max_restarts, first export "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; launch.py does it by itself"
+        )
+    if restarts == "0":
+        return {}
     store = dist.PrefixStore(f"restart-{restarts}", store)
     return {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}

@@ -17,7 +17,8 @@ from pathlib import Path
 UMASK = os.umask(0o022)  # it can only be read by setting it
 os.umask(UMASK)
 # Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is ten
-# times that, since a network disk takes a while to notice that a process has died.
+# times that, since a network disk takes a while to notice that a process has died. In a run that
+# goes on without a lost machine it is 30 times that: NFS keeps the locks of one for 90 seconds.
 LOCK_WAIT = 40
 REMOVED = "the run folder was removed while the run was writing to it"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -148,8 +149,9 @@ class RunLock:
         os.register_at_fork(after_in_child=self.file.close)  # workers must not hold the lock
 
     def acquire(self) -> None:
-        waited = 0
-        while waited < LOCK_WAIT * (1 if self.holder()["host"] == socket.gethostname() else 10):
+        waited, here = 0, socket.gethostname()
+        elsewhere = 10 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" else 30
+        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else elsewhere):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.is_intact():

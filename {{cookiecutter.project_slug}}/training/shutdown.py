@@ -102,6 +102,7 @@ def run(main, prepare) -> None:
     to status.json of the run, unless that file belongs to another run.
     """
     protect_output()
+    write_exit_code("")  # torchelastic may have restarted this process: that of the last is over
     stop, start, ranks = StopRequest(), None, None
     try:
         raise_open_files_limit()
@@ -168,7 +169,7 @@ def raise_open_files_limit() -> None:
         raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
 
 
-def write_exit_code(code: int) -> None:
+def write_exit_code(code: int | str) -> None:
     """Writes the exit code for launch.py on this machine; accelerate turns each one into 1."""
     if os.environ.get("LOCAL_RANK", "0") == "0" and "EXIT_CODE_FILE" in os.environ:
         catch(Path(os.environ["EXIT_CODE_FILE"]).write_text, str(code))

@@ -26,6 +26,8 @@ from training.shares import ShareBalancer, Stopwatch
 
 Tensors = list[torch.Tensor]
 BUCKET = 8 << 20  # elements that are exchanged at once
+# torch 2.13 has renamed it, and warns of the old name.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TreeSum:
@@ -102,7 +104,7 @@ def total_of_vectors(vectors: Tensors, plan: StepPlan, like: torch.Tensor) -> to
     for (first, count), values in zip(everywhere, received.split(part), strict=True):
         tree.add(first, [values], count)
     total = like.new_empty(part * ranks)
-    dist.all_gather(list(total.split(part)), tree.total()[0])
+    all_gather(total, tree.total()[0])
     return total[:size]
 
 

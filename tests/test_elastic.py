@@ -1,0 +1,302 @@
+"""Machines that come and go during a run: torchelastic's c10d rendezvous, a launcher for each.
+
+Every launcher here plays a machine with one process. The rendezvous lies in the process of the
+tests, as it would on a machine that stays.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import signal
+import socket
+import subprocess
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from conftest import latest, lines, load_task, status, wait_until
+
+# Steps of 0.1 s with four processes, without an end in sight.
+FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]
+FLAGS += ["--micro_batch_size", 1, "--task.dropout", 0.2, "--task.row_seconds", 0.05]
+# Machines that are gone, and those that are late, are given up after so many seconds.
+SOON = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=3"
+
+
+class Machines:
+    """The launchers of a run, each with one process, and the folder of the run."""
+
+    def __init__(self, project, output, count, *flags):
+        self.project, self.output, self.flags = project, output, [*flags, "--output_dir", output]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.endpoint = probe.getsockname()
+        self.rendezvous = dist.TCPStore(*self.endpoint, is_master=True, wait_for_workers=False)
+        self.count, self.launchers = count, []
+
+    def start(self, number):
+        """Starts so many more."""
+        launcher = "launch.py --num_processes 1 --rdzv_backend c10d --max_restarts 20 --rdzv_conf "
+        env = {"PET_NNODES": self.count, "PET_RDZV_ID": "test"}
+        env["PET_RDZV_ENDPOINT"] = "{}:{}".format(*self.endpoint)
+        for _ in range(number):
+            run = self.project.launch(launcher + SOON, "cpu_multi", *self.flags, **env)
+            self.launchers.append(run)
+
+    def saved(self, processes, after=0):
+        """Whether so many processes have saved a step after that one."""
+        found = [json.loads(f.read_text()) for f in self.output.glob("checkpoints/step-*/man*")]
+        newest = max(found, key=lambda each: each["step"], default={"step": 0})
+        return newest["step"] > after and newest["processes"] == processes
+
+    def wait(self, condition):
+        """Waits until this is so, while the newest launcher lives."""
+        wait_until(condition, self.launchers[-1], seconds=180)
+
+    def last_step(self):
+        return max(line["step"] for line in lines(self.output, "loss"))
+
+    def processes(self, machine):
+        """The launcher of a machine, and all that it has started."""
+        launcher = psutil.Process(self.launchers[machine].pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def kill(self, machine, workers_only=False):
+        """kill -9 of a machine, or only of its training process."""
+        for process in self.processes(machine):
+            if not workers_only or "TORCHELASTIC_RUN_ID" in process.environ():
+                process.kill()
+
+    def end(self):
+        """Waits for the launchers that are left; their exit codes, and what all have printed."""
+        printed = [run.communicate(timeout=120)[0] for run in self.launchers]
+        return [run.returncode for run in self.launchers], "".join(printed)
+
+    def clean(self):
+        for machine, run in enumerate(self.launchers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.kill(machine)
+            run.communicate()
+
+
+@pytest.fixture
+def machines(tiny, tmp_path):
+    made = []
+
+    def make(count, *flags, project=tiny):
+        made.append(Machines(project, tmp_path / f"run{len(made)}", count, *flags))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.clean()
+
+
+def newest(output):
+    return max(output.glob("checkpoints/step-*"))
+
+
+def digests(checkpoint):
+    names = ("model.safetensors", "optimizer.bin")
+    return [hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in names]
+
+
+def check_as_undisturbed(tiny, output, *flags):
+    """The samples and the losses of each step, and with exact the bytes, are those of one run."""
+    checkpoint, unbroken = newest(output), output.with_name("unbroken")
+    flags = [*flags, "--max_steps", int(checkpoint.name[5:]), "--task.row_seconds", 0]
+    tiny.train(1, *flags, "--output_dir", unbroken)
+    found = {line["step"]: line for line in lines(output, "loss")}
+    rounding = 0 if "--exact" in flags else 1e-5
+    for line in lines(unbroken, "loss"):
+        assert line["batch_hash"] == found[line["step"]]["batch_hash"]
+        assert line["loss"] == pytest.approx(found[line["step"]]["loss"], rel=rounding, abs=0)
+    if "--exact" in flags:
+        assert digests(checkpoint) == digests(newest(unbroken))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [True, False])
+def test_of_four_machines_one_is_lost_and_comes_back(tiny, machines, exact):
+    flags = [*FLAGS, *(["--exact", "true"] if exact else [])]
+    four = machines("2:4", *flags)
+    four.start(4)
+    four.wait(lambda: four.saved(4))
+    four.kill(0)
+    lost = four.last_step()
+    four.wait(lambda: four.saved(3, after=lost))
+    four.start(1)
+    four.wait(lambda: four.saved(4, after=lost))
+    for run in four.launchers[1:]:
+        run.send_signal(signal.SIGTERM)
+    codes, printed = four.end()
+    assert codes == [-signal.SIGKILL, 75, 75, 75, 75], printed
+    assert "Traceback" not in printed
+    # To let the fourth in, the others were stopped after a step, and continued from it.
+    stopped = [int(n) for n in re.findall(r"stopped after step (\d+);", printed)][:-1]
+    assert any(step > lost for step in stopped)
+    for step in stopped:
+        assert f"continuing from {four.output}/checkpoints/step-{step:08d}" in printed
+    check_as_undisturbed(tiny, four.output, *flags)
+
+
+@pytest.mark.slow
+def test_processes_that_die_and_a_machine_that_leaves(tiny, machines):
+    """Each launcher has counted another number of restarts; so has the one that comes last."""
+    flags = [*FLAGS, "--exact", "true"]
+    two = machines("1:2", *flags)
+    two.start(2)
+    two.wait(lambda: two.saved(2))
+    for machine in (0, 1):
+        two.kill(machine, workers_only=True)
+        before = two.last_step()
+        two.wait(lambda before=before: two.saved(2, after=before))
+    two.launchers[1].send_signal(signal.SIGTERM)  # as the owner of a spot machine does
+    two.launchers[1].wait(timeout=60)
+    before = two.last_step()
+    assert int(newest(two.output).name[5:]) == before
+    two.launchers.append(two.launchers.pop(0))
+    two.wait(lambda: two.saved(1, after=before))
+    two.start(1)
+    two.wait(lambda: two.saved(2, after=before))
+    two.launchers[1].send_signal(signal.SIGTERM)
+    two.launchers[2].send_signal(signal.SIGTERM)
+    codes, printed = two.end()
+    assert codes == [75, 75, 75] and "Traceback" not in printed, printed
+    check_as_undisturbed(tiny, two.output, *flags)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_while_saving(tiny, machines, tmp_path):
+    project = type(tiny)(tmp_path / "project")
+    tiny.run("cp", "-r", tiny.path, project.path)
+    file = project.path / "training" / "checkpoints.py"
+    slow = "import time\n\n\ndef hash_files(*a): time.sleep(1); return fast(*a)\n\n\ndef fast("
+    file.write_text(file.read_text().replace("def hash_files(", slow))
+    flags = [*latest([*FLAGS, "--max_steps", 20, "--exact", "true"])]
+    two = machines("2:2", *flags, project=project)
+    two.start(2)
+    for step, machine in ((10, 0), (15, 1)):
+        partial = two.output / "checkpoints" / f".step-{step:08d}.partial"
+        two.wait(partial.exists)
+        two.kill(machine, workers_only=True)
+        assert newest(two.output).name == f"step-{step - 5:08d}"
+        two.wait(lambda step=step: two.saved(2, after=step - 1))
+    codes, printed = two.end()
+    assert codes == [0, 0] and status(two.output)["state"] == "finished", printed
+    check_as_undisturbed(tiny, two.output, *flags)
+
+
+@pytest.mark.slow
+def test_without_the_rendezvous_all_save_and_stop(tiny, machines):
+    two = machines("1:2", *FLAGS)
+    two.start(2)
+    two.wait(lambda: two.saved(2))
+    del two.rendezvous
+    codes, printed = two.end()
+    assert codes == [75, 75], printed
+    assert int(newest(two.output).name[5:]) == two.last_step()
+    assert status(two.output)["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_launch_py_does_not_restart_what_the_user_must_correct(tiny, tmp_path):
+    poison = ["--task.poisoned", 1, "--task.samples", 2, "--max_skipped_steps", 2]
+    flags = [*poison, "--output_dir", tmp_path / "run"]
+    run = tiny.launch("launch.py --max_restarts 5", "cpu_multi", *flags)
+    printed = run.communicate(timeout=120)[0]
+    assert run.returncode == 2 and printed.count("train.py: ") == 1, printed
+
+
+ELASTIC = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "id"}
+ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
+
+
+def test_where_restarted_processes_meet(monkeypatch):
+    """In a new store; or, where the launcher keeps its store, under another prefix in that."""
+    ranks = load_task("training.ranks")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in (ELASTIC | {"MASTER_PORT": str(store.port)}).items():
+        monkeypatch.setenv(name, value)
+
+    def found(shared, restarts, machines):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
+        place = ranks.restart_store().get("store")
+        if place is None:
+            return ""
+        place.set("mine", "")
+        (prefix,) = [p for p in ("restart-1", "restart-2") if store.check([f"{p}/mine"])]
+        store.delete_key(f"{prefix}/mine")
+        return prefix
+
+    # c10d on one machine; its store is not the launcher's own.
+    assert found(True, 0, 1) == "" and found(True, 2, 1) == "restart-2"
+    # c10d on several machines, as launch.py sets it up.
+    assert found(False, 0, 2) == "" and found(False, 2, 2) == ""
+    # c10d on several machines with a shared store.
+    for restarts in (0, 2):
+        with pytest.raises(ranks.UserError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+            found(True, restarts, 2)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert found(True, 0, 2) == ""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    # The static rendezvous, whose launchers leave this in the store.
+    store.set("id/torchelastic/role_info/0", "")
+    assert found(True, 0, 2) == "" and found(True, 1, 2) == "restart-1"
+
+
+def test_processes_whose_launchers_count_differently_meet(tiny):
+    """One has restarted its process twice, the other machine has just come."""
+    meet = (
+        "import os; from training.ranks import Ranks; print(Ranks(30).gather(os.environ['RANK']))"
+    )
+    settings = ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    runs = []
+    for rank, env in enumerate(tiny.envs(2)):
+        env |= {**settings, "MASTER_PORT": env["MASTER_PORT"], "RANK": str(rank)}
+        env["TORCHELASTIC_RESTART_COUNT"] = str(2 * rank)
+        command = ["python", "-u", "-c", meet]
+        pipe = {"stdout": subprocess.PIPE, "text": True, "cwd": tiny.path}
+        runs.append(subprocess.Popen(command, env=env, **pipe))
+    assert [run.communicate(timeout=60)[0] for run in runs] == ["['0', '1']\n"] * 2
+
+
+@pytest.mark.parametrize(
+    "nodes, hardware, expected",
+    [
+        ("2:4", "cpu_multi", ""),
+        ("2:5", "cpu_multi", "10 processes; give at least 10, or start at most 8"),
+        ("5", "cpu_multi", "10 processes; give at least 10, or start at most 8"),
+        ("4:2", "cpu_multi", "PET_NNODES is 4:2; give the least and the largest number of mach"),
+        ("2:x", "cpu_multi", "PET_NNODES is 2:x; give the least and the largest number of mach"),
+        ("2:4", "cpu", "distributed_type NO starts one process alone, but PET_NNODES is 2:4"),
+    ],
+)
+def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, hardware, expected):
+    """So that a machine too many does not come, and end the run of the others."""
+    flags = ["--config_file", f"configs/accelerate/{hardware}.yaml", "--output_dir", tmp_path]
+    flags += ["--check", "--micro_batch_size", 1, "--exact", "true"]
+    before = f"import os; os.environ['PET_NNODES'] = '{nodes}'"
+    printed = quick(*flags, codes=[2 if expected else 0], before=before)
+    assert (expected or "checked: ") in printed and printed.count("\n") == 1
+
+
+def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):
+    """A network disk lets go of it late. Only here it is a lock of this machine."""
+    run_folder = load_task("training.run_folder")
+    held = run_folder.RunLock(tmp_path / "run")
+    gone = {"pid": 1, "host": "gone", "since": "?"}
+    held.path.write_text(json.dumps(gone))
+    monkeypatch.setattr(run_folder, "LOCK_WAIT", 1)
+    slept = []
+    monkeypatch.setattr(run_folder.time, "sleep", slept.append)
+    for restarts, tenths in (("0", 10), ("3", 30)):
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+        with pytest.raises(ValueError, match="is in use by process 1 on gone"):
+            run_folder.RunLock(tmp_path / "run")
+        assert slept == [0.1] * tenths
+        slept.clear()
