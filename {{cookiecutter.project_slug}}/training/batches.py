@@ -74,8 +74,11 @@ def deal(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]
     Each goes to the rank that would complete it first, of several to the lowest. Each rank gets
     `least`. No other way to deal whole micro-batches takes less time.
     """
-    shares = [least] * len(speeds)
-    queue = [((least + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    # In an even cut each rank has its fraction; whole ones of that are safe to begin with.
+    shares = [int(count * speed / sum(speeds)) - 1 for speed in speeds]
+    if min(shares) < least:
+        shares = [least] * len(speeds)
+    queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(queue)
     for _ in range(count - sum(shares)):
         _, rank = queue[0]

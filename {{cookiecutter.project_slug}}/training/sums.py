@@ -304,6 +304,7 @@ class EvaluationSums:
 
     def add(self, number: int, sums: dict[str, torch.Tensor]) -> None:
         """Adds the sums of batch `number`; one past this rank's run only shows the shapes."""
+        sums = dict(sorted(sums.items()))
         layout = {name: tuple(value.shape) for name, value in sums.items()}
         if layout not in self.layouts:
             self.layouts.append(layout)
@@ -319,7 +320,7 @@ class EvaluationSums:
         """
         first, *others = (each for layouts in ranks.gather(self.layouts) for each in layouts)
         for other in others:
-            if list(other.items()) != list(first.items()):
+            if other != first:
                 raise UserError(
                     f"task.eval_sums returns {describe(first)} for one batch, and "
                     f"{describe(other)} for another; return the same for all"
