@@ -49,7 +49,7 @@ torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@.venv/bench/bin/python benchmarks/compare.py $(ARGS)
 
-bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 8 minutes
+bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
 	@.venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
 bench-gpu: $(BENCH)  ## measure how much of a GPU a project uses, each optimisation on and off
