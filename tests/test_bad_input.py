@@ -178,7 +178,7 @@ CASES = {
     "fewer samples than processes": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--global_batch_size", "1"],
         "global_batch_size is 1, fewer samples than the 2 processes; give at least 2, or start at "
-        "most 1 processes",
+        "most 1",
     ),
     "exact with fewer micro-batches than processes": (
         ["--config_file", "configs/accelerate/cpu_multi.yaml", "--exact", "true"],
