@@ -61,10 +61,10 @@ class StepPlan:
         return StepPlan(samples, self.micro_batch_size, shares, self.rank)
 
     def __str__(self):
-        shares = f"{len(self.shares)} x {self.shares[0]}"
+        shares, words = f"{len(self.shares)} x {self.shares[0]}", "processes x micro-batches"
         if len({*self.shares}) > 1:
             shares = f"({' + '.join(map(str, self.shares))})"
-        words = "processes x micro-batches" if len({*self.shares}) == 1 else "micro-batches"
+            words = "micro-batches"
         return f"{self.samples} samples = {shares} x {self.micro_batch_size} ({words} x samples)"
 
 
@@ -123,12 +123,11 @@ def plan_step(
         )
     if exact and largest not in suitable:
         near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        fewer = f", or start at most {samples // largest}"
+        fewer = f", or start at most {samples // largest}" if largest in divisors else ""
         raise UserError(
             f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
             f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
             + fewer
-            * (largest in divisors)
         )
     sizes = [largest] if exact else [n for n in suitable if n <= largest]
     times = {}

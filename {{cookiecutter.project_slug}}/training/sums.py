@@ -35,8 +35,8 @@ class TreeSum:
 
     `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
     two, from `first` on, a multiple of `size`. As in a binary counter, two nodes of one size that
-    are the halves of a larger one become it at once. So n micro-batches make log2(n) + 1 nodes at
-    most if the run begins at a multiple of n, and twice as many otherwise.
+    are the halves of a larger one become it at once. A run of n micro-batches needs log2(n) + 1
+    nodes at most if n is a power of two and the run begins at a multiple of n, else 2 log2(n).
     """
 
     def __init__(self):
