@@ -320,7 +320,7 @@ def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
     # -rN: where CI is set, pytest's summary repeats the whole error.
     command = ["python", "-m", "pytest", "-q", "-rN", "tests/test_training.py"]
     told = project.run(*command, check=False).stdout
-    assert "5 skipped, 1 error in" in told and told.count("OSError: boom") == 1
+    assert "6 skipped, 1 error in" in told and told.count("OSError: boom") == 1
     assert "CalledProcessError" not in told
 
 

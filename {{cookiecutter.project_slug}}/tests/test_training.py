@@ -94,6 +94,7 @@ def test_any_cut_of_a_step_trains_the_same(one, tmp_path, hardware, micro):
             assert mine.get("lr") == theirs.get("lr")
 
 
+@pytest.mark.usefixtures("one")  # without that run, these would fail too
 def test_exact_gives_the_same_bytes_on_two_processes(tmp_path):
     """With dropout, and two micro-batches for each of them in place of four."""
     flags = ["--exact", "true", "--micro_batch_size", "2", *([DROPOUT, "0.1"] if DROPOUT else [])]
