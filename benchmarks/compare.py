@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -402,6 +403,19 @@ def about_machine() -> dict:
     return {"device": f"{model}, {os.cpu_count()} cores", "versions": found, "date": date}
 
 
+def publish(report: dict, describe: Callable, asked: argparse.Namespace, command: str) -> None:
+    """Prints the tables, and writes them to the .json, and to README.md if that is asked for."""
+    report["load"].append(os.getloadavg()[0])
+    text, path = describe(report), asked.output / f"{asked.name}.json"
+    say("")
+    print(text)
+    asked.output.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(path)
+    if asked.readme:
+        write_readme(command, text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
@@ -435,17 +449,8 @@ def main() -> None:
                 report["steps"][processes][name] = found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report["load"].append(os.getloadavg()[0])
-
-    text = describe(report)
-    say("")
-    print(text)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    (asked.output / f"{asked.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    publish(report, describe, asked, "make bench")
     plot(report, asked.output / f"{asked.name}.png")
-    print(f"{asked.output / asked.name}.json and .png")
-    if asked.readme:
-        write_readme("make bench", text)
 
 
 if __name__ == "__main__":

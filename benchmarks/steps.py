@@ -333,16 +333,7 @@ def main() -> None:
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report["load"].append(os.getloadavg()[0])
-
-    text = describe(report)
-    say("")
-    print(text)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    (asked.output / f"{asked.name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{asked.output / asked.name}.json")
-    if asked.readme:
-        compare.write_readme("make bench-steps", text)
+    compare.publish(report, describe, asked, "make bench-steps")
 
 
 if __name__ == "__main__":
