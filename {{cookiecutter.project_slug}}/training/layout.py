@@ -1,0 +1,101 @@
+"""How the processes of a run share samples and weights: what an accelerate YAML says about it.
+
+Under DDP, FSDP2 and ZeRO each process computes micro-batches of its own: it is a replica of the
+model, as far as samples are concerned. Processes of one tensor- or context-parallel group compute
+the same micro-batches together, and are one replica. All that depends on these numbers reads them
+here.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accelerate.utils import parse_flag_from_env
+
+# The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
+SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # from the outermost to the innermost
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes as a grid, in the order of `AXES`: neighbours share a tensor-parallel group."""
+
+    processes: int = 1
+    rank: int = 0
+    kinds: tuple[str, ...] = ()  # those of SHARDED
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    sp: int = 1
+    tp: int = 1
+
+    @property
+    def together(self) -> int:
+        """Processes that compute the same micro-batch: one replica."""
+        return self.tp * self.cp * self.sp
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that compute micro-batches of their own."""
+        return self.processes // self.together
+
+    @property
+    def replica(self) -> int:
+        """The number of this process's replica."""
+        return self.rank // self.together
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process counts for its replica, in sums over all processes."""
+        return self.rank % self.together == 0
+
+    @property
+    def averaged(self) -> int:
+        """Processes over whose gradients DDP, FSDP and ZeRO take the mean."""
+        return self.processes // self.tp
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a process holds only a part of the weights, so that all compute in step."""
+        return bool(self.kinds)
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether FSDP shards the weights, and nothing else splits the model."""
+        return "FSDP" in self.kinds and self.together == 1
+
+    @property
+    def deepspeed(self) -> bool:
+        """Whether DeepSpeed holds the optimizer, and steps in `backward`."""
+        return "DEEPSPEED" in self.kinds
+
+
+def layout_of(
+    processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, int]
+) -> Layout:
+    """The layout of so many processes, with the sizes of `axes` that are not 1.
+
+    Raises ValueError if these sizes do not make up the processes.
+    """
+    sizes = {name: int(axes.get(name) or 1) for name in AXES}
+    layout = Layout(processes, rank, kinds, **sizes)
+    if "PARALLELISM_CONFIG" in kinds:
+        product = layout.dp_replicate * layout.dp_shard * layout.together
+        if product != processes:
+            named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ValueError(
+                f"parallelism_config needs {product} processes ({named or 'all sizes are 1'}), and "
+                f"num_processes is {processes}; make them equal"
+            )
+    return layout
+
+
+def this_layout() -> Layout:
+    """The layout that the launcher has set up for this process."""
+    kinds = tuple(kind for kind in SHARDED if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
+    axes = {}
+    if "PARALLELISM_CONFIG" in kinds:
+        axes = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
+    processes, rank = (int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("RANK", 0)))
+    return layout_of(processes, rank, kinds, axes)
