@@ -43,6 +43,7 @@ from training import (
     model_card,
     monitor,
     run_folder,
+    sharding,
     shutdown,
     tracking,
     weights,
@@ -382,7 +383,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
-    model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
+    context = sharding.compute_context(accelerator, cfg.exact)
+    model, optimizer = accelerator.prepare(weights.TaskModule(model, context), optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
@@ -487,7 +489,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, plan.run().start, step_losses, norm)
+        step_monitor.add(step, terms, plan.run(), step_losses, norm)
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps

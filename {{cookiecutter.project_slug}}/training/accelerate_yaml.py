@@ -109,7 +109,7 @@ def check_gpus(precision: str, fp16_yaml: str) -> None:
 
 def check_sharding(kind: str, field: str) -> None:
     """Raises ValueError if the processes do not hold whole models, which this field needs."""
-    if kind in SHARDED and field:
+    if kind in SHARDED and field and (field != "exact" or kind in ("DEEPSPEED", "MEGATRON_LM")):
         raise ValueError(
             f"{field} needs the whole model on each process, and {kind} shards it; use one of the "
             "multi_gpu YAMLs"

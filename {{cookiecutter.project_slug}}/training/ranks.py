@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from training.device import PROCESSES, use_cpu
+from training.layout import this_layout
 from training.run_folder import PERMANENT_ERRORS, REMOVED
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class Ranks:
     """
 
     def __init__(self, timeout: int):
-        self.group = None
+        self.group, self.layout = None, this_layout()
         limit = datetime.timedelta(seconds=timeout)
         try:
             state = PartialState(cpu=use_cpu(), timeout=limit, **restart_store())

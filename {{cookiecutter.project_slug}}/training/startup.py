@@ -32,6 +32,7 @@ from training import (
 from training.batches import StepPlan
 from training.console import IS_MAIN, escaped, one_line
 from training.device import use_cpu
+from training.layout import this_layout
 from training.ranks import UserError
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
@@ -157,7 +158,8 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     cfg, remarks = read_config(config_class, about)
     output = Path(cfg.output_dir)
     whole_models = check_exact(cfg)
-    replicas = ranks.PROCESSES
+    layout = this_layout()
+    replicas = layout.replicas
     for kind in accelerate_yaml.SHARDED:
         if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
             accelerate_yaml.check_sharding(kind, whole_models)
@@ -167,7 +169,13 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         accelerate_yaml.launcher_number("num_machines", 1)
         replicas = accelerate_yaml.launcher_number("num_processes", 1)
     plan = batches.plan_step(
-        cfg.global_batch_size, cfg.micro_batch_size, replicas, cfg.exact, cfg.device_shares
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        replicas,
+        cfg.exact,
+        cfg.device_shares,
+        layout.replica,
+        layout.sharded,
     )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:

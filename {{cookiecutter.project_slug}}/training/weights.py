@@ -1,7 +1,9 @@
 """Weights and optimizer state: what a checkpoint saves, and how it is restored."""
 
+import contextlib
 import hashlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,15 +21,23 @@ class TaskModule(torch.nn.Module):
     """The module that accelerate prepares. It calls a function of the task with the task's model.
 
     So DDP, FSDP, autocast and torch.compile wrap all that the function computes, including the
-    loss, and the task never sees a wrapper.
+    loss, and the task never sees a wrapper. It computes inside `context()`.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
-        self.model = model
+        self.model, self.context = model, context
+        # FSDP shards each of these blocks of a transformers model by itself.
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
 
     def forward(self, function, batch):
-        return function(self.model, batch)
+        with self.context():
+            return function(self.model, batch)
+
+    def tie_weights(self) -> None:
+        """Ties the weights again: accelerate asks for it after it has replaced them."""
+        if hasattr(self.model, "tie_weights"):
+            self.model.tie_weights()
 
 
 def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:

@@ -1,0 +1,142 @@
+"""Models whose weights are sharded over processes: FSDP2, HSDP and tensor parallelism.
+
+A sharded weight is a DTensor, of which each process has its part.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from training.layout import Layout
+from training.ranks import UserError
+
+Tensors = list[torch.Tensor]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every process; those that share it must call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameters: Tensors, parts: Tensors) -> Tensors:
+    """These parts of tensors, sharded as the parameters are."""
+    return [
+        DTensor.from_local(
+            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        if isinstance(p, DTensor)
+        else part
+        for p, part in zip(parameters, parts, strict=True)
+    ]
+
+
+def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
+    """Sets FSDP's precision. Returns a function whose context the model computes in.
+
+    Gradients are added up in fp32; accelerate would let FSDP add them in bf16. If exact, FSDP keeps
+    weights in fp32, and autocast computes in bf16, as on a single process.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if not plugin or accelerator.mixed_precision == "no":
+        return contextlib.nullcontext
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=None if exact else torch.bfloat16, reduce_dtype=torch.float32
+    )
+    return accelerator.autocast if exact else contextlib.nullcontext
+
+
+def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
+    """The groups of names that share one parameter."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+# ---- Exact ---------------------------------------------------------------------------------------
+
+
+class TreeReduceScatter:
+    """FSDP's reduce-scatter, which adds the gradients of the ranks up a binary tree.
+
+    The ranks compute neighbouring micro-batches at the same time: the sum is a node of TreeSum. The
+    copies of an HSDP model in the process group `across` hold neighbouring nodes; these are added,
+    too. It needs twice the memory of the gradients of a block, and computation waits for it.
+    """
+
+    def __init__(self, across: dist.ProcessGroup | None):
+        self.across = across
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = add_pairs(list(received.chunk(group.size())))
+        if self.across:
+            parts = [torch.empty_like(total) for _ in range(self.across.size())]
+            dist.all_gather(parts, total, group=self.across)
+            total = add_pairs(parts)
+            if self.across.rank():  # FSDP will add the copies' outputs: x + -0.0 is x, even for 0.0
+                total.fill_(-0.0)
+        output_tensor.copy_(total)
+
+
+def add_pairs(parts: Tensors) -> torch.Tensor:
+    """The sum of 2, 4, 8, ... tensors along a binary tree."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
+    """Makes FSDP add the gradients of a micro-batch of each rank up a tree; it takes no mean."""
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise UserError(
+            f"exact with FSDP needs torch 2.9 or newer, and this is {torch.__version__}; update "
+            "torch, or set exact to false"
+        )
+    across = None
+    if layout.dp_replicate > 1:
+        across = accelerator.torch_device_mesh["dp_replicate"].get_group()
+    reduce_scatter = TreeReduceScatter(across)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(reduce_scatter)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sum_rows(squares: Tensors, gradients: Tensors) -> torch.Tensor:
+    """The squared norms of all rows of gradients: a float64 vector, the same on every process.
+
+    `squares` has those of the rows that this process holds of each gradient. FSDP cuts a tensor of
+    R rows into blocks of ceil(R / n) for its n processes.
+    """
+    parts, group = [], None
+    for values, gradient in zip(squares, gradients, strict=True):
+        if isinstance(gradient, DTensor):
+            shard = gradient.device_mesh.ndim - 1  # HSDP's first dimension holds copies
+            group = gradient.device_mesh.get_group(shard)
+            block = math.ceil(gradient.shape[0] / group.size())
+            rows = values.new_zeros(gradient.shape[0])
+            rows[block * group.rank() :][: len(values)] = values
+            values = rows
+        parts.append(values)
+    rows = torch.cat(parts)
+    if group:
+        dist.all_reduce(rows, group=group)  # other processes hold zeros, so the order is free
+    return rows
