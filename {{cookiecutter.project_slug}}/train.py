@@ -190,6 +190,7 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = sharding.split_by_kind(groups)
     return torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 
@@ -362,6 +363,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         model = contract.check_model(task.build_model(cfg.task, start.prepared))
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
+        sharding.split_matrices(model, accelerator, ranks.layout)
     model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
