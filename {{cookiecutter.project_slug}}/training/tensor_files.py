@@ -70,7 +70,8 @@ def write_share(share: Share, folder: Path) -> None:
         parts[name] = part.clone() if storage in storages else part  # safetensors refuses two views
         storages.add(storage)
     if parts:
-        metadata = {"format": "pt", "DCP_VERSION": "1.0", PLACES: json.dumps(share.places)}
+        # One entry: safetensors writes several in any order, and the same state is the same bytes.
+        metadata = {PLACES: json.dumps(share.places, sort_keys=True)}
         save_file(parts, folder / f"rank-{RANK:05}.safetensors", metadata)
 
 
