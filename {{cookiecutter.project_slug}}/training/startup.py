@@ -128,6 +128,12 @@ def check_exact(cfg: Any) -> str:
 
     Raises UserError for settings that do not go with exact.
     """
+    compresses = cfg.gradient_compression != "none"
+    if compresses and (cfg.exact or cfg.device_shares == "auto" or this_layout().sharded):
+        raise UserError(
+            f"gradient_compression is {cfg.gradient_compression}, which goes with neither exact, "
+            "nor device_shares auto, nor sharded weights; set it to none"
+        )
     if cfg.exact and cfg.compile:
         raise UserError(
             "exact does not go with compile, whose code depends on the order in which a process "
