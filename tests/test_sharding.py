@@ -4,14 +4,14 @@ import functools
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+from safetensors import safe_open
 
-from conftest import BakedProject, bake, latest, lines, preloaded
+from conftest import bake, latest, lines, preloaded
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 TIMES = ("data_wait", "save_seconds")
@@ -100,3 +100,83 @@ def alone(small, tmp_path_factory):
     output = tmp_path_factory.mktemp("alone") / "run"
     train(small, "cpu", 1, "--output_dir", output)
     return output
+
+
+# ---- The same numbers ----------------------------------------------------------------------------
+
+
+def test_fsdp2_has_the_losses_of_one_process(small, alone, tmp_path):
+    """Four rounds of two micro-batches; evaluation, and an export that was sharded before."""
+    train(small, "fsdp2", 2, "--output_dir", tmp_path / "run")
+    agree(tmp_path / "run", alone)
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+def test_exact_fsdp2_has_the_bytes_of_one_process(small, tmp_path):
+    """Ordinary runs differ in their last digits, so another order of sums would show."""
+    cases = [("cpu", 1), ("fsdp2", 2)]
+    outputs = [tmp_path / hardware for hardware, _ in cases]
+    for (hardware, processes), output in zip(cases, outputs, strict=True):
+        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
+        train(small, hardware, processes, *flags)
+    check_same(*outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
+    """FSDP2 on two and four processes, HSDP as 2 x 2 and 4 x 2 copies, DDP, one process."""
+    config = small.path / "configs" / "accelerate"
+    wide = (config / "hsdp.yaml").read_text().replace("replicate_size: 2", "replicate_size: 4")
+    (config / "hsdp_wide.yaml").write_text(wide)
+    cases = [("cpu", 1), ("cpu_multi", 3), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
+    cases += [("hsdp_wide", 8)]
+    outputs = [tmp_path / f"{hardware}{processes}" for hardware, processes in cases]
+    for (hardware, processes), output in zip(cases, outputs, strict=True):
+        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
+        train(small, hardware, processes, *flags, precision=precision)
+    check_same(*outputs)
+
+
+VARIANTS = {
+    "recomputed": ["--gradient_checkpointing", "true"],
+    "packed": ["--task.packing", "best_fit"],
+    "chunked": ["--task.loss_chunk", "16"],
+    "larger": ["--micro_batch_size", "4"],
+    "compiled": ["--compile", "true"],
+    "unclipped": ["--max_grad_norm", "0"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["fsdp2", "tensor_parallel"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, variant):
+    flags = ["--max_steps", "3", *VARIANTS[variant], "--output_dir"]
+    one, other = tmp_path / "one", tmp_path / "other"
+    train(small, "cpu", 1, *flags, one)
+    if (hardware, variant) == ("tensor_parallel", "compiled"):
+        text = train(small, hardware, 2, *flags, other, codes=(2,))
+        assert "compile" in text
+        return
+    train(small, hardware, 2, *flags, other)
+    agree(other, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("fsdp2", 4), ("hsdp", 4), ("tensor_parallel", 2)])
+def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
+    train(small, *case, "--output_dir", tmp_path / "run")
+    agree(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+def test_bf16_under_fsdp2_is_that_of_autocast(small, tmp_path):
+    """Weights, moments and sums of gradients are fp32: the difference to DDP is that of bf16."""
+    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
+        train(small, hardware, processes, "--output_dir", tmp_path / hardware, precision="bf16")
+    agree(tmp_path / "fsdp2", tmp_path / "cpu", loss=1e-3, norm=0.05)
+    saved = max((tmp_path / "fsdp2" / "checkpoints").glob("step-*"))
+    for file in saved.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F32"}
