@@ -362,6 +362,7 @@ class Fields:
     exact: bool = False
     compile: bool = False
     device_shares: str = "equal"
+    gradient_compression: str = "none"
 
 
 @pytest.mark.parametrize(
@@ -381,6 +382,8 @@ class Fields:
         (Fields(device_shares="auto"), ("FSDP",), {}, "device_shares must be equal where"),
         (Fields(device_shares="auto"), (), {}, ""),
         (Fields(exact=True, compile=True), (), {}, "exact does not go with compile"),
+        (Fields(gradient_compression="fp16"), (), {}, ""),
+        (Fields(gradient_compression="fp16"), ("FSDP",), {}, "gradient_compression is fp16"),
     ],
 )
 def test_fields_that_do_not_go_with_a_layout(fields, kinds, axes, said):

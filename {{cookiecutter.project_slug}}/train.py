@@ -164,7 +164,10 @@ class Config:
 
     # Speed, memory and determinism
     compile: bool = False
-    """torch.compile: starts more slowly, runs faster; for GPUs. It changes the masks of dropout."""
+    """torch.compile: starts more slowly, runs faster; for GPUs. The repeated blocks of a model are
+    compiled once. It changes the masks of dropout."""
+    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
+    """Format in which DDP sends gradients: half the bytes of fp32, for slow networks."""
     tf32: bool = field(default=False, metadata=ROUNDING)
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""
@@ -190,6 +193,7 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = sharding.split_by_kind(groups)
     return torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 
@@ -362,6 +366,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         model = contract.check_model(task.build_model(cfg.task, start.prepared))
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
+        sharding.split_matrices(model, accelerator, ranks.layout)
     model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
@@ -383,8 +388,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
-    context = sharding.compute_context(accelerator, cfg.exact)
-    model, optimizer = accelerator.prepare(weights.TaskModule(model, context), optimizer)
+    module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    if cfg.compile:
+        device.compile_blocks(module)
+    model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)

@@ -44,16 +44,53 @@ def like(parameters: Tensors, parts: Tensors) -> Tensors:
 def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
     """Sets FSDP's precision. Returns a function whose context the model computes in.
 
-    Gradients are added up in fp32; accelerate would let FSDP add them in bf16. If exact, FSDP keeps
-    weights in fp32, and autocast computes in bf16, as on a single process.
+    FSDP gathers weights in bf16, and adds up gradients in fp32; accelerate would let it add them in
+    bf16, and round the numbers of a batch, such as targets. If exact, it gathers weights in fp32,
+    as a single process has them. accelerate applies autocast except under FSDP.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not plugin or accelerator.mixed_precision == "no":
         return contextlib.nullcontext
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
-        param_dtype=None if exact else torch.bfloat16, reduce_dtype=torch.float32
+        param_dtype=None if exact else torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
-    return accelerator.autocast if exact else contextlib.nullcontext
+    return accelerator.autocast
+
+
+def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
+    """Splits the matrices of a model over the processes of its tensor-parallel group, if any.
+
+    transformers has a plan for many of its models. `from_pretrained(tp_plan="auto")` applies it
+    while it loads weights; a model from scratch needs the steps behind it.
+    """
+    if layout.tp == 1:
+        return
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        plan = model._expand_parallel_plan(dict(getattr(model, "tp_plan", None) or {}))
+    except (ImportError, AttributeError):
+        plan = {}
+    if not plan:
+        raise UserError(
+            f"tensor parallelism needs a model of transformers 5.20 or newer with a tp_plan, and "
+            f"{type(model).__name__} has none; use fsdp2.yaml"
+        )
+    apply_tensor_parallelism(model, accelerator.torch_device_mesh["tp"], plan)
+    model._tp_size = layout.tp  # accelerate asks for it
+
+
+def split_by_kind(groups: list[dict]) -> list[dict]:
+    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it."""
+    split = []
+    for group in groups:
+        kinds: dict[type, list] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(type(parameter), []).append(parameter)
+        split += [{**group, "params": each} for each in kinds.values()] or [group]
+    return split
 
 
 def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:

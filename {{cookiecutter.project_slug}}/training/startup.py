@@ -145,6 +145,12 @@ def read_layout(cfg: Any) -> Layout:
 
 def check_sharing(cfg: Any, layout: Layout) -> None:
     """Raises UserError for fields that do not go with how the processes share the model."""
+    compresses = cfg.gradient_compression != "none"
+    if compresses and (cfg.exact or cfg.device_shares == "auto" or layout.sharded):
+        raise UserError(
+            f"gradient_compression is {cfg.gradient_compression}, which goes with neither exact, "
+            "nor device_shares auto, nor sharded weights; set it to none"
+        )
     if cfg.exact and cfg.compile:
         raise UserError(
             "exact does not go with compile, whose code depends on the order in which a process "

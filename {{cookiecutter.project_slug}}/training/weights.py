@@ -27,6 +27,7 @@ class TaskModule(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
         self.model, self.context = model, context
+        self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
         # FSDP shards each of these blocks of a transformers model by itself.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
