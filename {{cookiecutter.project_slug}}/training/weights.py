@@ -20,6 +20,7 @@ from training.console import say
 from training.device import PROCESSES
 from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
+from training.sharding import whole_groups
 from training.tensor_files import TensorReader
 
 
@@ -116,9 +117,8 @@ def sync_batch_norms(
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     """The settings of each parameter group: the optimizer's class, weight_decay, betas, ..."""
     kind = {"class": type(optimizer).__name__}
-    return [
-        kind | {n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups
-    ]
+    groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
+    return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
@@ -220,8 +220,8 @@ class TrainingState:
                     kind = "state" if torch.is_tensor(value) else "number"
                     about = f"the optimizer's {key} of {name}"
                     tensors[f"{kind}.{bare_name(name)}.{key}"] = as_tensor(value, about)
-        groups = zip(self.optimizer.param_groups, self.settings, strict=True)
-        for i, (group, built) in enumerate(groups):
+        groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
+        for i, ((group, *_), built) in enumerate(groups):
             for key, value in group.items():
                 changed = exact_repr(value) != exact_repr(built.get(key))
                 if changed and key != "lr" and isinstance(value, int | float | torch.Tensor):
@@ -250,11 +250,13 @@ class TrainingState:
             return
         reader, scaler = TensorReader(path), self.accelerator.scaler
         load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
-        for i, group in enumerate(self.optimizer.param_groups):
+        for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
             for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
                 key = name.split(".", 2)[2]
                 if before[i].get(key) == now[i].get(key):
-                    group[key] = read_like(group.get(key), reader, name)
+                    value = read_like(parts[0].get(key), reader, name)
+                    for part in parts:
+                        part[key] = value
         if scaler:
             numbers = {
                 n: read_like(v, reader, f"scaler.{n}") for n, v in scaler.state_dict().items()
