@@ -38,8 +38,9 @@ class Folders:
 def kill_chains(tiny, folders, kills, draw, *flags):
     """Kills runs of one and two processes at random moments of their whole life, then ends them.
 
-    `flags` change how they save, not what they compute. A chain counts when its end has the bytes of an unbroken run. Gives kills tried, kills survived
-    and the seconds from each kill in training to the next new step.
+    `flags` change how they save, not what they compute. A chain counts when its end has the bytes
+    of an unbroken run. Gives kills tried, kills survived and the seconds from each kill in training
+    to the next new step.
     """
     unbroken = {}
     for processes in (1, 2):
