@@ -71,9 +71,7 @@ class Layout:
         return "DEEPSPEED" in self.kinds
 
 
-def layout_of(
-    processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, int]
-) -> Layout:
+def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, int]) -> Layout:
     """The layout of so many processes, with the sizes of `axes` that are not 1.
 
     Raises ValueError if these sizes do not make up the processes.

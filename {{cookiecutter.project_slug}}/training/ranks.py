@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from training import network
 from training.device import PROCESSES, use_cpu
 from training.run_folder import PERMANENT_ERRORS, REMOVED
 
@@ -56,6 +57,17 @@ def as_user_error() -> Iterator[None]:
         raise UserError(f"there is not enough memory for these settings: {error}") from error
 
 
+@contextlib.contextmanager
+def as_failure() -> Iterator[None]:
+    """Turns a NetworkError, which may not come again, into Failed, and a ValueError into UserError."""
+    try:
+        yield
+    except network.NetworkError as error:
+        raise Failed(str(error)) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def describe_os_error(error: OSError) -> str:
     """The file and the reason of an error of the operating system."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -89,8 +101,12 @@ class Ranks:
     def __init__(self, timeout: int):
         self.group = None
         limit = datetime.timedelta(seconds=timeout)
+        place = restart_store()
+        if PROCESSES > 1:
+            with as_failure():
+                addresses = network.try_cpus(timeout, place.get("store"))
         try:
-            state = PartialState(cpu=use_cpu(), timeout=limit, **restart_store())
+            state = PartialState(cpu=use_cpu(), timeout=limit, **place)
         except dist.DistError as error:  # a process did not start
             raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
         if state.num_processes != PROCESSES:
@@ -99,6 +115,9 @@ class Ranks:
                 "check distributed_type in the accelerate YAML"
             )
         if PROCESSES > 1:
+            if state.device.type != "cpu":
+                with as_failure():
+                    network.try_gpus(state.device, timeout, addresses)
             self.timeout = timeout
             self.group = dist.new_group(backend="gloo", timeout=limit)
             self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing
