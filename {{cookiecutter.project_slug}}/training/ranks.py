@@ -59,7 +59,7 @@ def as_user_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_failure() -> Iterator[None]:
-    """Turns a NetworkError, which may not come again, into Failed, and a ValueError into UserError."""
+    """Turns a NetworkError, which may pass, into Failed, and a ValueError into UserError."""
     try:
         yield
     except network.NetworkError as error:
