@@ -1,18 +1,21 @@
-"""Models whose weights are sharded over processes: FSDP2, HSDP and tensor parallelism.
+"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism, DeepSpeed.
 
-A sharded weight is a DTensor, of which each process has its part.
+A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind.
 """
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from training.batches import StepPlan
 from training.layout import Layout
 from training.ranks import UserError
 
@@ -21,6 +24,8 @@ Tensors = list[torch.Tensor]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
+    if hasattr(tensor, "ds_tensor"):  # a weight under DeepSpeed's ZeRO-3
+        return tensor.ds_tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -91,6 +96,58 @@ def split_by_kind(groups: list[dict]) -> list[dict]:
             kinds.setdefault(type(parameter), []).append(parameter)
         split += [{**group, "params": each} for each in kinds.values()] or [group]
     return split
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------
+
+
+def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
+    """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
+
+    DeepSpeed clips, and skips steps that are not finite, by itself, inside `backward`. Under bf16 it
+    would cast the weights, which the export would save; with torch.autocast they stay in fp32, and
+    the losses are those of DDP. Its precision of gathered weights would also be that of the
+    reduction, so both are fp32.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    # transformers would make other initial weights, and let the processes generate text together.
+    unset_hf_deepspeed_config()
+    # torch 2.13 has renamed what DeepSpeed 0.19 calls.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
+    accelerator.gradient_accumulation_steps = turns
+    precision = accelerator.mixed_precision
+    config.update(
+        train_micro_batch_size_per_gpu=plan.micro_batch_size,
+        gradient_accumulation_steps=turns,
+        train_batch_size=plan.micro_batch_size * turns * accelerator.num_processes,
+        gradient_clipping=max_norm,
+        # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
+        zero_force_ds_cpu_optimizer=False,
+    )
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if precision == "bf16":
+        config["bf16"] = {"enabled": False}
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+
+
+def partition(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    """Under ZeRO-3, splits the weights one by one; DeepSpeed would first move all to the GPU."""
+    plugin = accelerator.deepspeed_plugin
+    if not plugin or plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
+        return
+    import deepspeed
+
+    for buffer in model.buffers():
+        buffer.data = buffer.to(accelerator.device)
+    deepspeed.zero.Init(module=model, config_dict_or_path=plugin.deepspeed_config)
 
 
 def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
