@@ -76,14 +76,12 @@ def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimize
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
                 good[f"{key} of {name}"] = min_and_max(local(value)).isfinite().all()
-    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # it keeps parts of many weights together
-        for i, (part, moments) in enumerate(optimizer.state.items()):
-            values = {"the optimizer's copy": part, **moments}
-            for key, value in values.items():
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # its states are of many weights together
+        for part, moments in optimizer.state.items():
+            for key, value in {"the weight": part.detach(), **moments}.items():
                 if torch.is_tensor(value):
-                    good[f"{key} of weights, part {i},"] = (
-                        min_and_max(value.detach()).isfinite().all()
-                    )
+                    name = f"{key} of a parameter"
+                    good[name] = good.get(name, True) & min_and_max(value).isfinite().all()
     if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
         name = next(name for name, each in good.items() if not each)
         raise ValueError(

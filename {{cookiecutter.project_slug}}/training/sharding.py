@@ -104,10 +104,9 @@ def split_by_kind(groups: list[dict]) -> list[dict]:
 def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
     """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
 
-    DeepSpeed clips, and skips steps that are not finite, by itself, inside `backward`. Under bf16 it
-    would cast the weights, which the export would save; with torch.autocast they stay in fp32, and
-    the losses are those of DDP. Its precision of gathered weights would also be that of the
-    reduction, so both are fp32.
+    DeepSpeed clips, skips steps that are not finite, and updates the weights inside `backward`. For
+    bf16 it would cast the weights, also those that are exported. With torch.autocast they stay in
+    fp32 as under DDP. It gathers and reduces in one precision: fp32.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return

@@ -273,11 +273,7 @@ class StepGradients:
         if not self.exact:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
             # DeepSpeed has clipped and stepped in `backward`, and gives a number.
-            return (
-                whole(norm)
-                if torch.is_tensor(norm)
-                else torch.tensor(norm, device=self.accelerator.device)
-            )
+            return whole(torch.as_tensor(norm, device=self.accelerator.device))
         self.accelerator.unscale_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = norm_by_rows(grads)
