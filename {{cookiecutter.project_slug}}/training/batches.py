@@ -414,9 +414,11 @@ class StepReader:
         ranks: Ranks,
         stop_requested: Callable,
         balancer: Any = None,
+        problem: Callable[[], Exception | None] = lambda: None,
     ):
         self.loader, self.sampler, self.batches = loader, loader.batch_sampler, iter(loader)
         self.ranks, self.stop_requested, self.balancer = ranks, stop_requested, balancer
+        self.problem = problem  # of work in the background
         self.window: list[tuple[Batch, tuple]] = []
         self.exchange: PendingSum | None = None
         self.dealt: dict = {}
@@ -430,7 +432,7 @@ class StepReader:
         counts *= self.ranks.layout.leads  # its replica counts once
         times = self.balancer.own_time() if self.balancer else []
         self.exchange = self.ranks.start_sum(
-            *counts, self.stop_requested(), *times, problem=problem
+            *counts, self.stop_requested(), *times, problem=problem or self.problem()
         )
 
     def read_window(self) -> list[tuple[Batch, tuple]]:

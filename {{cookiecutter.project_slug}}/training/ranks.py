@@ -6,6 +6,7 @@ collective operation until the timeout. So each step that may fail runs inside
 """
 
 import contextlib
+import copy
 import datetime
 import os
 import re
@@ -77,6 +78,9 @@ def catch(function, *arguments) -> tuple[Any, Exception | None]:
         return None, error
 
 
+SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
+
+
 # ---- The processes of a run ----------------------------------------------------------------------
 
 
@@ -100,9 +104,19 @@ class Ranks:
                 "check distributed_type in the accelerate YAML"
             )
         if PROCESSES > 1:
-            self.timeout = timeout
+            self.timeout, self.limit = timeout, limit
             self.group = dist.new_group(backend="gloo", timeout=limit)
             self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing
+
+    def for_thread(self) -> "Ranks":
+        """The same processes with a group of their own, for a thread. All processes must call it.
+
+        In one group, all processes must start their exchanges in the same order.
+        """
+        other = copy.copy(self)
+        if self.group:
+            other.group = dist.new_group(backend="gloo", timeout=self.limit)
+        return other
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""

@@ -88,14 +88,37 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
 
 
 def split_by_kind(groups: list[dict]) -> list[dict]:
-    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it."""
+    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it.
+
+    Tensor parallelism splits some weights of a group, and not others. See whole_groups.
+    """
     split = []
     for group in groups:
-        kinds: dict[type, list] = {}
-        for parameter in group["params"]:
-            kinds.setdefault(type(parameter), []).append(parameter)
-        split += [{**group, "params": each} for each in kinds.values()] or [group]
+        sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+        others = [p for p in group["params"] if not isinstance(p, DTensor)]
+        split.append({**group, "params": others or sharded})
+        if others and sharded:
+            split.append({**group, "params": sharded, "continues": True})
     return split
+
+
+def whole_groups(groups: list[dict]) -> list[list[dict]]:
+    """The parameter groups as they were before split_by_kind: the parts of each."""
+    whole = []
+    for group in groups:
+        if group.get("continues"):
+            whole[-1].append(group)
+        else:
+            whole.append([group])
+    return whole
+
+
+def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
+    """The groups of names that share one parameter."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
 
 
 # ---- DeepSpeed -----------------------------------------------------------------------------------
@@ -147,14 +170,6 @@ def partition(model: torch.nn.Module, accelerator: Accelerator) -> None:
     for buffer in model.buffers():
         buffer.data = buffer.to(accelerator.device)
     deepspeed.zero.Init(module=model, config_dict_or_path=plugin.deepspeed_config)
-
-
-def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
-    """The groups of names that share one parameter."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
 
 
 # ---- Exact ---------------------------------------------------------------------------------------
