@@ -95,7 +95,13 @@ class Ranks:
         self.group, self.layout = None, this_layout()
         limit = datetime.timedelta(seconds=timeout)
         try:
-            state = PartialState(cpu=use_cpu(), timeout=limit, **restart_store())
+            store = restart_store()
+            if store and self.layout.deepspeed:  # it takes no store, but a group that exists
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                backend = dist.get_default_backend_for_device(device)
+                dist.init_process_group(backend, timeout=limit, **store)
+                store = {}
+            state = PartialState(cpu=use_cpu(), timeout=limit, **store)
         except dist.DistError as error:  # a process did not start
             raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
         if state.num_processes != PROCESSES:

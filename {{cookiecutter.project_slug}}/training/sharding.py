@@ -7,6 +7,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -170,6 +171,30 @@ def partition(model: torch.nn.Module, accelerator: Accelerator) -> None:
     for buffer in model.buffers():
         buffer.data = buffer.to(accelerator.device)
     deepspeed.zero.Init(module=model, config_dict_or_path=plugin.deepspeed_config)
+
+
+def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`.
+
+    Those of DeepSpeed are for the same ZeRO stage and number of processes.
+    """
+    processes, folder = saved["processes"], path / "pytorch_model"
+    names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
+    plugin, written, wanted = accelerator.deepspeed_plugin, None, None
+    if folder.is_dir():
+        written = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+    if plugin:
+        wanted = plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+    if wanted != written:
+        raise ValueError(
+            f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
+            "of that kind, or give another --output_dir"
+        )
+    if plugin and processes != accelerator.num_processes:
+        raise ValueError(
+            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
+            f"num_processes to {processes}, or give another --output_dir"
+        )
 
 
 # ---- Exact ---------------------------------------------------------------------------------------
