@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -31,7 +31,12 @@ def launcher_env(config, processes, precision):
     try:
         arguments = ["--config_file", config, *numbers, "train.py"]
         arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-        env = prepare_multi_gpu_env(arguments)
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ""
+            _, env = prepare_deepspeed_cmd_env(arguments)
+            env["ACCELERATE_USE_CPU"] = "False"
+        else:
+            env = prepare_multi_gpu_env(arguments)
     finally:
         os.environ.clear()
         os.environ.update(before)

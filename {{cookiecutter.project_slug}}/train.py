@@ -327,6 +327,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     )
     for remark in point.remarks:
         say(remark)
+    sharding.configure_deepspeed(accelerator, plan, cfg.max_grad_norm)
 
     # Write the config and the status, and start the tracker.
     settings = start.manifest["config"]
@@ -371,6 +372,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    sharding.partition(module, accelerator)
     if cfg.compile:
         device.compile_blocks(module)
     model, optimizer = accelerator.prepare(module, optimizer)

@@ -111,6 +111,11 @@ class Ranks:
             with as_failure():
                 addresses = network.try_cpus(timeout, place.get("store"))
         try:
+            if place and self.layout.deepspeed:  # it takes no store, but a group that exists
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                backend = dist.get_default_backend_for_device(device)
+                dist.init_process_group(backend, timeout=limit, **place)
+                place = {}
             state = PartialState(cpu=use_cpu(), timeout=limit, **place)
         except dist.DistError as error:  # a process did not start
             raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error

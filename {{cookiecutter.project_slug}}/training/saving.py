@@ -74,7 +74,7 @@ class Saver:
                 if share:
                     tensor_files.write_share(share, partial)
                 else:
-                    self.accelerator.save_state(partial)
+                    self.accelerator.save_state(partial, exclude_frozen_parameters=True)
             with ranks.fail_together():
                 layout = this_layout()
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)

@@ -1,18 +1,22 @@
-"""Models whose weights are sharded over processes: FSDP2, HSDP and tensor parallelism.
+"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism, DeepSpeed.
 
-A sharded weight is a DTensor, of which each process has its part.
+A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind.
 """
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from training.batches import StepPlan
 from training.layout import Layout
 from training.ranks import UserError
 
@@ -21,6 +25,8 @@ Tensors = list[torch.Tensor]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
+    if hasattr(tensor, "ds_tensor"):  # a weight under DeepSpeed's ZeRO-3
+        return tensor.ds_tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -114,6 +120,81 @@ def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
     return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------
+
+
+def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
+    """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
+
+    DeepSpeed clips, skips steps that are not finite, and updates the weights inside `backward`. For
+    bf16 it would cast the weights, also those that are exported. With torch.autocast they stay in
+    fp32 as under DDP. It gathers and reduces in one precision: fp32.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    # transformers would make other initial weights, and let the processes generate text together.
+    unset_hf_deepspeed_config()
+    # torch 2.13 has renamed what DeepSpeed 0.19 calls.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
+    accelerator.gradient_accumulation_steps = turns
+    precision = accelerator.mixed_precision
+    config.update(
+        train_micro_batch_size_per_gpu=plan.micro_batch_size,
+        gradient_accumulation_steps=turns,
+        train_batch_size=plan.micro_batch_size * turns * accelerator.num_processes,
+        gradient_clipping=max_norm,
+        # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
+        zero_force_ds_cpu_optimizer=False,
+    )
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if precision == "bf16":
+        config["bf16"] = {"enabled": False}
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+
+
+def partition(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    """Under ZeRO-3, splits the weights one by one; DeepSpeed would first move all to the GPU."""
+    plugin = accelerator.deepspeed_plugin
+    if not plugin or plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
+        return
+    import deepspeed
+
+    for buffer in model.buffers():
+        buffer.data = buffer.to(accelerator.device)
+    deepspeed.zero.Init(module=model, config_dict_or_path=plugin.deepspeed_config)
+
+
+def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`.
+
+    Those of DeepSpeed are for the same ZeRO stage and number of processes.
+    """
+    processes, folder = saved["processes"], path / "pytorch_model"
+    names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
+    plugin, written, wanted = accelerator.deepspeed_plugin, None, None
+    if folder.is_dir():
+        written = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+    if plugin:
+        wanted = plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+    if wanted != written:
+        raise ValueError(
+            f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
+            "of that kind, or give another --output_dir"
+        )
+    if plugin and processes != accelerator.num_processes:
+        raise ValueError(
+            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
+            f"num_processes to {processes}, or give another --output_dir"
+        )
 
 
 # ---- Exact ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from training.console import say
 from training.device import PROCESSES
 from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
-from training.sharding import whole_groups
+from training.sharding import check_deepspeed, whole_groups
 from training.tensor_files import TensorReader
 
 
@@ -246,7 +246,10 @@ class TrainingState:
                 "--output_dir"
             )
         self.load_weights(path, saved, manifest)
-        if this_layout().deepspeed:
+        if this_layout().deepspeed:  # it has restored all settings
+            each = zip(self.optimizer.param_groups, self.settings, before, now, strict=True)
+            for group, built, *texts in each:
+                group.update({n: built[n] for n in built if texts[0].get(n) != texts[1][n]})
             return
         reader, scaler = TensorReader(path), self.accelerator.scaler
         load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
@@ -268,8 +271,15 @@ class TrainingState:
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
+        check_deepspeed(path, saved, self.accelerator)
+        frozen = {each.get("frozen_weights", "") for each in (saved, manifest)}
+        if self.accelerator.is_main_process and len(frozen) > 1:
+            raise ValueError(
+                f"{path} was trained with other pretrained weights; give those weights, or another "
+                "--output_dir"
+            )
         if this_layout().deepspeed:
-            self.accelerator.load_state(path)
+            self.accelerator.load_state(path, load_module_strict=False)
             return
         reader, bare = TensorReader(path), bare_model(self.accelerator, self.module)
         if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
@@ -279,12 +289,6 @@ class TrainingState:
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         registered = registered_state(self.accelerator)
         check_shapes(tensors | registered, reader, path)
-        frozen = {each.get("frozen_weights", "") for each in (saved, manifest)}
-        if self.accelerator.is_main_process and len(frozen) > 1:
-            raise ValueError(
-                f"{path} was trained with other pretrained weights; give those weights, or another "
-                "--output_dir"
-            )
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
