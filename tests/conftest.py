@@ -208,6 +208,49 @@ def lines(output, key):
     return [line for line in found if isinstance(line, dict) and key in line]
 
 
+def read_checkpoint(checkpoint):
+    """The tensors of a checkpoint by name, whole, whoever has written their parts."""
+    import torch
+    from safetensors import safe_open
+
+    whole = {}
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name, place in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items():
+                part, dtype = file.get_tensor(name), getattr(torch, place["dtype"])
+                whole.setdefault(name, torch.empty(place["shape"], dtype=dtype))
+                ends = zip(place["saved_offsets"], part.shape, strict=True)
+                whole[name][tuple(slice(first, first + size) for first, size in ends)] = part
+    return whole
+
+
+def read_weights(checkpoint):
+    """The weights in a checkpoint, by their names in the task's model."""
+    whole = read_checkpoint(checkpoint)
+    return {name[6:]: values for name, values in whole.items() if name.startswith("model.")}
+
+
+def read_moments(checkpoint):
+    """What the optimizer keeps for each weight: {weight: {key: tensor}}."""
+    found = {}
+    for name, values in read_checkpoint(checkpoint).items():
+        if name.startswith("state."):
+            weight, _, key = name[6:].rpartition(".")
+            found.setdefault(weight, {})[key] = values
+    return found
+
+
+def digest(checkpoint):
+    """SHA-256 of all names, types, shapes and bytes of the tensors in a checkpoint."""
+    import torch
+
+    found = hashlib.sha256()
+    for name, values in sorted(read_checkpoint(checkpoint).items()):
+        found.update(f"{name} {values.dtype} {[*values.shape]}".encode())
+        found.update(values.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def reseal(checkpoint, **facts):
     """Changes facts of a checkpoint's manifest, and its digest with them."""
     file = checkpoint / "manifest.json"

@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, os.getcwd())
 os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["DS_ACCELERATOR"] = "cpu"
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -26,6 +27,10 @@ if "LOCAL_RANK" in os.environ:
 training.device.use_cpu = lambda: False
 training.device.check_device = lambda _: None
 torch.accelerator.device_count = lambda: 8  # for the check of the YAML
+if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}  # its reduction in shared memory compiles for 2 minutes
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]

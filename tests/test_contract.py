@@ -8,6 +8,8 @@ import torch
 from conftest import lines, status
 from programs import load
 
+ONE = load("training.layout").Layout()  # of the processes: one alone
+
 OLD = "import task, torch; task.old = {{}}; old = task.{0}; task.{0} = lambda *a: "
 SCALAR = "give the sum of the losses, a float32 of shape ()"
 CASES = [
@@ -146,28 +148,29 @@ def test_metrics_that_need_more_rows_than_the_first_batch_do_not_end_a_run(quick
 
 def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
     monitor = load("training.monitor")
-    ranks = SimpleNamespace(sum_arrays=lambda values: values)
+    ranks = SimpleNamespace(sum_arrays=lambda values: values, layout=ONE)
     watch, one = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, 1, 10), torch.ones(())
     for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
-        watch.add(step, terms, 0, [total * one], step * one)
+        watch.add(step, terms, range(1), [total * one], step * one)
     loss, norm, notes, reason = watch.read()
     assert (loss, norm, reason) == (16 / 4, 4, "") and [n["step"] for n in notes] == [3]
-    watch.add(5, 2, 0, [torch.nan * one], one)
+    watch.add(5, 2, range(1), [torch.nan * one], one)
     assert str(watch.read()[0]) == "nan"
-    watch.add(6, 2, 0, [5 * one], one)
+    watch.add(6, 2, range(1), [5 * one], one)
     assert watch.read()[0] == 2.5
 
 
 def losses_of_steps(monitor, values, shares):
     """The losses of two steps as the last rank reads them, after the others have sent theirs."""
     sent = []
-    ranks = SimpleNamespace(sum_arrays=lambda table: sent.append(table) or sum(sent))
+    add = lambda table: sent.append(table) or sum(sent)  # noqa: E731
+    ranks = SimpleNamespace(sum_arrays=add, layout=ONE)
     for rank, share in enumerate(shares):
         first = sum(shares[:rank])
         watch = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, len(values), 10)
         for step in (1, 2):
             losses = [torch.tensor(step * value) for value in values[first : first + share]]
-            watch.add(step, 4, first, losses, torch.ones(()))
+            watch.add(step, 4, range(first, first + share), losses, torch.ones(()))
         found = watch.read_device()[2]
     return found
 

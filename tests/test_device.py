@@ -147,7 +147,7 @@ def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
 
     class OneProcess(ranks.Ranks):
         def __init__(self):
-            self.group = None
+            self.group, self.layout = None, load_task("training.layout").Layout()
 
     class Loader:
         batch_sampler = batches.StepBatchSampler(batches.StepPlan(4, 2, (2,)), 0, 8)

@@ -5,7 +5,6 @@ tests, as it would on a machine that stays.
 """
 
 import contextlib
-import hashlib
 import json
 import re
 import signal
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from conftest import latest, lines, load_task, status, wait_until
+from conftest import digest, latest, lines, load_task, status, wait_until
 
 # Steps of 0.1 s with four processes, without an end in sight.
 FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]
@@ -98,11 +97,6 @@ def newest(output):
     return max(output.glob("checkpoints/step-*"))
 
 
-def digests(checkpoint):
-    names = ("model.safetensors", "optimizer.bin")
-    return [hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in names]
-
-
 def check_as_undisturbed(tiny, output, *flags):
     """The samples and the losses of each step, and with exact the bytes, are those of one run."""
     checkpoint, unbroken = newest(output), output.with_name("unbroken")
@@ -114,7 +108,7 @@ def check_as_undisturbed(tiny, output, *flags):
         assert line["batch_hash"] == found[line["step"]]["batch_hash"]
         assert line["loss"] == pytest.approx(found[line["step"]]["loss"], rel=rounding, abs=0)
     if "--exact" in flags:
-        assert digests(checkpoint) == digests(newest(unbroken))
+        assert digest(checkpoint) == digest(newest(unbroken))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from conftest import bake, lines, served, status
+from conftest import bake, digest, lines, served, status
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,8 @@ def test_the_example_trains_resumes_and_exports(own, tmp_path):
             train("--output_dir", whole)
             shutil.copytree(whole / kept, continued / kept)
             assert "continuing from" in train("--output_dir", continued)
-        for name in ("model.safetensors", "optimizer.bin"):
-            file = f"checkpoints/step-00000060/{name}"
-            assert (continued / file).read_bytes() == (whole / file).read_bytes()
+        last = "checkpoints/step-00000060"
+        assert digest(continued / last) == digest(whole / last)
 
         scores = [line["eval_loss"] for line in lines(whole, "eval_loss")]
         assert len(scores) == 3 and scores[-1] < 0.05 < scores[0]  # the mean alone gives 0.5

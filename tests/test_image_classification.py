@@ -710,7 +710,7 @@ def test_workers_give_the_same_bits_and_epochs_differ(task, config):
 def test_a_continued_run_is_an_unbroken_one(baked, runs):
     assert "continuing from" in runs["half"] and "continuing from" not in runs["whole"]
     whole, half = (baked.path / "runs" / name for name in ("whole", "half"))
-    for name in ("checkpoints/step-00000008/model.safetensors", "model/model.safetensors"):
+    for name in ("checkpoints/step-00000008/rank-00000.safetensors", "model/model.safetensors"):
         assert (whole / name).read_bytes() == (half / name).read_bytes()
 
 

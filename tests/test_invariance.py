@@ -5,16 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from conftest import lines, load_task, reseal
+from conftest import lines, load_task, read_weights, reseal
 
 DROPOUT = ["--task.dropout", 0.2]
 
 
 def weights(output, step=12):
     """The weights in the checkpoint of a step."""
-    return load_file(output / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+    return read_weights(output / "checkpoints" / f"step-{step:08d}")
 
 
 def check_same_curve(one, other, rel):
@@ -96,7 +95,7 @@ def test_workers_change_no_digit(tiny, one, tmp_path):
     for key in ("loss", "grad_norm", "batch_hash", "eval_loss"):
         mine = [line[key] for line in lines(one, key)]
         assert mine == [line[key] for line in lines(tmp_path / "run", key)]
-    name = "checkpoints/step-00000012/model.safetensors"
+    name = "checkpoints/step-00000012/rank-00000.safetensors"
     assert (one / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 

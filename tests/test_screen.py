@@ -13,7 +13,7 @@ import termios
 
 import pytest
 
-from conftest import lines, reseal, status, trained, wait_until
+from conftest import lines, read_weights, reseal, status, trained, wait_until
 
 LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
 
@@ -151,10 +151,9 @@ def test_a_mistyped_folder_is_not_made(quick, tmp_path, flag):
 def weights(output):
     """The exported weights, and those of each checkpoint, as lists of numbers."""
     import torch
-    from safetensors.torch import load_file
 
     model = torch.load(output / "model" / "weights.pt")
-    saved = {int(p.name[5:]): load_file(p / "model.safetensors") for p in output.glob("*/step-*")}
+    saved = {int(p.name[5:]): read_weights(p) for p in output.glob("*/step-*")}
     flat = {step: torch.cat([v.flatten() for v in each.values()]) for step, each in saved.items()}
     names = [*next(iter(saved.values()))]
     return torch.cat([model[name].flatten() for name in names]), flat
@@ -187,7 +186,7 @@ def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
     quick(*flags)
     losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
     first, second, *_ = sorted(losses, key=losses.get)
-    damaged = output / "checkpoints" / f"step-{first:08d}" / "model.safetensors"
+    damaged = output / "checkpoints" / f"step-{first:08d}" / "rank-00000.safetensors"
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     shutil.rmtree(output / "model")

@@ -15,7 +15,6 @@ that was killed.
 """
 
 import math
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +42,7 @@ from training import (
     model_card,
     monitor,
     run_folder,
+    sharding,
     shutdown,
     tracking,
     weights,
@@ -60,6 +60,7 @@ from training.config import (
 )
 from training.console import one_line, say
 from training.ranks import Ranks, UserError, as_user_error, catch
+from training.saving import Saver
 from training.shares import ShareBalancer
 from training.startup import RunStart, agree_on_start, prepare_run
 from training.sums import EvaluationSums, StepGradients
@@ -145,6 +146,9 @@ class Config:
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     keep_checkpoints: NonNegativeInt = field(default=2, metadata=NOTHING)
     """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
+    async_save: bool = field(default=False, metadata=NOTHING)
+    """Write checkpoints in the background: training waits only for a copy to host memory, which
+    takes as much memory as the checkpoint."""
     export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
     """Model to export at the end: the last, or the one with the smallest eval_loss. best also saves
     a checkpoint after each evaluation that is the best so far."""
@@ -163,7 +167,10 @@ class Config:
 
     # Speed, memory and determinism
     compile: bool = False
-    """torch.compile: starts more slowly, runs faster; for GPUs. It changes the masks of dropout."""
+    """torch.compile: starts more slowly, runs faster; for GPUs. The repeated blocks of a model are
+    compiled once. It changes the masks of dropout."""
+    gradient_compression: Literal["none", "bf16", "fp16"] = "none"
+    """Format in which DDP sends gradients: half the bytes of fp32, for slow networks."""
     tf32: bool = field(default=False, metadata=ROUNDING)
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""
@@ -189,6 +196,7 @@ def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimize
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    groups = sharding.split_by_kind(groups)
     return torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)
 
 
@@ -244,33 +252,7 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     return {"eval_loss": metrics.pop("loss"), **metrics}, totals
 
 
-# ---- Saving --------------------------------------------------------------------------------------
-
-
-def save(accelerator: Accelerator, ranks: Ranks, start: RunStart, manifest: dict) -> None:
-    """Commits a checkpoint: all processes write, then the main process makes it valid.
-
-    An error on one process ends all of them; older checkpoints stay.
-    """
-    partial = checkpoints.partial_folder(start.output / "checkpoints", manifest["step"])
-    try:
-        with ranks.fail_together(), as_user_error():
-            if accelerator.is_main_process:
-                start.check_folder()
-                checkpoints.make_partial_folder(partial)
-        with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
-            accelerator.save_state(partial)
-        with ranks.fail_together():
-            rank, processes = accelerator.process_index, accelerator.num_processes
-            share = checkpoints.hash_files(partial, rank, processes)
-        digests = {name: digest for each in ranks.gather(share) for name, digest in each.items()}
-        with ranks.fail_together(), as_user_error():
-            if accelerator.is_main_process:
-                committed = checkpoints.commit(partial, manifest, digests)
-                checkpoints.prune(committed, start.cfg.keep_checkpoints)
-    finally:
-        if accelerator.is_main_process:  # frees the space of what did not become a checkpoint
-            shutil.rmtree(partial, ignore_errors=True)
+# ---- Export --------------------------------------------------------------------------------------
 
 
 def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart) -> dict:
@@ -338,7 +320,6 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Create the accelerator, and print what runs on what.
     with as_user_error():
         accelerator = device.make_accelerator(cfg)
-    weights.register_state_hooks(accelerator)
     processes, precision = accelerator.num_processes, accelerator.mixed_precision
     say(
         f"{output}: {processes} x {accelerator.device.type}, {precision.replace('no', 'fp32')}, "
@@ -346,6 +327,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     )
     for remark in point.remarks:
         say(remark)
+    sharding.configure_deepspeed(accelerator, plan, cfg.max_grad_norm)
 
     # Write the config and the status, and start the tracker.
     settings = start.manifest["config"]
@@ -356,9 +338,12 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         tracking.start_tracker(accelerator, settings)
 
     # Build the model. The seed gives all ranks the same one.
-    torch.manual_seed(cfg.seed)
+    def build_model() -> torch.nn.Module:
+        torch.manual_seed(cfg.seed)
+        return task.build_model(cfg.task, start.prepared)
+
     with ranks.fail_together(), as_user_error():
-        model = contract.check_model(task.build_model(cfg.task, start.prepared))
+        model = contract.check_model(build_model())
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
     model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
@@ -377,20 +362,29 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     eval_loader = batches.make_loader(eval_rows, eval_sampler, task, **loading)
 
     # Build the optimizer.
+    with ranks.fail_together():
+        if accelerator.is_main_process:
+            start.manifest["frozen_weights"] = weights.frozen_digest(model)
+        sharding.split_matrices(model, accelerator, ranks.layout)
     optimizer = build_optimizer(model, cfg)
     optimizer_settings = weights.optimizer_settings(optimizer)
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
-    model, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
+    module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    sharding.partition(module, accelerator)
+    if cfg.compile:
+        device.compile_blocks(module)
+    model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
 
     # Resume.
+    state = weights.TrainingState(accelerator, model, optimizer, optimizer_settings)
     if checkpoint:
         with ranks.fail_together(), as_user_error():
-            weights.load_checkpoint(accelerator, optimizer, optimizer_settings, checkpoint, saved)
+            state.load(checkpoint, saved, start.manifest)
         say(f"{'evaluating' if cfg.eval_only else 'continuing from'} {checkpoint}")
     else:
         with ranks.fail_together(), as_user_error():
@@ -401,7 +395,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     if cfg.eval_only:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-        full_model = weights.gather_model(accelerator, model)
+        full_model = weights.gather_model(accelerator, model, build_model)
         with ranks.fail_together(), as_user_error():
             if accelerator.is_main_process:
                 line = {"step": first_step, "checkpoint": str(checkpoint), **scores}
@@ -443,7 +437,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
     step, sums = first_step, None
     last_step = first_step if stopped else max_steps
-    reader = StepReader(train_loader, ranks, stop.requested, balancer)
+    saver = Saver(accelerator, ranks, start, state.collect)
+    reader = StepReader(train_loader, ranks, stop.requested, balancer, lambda: saver.problem)
     meter.start()
     if first_step < last_step:
         with meter.waiting():
@@ -487,7 +482,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         optimizer.zero_grad()
 
         # Count the step, and find out what is due. Nothing below changes the weights.
-        step_monitor.add(step, terms, plan.run().start, step_losses, norm)
+        step_monitor.add(step, terms, plan.run(), step_losses, norm)
         log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps
@@ -506,6 +501,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             log.write(line)
             if reason:
                 raise UserError(reason)
+        for line in saver.committed(step):
+            log.write(line)
 
         # Evaluate.
         manifest = {**start.manifest, "step": step, "samples": samples, "processes": processes}
@@ -526,10 +523,13 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                 began = time.perf_counter()
                 with ranks.fail_together(), as_user_error():
                     monitor.check_finite(accelerator, model, optimizer)
-                save(accelerator, ranks, start, manifest)
+                saver.save(manifest)
                 log.write({"step": step, "save_seconds": time.perf_counter() - began})
         if stopped:
             break
+    saver.finish()
+    for line in saver.committed(step):
+        log.write(line)
     log.close()
 
     # Export the last model, or the best, unless the run is to be continued.
@@ -539,11 +539,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         last = exported = max(first_step, max_steps)
         if cfg.export == "best":
             folder = output / "checkpoints"
-            best = weights.load_best(accelerator, ranks, folder, start.manifest)
+            best = weights.load_best(state, ranks, folder, start.manifest)
             exported = best or last
         if exported < last or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
-        full_model = weights.gather_model(accelerator, model)
+        full_model = weights.gather_model(accelerator, model, build_model)
         with ranks.fail_together():
             if accelerator.is_main_process:
                 start.check_folder()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from tasklib import attention
 from tasklib.attention import Batch
@@ -96,7 +97,8 @@ def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
     if not plan.is_split:
         return cross_entropy(model(**inputs).logits.flatten(0, 1), labels)
     hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
-    if len(labels) <= plan.chunk or type(head) is not torch.nn.Linear or head.bias is not None:
+    simple = type(head) is torch.nn.Linear and head.bias is None
+    if len(labels) <= plan.chunk or not simple or isinstance(head.weight, DTensor):
         return cross_entropy(head(hidden), labels)
     return ChunkedLoss.apply(hidden, head.weight, labels, plan.chunk, torch.is_grad_enabled())
 
@@ -130,7 +132,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     The forward pass computes the gradients too, while it has the logits. A backward pass that made
     the logits again would cost a fourth product with the weight. The weight's gradient is summed
-    over the chunks in the dtype of the weight, fp32.
+    over the chunks in fp32; FSDP may give the weight in bf16.
     """
 
     @staticmethod
@@ -140,7 +142,7 @@ class ChunkedLoss(torch.autograd.Function):
         matrix, loss = weight.to(dtype), torch.zeros((), device=hidden.device)
         trains_weight = training and weight.requires_grad
         hidden_grad = torch.empty_like(hidden) if training else None
-        weight_grad = torch.zeros_like(weight) if trains_weight else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             states, targets = hidden[rows].to(dtype), labels[rows, None]

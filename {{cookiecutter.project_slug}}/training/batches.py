@@ -11,7 +11,6 @@ import functools
 import hashlib
 import heapq
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,18 +33,22 @@ class StepPlan:
     """A step as a list of micro-batches, and how the list is dealt to the ranks.
 
     Micro-batch v of a step, counted from 0, takes the samples from v * micro_batch_size on. Rank r
-    computes `shares[r]` of them, a run of the list that begins where that of rank r - 1 ends.
-    Neither the samples of a micro-batch nor its random numbers depend on who computes it.
+    computes `shares[r]` of them, a run of the list that begins where that of rank r - 1 ends; or,
+    dealt in turn, every n-th from r on, of n ranks. Neither the samples of a micro-batch nor its
+    random numbers depend on who computes it.
     """
 
     samples: int  # in a step: global_batch_size
     micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
     shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
     rank: int = 0  # this one
+    in_turn: bool = False
 
     def run(self, rank: int | None = None) -> range:
         """The numbers of the micro-batches that a rank computes; without one, this rank."""
         rank = self.rank if rank is None else rank
+        if self.in_turn:
+            return range(rank, sum(self.shares), len(self.shares))
         first = sum(self.shares[:rank])
         return range(first, first + self.shares[rank])
 
@@ -98,12 +101,15 @@ def plan_step(
     ranks: int,
     exact: bool = False,
     device_shares: str | list[float] = "equal",
+    rank: int = 0,
+    in_step: bool = False,
 ) -> StepPlan:
     """The plan with the largest micro-batches of at most `largest` samples that suits all ranks.
 
     It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
     shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
     "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
+    `in_step`: the ranks share weights, so all compute the same number of micro-batches.
     Raises UserError if there is none.
     """
     samples, listed = global_batch_size, not isinstance(device_shares, str)
@@ -116,14 +122,29 @@ def plan_step(
     small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
     divisors = sorted({*small, *(samples // n for n in small)})
     suitable = [n for n in divisors if samples // n >= ranks]
+    if in_step:
+        suitable = [n for n in suitable if samples // n % ranks == 0]
+    if not suitable and in_step:
+        near = sorted({max(samples // ranks, 1) * ranks, -(-samples // ranks) * ranks})
+        raise UserError(
+            f"global_batch_size is {samples}, which {ranks} processes that share the weights of a "
+            f"model cannot divide; give {' or '.join(map(str, near))}, or another number of "
+            "processes"
+        )
     if not suitable:
         raise UserError(
             f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
             f"least {ranks}, or start at most {samples}"
         )
+    if exact and in_step and ranks & (ranks - 1):
+        raise UserError(
+            f"exact: {ranks} processes share the weights of a model; start 2, 4, 8 or another "
+            "power of two, or set exact to false"
+        )
     if exact and largest not in suitable:
         near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        fewer = f", or start at most {samples // largest}" if largest in divisors else ""
+        some = largest in divisors and not in_step
+        fewer = f", or start at most {samples // largest}" if some else ""
         raise UserError(
             f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
             f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
@@ -140,7 +161,7 @@ def plan_step(
     if device_shares == "auto" and ranks > 1 and not exact:
         size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
     shares = deal(samples // size, speeds, least=1)
-    return StepPlan(samples, size, shares, int(os.environ.get("RANK", 0)))
+    return StepPlan(samples, size, shares, rank, in_turn=in_step and exact)
 
 
 # ---- Random numbers and the order of the samples -------------------------------------------------
@@ -393,9 +414,11 @@ class StepReader:
         ranks: Ranks,
         stop_requested: Callable,
         balancer: Any = None,
+        problem: Callable[[], Exception | None] = lambda: None,
     ):
         self.loader, self.sampler, self.batches = loader, loader.batch_sampler, iter(loader)
         self.ranks, self.stop_requested, self.balancer = ranks, stop_requested, balancer
+        self.problem = problem  # of work in the background
         self.window: list[tuple[Batch, tuple]] = []
         self.exchange: PendingSum | None = None
         self.dealt: dict = {}
@@ -406,9 +429,10 @@ class StepReader:
         self.window = window or []
         self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
         counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
+        counts *= self.ranks.layout.leads  # its replica counts once
         times = self.balancer.own_time() if self.balancer else []
         self.exchange = self.ranks.start_sum(
-            *counts, self.stop_requested(), *times, problem=problem
+            *counts, self.stop_requested(), *times, problem=problem or self.problem()
         )
 
     def read_window(self) -> list[tuple[Batch, tuple]]:

@@ -1,7 +1,7 @@
 """Checkpoints: written completely or not at all, verified before they are loaded, pruned.
 
     runs/default/checkpoints/
-      step-00000100/           the files that accelerate saved, and manifest.json
+      step-00000100/           a file of tensors from each process, and manifest.json
       .step-00000200.partial/  being written, or left behind by a killed run; never read
 
 A checkpoint is written into a hidden folder, flushed to the disk, and renamed last. Its manifest
@@ -453,6 +453,11 @@ def check_settings(
     Raises ValueError if the result would change and `accept` is false, or if the weights would not
     fit. For `effects` see `result_settings`.
     """
+    if "optimizer.bin" in saved["files"]:
+        raise ValueError(
+            f"{path} was saved by an older version of this project; finish that run with it, or "
+            "give another --output_dir"
+        )
     if saved.get("identity", "") != current.get("identity", ""):
         raise ValueError(
             f"{path} was made with another vocabulary, other classes or another scale of "

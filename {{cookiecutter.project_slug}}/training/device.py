@@ -5,11 +5,13 @@ The launcher's YAML chooses devices and precision; fields of the recipe make the
 
 import contextlib
 import os
+import warnings
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
@@ -18,6 +20,7 @@ from accelerate.utils import (
 
 from training.accelerate_yaml import without_gpu
 from training.console import say
+from training.layout import this_layout
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
@@ -35,15 +38,20 @@ def make_accelerator(cfg: Any) -> Accelerator:
     torch.backends.cudnn.benchmark = not deterministic
     if cfg.compile:
         keep_compiled_code(os.path.abspath(".cache/compiled"))
-    dynamo = TorchDynamoPlugin(backend="inductor" if cfg.compile else "no")
-    dynamo.dynamic = None  # torch decides; the launcher exports "False", which is static shapes
+    # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
+    warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+    compression = DDPCommunicationHookType(cfg.gradient_compression.replace("none", "no"))
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=compression)
     accelerator = Accelerator(
         cpu=use_cpu(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=1, sync_with_dataloader=False
+            num_steps=1,
+            sync_with_dataloader=False,
+            # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
+            sync_each_batch="FSDP" in this_layout().kinds,
         ),
-        dynamo_plugin=dynamo,
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # see compile_blocks
+        kwargs_handlers=[ddp],
         log_with=None if cfg.tracker == "none" else cfg.tracker,
         project_dir=cfg.output_dir,
     )
@@ -105,8 +113,22 @@ def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
     return min(max(cores - 1, 0), 4)
 
 
+def compile_blocks(model: torch.nn.Module) -> None:
+    """Makes torch compile a model: the repeated blocks, whose code is compiled once, or all of it.
+
+    Blocks repeat in a ModuleList of one class, as the layers of a transformer do. They are compiled
+    in place, so that names stay, and DDP and FSDP see each block.
+    """
+    lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
+    blocks = [block for each in lists if len({*map(type, each)}) == 1 for block in each]
+    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
+    for block in blocks or [model]:
+        if id(block) not in inner:
+            block.compile()
+
+
 def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
     """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
-    if not hasattr(model, "_orig_mod"):
+    if all(module._compiled_call_impl is None for module in model.modules()):
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")

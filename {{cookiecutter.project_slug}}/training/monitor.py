@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DeepSpeedOptimizerWrapper
 
 from training.ranks import Ranks
+from training.sharding import local
 from training.weights import bare_model
 
 SPIKE = 10  # median absolute deviations above the median, about 7 sigma
@@ -37,8 +39,11 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
 
     PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
     norm and removes the gradients, without which an optimizer changes neither weights nor moments.
+    DeepSpeed has skipped the step by itself, in `backward`.
     """
     inner = optimizer.optimizer
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):
+        return
     if not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
@@ -67,10 +72,16 @@ def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimize
     bare = bare_model(accelerator, model)
     good = {name: ~min_and_max(buffer).isnan().any() for name, buffer in bare.named_buffers()}
     for name, parameter in bare.named_parameters():
-        good[name] = min_and_max(parameter.detach()).isfinite().all()
+        good[name] = min_and_max(local(parameter.detach())).isfinite().all()
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
-                good[f"{key} of {name}"] = min_and_max(value).isfinite().all()
+                good[f"{key} of {name}"] = min_and_max(local(value)).isfinite().all()
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # its states are of many weights together
+        for part, moments in optimizer.state.items():
+            for key, value in {"the weight": part.detach(), **moments}.items():
+                if torch.is_tensor(value):
+                    name = f"{key} of a parameter"
+                    good[name] = good.get(name, True) & min_and_max(value).isfinite().all()
     if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
         name = next(name for name, each in good.items() if not each)
         raise ValueError(
@@ -101,20 +112,20 @@ class StepMonitor:
     ):
         self.accelerator, self.ranks = accelerator, ranks
         self.micro_batches, self.max_skipped_steps = micro_batches, max_skipped_steps
-        # Since the last line: step, loss terms, first micro-batch here, their losses, norm.
-        self.steps: list[tuple[int, int, int, list[torch.Tensor], torch.Tensor]] = []
+        # Since the last line: step, loss terms, micro-batches computed here, their losses, norm.
+        self.steps: list[tuple[int, int, range, list[torch.Tensor], torch.Tensor]] = []
         self.recent = deque(maxlen=MEMORY)  # mean losses of recent steps
         self.skipped = 0  # steps skipped in a row
         self.scale = self.loss_scale()  # at the last line
 
     def add(
-        self, step: int, terms: int, first: int, losses: list[torch.Tensor], norm: torch.Tensor
+        self, step: int, terms: int, run: range, losses: list[torch.Tensor], norm: torch.Tensor
     ) -> None:
         """Adds a step: its loss terms, the summed losses of this process's micro-batches, its norm.
 
-        `first` is the number of the first of them. Losses and norm are scalars on the device.
+        `run` has the numbers of these micro-batches. Losses and norm are scalars on the device.
         """
-        self.steps.append((step, terms, first, losses, norm))
+        self.steps.append((step, terms, run, losses, norm))
 
     def read(self) -> tuple[float, float, list[dict], str]:
         """(mean loss, gradient norm of the last step, notes, reason to stop) since the last line.
@@ -150,13 +161,14 @@ class StepMonitor:
 
         The losses of a step are added in the order of its micro-batches, whoever computed them.
         """
-        steps, counts, firsts, losses, norms = zip(*self.steps, strict=True)
+        steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
         values = iter(torch.stack([each.float() for each in (*norms, *chain(*losses))]).tolist())
         norms = list(islice(values, len(steps)))
         table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
-        for row, first, own in zip(table, firsts, losses, strict=True):
-            row[first : first + len(own)] = list(islice(values, len(own)))
+        for row, run, own in zip(table, runs, losses, strict=True):
+            row[list(run)] = list(islice(values, len(own)))
+        table *= self.ranks.layout.leads  # its replica counts once
         return steps, counts, [sum(row) for row in self.ranks.sum_arrays(table).tolist()], norms
 
     def loss_scale(self) -> float:

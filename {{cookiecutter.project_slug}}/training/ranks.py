@@ -6,6 +6,7 @@ collective operation until the timeout. So each step that may fail runs inside
 """
 
 import contextlib
+import copy
 import datetime
 import os
 import re
@@ -20,6 +21,7 @@ from accelerate import PartialState
 
 from training import network
 from training.device import PROCESSES, use_cpu
+from training.layout import this_layout
 from training.run_folder import PERMANENT_ERRORS, REMOVED
 
 # ---- Errors --------------------------------------------------------------------------------------
@@ -88,6 +90,9 @@ def catch(function, *arguments) -> tuple[Any, Exception | None]:
         return None, error
 
 
+SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
+
+
 # ---- The processes of a run ----------------------------------------------------------------------
 
 
@@ -99,13 +104,18 @@ class Ranks:
     """
 
     def __init__(self, timeout: int):
-        self.group = None
+        self.group, self.layout = None, this_layout()
         limit = datetime.timedelta(seconds=timeout)
         place = restart_store()
         if PROCESSES > 1:
             with as_failure():
                 addresses = network.try_cpus(timeout, place.get("store"))
         try:
+            if place and self.layout.deepspeed:  # it takes no store, but a group that exists
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                backend = dist.get_default_backend_for_device(device)
+                dist.init_process_group(backend, timeout=limit, **place)
+                place = {}
             state = PartialState(cpu=use_cpu(), timeout=limit, **place)
         except dist.DistError as error:  # a process did not start
             raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
@@ -118,9 +128,19 @@ class Ranks:
             if state.device.type != "cpu":
                 with as_failure():
                     network.try_gpus(state.device, timeout, addresses)
-            self.timeout = timeout
+            self.timeout, self.limit = timeout, limit
             self.group = dist.new_group(backend="gloo", timeout=limit)
             self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing
+
+    def for_thread(self) -> "Ranks":
+        """The same processes with a group of their own, for a thread. All processes must call it.
+
+        In one group, all processes must start their exchanges in the same order.
+        """
+        other = copy.copy(self)
+        if self.group:
+            other.group = dist.new_group(backend="gloo", timeout=self.limit)
+        return other
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""

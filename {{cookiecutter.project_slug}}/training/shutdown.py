@@ -22,6 +22,7 @@ from training import run_folder
 from training.console import IS_MAIN, one_line, protect_output
 from training.ranks import (
     PROCESSES,
+    SAVE_THREAD,
     Failed,
     Ranks,
     UserError,
@@ -127,9 +128,17 @@ def run(main, prepare) -> None:
         if not line and not isinstance(error, SystemExit):
             traceback.print_exception(error)
     stop.training = True  # from here on a signal is only recorded
+    join_background_save()
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
+
+
+def join_background_save() -> None:
+    """Waits for a save in the background: a run that fails keeps the checkpoint that it began."""
+    for thread in threading.enumerate():
+        if thread.name == SAVE_THREAD:
+            thread.join()
 
 
 def exit_code_for(error: BaseException) -> tuple[int, str | None]:

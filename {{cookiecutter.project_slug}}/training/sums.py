@@ -20,8 +20,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from training import sharding
 from training.batches import StepPlan
 from training.ranks import Ranks, UserError
+from training.sharding import local, whole
 from training.shares import ShareBalancer, Stopwatch
 
 Tensors = list[torch.Tensor]
@@ -160,9 +162,10 @@ def buckets(vectors: Tensors) -> list[list[int]]:
 class StepGradients:
     """The gradient of a step's summed losses, divided by the step's loss terms.
 
-    Ordinarily DDP averages it over the processes while the last micro-batch is computed. If exact,
-    the gradients of the micro-batches are kept apart until they are added in the order of a tree:
-    a TreeSum has several times the memory of the gradients.
+    Ordinarily DDP or FSDP averages it over the processes while the last micro-batch is computed. If
+    exact, the gradients of the micro-batches are kept apart until they are added in the order of a
+    tree: a TreeSum has several times the memory of the gradients. FSDP then adds those that the
+    processes compute at the same time, and a process keeps its shards of the sums.
     """
 
     def __init__(
@@ -179,14 +182,17 @@ class StepGradients:
         self.tree, self.stopwatch = TreeSum(), balancer.stopwatch if balancer else None
         self.problem: UserError | None = None
         self.checking = True  # the first step
+        self.sharded = ranks.layout.sharded
         if balancer and not exact and hasattr(model, "register_comm_hook"):
             model.register_comm_hook(balancer.stopwatch, reduce_and_stop)
+        if exact and self.sharded:
+            sharding.reduce_in_tree(model, accelerator, ranks.layout)
 
     def start(self, plan: StepPlan, terms: int) -> float:
         """Begins a step with so many loss terms; gives the factor of its losses.
 
         Ordinarily it undoes two divisions: by accelerate, of each loss by the micro-batches of this
-        process, and by DDP, of the gradients by the processes.
+        process, and by DDP or FSDP, of the gradients by the processes.
         """
         self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
         if self.stopwatch:
@@ -194,7 +200,7 @@ class StepGradients:
         if self.exact:
             return 1 / max(terms, 1)
         accelerator.gradient_accumulation_steps, accelerator.step = turns, 0
-        return turns * len(plan.shares) / max(terms, 1)
+        return turns * self.ranks.layout.averaged / max(terms, 1)
 
     @contextlib.contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
@@ -203,12 +209,16 @@ class StepGradients:
             yield
             return
         before = self.buffers()
-        with self.accelerator.no_sync(self.model):
+        alone = contextlib.nullcontext() if self.sharded else self.accelerator.no_sync(self.model)
+        with alone:
             yield
         self.check_buffers(before)
         # A weight without a gradient may have one in another micro-batch.
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        self.tree.add(number, grads)
+        grads = [
+            torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.parameters
+        ]
+        together = len(self.plan.shares) if self.sharded else 1
+        self.tree.add(number - number % together, grads, together)
         for i, parameter in enumerate(self.parameters):
             self.used[i] += parameter.grad is not None
             parameter.grad = None
@@ -246,7 +256,10 @@ class StepGradients:
         self.checking = False
         if self.exact:
             used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
-            totals = total_over_ranks(self.tree, self.plan, self.parameters)
+            if self.sharded:
+                totals = sharding.like(self.parameters, self.tree.total())
+            else:
+                totals = total_over_ranks(self.tree, self.plan, self.parameters)
             for parameter, total, count in zip(self.parameters, totals, used, strict=True):
                 parameter.grad = total if count else None
             self.used = [0] * len(self.parameters)
@@ -256,12 +269,16 @@ class StepGradients:
 
         The norm is a float32 of shape (), and stays on the device.
         """
+        limit = max_norm or math.inf
         if not self.exact:
-            return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm or math.inf)
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            # DeepSpeed has clipped and stepped in `backward`, and gives a number.
+            return whole(torch.as_tensor(norm, device=self.accelerator.device))
         self.accelerator.unscale_gradients()
-        norm = norm_by_rows([p.grad for p in self.parameters if p.grad is not None])
-        if max_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = norm_by_rows(grads)
+        if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
+            torch._foreach_mul_([local(g) for g in grads], (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
 
@@ -284,10 +301,11 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
         return torch.zeros(())
     rows = []
     for grad in grads:
-        values = torch.view_as_real(grad) if grad.is_complex() else grad
+        values = local(grad)
+        values = torch.view_as_real(values) if values.is_complex() else values
         values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
         rows.append(torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square())
-    return torch.cat(rows).sum().sqrt().float()
+    return sharding.sum_rows(rows, grads).sum().sqrt().float()
 
 
 # ---- Evaluations ---------------------------------------------------------------------------------

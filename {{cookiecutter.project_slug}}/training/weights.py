@@ -1,33 +1,57 @@
 """Weights and optimizer state: what a checkpoint saves, and how it is restored."""
 
+import contextlib
 import hashlib
 import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from training import checkpoints
 from training.batches import StepPlan
 from training.console import say
 from training.device import PROCESSES
+from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
+from training.sharding import check_deepspeed, whole_groups
+from training.tensor_files import TensorReader
 
 
 class TaskModule(torch.nn.Module):
     """The module that accelerate prepares. It calls a function of the task with the task's model.
 
     So DDP, FSDP, autocast and torch.compile wrap all that the function computes, including the
-    loss, and the task never sees a wrapper.
+    loss, and the task never sees a wrapper. It computes inside `context()`.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
-        self.model = model
+        self.model, self.context = model, context
+        names = defaultdict(list)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        self.tied = [group for group in names.values() if len(group) > 1]
+        self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
+        # FSDP shards each of these blocks of a transformers model by itself.
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
 
     def forward(self, function, batch):
-        return function(self.model, batch)
+        with self.context():
+            return function(self.model, batch)
+
+    def tie_weights(self) -> None:
+        """Ties weights that were tied: accelerate asks for it after it has replaced them."""
+        for first, *others in self.tied:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
 def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
@@ -35,9 +59,24 @@ def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
     return accelerator.unwrap_model(module, keep_torch_compile=False).model
 
 
-def gather_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
-    """The task's model with all weights on the main process. All processes must call it."""
-    return bare_model(accelerator, module)
+def gather_model(accelerator, module: torch.nn.Module, build: Callable) -> torch.nn.Module | None:
+    """The task's model with all weights, on the main process. All processes must call it.
+
+    If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
+    the other processes: only the main process needs memory for all weights.
+    """
+    if not this_layout().sharded:
+        return bare_model(accelerator, module)
+    if this_layout().deepspeed:
+        state = accelerator.get_state_dict(module)
+    else:
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(module, options=whole)
+    if not accelerator.is_main_process:
+        return None
+    model = build()
+    model.load_state_dict({bare_name(n).removeprefix("model."): v for n, v in state.items()})
+    return model
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
@@ -84,9 +123,8 @@ def sync_batch_norms(
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     """The settings of each parameter group: the optimizer's class, weight_decay, betas, ..."""
     kind = {"class": type(optimizer).__name__}
-    return [
-        kind | {n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups
-    ]
+    groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
+    return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
@@ -99,136 +137,255 @@ def exact_repr(value) -> str:
     return repr(value.tolist() if torch.is_tensor(value) else value)
 
 
-def load_checkpoint(
-    accelerator, optimizer, settings: list[dict], path: Path, manifest: dict
-) -> None:
-    """Restores weights, optimizer and random numbers; raises ValueError if they do not fit.
+# ---- The tensors of a checkpoint -----------------------------------------------------------------
 
-    Loading an optimizer also restores its old settings. Settings that the code has changed since
-    then are applied again. The others stay, since some optimizers keep state among them.
-    """
-    before, now = manifest["optimizer"], settings_as_text(settings)
-    kinds = [[group["class"] for group in each] for each in (before, now)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"{path} was trained with {' and '.join(kinds[0])}, and build_optimizer gives "
-            f"{' and '.join(kinds[1])} (one per group); restore that, or give another --output_dir"
-        )
-    if accelerator.scaler and not (path / "scaler.pt").exists():
-        raise ValueError(f"{path} was not trained in fp16; give the YAML that it was trained with")
-    accelerator.load_state(path)
-    for group, built, old in zip(optimizer.param_groups, settings, before, strict=True):
-        changed = {n: v for n, v in built.items() if n != "class" and exact_repr(v) != old.get(n)}
-        group.update(changed)
+# A checkpoint holds these tensors. NAME is that of a weight in the task's model.
+#   model.NAME               a weight that is trained, or a buffer
+#   state.NAME.KEY           a tensor that the optimizer keeps for a weight, such as exp_avg
+#   number.NAME.KEY          a number that it keeps for a weight
+#   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
+#   scaler.KEY               a number of fp16's loss scaler
+#   registered.INDEX.NAME    of an object that accelerator.register_for_checkpointing was given
+# Random numbers and the learning rate are functions of the step.
 
-
-FROZEN = "frozen_weights_sha256"  # an entry of model.safetensors: 32 bytes
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def register_state_hooks(accelerator) -> None:
-    """Makes checkpoints use the parameter names of the task's model, without wrapper prefixes.
+def bare_name(name: str) -> str:
+    """The name of a weight in the task's model, without those of wrapped blocks."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
-    So any number of processes can continue from them. Of frozen weights, which come with the
-    pretrained model, only the digest is saved. Sharded models do not pass these hooks.
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, and the buffers; tied weights once, by their first name.
+
+    Frozen weights come with the pretrained model: a manifest holds their digest alone.
     """
+    state, seen = {}, set()
+    for name, values in model.state_dict(keep_vars=True).items():
+        if not torch.is_tensor(values):
+            raise ValueError(
+                f"the model's state has {name}, which is no tensor, so it is not saved"
+            )
+        frozen = isinstance(values, torch.nn.Parameter) and not values.requires_grad
+        if not frozen and id(values) not in seen:
+            state[bare_name(name)] = values
+        seen.add(id(values))
+    return state
 
-    def save_bare(models: list, weights: list, _) -> None:
-        if weights:
-            states = [weights_to_save(bare_model(accelerator, model)) for model in models]
-            weights[:] = [separate_storages(state) for state in states]
 
-    def load_bare(models: list, folder: str) -> None:
-        load_weights(bare_model(accelerator, models.pop()), Path(folder, "model.safetensors"))
+def frozen_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of the names and values of the frozen weights, in hex digits; empty without any."""
+    digest = None
+    for name, values in model.named_parameters(remove_duplicate=False):  # tied: two names
+        if not values.requires_grad:
+            digest = digest or hashlib.sha256()
+            # Integer sums of the bits of 64 slices are the same on any device, in any order.
+            bits = values.detach().flatten().view(BITS[values.element_size()])
+            sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
+            digest.update(name.encode() + sums.cpu().numpy().tobytes())
+    return digest.hexdigest() if digest else ""
 
-    accelerator.register_save_state_pre_hook(save_bare)
-    accelerator.register_load_state_pre_hook(load_bare)
+
+def as_tensor(value, name: str) -> torch.Tensor:
+    """A tensor, or a number as one; raises ValueError for anything else."""
+    if torch.is_tensor(value):
+        return value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, int):
+        return torch.tensor(value)
+    kind = type(value).__name__
+    raise ValueError(f"{name} is a {kind}, and a checkpoint holds tensors and numbers only")
 
 
-def separate_storages(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state with one tensor for each storage, as safetensors requires.
+@dataclass
+class TrainingState:
+    """What training continues from: the weights and the state of the optimizer."""
 
-    Tied weights are kept once, under their first name. Tensors that are parts of one storage are
-    cloned; accelerate would save only one of them.
+    accelerator: Accelerator
+    module: torch.nn.Module  # prepared, as the optimizer
+    optimizer: AcceleratedOptimizer
+    settings: list[dict]  # of the optimizer as it was built: see optimizer_settings
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
+
+        Only the main process has the buffers, which may differ between processes: DDP sends those
+        of the main process to the others.
+        """
+        tensors, scaler = {}, self.accelerator.scaler
+        bare = bare_model(self.accelerator, self.module)
+        for name, values in trained_weights(bare).items():
+            if isinstance(values, torch.nn.Parameter | DTensor) or self.accelerator.is_main_process:
+                tensors[f"model.{name}"] = values
+        for name, parameter in bare.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    kind = "state" if torch.is_tensor(value) else "number"
+                    about = f"the optimizer's {key} of {name}"
+                    tensors[f"{kind}.{bare_name(name)}.{key}"] = as_tensor(value, about)
+        groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
+        for i, ((group, *_), built) in enumerate(groups):
+            for key, value in group.items():
+                changed = exact_repr(value) != exact_repr(built.get(key))
+                if changed and key != "lr" and isinstance(value, int | float | torch.Tensor):
+                    tensors[f"group.{i}.{key}"] = as_tensor(value, key)
+        numbers = {f"scaler.{n}": v for n, v in (scaler.state_dict() if scaler else {}).items()}
+        numbers |= registered_state(self.accelerator)
+        return tensors | {name: as_tensor(value, name) for name, value in numbers.items()}
+
+    def load(self, path: Path, saved: dict, manifest: dict) -> None:
+        """Restores a checkpoint; raises ValueError if it does not fit.
+
+        `saved` is its manifest, `manifest` that of this run. Settings of the optimizer that the
+        code has changed since then are those of the code. The others are restored, since some
+        optimizers keep state among them.
+        """
+        before, now = saved["optimizer"], settings_as_text(self.settings)
+        kinds = [[group["class"] for group in each] for each in (before, now)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{path} was trained with {' and '.join(kinds[0])}, and build_optimizer gives "
+                f"{' and '.join(kinds[1])} (one per group); restore that, or give another "
+                "--output_dir"
+            )
+        self.load_weights(path, saved, manifest)
+        if this_layout().deepspeed:  # it has restored all settings
+            each = zip(self.optimizer.param_groups, self.settings, before, now, strict=True)
+            for group, built, *texts in each:
+                group.update({n: built[n] for n in built if texts[0].get(n) != texts[1][n]})
+            return
+        reader, scaler = TensorReader(path), self.accelerator.scaler
+        load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
+        for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
+            for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
+                key = name.split(".", 2)[2]
+                if before[i].get(key) == now[i].get(key):
+                    value = read_like(parts[0].get(key), reader, name)
+                    for part in parts:
+                        part[key] = value
+        if scaler:
+            numbers = {
+                n: read_like(v, reader, f"scaler.{n}") for n, v in scaler.state_dict().items()
+            }
+            scaler.load_state_dict(numbers)
+
+    def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
+        """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
+
+        Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
+        """
+        check_deepspeed(path, saved, self.accelerator)
+        frozen = {each.get("frozen_weights", "") for each in (saved, manifest)}
+        if self.accelerator.is_main_process and len(frozen) > 1:
+            raise ValueError(
+                f"{path} was trained with other pretrained weights; give those weights, or another "
+                "--output_dir"
+            )
+        if this_layout().deepspeed:
+            self.accelerator.load_state(path, load_module_strict=False)
+            return
+        reader, bare = TensorReader(path), bare_model(self.accelerator, self.module)
+        if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
+            raise ValueError(
+                f"{path} was not trained in fp16; give the YAML that it was trained with"
+            )
+        tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
+        registered = registered_state(self.accelerator)
+        check_shapes(tensors | registered, reader, path)
+        reader.read(tensors)
+        # Some modules build their state when they are asked for it, and take it back.
+        names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
+        state = {names[name]: values.detach() for name, values in tensors.items()}
+        bare.load_state_dict(state, strict=False)
+        loaded = {name: read_like(value, reader, name) for name, value in registered.items()}
+        for i, each in enumerate(self.accelerator._custom_objects):
+            prefix = f"registered.{i}."
+            own = {n.removeprefix(prefix): v for n, v in loaded.items() if n.startswith(prefix)}
+            each.load_state_dict(own)
+
+
+def read_like(value, reader: TensorReader, name: str):
+    """What was saved under this name: a tensor if `value` is one, otherwise a number."""
+    tensor = torch.empty(reader.shapes[name], dtype=reader.dtypes[name])
+    tensor = torch.empty_like(value, dtype=tensor.dtype) if torch.is_tensor(value) else tensor
+    reader.read({name: tensor})
+    return tensor if tensor.dim() or torch.is_tensor(value) else tensor.item()
+
+
+def load_moments(model: torch.nn.Module, optimizer, reader: TensorReader) -> None:
+    """Gives the optimizer the state that was saved for each weight, and no other."""
+    parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
+    tensors, states = {}, defaultdict(dict)
+    for saved in reader.shapes:
+        kind, _, name = saved.partition(".")
+        name, _, key = name.rpartition(".")
+        if kind in ("state", "number") and name in parameters:
+            tensors[saved] = empty_moment(parameters[name], reader, saved)
+            states[parameters[name]][key] = saved
+    reader.read(tensors)
+    for names in states.values():
+        for key, saved in names.items():
+            value = tensors[saved]
+            names[key] = value.item() if saved.startswith("number.") else value
+    inner = getattr(optimizer, "optimizer", optimizer)
+    packed, ordered = inner.state_dict(), [p for g in inner.param_groups for p in g["params"]]
+    packed["state"] = {i: states[p] for i, p in enumerate(ordered) if p in states}
+    inner.load_state_dict(packed)
+
+
+def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
+    """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
+
+    Counters start on the CPU: the optimizer knows whether it wants them on the device. Other
+    moments of a sharded weight are DTensors that each process has whole.
     """
-    kept: dict[str, torch.Tensor] = {}
-    first: dict[int, tuple] = {}  # the first view of each storage
-    for name, values in state.items():
-        storage = values.untyped_storage().data_ptr()
-        view = (values.data_ptr(), values.shape, values.stride())
-        if first.get(storage, view) != view:
-            kept[name] = values.clone(memory_format=torch.contiguous_format)
-        elif storage not in first or not values.numel():
-            kept[name] = values.contiguous()
-        first.setdefault(storage, view)
-    return kept
+    shape, dtype = reader.shapes[name], reader.dtypes[name]
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if not shape:
+        return torch.empty(shape, dtype=dtype)
+    return parameter.detach().new_empty(shape, dtype=dtype)
 
 
-def check_shapes(state: dict[str, torch.Tensor], file: Path) -> None:
-    """Raises UserError unless the file has the weights of this state with the same shapes."""
-    with safe_open(file, "pt") as saved:
-        shapes = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}
-    # Tied weights have several names; the file has one of them.
-    kept = {state[name].data_ptr() for name in shapes if name in state}
-    wanted = {
-        name: tuple(values.shape)
-        for name, values in state.items()
-        if name in shapes or values.data_ptr() not in kept
-    }
-    for name in sorted({**shapes, **wanted}):
-        if shapes.get(name) != wanted.get(name):
-            saved, built = (str(each.get(name, "missing")) for each in (shapes, wanted))
+def registered_state(accelerator) -> dict:
+    """Tensors and numbers of the objects that accelerator.register_for_checkpointing was given."""
+    states = [each.state_dict() for each in accelerator._custom_objects]
+    return {f"registered.{i}.{n}": v for i, state in enumerate(states) for n, v in state.items()}
+
+
+def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
+    """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
+    kinds = ("model.", "registered.")
+    saved = {n: str(tuple(s)) for n, s in reader.shapes.items() if n.startswith(kinds)}
+    built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
+    for name in sorted({**saved, **built}):
+        if saved.get(name) != built.get(name):
+            before, now = (each.get(name, "missing") for each in (saved, built))
             raise UserError(
-                f"{file.parent} does not fit the model: {name} is {saved} in the checkpoint and "
-                f"{built} in the model; give the settings and the task.py that it was made "
-                "with, or another --output_dir"
+                f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
+                f"checkpoint and {now} in the model; give the settings and the task.py that it "
+                "was made with, or another --output_dir"
             )
 
 
-def load_weights(model: torch.nn.Module, file: Path) -> None:
-    """Loads the trained weights; raises UserError if the frozen weights have changed."""
-    state = weights_to_save(model)
-    check_shapes(state, file)
-    weights = load_file(file)
-    if FROZEN in state and not torch.equal(weights.pop(FROZEN), state[FROZEN]):
-        raise UserError(
-            f"{file.parent} was trained with other pretrained weights; give those weights, or "
-            "another --output_dir"
-        )
-    model.load_state_dict(weights, strict=False)
-
-
-def load_best(accelerator, ranks: Ranks, folder: Path, manifest: dict) -> int | None:
-    """Loads the checkpoint with the smallest eval_loss; returns its step, or None without any.
+def load_best(state: TrainingState, ranks: Ranks, folder: Path, manifest: dict) -> int | None:
+    """Loads the weights with the smallest eval_loss; returns their step, or None without any.
 
     Only losses on the validation data of `manifest` are compared.
     """
-    best, loss = None, math.inf
+    best, loss, saved = None, math.inf, {}
     with ranks.fail_together():
-        if accelerator.is_main_process:
+        if state.accelerator.is_main_process:
             best, loss = checkpoints.find_best(folder, manifest)
-    best, loss = ranks.from_main((best, loss))
+            saved = checkpoints.read_manifest(best) if best else {}
+    best, loss, saved = ranks.from_main((best, loss, saved))
     if best is None:
         say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
         return None
     with ranks.fail_together(), as_user_error():
-        accelerator.load_state(best)
+        state.load_weights(best, saved, manifest)
     say(f"the best evaluation was that of step {checkpoints.step_of(best)}: {loss:.5g}")
     return checkpoints.step_of(best)
-
-
-def weights_to_save(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model for a checkpoint, with a digest in place of the frozen parameters."""
-    state = model.state_dict()
-    named = model.named_parameters(remove_duplicate=False)  # tied weights have two names
-    frozen = [(name, values.detach()) for name, values in named if not values.requires_grad]
-    if frozen:
-        digest = hashlib.sha256()
-        for name, values in frozen:
-            state.pop(name, None)
-            # Integer sums of the bits of 64 slices are the same on any device, in any order.
-            bits = values.flatten().view(BITS[values.element_size()])
-            sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
-            digest.update(name.encode() + sums.cpu().numpy().tobytes())
-        state[FROZEN] = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-    return state

@@ -1,0 +1,312 @@
+"""Models that are sharded over processes train as whole ones do, and exact gives the same bytes."""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from conftest import BakedProject, bake, latest, lines, preloaded
+
+ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
+TIMES = ("data_wait", "save_seconds")
+OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+
+
+@functools.cache
+def launcher_env(config, processes, precision):
+    """What accelerate's launcher tells the processes about a YAML."""
+    numbers = ["--num_processes", str(processes), "--mixed_precision", precision]
+    before = dict(os.environ)
+    try:
+        arguments = ["--config_file", config, *numbers, "train.py"]
+        arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ""
+            _, env = prepare_deepspeed_cmd_env(arguments)
+            env["ACCELERATE_USE_CPU"] = "False"
+        else:
+            env = prepare_multi_gpu_env(arguments)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return {name: value for name, value in env.items() if name.startswith(OURS)}
+
+
+def train(project, hardware, processes, *flags, precision="no", codes=(0,), timeout=240):
+    """Trains with a YAML in so many processes; what they printed.
+
+    cpu and cpu_multi run train.py as it is; other YAMLs shard the model, on the CPU.
+    """
+    if hardware in ("cpu", "cpu_multi"):
+        env = {"ACCELERATE_MIXED_PRECISION": precision}
+        program = ["train.py"]
+    else:
+        config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
+        env, program = launcher_env(config, processes, precision), [str(ON_CPU), "train.py"]
+    envs = [{**each, **env} for each in project.envs(processes)]
+    ended = preloaded(project.path, envs, [*program, *latest(flags)], timeout)
+    return project.ended((hardware, *flags), codes, *zip(*ended, strict=True))
+
+
+def curve(output):
+    """The numbers of metrics.jsonl: {step: {name: number}}, of each step the last."""
+    found = {}
+    for line in lines(output, "step"):
+        kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
+        found.setdefault(line["step"], {}).update(kept)
+    return found
+
+
+def agree(output, reference, loss=1e-6, norm=1e-5):
+    """Checks that two runs took the same samples, with the same losses to rounding."""
+    one, other = curve(reference), curve(output)
+    assert one.keys() == other.keys()
+    for step, line in one.items():
+        assert line["batch_hash"] == other[step]["batch_hash"]
+        for name, number in line.items():
+            if name in ("loss", "eval_loss", "grad_norm"):
+                limit = norm if name == "grad_norm" else loss
+                assert other[step][name] == pytest.approx(number, rel=limit), (step, name)
+
+
+def model_digest(output):
+    """SHA-256 of the exported weights."""
+    return hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def check_same(*outputs):
+    """All runs ended with the same bytes, after the same losses and norms."""
+    first, *others = ((model_digest(output), json.dumps(curve(output))) for output in outputs)
+    for output, other in zip(outputs[1:], others, strict=True):
+        assert other == first, output
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A project with a small language model: two layers, eight micro-batches a step."""
+    baked = bake(tmp_path_factory.mktemp("sharding"), tracker="none")
+    (baked.path / "configs" / "train" / "default.yaml").write_text(
+        "max_steps: 6\nglobal_batch_size: 8\nmicro_batch_size: 1\nwarmup_steps: 1\n"
+        "eval_every: 3\nsave_every: 0\nlog_every: 1\nlearning_rate: 0.01\n"
+        "task:\n  hidden_size: 32\n  num_layers: 2\n  num_heads: 4\n  context_length: 32\n"
+    )
+    return baked
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory):
+    """A run of one process."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    train(small, "cpu", 1, "--output_dir", output)
+    return output
+
+
+# ---- The same numbers ----------------------------------------------------------------------------
+
+
+def test_fsdp2_has_the_losses_of_one_process(small, alone, tmp_path):
+    """Four rounds of two micro-batches; evaluation, and an export that was sharded before."""
+    train(small, "fsdp2", 2, "--output_dir", tmp_path / "run")
+    agree(tmp_path / "run", alone)
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+def test_exact_fsdp2_has_the_bytes_of_one_process(small, tmp_path):
+    """Ordinary runs differ in their last digits, so another order of sums would show."""
+    cases = [("cpu", 1), ("fsdp2", 2)]
+    outputs = [tmp_path / hardware for hardware, _ in cases]
+    for (hardware, processes), output in zip(cases, outputs, strict=True):
+        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
+        train(small, hardware, processes, *flags)
+    check_same(*outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
+    """FSDP2 on two and four processes, HSDP as 2 x 2 and 4 x 2 copies, DDP, one process."""
+    config = small.path / "configs" / "accelerate"
+    wide = (config / "hsdp.yaml").read_text().replace("replicate_size: 2", "replicate_size: 4")
+    (config / "hsdp_wide.yaml").write_text(wide)
+    cases = [("cpu", 1), ("cpu_multi", 3), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
+    cases += [("hsdp_wide", 8)]
+    outputs = [tmp_path / f"{hardware}{processes}" for hardware, processes in cases]
+    for (hardware, processes), output in zip(cases, outputs, strict=True):
+        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
+        train(small, hardware, processes, *flags, precision=precision)
+    check_same(*outputs)
+
+
+VARIANTS = {
+    "recomputed": ["--gradient_checkpointing", "true"],
+    "packed": ["--task.packing", "best_fit"],
+    "chunked": ["--task.loss_chunk", "16"],
+    "larger": ["--micro_batch_size", "4"],
+    "compiled": ["--compile", "true"],
+    "unclipped": ["--max_grad_norm", "0"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["fsdp2", "tensor_parallel"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, variant):
+    flags = ["--max_steps", "3", *VARIANTS[variant], "--output_dir"]
+    one, other = tmp_path / "one", tmp_path / "other"
+    train(small, "cpu", 1, *flags, one)
+    if (hardware, variant) == ("tensor_parallel", "compiled"):
+        text = train(small, hardware, 2, *flags, other, codes=(2,))
+        assert "compile" in text
+        return
+    train(small, hardware, 2, *flags, other)
+    agree(other, one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("fsdp2", 4), ("hsdp", 4), ("tensor_parallel", 2)])
+def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
+    train(small, *case, "--output_dir", tmp_path / "run")
+    agree(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+def test_bf16_under_fsdp2_is_that_of_autocast(small, tmp_path):
+    """Weights, moments and sums of gradients are fp32: the difference to DDP is that of bf16."""
+    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
+        train(small, hardware, processes, "--output_dir", tmp_path / hardware, precision="bf16")
+    agree(tmp_path / "fsdp2", tmp_path / "cpu", loss=1e-3, norm=0.05)
+    saved = max((tmp_path / "fsdp2" / "checkpoints").glob("step-*"))
+    for file in saved.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F32"}
+
+
+# ---- One run on several layouts ------------------------------------------------------------------
+
+
+def move(project, output, stations, *flags):
+    """Trains one run, on another layout after each three steps; what all of them printed.
+
+    The checkpoint in which a part of the run ends is that of a longer run which was stopped there.
+    """
+    text = ""
+    for i, (hardware, processes) in enumerate(stations):
+        steps = ["--max_steps", str(3 * (i + 1)), "--accept_changes"]
+        text += train(project, hardware, processes, *flags, *steps, "--output_dir", output)
+    return text
+
+
+CONSTANT = ["--lr_schedule", "constant"]  # the learning rate does not depend on max_steps
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_all_layouts(small, tmp_path):
+    """1 -> DDP 2 -> FSDP2 4 -> TP 2 -> 1: the same samples, and losses to rounding."""
+    stations = [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 4), ("tensor_parallel", 2), ("cpu", 1)]
+    text = move(small, tmp_path / "moved", stations, *CONSTANT)
+    assert text.count("continuing from") == 4
+    flags = [*CONSTANT, "--max_steps", "15", "--output_dir", tmp_path / "alone"]
+    train(small, "cpu", 1, *flags)
+    agree(tmp_path / "moved", tmp_path / "alone", loss=2e-6, norm=2e-5)
+
+
+@pytest.mark.slow
+def test_exact_moves_between_layouts_with_the_same_bytes(small, tmp_path):
+    flags = ["--exact", "true", "--task.dropout", "0.1", *CONSTANT]
+    stations = [("cpu_multi", 2), ("fsdp2", 2), ("hsdp", 4), ("cpu", 1), ("fsdp2", 4)]
+    move(small, tmp_path / "moved", stations, *flags)
+    train(small, "cpu", 1, *flags, "--max_steps", "15", "--output_dir", tmp_path / "alone")
+    assert model_digest(tmp_path / "moved") == model_digest(tmp_path / "alone")
+    assert json.dumps(losses(tmp_path / "moved")) == json.dumps(losses(tmp_path / "alone"))
+
+
+def losses(output):
+    """Loss and gradient norm of each step."""
+    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
+
+
+# ---- What may go wrong ---------------------------------------------------------------------------
+
+SPOIL = """
+
+import os
+calls, plain_loss_sum = [0], loss_sum
+
+
+def loss_sum(model, batch):
+    calls[0] += 1
+    loss = plain_loss_sum(model, batch)
+    bad = calls[0] in BAD and os.environ.get("RANK", "0") == "1"
+    return loss * float("nan") if bad else loss
+"""
+
+
+@pytest.fixture
+def spoilt(small, tmp_path):
+    """The small project; the second process has NaN losses in its third step."""
+    path = shutil.copytree(small.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(SPOIL.replace("BAD", "range(9, 13)"))
+    return BakedProject(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("case", [("cpu_multi", 2), ("fsdp2", 2)])
+def test_a_step_that_is_not_finite_is_skipped_by_all(spoilt, small, tmp_path, case, exact):
+    """The next losses are those of a run that goes on with the weights of before."""
+    output = tmp_path / "run"
+    train(spoilt, *case, "--exact", exact, "--output_dir", output)
+    events = {line["step"]: line["event"] for line in lines(output, "event")}
+    assert events == {3: "skipped"}
+    numbers = losses(output)
+    assert all(math.isfinite(norm) for step, (_, norm) in numbers.items() if step != 3)
+    assert numbers[4][0] != numbers[2][0]
+
+
+@pytest.fixture(scope="module")
+def tied(alone, tmp_path_factory):
+    """A pretrained model whose embeddings are also its head."""
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    shutil.copytree(alone / "model", folder)
+    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
+    """LoRA on pretrained weights: only the first process loads them, and merges what it gathers."""
+    flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4"]
+    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
+        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
+    agree(tmp_path / "fsdp2", tmp_path / "cpu")
+    one, other = (load_file(tmp_path / h / "model" / "model.safetensors") for h in ("cpu", "fsdp2"))
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_tied_embeddings_stay_tied(small, tmp_path, tied, exact):
+    flags = ["--task.model_name_or_path", tied, "--exact", exact]
+    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
+        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
+    agree(tmp_path / "fsdp2", tmp_path / "cpu")
+    if exact == "true":
+        check_same(tmp_path / "cpu", tmp_path / "fsdp2")
+    saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
+    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
