@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DeepSpeedOptimizerWrapper
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 from training.ranks import Ranks
 from training.sharding import local
