@@ -214,7 +214,7 @@ def test_a_failure_in_the_background_ends_all_processes_in_one_line(
     code = f"if len(calls) == 2 and os.environ.get('RANK', '0') == '{processes - 1}':\n"
     code += "        raise ValueError('no more of this')"
     flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000]
-    printed = tiny.train(processes, *flags, codes=[2], timeout=60, **slowed(code))
+    printed = tiny.train(processes, *flags, codes=[2], timeout=180, **slowed(code))
     assert printed.count("train.py: ") == 1 and "no more of this" in printed, printed
     assert "Traceback" not in printed
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
@@ -256,7 +256,7 @@ def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path, p
     try:
         wait_until(lambda: any((output / "checkpoints").glob(".step-*.partial")), runs[0])
         runs[-1].send_signal(signal.SIGTERM)
-        printed = "".join("".join(run.communicate(timeout=60)) for run in runs)
+        printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
     finally:
         for run in runs:
             run.kill()

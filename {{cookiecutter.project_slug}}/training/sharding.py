@@ -114,14 +114,6 @@ def whole_groups(groups: list[dict]) -> list[list[dict]]:
     return whole
 
 
-def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
-    """The groups of names that share one parameter."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
-
-
 # ---- DeepSpeed -----------------------------------------------------------------------------------
 
 

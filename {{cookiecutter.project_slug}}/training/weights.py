@@ -34,6 +34,10 @@ class TaskModule(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
         self.model, self.context = model, context
+        names = defaultdict(list)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        self.tied = [group for group in names.values() if len(group) > 1]
         self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
         # FSDP shards each of these blocks of a transformers model by itself.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
@@ -43,9 +47,11 @@ class TaskModule(torch.nn.Module):
             return function(self.model, batch)
 
     def tie_weights(self) -> None:
-        """Ties the weights again: accelerate asks for it after it has replaced them."""
-        if hasattr(self.model, "tie_weights"):
-            self.model.tie_weights()
+        """Ties weights that were tied: accelerate asks for it after it has replaced them."""
+        for first, *others in self.tied:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
 def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
