@@ -170,7 +170,7 @@ def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
 
     Those of DeepSpeed are for the same ZeRO stage and number of processes.
     """
-    processes, folder = saved["processes"], path / "pytorch_model"
+    folder = path / "pytorch_model"
     names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
     plugin, written, wanted = accelerator.deepspeed_plugin, None, None
     if folder.is_dir():
@@ -182,6 +182,7 @@ def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
             f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
             "of that kind, or give another --output_dir"
         )
+    processes = saved.get("processes")
     if plugin and processes != accelerator.num_processes:
         raise ValueError(
             f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
