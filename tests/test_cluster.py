@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import yaml
 
 import slurm as slurm_daemons
 from conftest import ROOT, bake, lines, make_tiny, status
+from slurm import free_ports
 
 FILES = {
     "none": [],
@@ -34,12 +34,6 @@ def clustered(tmp_path_factory):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     return project
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def digest(output):
@@ -118,7 +112,7 @@ def test_the_command_of_the_pods_trains(clustered, manifests, tmp_path):
     """Two pods are two launchers; here they have no network of their own, and no GPU."""
     (container,) = manifests["Job"]["spec"]["template"]["spec"]["containers"]
     changes = {"--config_file": "configs/accelerate/cpu_multi.yaml", "--num_processes": 2}
-    changes |= {"--main_process_ip": "127.0.0.1", "--main_process_port": free_port()}
+    changes |= {"--main_process_ip": "127.0.0.1", "--main_process_port": free_ports(1)[0]}
     changes |= {"--output_dir": tmp_path / "run"}
     runs = []
     for pod in ("0", "1"):
@@ -184,7 +178,7 @@ def test_the_scripts_of_skypilot_run(clustered, tmp_path, flags, code, starts):
     env = {**task["envs"], "HARDWARE": "cpu_multi", "FLAGS": flags}
     env |= {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"}
     env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "2", "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "2"}
-    port = str(free_port())
+    port = str(*free_ports(1))
     setup = task["setup"].replace("make setup\n", "")
     checked = clustered.run("bash", "-c", setup, check=False, **env)
     assert checked.returncode == (2 if code == 2 else 0), checked

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conftest import BakedProject, bake, lines
-from test_sharding import CONSTANT, SPOIL, agree, losses, train
+from test_sharding import CONSTANT, agree, losses, train
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,13 +68,27 @@ def test_bf16_under_zero_is_that_of_autocast(small, tmp_path, kind):
     assert {values.dtype for values in weights.values()} == {torch.float32}
 
 
+SPOIL = """
+
+import os
+calls, plain_loss_sum = [0], loss_sum
+
+
+def loss_sum(model, batch):
+    calls[0] += model.training
+    loss = plain_loss_sum(model, batch)
+    bad = model.training and calls[0] in (5, 6) and os.environ["RANK"] == "1"
+    return loss * float("nan") if bad else loss
+"""
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision):
     """The second process has NaN losses in its third step, which changes no weight."""
     path = shutil.copytree(small.path, tmp_path / "project")
     with open(path / "task.py", "a") as file:
-        file.write(SPOIL.replace("BAD", "range(5, 7)"))
+        file.write(SPOIL)
     project, numbers = BakedProject(path), {}
     for hardware in ("cpu_multi", kind):
         output = tmp_path / hardware

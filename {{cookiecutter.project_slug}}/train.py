@@ -371,11 +371,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
-    module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
-    sharding.partition(module, accelerator)
-    if cfg.compile:
-        device.compile_blocks(module)
-    model, optimizer = accelerator.prepare(module, optimizer)
+    model, optimizer = accelerator.prepare(weights.wrap(model, accelerator, cfg), optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
@@ -501,8 +497,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             log.write(line)
             if reason:
                 raise UserError(reason)
-        for line in saver.committed(step):
-            log.write(line)
+        saver.log_commits(log, step)
 
         # Evaluate.
         manifest = {**start.manifest, "step": step, "samples": samples, "processes": processes}
@@ -528,8 +523,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         if stopped:
             break
     saver.finish()
-    for line in saver.committed(step):
-        log.write(line)
+    saver.log_commits(log, step)
     log.close()
 
     # Export the last model, or the best, unless the run is to be continued.
