@@ -372,7 +372,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
-    sharding.partition(module, accelerator)
+    sharding.hand_to_deepspeed(module, optimizer, accelerator)
     if cfg.compile:
         device.compile_blocks(module)
     model, optimizer = accelerator.prepare(module, optimizer)
