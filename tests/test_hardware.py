@@ -32,7 +32,6 @@ ZERO3 = {
     "ACCELERATE_USE_DEEPSPEED": "true",
     "ACCELERATE_MIXED_PRECISION": "bf16",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
 }
 # YAML: processes, sizes of the axes, and what the launcher tells the processes.
 EXPECTED = {
