@@ -371,7 +371,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
-    model, optimizer = accelerator.prepare(weights.wrap(model, accelerator, cfg), optimizer)
+    module = weights.wrap(model, optimizer, accelerator, cfg)
+    model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)

@@ -153,16 +153,24 @@ def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: floa
         }
 
 
-def partition(model: torch.nn.Module, accelerator: Accelerator) -> None:
-    """Under ZeRO-3, splits the weights one by one; DeepSpeed would first move all to the GPU."""
+def hand_to_deepspeed(module: torch.nn.Module, optimizer, accelerator: Accelerator) -> None:
+    """Does what DeepSpeed leaves to its callers, if it is used. Call it before `prepare`.
+
+    Parameter groups are numbered, since DeepSpeed drops empty ones. Under ZeRO-3, weights are split
+    one by one; DeepSpeed would first move the whole model to the GPU.
+    """
     plugin = accelerator.deepspeed_plugin
-    if not plugin or plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
+    if not plugin:
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        group["number"] = number
+    if plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
         return
     import deepspeed
 
-    for buffer in model.buffers():
+    for buffer in module.buffers():
         buffer.data = buffer.to(accelerator.device)
-    deepspeed.zero.Init(module=model, config_dict_or_path=plugin.deepspeed_config)
+    deepspeed.zero.Init(module=module, config_dict_or_path=plugin.deepspeed_config)
 
 
 def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:

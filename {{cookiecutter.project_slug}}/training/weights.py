@@ -55,10 +55,12 @@ class TaskModule(torch.nn.Module):
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
-def wrap(model: torch.nn.Module, accelerator: Accelerator, cfg: Any) -> TaskModule:
+def wrap(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, cfg: Any
+) -> TaskModule:
     """The module to prepare: compiled if the config says so."""
     module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
-    sharding.partition(module, accelerator)
+    sharding.hand_to_deepspeed(module, optimizer, accelerator)
     if cfg.compile:
         compile_blocks(module)
     return module
@@ -263,9 +265,10 @@ class TrainingState:
             )
         self.load_weights(path, saved, manifest)
         if this_layout().deepspeed:  # it has restored all settings
-            each = zip(self.optimizer.param_groups, self.settings, before, now, strict=True)
-            for group, built, *texts in each:
-                group.update({n: built[n] for n in built if texts[0].get(n) != texts[1][n]})
+            for group in self.optimizer.param_groups:
+                i = group["number"]
+                changed = [n for n in self.settings[i] if before[i].get(n) != now[i][n]]
+                group.update({name: self.settings[i][name] for name in changed})
             return
         reader, scaler = TensorReader(path), self.accelerator.scaler
         load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
