@@ -184,7 +184,8 @@ def test_license_and_dependencies_are_those_chosen(bakes, license_name, task, tr
     assert names & trackers == {tracker} & trackers
     assert ("peft" in names) == (task == "causal_lm")
     assert ("scikit-learn" in names) == ("classification" in task)
-    assert set(metadata["optional-dependencies"]) == {"dev"} | (trackers - {tracker})
+    extras = {"dev", "deepspeed"} | (trackers - {tracker})
+    assert set(metadata["optional-dependencies"]) == extras
     assert metadata["name"] == DEFAULT_SLUG and metadata["description"] == "My Training"
 
 

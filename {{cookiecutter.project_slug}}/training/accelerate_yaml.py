@@ -1,6 +1,7 @@
-"""Checks an accelerate YAML for `--check`: its number of processes, and the GPUs that they need.
+"""Checks the hardware before a model is built: the accelerate YAML, and what the launcher has set.
 
-accelerate's launcher reads the same file later, when it starts the processes.
+`--check` reads the YAML, as accelerate's launcher does later, when it starts the processes. Each of
+them checks what the launcher has told it, since options of the launcher override the YAML.
 """
 
 import difflib
@@ -12,7 +13,13 @@ from typing import get_type_hints
 
 import torch
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import PrecisionType, is_fp8_available
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import (
+    PrecisionType,
+    is_deepspeed_available,
+    is_torchao_available,
+    is_transformer_engine_available,
+)
 
 from training.config import (
     compose_yaml,
@@ -22,9 +29,33 @@ from training.config import (
     union_members,
 )
 from training.console import one_line, say
+from training.layout import AXES, SHARDED, Layout, layout_of
 
-# The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
-SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+# The sections of a YAML, with the names that their keys have as options of the launcher.
+SECTIONS = {
+    "fsdp_config": ("fsdp_",),
+    "deepspeed_config": ("deepspeed_", "zero", "offload_", "gradient_"),
+    "parallelism_config": ("parallelism_config_",),
+    "fp8_config": ("fp8_",),
+}
+# Keys that fields of the recipe decide.
+OF_THE_RECIPE = {
+    "fsdp_activation_checkpointing": "the recipe's field gradient_checkpointing decides",
+    "fsdp_activation_checkpointing_offload": "the recipe's field gradient_checkpointing decides",
+    "gradient_accumulation_steps": "the recipe's field micro_batch_size decides",
+    "gradient_clipping": "the recipe's field max_grad_norm decides",
+    "deepspeed_config_file": "train.py fills in DeepSpeed's settings; the keys of "
+    "deepspeed_zero3_offload.yaml are those to choose",
+}
+# Keys of FSDP 1, which FSDP 2 does not read.
+OF_FSDP1 = (
+    "fsdp_sharding_strategy",
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+)
+FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 
 
 def launcher_number(name: str, otherwise: int) -> int:
@@ -107,20 +138,177 @@ def check_gpus(precision: str, fp16_yaml: str) -> None:
         say(f"{torch.cuda.get_device_name()} only emulates bf16, slowly; faster is {fp16_yaml}")
 
 
-def check_sharding(kind: str, field: str) -> None:
-    """Raises ValueError if the processes do not hold whole models, which this field needs."""
-    if kind in SHARDED and field and (field != "exact" or kind in ("DEEPSPEED", "MEGATRON_LM")):
+def read_section(name: str, section: dict) -> dict:
+    """All keys of a section, by their names as options of the launcher, with its defaults.
+
+    Raises ValueError for a key that nothing reads, or that the recipe decides: accelerate ignores
+    the former, and lets the latter override the recipe.
+    """
+    options = vars(launch_command_parser().parse_args(["train.py"]))
+    known = {key: value for key, value in options.items() if key.startswith(SECTIONS[name])}
+    for key, value in section.items():
+        full = str(key)
+        if name in ("fsdp_config", "fp8_config") and not full.startswith(name[:4].rstrip("_")):
+            full = SECTIONS[name][0] + full
+        if full in OF_THE_RECIPE:
+            if value not in (None, False):
+                raise ValueError(f"{name}: remove {key}; {OF_THE_RECIPE[full]}")
+            continue
+        if full in OF_FSDP1:
+            raise ValueError(f"{name}: remove {key}; FSDP 2 does not read it")
+        if full not in known:
+            near = [other for other in known if other.endswith(f"_{full}")]
+            near = near or difflib.get_close_matches(full, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "accelerate reads no such key"
+            raise ValueError(f"{name}: there is no key {key}; {hint}")
+        if known[full] in ("true", "false") and type(value) is not bool:
+            raise ValueError(f"{name}: {key} is {value}; give true or false")
+        if full.endswith("_size") and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}: {key} is {value}; give a whole number from 1")
+        known[full] = value
+    return known
+
+
+def check_deepspeed_keys(section: dict, machines: int) -> None:
+    """Raises ValueError for values of deepspeed_config that do not reach DeepSpeed."""
+    stage = section["zero_stage"]
+    if stage not in (None, 1, 2, 3) or type(stage) is bool:
+        raise ValueError(f"deepspeed_config: zero_stage is {stage}; give 2 or 3")
+    for key in ("offload_optimizer_device", "offload_param_device"):
+        if section[key] not in (None, "none", "cpu"):  # no option passes the path of an NVMe disk
+            raise ValueError(f"deepspeed_config: {key} is {section[key]}; give none or cpu")
+    if section["offload_param_device"] == "cpu" and stage != 3:
+        raise ValueError("deepspeed_config: offload_param_device needs zero_stage 3")
+    if machines > 1 and section["deepspeed_multinode_launcher"] != "standard":
         raise ValueError(
-            f"{field} needs the whole model on each process, and {kind} shards it; use one of the "
-            "multi_gpu YAMLs"
+            "deepspeed_config: write deepspeed_multinode_launcher: standard, as each machine has "
+            "a launcher of its own"
         )
 
 
-def count_processes(path: Path, whole_models: str = "") -> int:
-    """The largest number of processes, on all machines, that accelerate starts for this YAML.
+def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8: object) -> None:
+    """Raises ValueError for what the installed libraries, or train.py, cannot do.
 
-    Raises ValueError if accelerate would refuse or misread the file, or if this machine lacks GPUs,
-    or if it shards models; `whole_models` names a field that does not allow that, if one is set.
+    `fp8`: the backend that is asked for. What the fields of the recipe rule out is elsewhere:
+    see startup.check_sharing.
+    """
+    kinds, replicated = layout.kinds, layout.dp_replicate * layout.dp_shard
+    sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get((*kinds, "")[0], "parallelism_config")
+    if "MEGATRON_LM" in kinds:
+        raise ValueError(
+            "Megatron-LM trains models of its own only; use fsdp2.yaml or tensor_parallel.yaml"
+        )
+    if "DEEPSPEED" in kinds and not is_deepspeed_available():
+        raise ValueError(
+            "DeepSpeed is not installed; run make setup EXTRAS=deepspeed (or pip install "
+            "deepspeed), or use fsdp2.yaml"
+        )
+    if "FSDP" in kinds and str(fsdp_version) != "2":
+        raise ValueError(
+            f"fsdp_version is {fsdp_version}, and train.py shards by FSDP 2 only; write "
+            "fsdp_version: 2 in fsdp_config"
+        )
+    if precision == "fp16" and layout.sharded:
+        raise ValueError(
+            f"mixed_precision fp16 does not go with {sharding}, under which its scaling of the "
+            "loss is not to be relied on; write bf16, or use multi_gpu_fp16.yaml"
+        )
+    if precision == "fp8":
+        check_fp8(fp8)
+        if layout.deepspeed or layout.together > 1:
+            raise ValueError(
+                f"mixed_precision fp8 does not go with {sharding} here; write bf16, or use "
+                "fp8.yaml or fsdp2.yaml"
+            )
+    if layout.sp > 1:
+        raise ValueError(
+            "parallelism_config_sp_size is above 1, and Ulysses brings a loader of its own, which "
+            "deals other batches than train.py; use context_parallel.yaml"
+        )
+    if "PARALLELISM_CONFIG" in kinds:
+        check_axes(layout, replicated)
+
+
+def check_axes(layout: Layout, replicated: int) -> None:
+    """Raises ValueError for sizes in parallelism_config that do not go together."""
+    if layout.deepspeed:
+        raise ValueError("parallelism_config does not go with DeepSpeed; use hsdp.yaml")
+    if "FSDP" not in layout.kinds:
+        if layout.tp == 1:
+            raise ValueError(
+                "parallelism_config needs distributed_type FSDP, or tensor parallelism; use "
+                "hsdp.yaml, or without parallelism_config multi_gpu_bf16.yaml"
+            )
+        if replicated > 1 or layout.cp > 1:
+            raise ValueError(
+                "accelerate does not combine tensor parallelism with DDP; make "
+                "parallelism_config_tp_size equal to num_processes, or use hsdp.yaml"
+            )
+        return
+    if layout.tp > 1:
+        try:  # accelerate imports it for FSDP x TP
+            from transformers.integrations.tensor_parallel import ReplicateParallel  # noqa: F401
+        except ImportError:
+            raise ValueError(
+                "FSDP with tensor parallelism fails in this pair of versions: accelerate imports "
+                "ReplicateParallel, which transformers no longer has; set "
+                "parallelism_config_tp_size to 1"
+            ) from None
+    if layout.dp_shard == 1 and layout.cp == 1:
+        raise ValueError(
+            "parallelism_config leaves nothing to shard: give parallelism_config_dp_shard_size "
+            "above 1, or use multi_gpu_bf16.yaml"
+        )
+    if layout.cp > 1 and not torch.cuda.is_available():
+        raise ValueError(
+            "context parallelism needs CUDA's attention kernels, and torch sees no GPU; use "
+            "cpu_multi.yaml"
+        )
+
+
+def check_fp8(backend: object) -> None:
+    """Raises ValueError unless a library, and the GPU if there is one, can train in fp8."""
+    asked = [backend] if backend not in (None, "NO") else list(FP8_LIBRARIES)
+    if backend == "MSAMP" or not {*asked} <= {*FP8_LIBRARIES}:
+        raise ValueError(f"fp8_config: backend is {backend}; give AO (torchao) or TE")
+    if not any(FP8_LIBRARIES[name]() for name in asked):
+        needed = {"AO": "torchao", "TE": "Transformer Engine"}
+        libraries = " or ".join(needed[name] for name in asked)
+        raise ValueError(
+            f"mixed_precision fp8 needs {libraries}; run pip install torchao, or use bf16"
+            if "AO" in asked
+            else f"mixed_precision fp8 needs {libraries}; install it, or use bf16"
+        )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        major, minor = torch.cuda.get_device_capability()
+        raise ValueError(
+            "mixed_precision fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer, and "
+            f"{torch.cuda.get_device_name()} has {major}.{minor}; use bf16"
+        )
+
+
+def check_launched(layout: Layout) -> None:
+    """Raises ValueError for what the launcher has set up, and train.py or a library cannot do."""
+    for option in ("gradient_accumulation_steps", "gradient_clipping"):
+        name = f"ACCELERATE_{option.upper()}"
+        if layout.deepspeed and os.environ.get(name):
+            raise ValueError(f"unset {name}; {OF_THE_RECIPE[option]}")
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if layout.deepspeed and file:
+        raise ValueError(
+            f"leave out deepspeed_config_file {one_line(file, 60)}; "
+            + OF_THE_RECIPE["deepspeed_config_file"]
+        )
+    names = ("ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "ACCELERATE_FP8_BACKEND")
+    precision, version, backend = map(os.environ.get, names)
+    check_parallelism(layout, precision or "no", version or "1", backend)
+
+
+def read_hardware(path: Path) -> Layout:
+    """The layout of all processes, on all machines, that accelerate starts for this YAML.
+
+    For an elastic run, that of the largest number of machines. Raises ValueError if accelerate or
+    train.py would refuse or misread the file, or if this machine lacks GPUs or libraries for it.
     """
     try:
         fields = plain_value(compose_yaml(read_small_file(path)))
@@ -164,10 +352,6 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         raise ValueError(f"{one_line(path, 100)}: {one_line(error)}") from None
 
     kind, path = hardware.distributed_type.value, one_line(path, 100)
-    try:
-        check_sharding("PARALLELISM_CONFIG" if hardware.parallelism_config else kind, whole_models)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     processes = launcher_number("num_processes", hardware.num_processes)
     machines = launcher_number("num_machines", hardware.num_machines)
     if processes < 1 or processes % machines:
@@ -183,10 +367,6 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         raise ValueError(
             f"{path}: mixed_precision is {one_line(precision, 60)}; give one of {known} "
             "(no in quotes)"
-        )
-    if precision == "fp8" and not is_fp8_available():
-        raise ValueError(
-            f"{path}: mixed_precision fp8 needs torchao or Transformer Engine; use bf16"
         )
     if kind == "NO" and processes > 1 or kind == "MULTI_CPU":
         raise ValueError(
@@ -209,6 +389,15 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         raise ValueError(
             f"{path}: num_machines is {machines}; give main_process_ip, the address of machine 0"
         )
+    if hardware.num_machines > 1 and hardware.main_process_port == 0:
+        raise ValueError(
+            f"{path}: main_process_port is 0, for which each machine picks another one; give a "
+            "number, such as 29500"
+        )
+    try:
+        layout = read_layout(hardware, processes, machines, most)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     here, gpus = -(-processes // machines), torch.accelerator.device_count()
     on_cpu = hardware.use_cpu or str(hardware.gpu_ids).startswith("-1")
     try:
@@ -219,7 +408,12 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         if on_cpu:
             if precision == "fp16":
                 raise ValueError("mixed_precision fp16 needs a GPU; write 'no'")
-            return processes * most
+            if layout.sharded:
+                raise ValueError(
+                    "accelerate shards models on GPUs only, and trains by DDP on the CPU; see "
+                    "cpu_multi.yaml"
+                )
+            return layout
         if gpus < here:
             raise ValueError(
                 f"it needs {here} GPU{'s' * (here > 1)} on this machine, which has {gpus}; "
@@ -228,4 +422,32 @@ def count_processes(path: Path, whole_models: str = "") -> int:
         check_gpus(precision, f"{'single' if kind == 'NO' else 'multi'}_gpu_fp16.yaml")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return processes * most
+    return layout
+
+
+def read_layout(hardware: ClusterConfig, processes: int, machines: int, most: int) -> Layout:
+    """The layout that a YAML asks for; raises ValueError if its sections do not allow it."""
+    kind = hardware.distributed_type.value
+    sections = {name: read_section(name, getattr(hardware, name)) for name in SECTIONS}
+    kinds = [kind] if kind in SHARDED else []
+    if hardware.parallelism_config:
+        if kind == "NO":
+            raise ValueError("parallelism_config needs distributed_type FSDP or MULTI_GPU")
+        kinds.append("PARALLELISM_CONFIG")
+        if most > 1:
+            raise ValueError(
+                f"parallelism_config needs {processes} processes, and PET_NNODES is "
+                f"{os.environ['PET_NNODES']}; use a YAML without parallelism_config, such as "
+                "fsdp2.yaml"
+            )
+    sizes = sections["parallelism_config"]
+    axes = {name: sizes.get(f"parallelism_config_{name}_size", 1) for name in AXES}
+    layout = layout_of(processes * most, 0, tuple(kinds), axes)
+    if kind == "DEEPSPEED":
+        check_deepspeed_keys(sections["deepspeed_config"], machines)
+    version, backend = (
+        sections["fsdp_config"]["fsdp_version"],
+        sections["fp8_config"]["fp8_backend"],
+    )
+    check_parallelism(layout, hardware.mixed_precision or "no", version, backend)
+    return layout

@@ -11,13 +11,13 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 
 from training import (
     accelerate_yaml,
@@ -32,9 +32,10 @@ from training import (
 from training.batches import StepPlan
 from training.console import IS_MAIN, escaped, one_line
 from training.device import use_cpu
-from training.layout import this_layout
+from training.layout import Layout, this_layout
 from training.ranks import UserError
 
+ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 
@@ -123,13 +124,29 @@ def resolved_config(cfg: Any) -> dict[str, Any]:
     return {n: value for n, value in dataclasses.asdict(cfg).items() if n not in unsaved}
 
 
-def check_exact(cfg: Any) -> str:
-    """The field that needs the whole model on each process, or "".
+def read_layout(cfg: Any) -> Layout:
+    """The layout of the run: that of the launched processes or, to check, that of the YAML.
 
-    Raises UserError for settings that do not go with exact.
+    Raises ValueError for a layout that the libraries, train.py or this machine cannot do.
     """
+    if cfg.config_file:
+        return accelerate_yaml.read_hardware(Path(cfg.config_file))
+    if cfg.check:  # launch.py without a YAML
+        accelerate_yaml.launcher_number("num_machines", 1)
+        return Layout(accelerate_yaml.launcher_number("num_processes", 1))
+    layout = this_layout()
+    accelerate_yaml.check_launched(layout)
+    if layout.sharded and use_cpu():
+        raise UserError(
+            "accelerate shards models on GPUs only, and there is none; use cpu_multi.yaml"
+        )
+    return layout
+
+
+def check_sharing(cfg: Any, layout: Layout) -> None:
+    """Raises UserError for fields that do not go with how the processes share the model."""
     compresses = cfg.gradient_compression != "none"
-    if compresses and (cfg.exact or cfg.device_shares == "auto" or this_layout().sharded):
+    if compresses and (cfg.exact or cfg.device_shares == "auto" or layout.sharded):
         raise UserError(
             f"gradient_compression is {cfg.gradient_compression}, which goes with neither exact, "
             "nor device_shares auto, nor sharded weights; set it to none"
@@ -139,7 +156,50 @@ def check_exact(cfg: Any) -> str:
             "exact does not go with compile, whose code depends on the order in which a process "
             "sees the shapes of its batches; set one of them to false"
         )
-    return "exact" if cfg.exact else "device_shares" if cfg.device_shares != "equal" else ""
+    if cfg.device_shares != "equal" and layout.sharded:
+        raise UserError(
+            "device_shares must be equal where processes share the weights of a model, and so "
+            "compute in step; set it to equal, or use multi_gpu_bf16.yaml"
+        )
+    if cfg.exact and (layout.together > 1 or layout.deepspeed):
+        how = "DeepSpeed" if layout.deepspeed else "tensor or context parallelism"
+        raise UserError(
+            f"exact does not go with {how}, which adds numbers in an order of its own; use "
+            "fsdp2.yaml or multi_gpu_bf16.yaml, or set exact to false"
+        )
+    if cfg.compile and layout.deepspeed:
+        raise UserError(
+            "compile does not go with DeepSpeed, which compiles models its own way; set compile to "
+            "false, or use fsdp2.yaml"
+        )
+
+
+def check_rows(rows: Any, layout: Layout) -> None:
+    """Raises UserError for rows that context parallelism cannot cut.
+
+    It takes every position of a row to see all earlier ones, and counts losses by position.
+    """
+    row = rows[0] if layout.cp > 1 else None
+    if row is None:
+        return
+    if not isinstance(row, Mapping) or not {*ROW} <= {*row}:
+        raise UserError(
+            "context parallelism cuts rows of tokens with a label for each, and the rows of "
+            "task.py lack input_ids or labels; use fsdp2.yaml"
+        )
+    if "position_ids" in row:
+        raise UserError(
+            "context parallelism cuts rows, and rows packed by best_fit hold texts that must not "
+            "see each other; set task.packing to stream, which plain texts allow, or use fsdp2.yaml"
+        )
+    lengths = [len(row[name]) if hasattr(row[name], "__len__") else 0 for name in ROW]
+    parts = 2 * layout.cp  # each process takes a part from the front and one from the back
+    if len({*lengths}) > 1 or lengths[0] % parts:
+        raise UserError(
+            f"context parallelism cuts rows into {parts} equal parts, and the first row has "
+            f"{lengths[0]} input_ids and {lengths[1]} labels; give a context_length that {parts} "
+            "divides"
+        )
 
 
 def versions() -> dict[str, str]:
@@ -163,21 +223,12 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     contract.check_functions(task)
     cfg, remarks = read_config(config_class, about)
     output = Path(cfg.output_dir)
-    whole_models = check_exact(cfg)
-    layout = this_layout()
-    replicas = layout.replicas
-    for kind in accelerate_yaml.SHARDED:
-        if parse_flag_from_env(f"ACCELERATE_USE_{kind}"):
-            accelerate_yaml.check_sharding(kind, whole_models)
-    if cfg.config_file:
-        replicas = accelerate_yaml.count_processes(Path(cfg.config_file), whole_models)
-    elif cfg.check:  # launch.py without a YAML
-        accelerate_yaml.launcher_number("num_machines", 1)
-        replicas = accelerate_yaml.launcher_number("num_processes", 1)
+    layout = read_layout(cfg)
+    check_sharing(cfg, layout)
     plan = batches.plan_step(
         cfg.global_batch_size,
         cfg.micro_batch_size,
-        replicas,
+        layout.replicas,
         cfg.exact,
         cfg.device_shares,
         layout.replica,
@@ -190,6 +241,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         prepared = task.prepare_data(cfg.task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
+        check_rows(data[0], layout)
         manifest = collect_manifest(cfg, task, prepared, data)
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes

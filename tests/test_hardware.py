@@ -1,0 +1,443 @@
+"""The YAMLs of configs/accelerate: what the launcher makes of each, and what is refused."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+import yaml
+from accelerate.commands import launch
+from accelerate.utils import launch as launching
+
+from conftest import ROOT, SOURCE, load_task
+
+accelerate_yaml, layout = load_task("training.accelerate_yaml"), load_task("training.layout")
+startup, ranks = load_task("training.startup"), load_task("training.ranks")
+FOLDER = ROOT / SOURCE / "configs" / "accelerate"
+SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+ZERO3 = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+}
+# YAML: processes, sizes of the axes, and what the launcher tells the processes.
+EXPECTED = {
+    "context_parallel": (
+        2,
+        {"cp": 2},
+        {**FSDP2, "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather"},
+    ),
+    "cpu": (1, {}, {"ACCELERATE_USE_CPU": "True"}),
+    "cpu_multi": (2, {}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}),
+    "deepspeed_zero2": (
+        2,
+        {},
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    ),
+    "deepspeed_zero3": (2, {}, ZERO3),
+    "deepspeed_zero3_offload": (
+        2,
+        {},
+        {
+            **ZERO3,
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+        },
+    ),
+    "fp8": (1, {}, {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}),
+    "fsdp2": (2, {}, FSDP2),
+    "fsdp2_offload": (2, {}, {**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}),
+    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, FSDP2),
+    "mps": (1, {}, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}),
+    "multi_gpu": (2, {}, {"ACCELERATE_MIXED_PRECISION": "no"}),
+    "multi_gpu_bf16": (2, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "multi_gpu_fp16": (2, {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
+    "multi_node": (16, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "multi_node_fsdp2": (16, {}, FSDP2),
+    "single_gpu": (1, {}, {"ACCELERATE_MIXED_PRECISION": "no"}),
+    "single_gpu_bf16": (1, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "single_gpu_fp16": (1, {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
+    "tensor_parallel": (2, {"tp": 2}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with 8 Hopper GPUs and all libraries, as torch and accelerate would report them."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(accelerate_yaml, "is_deepspeed_available", lambda: True)
+    monkeypatch.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: True)
+    monkeypatch.setattr(launching, "is_fp8_available", lambda: True)
+    return monkeypatch
+
+
+def launched(path, *options):
+    """The environment of the processes that accelerate's launcher starts for a YAML."""
+    words = ["--config_file", str(path), "--num_cpu_threads_per_process", "1", *options, "train.py"]
+    args = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))[0]
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ""
+        return launching.prepare_deepspeed_cmd_env(args)[1]
+    if args.multi_gpu or args.use_fsdp:
+        return launching.prepare_multi_gpu_env(args)
+    return launching.prepare_simple_launcher_cmd_env(args)[1]
+
+
+# ---- The YAMLs -----------------------------------------------------------------------------------
+
+
+def test_all_yamls_are_listed():
+    assert SHIPPED == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_check_and_launcher_agree_on_the_layout(machine, name):
+    processes, sizes, told = EXPECTED[name]
+    machine.setenv("LAUNCH_MAIN_PROCESS_IP", "10.0.0.1")
+    checked = accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
+    assert checked.processes == processes
+    assert {
+        axis: getattr(checked, axis) for axis in layout.AXES if getattr(checked, axis) > 1
+    } == sizes
+    # Machine 1, since machine 0 would try the port.
+    machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1"]
+    env = launched(FOLDER / f"{name}.yaml", *(machines if name.startswith("multi_node") else []))
+    assert {key: env.get(key) for key in told} == told
+    for key, value in env.items():
+        machine.setenv(key, value)
+    if processes > 1:
+        machine.setenv("WORLD_SIZE", str(processes))
+    assert layout.this_layout() == checked
+    accelerate_yaml.check_launched(checked)
+    # One place for each number: the recipe has these.
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in env
+    assert "ACCELERATE_GRADIENT_CLIPPING" not in env
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_key_is_explained_and_the_commands_name_the_file(name):
+    lines = (FOLDER / f"{name}.yaml").read_text().splitlines()
+    for above, line in zip(["", *lines], lines, strict=False):
+        assert len(line) <= 112, line
+        if line and not line.lstrip().startswith("#"):
+            assert above.lstrip().startswith("# "), f"{line} has no comment"
+    head = "\n".join(lines[: lines.index("")])
+    assert f"--config_file configs/accelerate/{name}.yaml" in head
+    assert f"make train HARDWARE={name}" in head or name.startswith("multi_node")
+    named = re.findall(r"\b([a-z0-9_]+)\.yaml", "\n".join(lines))
+    assert {*named} <= {*SHIPPED}
+
+
+@pytest.mark.parametrize("name", ["cpu_multi", "hsdp", "tensor_parallel"])
+def test_real_launch(tmp_path, name):
+    """The processes that `accelerate launch` starts have this layout, each with its rank."""
+    program = tmp_path / "show.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / SOURCE)!r})\n"
+        "from training.layout import this_layout\n"
+        "sys.stdout.write(f'{this_layout()}\\n')\n"
+    )
+    command = ["accelerate", "launch", "--config_file", FOLDER / f"{name}.yaml", program]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    processes, sizes, _ = EXPECTED[name]
+    kinds = {"cpu_multi": (), "hsdp": ("FSDP", "PARALLELISM_CONFIG")}.get(
+        name, ("PARALLELISM_CONFIG",)
+    )
+    expected = [f"{layout.Layout(processes, rank, kinds, **sizes)}" for rank in range(processes)]
+    assert sorted(found.stdout.splitlines()) == expected
+
+
+def test_layouts_count_replicas():
+    grid = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+    found = layout.layout_of(16, 5, ("FSDP", "PARALLELISM_CONFIG"), grid)
+    assert (found.replicas, found.together, found.replica, found.leads) == (4, 4, 1, False)
+    assert layout.layout_of(4, 3, ("FSDP",), {}).replicas == 4
+
+
+# ---- Refusals ------------------------------------------------------------------------------------
+
+
+FSDP = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n"
+V2 = FSDP + "fsdp_config: {fsdp_version: 2}\n"
+DDP = "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n"
+ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
+
+
+def sizes(**axes):
+    keys = ", ".join(f"parallelism_config_{axis}_size: {size}" for axis, size in axes.items())
+    return f"parallelism_config: {{{keys}}}\n"
+
+
+REFUSED = {
+    "FSDP without a version": (
+        FSDP,
+        "fsdp_version is 1, and train.py shards by FSDP 2 only; write",
+    ),
+    "FSDP 1": (FSDP + "fsdp_config: {fsdp_version: 1}\n", "write fsdp_version: 2 in fsdp_config"),
+    "FSDP in fp16": (V2.replace("bf16", "fp16"), "fp16 does not go with FSDP"),
+    "ZeRO in fp16": (ZERO.replace("bf16", "fp16"), "fp16 does not go with DeepSpeed"),
+    "ZeRO in fp8": (ZERO.replace("bf16", "fp8"), "fp8 does not go with DeepSpeed here; write bf16"),
+    "Megatron-LM": (ZERO.replace("DEEPSPEED", "MEGATRON_LM"), "Megatron-LM trains models of its"),
+    "FSDP with TP": (
+        V2 + sizes(dp_shard=2, tp=2),
+        "accelerate imports ReplicateParallel, which transformers no longer has",
+    ),
+    "TP with DDP": (
+        DDP + sizes(dp_replicate=2, tp=2),
+        "accelerate does not combine tensor parallelism with DDP; make parallelism_config_tp_size",
+    ),
+    "TP with shards and no FSDP": (DDP + sizes(dp_shard=2, tp=2), "does not combine tensor"),
+    "shards without FSDP": (
+        DDP + sizes(dp_shard=4),
+        "parallelism_config needs distributed_type FS",
+    ),
+    "nothing to shard": (V2 + sizes(dp_replicate=4), "parallelism_config leaves nothing to shard"),
+    "Ulysses": (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
+    "sizes that are too few": (
+        V2 + sizes(dp_replicate=2),
+        "parallelism_config needs 2 processes (dp_replicate 2), and num_processes is 4; make them",
+    ),
+    "a size that is a word": (
+        V2 + sizes(dp_shard="two"),
+        "parallelism_config_dp_shard_size is two",
+    ),
+    "a size of 0": (V2 + sizes(dp_shard=0), "dp_shard_size is 0; give a whole number from 1"),
+    "a short name of a size": (
+        V2 + "parallelism_config: {tp_size: 2}\n",
+        "parallelism_config: there is no key tp_size; did you mean parallelism_config_tp_size?",
+    ),
+    "an unknown key of fp8": (DDP + "fp8_config: {x: 1}\n", "no key x; accelerate reads no such"),
+    "parallelism_config for one process": (
+        "distributed_type: 'NO'\nnum_processes: 1\n" + sizes(tp=2),
+        "parallelism_config needs distributed_type FSDP or MULTI_GPU",
+    ),
+    "parallelism_config with DeepSpeed": (ZERO + sizes(dp_shard=2), "does not go with DeepSpeed"),
+    "misspelt key of FSDP": (
+        FSDP + "fsdp_config: {fsdp_verion: 2}\n",
+        "fsdp_config: there is no key fsdp_verion; did you mean fsdp_version?",
+    ),
+    "word for true or false": (
+        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_offload_params: cpu}\n",
+        "fsdp_config: fsdp_offload_params is cpu; give true or false",
+    ),
+    "key of FSDP 1": (
+        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: FULL_SHARD}\n",
+        "fsdp_config: remove fsdp_sharding_strategy; FSDP 2 does not read it",
+    ),
+    "gradient checkpointing": (
+        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n",
+        "remove fsdp_activation_checkpointing; the recipe's field gradient_checkpointing decides",
+    ),
+    "accumulation": (
+        ZERO + "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}\n",
+        "remove gradient_accumulation_steps; the recipe's field micro_batch_size decides",
+    ),
+    "clipping": (
+        ZERO + "deepspeed_config: {zero_stage: 2, gradient_clipping: 1.0}\n",
+        "deepspeed_config: remove gradient_clipping; the recipe's field max_grad_norm decides",
+    ),
+    "a file of DeepSpeed": (
+        ZERO + "deepspeed_config: {deepspeed_config_file: ds.json}\n",
+        "deepspeed_config: remove deepspeed_config_file; train.py fills in DeepSpeed's settings",
+    ),
+    "stage 4": (ZERO + "deepspeed_config: {zero_stage: 4}\n", "zero_stage is 4; give 2 or 3"),
+    "offload to a disk": (
+        ZERO + "deepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n",
+        "offload_param_device is nvme; give none or cpu",
+    ),
+    "offload of weights in stage 2": (
+        ZERO + "deepspeed_config: {zero_stage: 2, offload_param_device: cpu}\n",
+        "offload_param_device needs zero_stage 3",
+    ),
+    "DeepSpeed that logs in": (
+        ZERO + "num_machines: 2\nmain_process_ip: 10.0.0.1\ndeepspeed_config: {zero_stage: 2}\n",
+        "write deepspeed_multinode_launcher: standard",
+    ),
+    "a port for each machine": (
+        DDP + "num_machines: 2\nmain_process_ip: 10.0.0.1\nmain_process_port: 0\n",
+        "main_process_port is 0, for which each machine picks another one; give a number",
+    ),
+    "fp8 by another library": (
+        DDP.replace("bf16", "fp8") + "fp8_config: {backend: MSAMP}\n",
+        "fp8_config: backend is MSAMP; give AO (torchao) or TE",
+    ),
+    "sharding on the CPU": (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_a_yaml(machine, tmp_path, case):
+    text, said = REFUSED[case]
+    path = tmp_path / "hardware.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        accelerate_yaml.read_hardware(path)
+    line = str(error.value)
+    assert line.startswith(f"{path}: ") and said in line and "\n" not in line
+
+
+def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
+    def said(name):
+        with pytest.raises(ValueError) as error:
+            accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
+        return str(error.value)
+
+    machine.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "compute capability 8.9 (Ada, Hopper) or newer, and H100 has 8.0" in said("fp8")
+    machine.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: False)
+    assert "fp8 needs torchao; run pip install torchao, or use bf16" in said("fp8")
+    machine.setattr(accelerate_yaml, "is_deepspeed_available", lambda: False)
+    for name in ("deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"):
+        assert "run make setup EXTRAS=deepspeed (or pip install deepspeed), or use" in said(name)
+    machine.setattr(torch.cuda, "is_available", lambda: False)
+    assert "context parallelism needs CUDA's attention kernels" in said("context_parallel")
+
+
+def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
+    """launch.py --num_processes 8 overrides the YAML, but not its parallelism_config."""
+    machine.setenv("LAUNCH_PROCESSES", "8")
+    assert accelerate_yaml.read_hardware(FOLDER / "fsdp2.yaml").replicas == 8
+    with pytest.raises(
+        ValueError, match=r"hsdp.yaml: parallelism_config needs 4 processes \(dp_rep"
+    ):
+        accelerate_yaml.read_hardware(FOLDER / "hsdp.yaml")
+    machine.setenv("LAUNCH_PROCESSES", "2")
+    machine.setenv("PET_NNODES", "1:3")
+    assert accelerate_yaml.read_hardware(FOLDER / "fsdp2.yaml").replicas == 6
+    with pytest.raises(ValueError, match="parallelism_config needs 2 processes, and PET_NNODES is"):
+        accelerate_yaml.read_hardware(FOLDER / "tensor_parallel.yaml")
+
+
+LAUNCHED = {
+    "FSDP 1": ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version is 1"),
+    "fp16": (
+        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"},
+        "fp16 does not go with FSDP",
+    ),
+    "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM trains"),
+    "accumulation": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
+        "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS; the recipe's field micro_batch_size decides",
+    ),
+    "a file of DeepSpeed": (
+        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+        "leave out deepspeed_config_file ds.json; train.py fills in",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_refused_in_what_the_launcher_has_set(machine, case):
+    env, said = LAUNCHED[case]
+    for name, value in env.items():
+        machine.setenv(name, value)
+    with pytest.raises(ValueError) as error:
+        accelerate_yaml.check_launched(layout.this_layout())
+    assert said in str(error.value)
+
+
+@dataclass
+class Fields:
+    exact: bool = False
+    compile: bool = False
+    device_shares: str = "equal"
+    gradient_compression: str = "none"
+
+
+@pytest.mark.parametrize(
+    "fields, kinds, axes, said",
+    [
+        (Fields(exact=True), ("FSDP",), {}, ""),
+        (
+            Fields(exact=True),
+            ("FSDP", "PARALLELISM_CONFIG"),
+            {"dp_replicate": 2, "dp_shard": 2},
+            "",
+        ),
+        (Fields(compile=True), ("FSDP",), {}, ""),
+        (Fields(exact=True), ("DEEPSPEED",), {}, "exact does not go with DeepSpeed"),
+        (Fields(exact=True), ("PARALLELISM_CONFIG",), {"tp": 4}, "exact does not go with tensor"),
+        (Fields(compile=True), ("DEEPSPEED",), {}, "compile does not go with DeepSpeed"),
+        (Fields(device_shares="auto"), ("FSDP",), {}, "device_shares must be equal where"),
+        (Fields(device_shares="auto"), (), {}, ""),
+        (Fields(exact=True, compile=True), (), {}, "exact does not go with compile"),
+        (Fields(gradient_compression="fp16"), (), {}, ""),
+        (Fields(gradient_compression="fp16"), ("FSDP",), {}, "gradient_compression is fp16"),
+    ],
+)
+def test_fields_that_do_not_go_with_a_layout(fields, kinds, axes, said):
+    shared = layout.layout_of(4, 0, kinds, axes)
+    if not said:
+        startup.check_sharing(fields, shared)
+        return
+    with pytest.raises(ranks.UserError, match=f"^{said}"):
+        startup.check_sharing(fields, shared)
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"input_ids": [0] * 64, "labels": [0] * 64}, ""),
+        (
+            {"input_ids": [0] * 64, "labels": [0] * 64, "position_ids": [0] * 64},
+            "packed by best_fit",
+        ),
+        (
+            {"input_ids": [0] * 62, "labels": [0] * 62},
+            "cuts rows into 4 equal parts, and the first",
+        ),
+        ({"input_ids": [0] * 64, "labels": 1}, "has 64 input_ids and 0 labels"),
+        ({"pixels": [0]}, "the rows of task.py lack input_ids or labels"),
+    ],
+)
+def test_rows_that_context_parallelism_cannot_cut(row, said):
+    shared = layout.layout_of(2, 0, ("FSDP", "PARALLELISM_CONFIG"), {"cp": 2})
+    startup.check_rows([{}], layout.Layout(2))
+    if not said:
+        startup.check_rows([row], shared)
+        return
+    with pytest.raises(ranks.UserError) as error:
+        startup.check_rows([row], shared)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("name, said", [("fsdp2", ""), ("deepspeed_zero2", "DeepSpeed is not")])
+def test_check_prints_one_line(tiny, tmp_path, name, said):
+    """A whole `--check`, on a machine that shows 8 GPUs."""
+    gpus = "import torch; torch.accelerator.device_count = lambda: 8"
+    flags = ["--check", "--config_file", FOLDER / f"{name}.yaml", "--output_dir", tmp_path / "run"]
+    ((code, printed, errors),) = tiny.forked([{"flags": flags, "before": gpus}])
+    assert (code, errors.count("\n")) == ((2, 1) if said else (0, 0)), printed + errors
+    assert said in errors
+
+
+def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
+    code = (
+        "from train import Config; from training.config import fields_of; print(*fields_of(Config))"
+    )
+    fields = {*tiny.run("python", "-c", code).stdout.split()}
+    for name in SHIPPED:
+        keys = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+        sections = [value for value in keys.values() if isinstance(value, dict)]
+        assert not fields & {*keys, *(key for section in sections for key in section)}
