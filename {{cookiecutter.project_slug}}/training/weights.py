@@ -34,7 +34,8 @@ class TaskModule(torch.nn.Module):
         super().__init__()
         self.model, self.context = model, context
         self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
-        self.config = getattr(model, "config", None)  # accelerate looks for sliding windows
+        if hasattr(model, "config"):
+            self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
         # FSDP shards each of these blocks of a transformers model by itself.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
