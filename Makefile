@@ -12,13 +12,17 @@ TESTS = .venv/.tests
 # The programs that `make bench` compares have an environment of their own.
 BENCH = .venv/bench/.installed
 EXTRAS = dev,trackio,tensorboard
+# DeepSpeed lies apart, with what it needs besides the rest: where it is installed, accelerate
+# imports it in each run. Nothing is compiled.
+ZERO = .venv/deepspeed
+ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
 # Processes that share the tests.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all torture bench bench-steps bench-gpu
+.PHONY: help demo test test-all test-zero torture bench bench-steps bench-gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +46,10 @@ test: $(TESTS)  ## check the style, run the quick tests (WORKERS=2; one: ARGS="-
 
 test-all: $(TESTS)  ## run the slow tests, which `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)
+	$(if $(ARGS),,$(MAKE) --no-print-directory test-zero)
+
+test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-all does
+	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
@@ -70,6 +78,12 @@ $(DEMO): $(TEMPLATE)/pyproject.toml $(TEMPLATE)/install.sh
 $(TESTS): $(DEMO) tests/requirements.txt
 	@$(install) -r tests/requirements.txt
 	@for task in $(TASKS); do $(call setup,$$task,$(EXTRAS)) || exit; done
+	@touch $@
+
+$(ZERO)/.installed: $(TESTS)
+	@python=.venv/bin/python; install=$$(command -v uv >/dev/null && \
+		echo "uv pip install --python $$python" || echo "$$python -m pip install") && \
+		DS_BUILD_OPS=0 $$install --quiet --no-deps --target $(ZERO) $(ZERO_PACKAGES)
 	@touch $@
 
 $(BENCH): VENV = .venv/bench

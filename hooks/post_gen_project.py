@@ -10,6 +10,12 @@ from pathlib import Path
 CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache")
 # The template's own: with --overwrite-if-exists there may be others, which are the owner's.
 TASKLIB = "{{ 'tasklib' | modules }}".split()
+CLUSTER_FILES = {
+    "slurm": "slurm.sbatch",
+    "kubernetes": "kubernetes.yaml",
+    "skypilot": "skypilot.yaml",
+}
+CLUSTER = "{{ cookiecutter.cluster }}"
 NEXT_STEPS = """\
 The project is ready. Next:
   cd {folder}
@@ -29,6 +35,7 @@ def main():
         if recipe.is_file() and not recipe.read_bytes().strip():
             recipe.unlink()
     drop_unused(project)
+    drop_clusters(project / "cluster")
     start = Path(os.environ.get("PWD", project.parent))
     if start in project.parents:
         say(NEXT_STEPS.format(folder=project.relative_to(start)))
@@ -45,6 +52,15 @@ def drop_unused(project):
         new = imported(project / "tasklib" / f"{name}.py" for name in new) - used
     for name in set(TASKLIB) - used:
         (project / "tasklib" / f"{name}.py").unlink(missing_ok=True)
+
+
+def drop_clusters(folder):
+    """Remove the files of clusters that were not chosen, and the folder if nothing is left."""
+    for cluster, name in CLUSTER_FILES.items():
+        if CLUSTER not in (cluster, "all"):
+            (folder / name).unlink(missing_ok=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def imported(files):

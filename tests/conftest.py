@@ -384,9 +384,9 @@ def tiny(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def make_tiny(folder):
+def make_tiny(folder, **answers):
     """A project whose task is that of tests/tasks/tiny.py, with a recipe of 12 quick steps."""
-    baked = bake(folder, tracker="none")
+    baked = bake(folder, tracker="none", **answers)
     shutil.copy(ROOT / "tests" / "tasks" / "tiny.py", baked.path / "task.py")
     (baked.path / "configs" / "train" / "default.yaml").write_text(
         "max_steps: 12\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 2\n"

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 sys.path.insert(0, os.getcwd())
 os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["DS_ACCELERATOR"] = "cpu"
 
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -80,6 +81,10 @@ if os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1":
 
     _attention._enable_context_parallel_dispatcher_impl = share_attention
     _attention._disable_context_parallel_dispatcher_impl = restore_attention
+if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__ = {}  # its reduction in shared memory compiles for 2 minutes
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]

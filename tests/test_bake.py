@@ -57,11 +57,11 @@ def check_files_parse(project):
         if name.suffix == ".py":
             ast.parse(text, filename=str(path))
         elif name.suffix in (".yaml", ".yml"):
-            yaml.safe_load(text)
+            assert list(yaml.safe_load_all(text))
         elif name.suffix == ".toml":
             tomllib.loads(text)
-        elif name.suffix == ".sh":
-            subprocess.run(["sh", "-n", str(path)], check=True)
+        elif name.suffix in (".sh", ".sbatch"):
+            subprocess.run(["sh" if name.suffix == ".sh" else "bash", "-n", path], check=True)
 
 
 def check_ruff(folder):
@@ -83,11 +83,12 @@ def check_ruff(folder):
 
 @pytest.fixture(scope="module")
 def bakes(tmp_path_factory):
-    """One project for every combination of the choices, all below one folder."""
+    """One project for every combination of license, task and tracker, all below one folder."""
     folder = tmp_path_factory.mktemp("bakes")
-    for license_name, task, tracker in PRODUCT:
+    for number, (license_name, task, tracker) in enumerate(PRODUCT):
         place = folder / license_name / task / tracker
-        bake(place, license=license_name, task=task, tracker=tracker)
+        cluster = QUESTIONS["cluster"][number % len(QUESTIONS["cluster"])]
+        bake(place, license=license_name, task=task, tracker=tracker, cluster=cluster)
     return folder
 
 
@@ -556,7 +557,7 @@ def test_unknown_questions_are_refused(cook, word, words):
         ({"author_name": "two\nlines"}, "'two\\nlines' contains the character U+000A"),
         ({"project_slug": "../../x"}, "is not a plain name"),
         ({"project_name": "{{ 7*7 }}"}, "contains Jinja code"),
-        ({"cluster": "slurm"}, "'cluster' is not a question"),
+        ({"clusters": "slurm"}, "'clusters' is not a question"),
         ({"_copy_without_render": []}, "_copy_without_render: [] is not what this template says"),
         ({"_copy_without_render": VERBATIM[1:]}, "is not what this template says"),
         ({"_extensions": QUESTIONS["_extensions"] * 2}, "_extensions: ["),

@@ -280,19 +280,6 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
     assert lines(tmp_path / "run", "changes")[0]["changes"].count("micro_batch_size: 2 -> 1") == 1
 
 
-def test_processes_that_differ_are_refused():
-    startup = load_task("training.startup")
-    found = [{"cpu": "x", "torch": "2.13"}, {"cpu": "x", "torch": "2.13"}, {"cpu": "y"}]
-    ranks = SimpleNamespace(gather=lambda _: found, from_main=lambda point: point)
-    for exact, processes in ((False, 3), (True, 2)):
-        start = SimpleNamespace(cfg=SimpleNamespace(exact=exact), manifest={"versions": 0}, point=7)
-        ranks.gather = lambda _, processes=processes: found[:processes]
-        assert startup.agree_on_start(ranks, start) == 7
-    ranks.gather = lambda _: found
-    with pytest.raises(ValueError, match="cpu is x on process 0 and y on process 2; leave one out"):
-        startup.agree_on_start(ranks, start)
-
-
 # ---- Dealing -------------------------------------------------------------------------------------
 
 

@@ -3,15 +3,20 @@
 import functools
 import hashlib
 import json
+import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
-from conftest import bake, latest, lines, preloaded
+from conftest import BakedProject, bake, latest, lines, preloaded
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 TIMES = ("data_wait", "save_seconds")
@@ -26,7 +31,12 @@ def launcher_env(config, processes, precision):
     try:
         arguments = ["--config_file", config, *numbers, "train.py"]
         arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-        env = prepare_multi_gpu_env(arguments)
+        if arguments.use_deepspeed:
+            arguments.deepspeed_fields_from_accelerate_config = ""
+            _, env = prepare_deepspeed_cmd_env(arguments)
+            env["ACCELERATE_USE_CPU"] = "False"
+        else:
+            env = prepare_multi_gpu_env(arguments)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -180,3 +190,123 @@ def test_bf16_under_fsdp2_is_that_of_autocast(small, tmp_path):
     for file in saved.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F32"}
+
+
+# ---- One run on several layouts ------------------------------------------------------------------
+
+
+def move(project, output, stations, *flags):
+    """Trains one run, on another layout after each three steps; what all of them printed.
+
+    The checkpoint in which a part of the run ends is that of a longer run which was stopped there.
+    """
+    text = ""
+    for i, (hardware, processes) in enumerate(stations):
+        steps = ["--max_steps", str(3 * (i + 1)), "--accept_changes"]
+        text += train(project, hardware, processes, *flags, *steps, "--output_dir", output)
+    return text
+
+
+CONSTANT = ["--lr_schedule", "constant"]  # the learning rate does not depend on max_steps
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_all_layouts(small, tmp_path):
+    """1 -> DDP 2 -> FSDP2 4 -> TP 2 -> 1: the same samples, and losses to rounding."""
+    stations = [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 4), ("tensor_parallel", 2), ("cpu", 1)]
+    text = move(small, tmp_path / "moved", stations, *CONSTANT)
+    assert text.count("continuing from") == 4
+    flags = [*CONSTANT, "--max_steps", "15", "--output_dir", tmp_path / "alone"]
+    train(small, "cpu", 1, *flags)
+    agree(tmp_path / "moved", tmp_path / "alone", loss=2e-6, norm=2e-5)
+
+
+@pytest.mark.slow
+def test_exact_moves_between_layouts_with_the_same_bytes(small, tmp_path):
+    flags = ["--exact", "true", "--task.dropout", "0.1", *CONSTANT]
+    stations = [("cpu_multi", 2), ("fsdp2", 2), ("hsdp", 4), ("cpu", 1), ("fsdp2", 4)]
+    move(small, tmp_path / "moved", stations, *flags)
+    train(small, "cpu", 1, *flags, "--max_steps", "15", "--output_dir", tmp_path / "alone")
+    assert model_digest(tmp_path / "moved") == model_digest(tmp_path / "alone")
+    assert json.dumps(losses(tmp_path / "moved")) == json.dumps(losses(tmp_path / "alone"))
+
+
+def losses(output):
+    """Loss and gradient norm of each step."""
+    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
+
+
+# ---- What may go wrong ---------------------------------------------------------------------------
+
+SPOIL = """
+
+import os
+calls, plain_loss_sum = [0], loss_sum
+
+
+def loss_sum(model, batch):
+    calls[0] += 1
+    loss = plain_loss_sum(model, batch)
+    bad = calls[0] in BAD and os.environ.get("RANK", "0") == "1"
+    return loss * float("nan") if bad else loss
+"""
+
+
+@pytest.fixture
+def spoilt(small, tmp_path):
+    """The small project; the second process has NaN losses in its third step."""
+    path = shutil.copytree(small.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(SPOIL.replace("BAD", "range(9, 13)"))
+    return BakedProject(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("case", [("cpu_multi", 2), ("fsdp2", 2)])
+def test_a_step_that_is_not_finite_is_skipped_by_all(spoilt, small, tmp_path, case, exact):
+    """The next losses are those of a run that goes on with the weights of before."""
+    output = tmp_path / "run"
+    train(spoilt, *case, "--exact", exact, "--output_dir", output)
+    events = {line["step"]: line["event"] for line in lines(output, "event")}
+    assert events == {3: "skipped"}
+    numbers = losses(output)
+    assert all(math.isfinite(norm) for step, (_, norm) in numbers.items() if step != 3)
+    assert numbers[4][0] != numbers[2][0]
+
+
+@pytest.fixture(scope="module")
+def tied(alone, tmp_path_factory):
+    """A pretrained model whose embeddings are also its head."""
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    shutil.copytree(alone / "model", folder)
+    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
+    """LoRA on pretrained weights: only the first process loads them, and merges what it gathers."""
+    flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4"]
+    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
+        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
+    agree(tmp_path / "fsdp2", tmp_path / "cpu")
+    one, other = (load_file(tmp_path / h / "model" / "model.safetensors") for h in ("cpu", "fsdp2"))
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_tied_embeddings_stay_tied(small, tmp_path, tied, exact):
+    flags = ["--task.model_name_or_path", tied, "--exact", exact]
+    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
+        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
+    agree(tmp_path / "fsdp2", tmp_path / "cpu")
+    if exact == "true":
+        check_same(tmp_path / "cpu", tmp_path / "fsdp2")
+    saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
+    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved

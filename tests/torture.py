@@ -19,6 +19,8 @@ import test_stopping
 from conftest import bake, lines, make_tiny
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
+# A save in the background is nearly always in flight.
+BACKGROUND = ["--async_save", "true", "--save_every", 1]
 EXACT = [*CHAIN, "--exact", "true", "--micro_batch_size", 1]
 
 
@@ -33,11 +35,12 @@ class Folders:
         return folder
 
 
-def kill_chains(tiny, folders, kills, draw):
+def kill_chains(tiny, folders, kills, draw, *flags):
     """Kills runs of one and two processes at random moments of their whole life, then ends them.
 
-    A chain counts when its end has the bytes of an unbroken run. Gives kills tried, kills survived
-    and the seconds from each kill in training to the next new step.
+    `flags` change how they save, not what they compute. A chain counts when its end has the bytes
+    of an unbroken run. Gives kills tried, kills survived and the seconds from each kill in training
+    to the next new step.
     """
     unbroken = {}
     for processes in (1, 2):
@@ -51,7 +54,7 @@ def kill_chains(tiny, folders, kills, draw):
         while chain < 5 and tried < kills and not ended:
             seen = max((line["step"] for line in written(output)), default=0)
             began = time.monotonic()
-            run = tiny.launch("accelerate", hardware, *CHAIN, "--output_dir", output)
+            run = tiny.launch("accelerate", hardware, *CHAIN, *flags, "--output_dir", output)
             last = began + draw.uniform(0.5, 9)
             new = None
             while time.monotonic() < last and run.poll() is None:
@@ -64,7 +67,7 @@ def kill_chains(tiny, folders, kills, draw):
                 chain, tried = chain + 1, tried + 1
             if new and seen:
                 seconds.append(new)
-        tiny.train(processes, *CHAIN, "--output_dir", output)
+        tiny.train(processes, *CHAIN, *flags, "--output_dir", output)
         test_stopping.check_same_end(output, unbroken[processes])
         survived += chain
         shutil.rmtree(output)
@@ -163,13 +166,16 @@ def main():
         share = share_of_saving(folders)
         points, damages = checkpoint_files(folders)
         tried, survived, seconds = kill_chains(tiny, folders, kills, random.Random(seed))
+        begun, intact, _ = kill_chains(
+            tiny, folders, max(5, kills // 3), random.Random(seed), *BACKGROUND
+        )
         changes, same = exact_chains(tiny, folders, max(5, kills // 3), random.Random(seed))
         stopped = stop_signals(tiny, folders, rounds=max(1, kills // 50))
         exits = clean_exits(tiny, folders, 50)
     finally:
         shutil.rmtree(folders.root, ignore_errors=True)
     print(
-        f"{survived} of {tried} kills survived, "
+        f"{survived} of {tried} kills survived, {intact} of {begun} with saves in the background, "
         f"{same} of {changes} after which exact went on with another number of processes, "
         f"{points} of {points} crash points, "
         f"{damages} of {damages} kinds of damage detected and 0 false alarms of 100, "

@@ -327,6 +327,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     )
     for remark in point.remarks:
         say(remark)
+    sharding.configure_deepspeed(accelerator, plan, cfg.max_grad_norm)
 
     # Write the config and the status, and start the tracker.
     settings = start.manifest["config"]
@@ -345,7 +346,6 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         model = contract.check_model(build_model())
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
-        sharding.split_matrices(model, accelerator, ranks.layout)
         sharding.check_model_shares_rows(model, ranks.layout)
     model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -363,15 +363,17 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     eval_loader = batches.make_loader(eval_rows, eval_sampler, task, **loading)
 
     # Build the optimizer.
-    optimizer = build_optimizer(model, cfg)
-    optimizer_settings = weights.optimizer_settings(optimizer)
-    start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
     with ranks.fail_together():
         if accelerator.is_main_process:
             start.manifest["frozen_weights"] = weights.frozen_digest(model)
+        sharding.split_matrices(model, accelerator, ranks.layout)
+    optimizer = build_optimizer(model, cfg)
+    optimizer_settings = weights.optimizer_settings(optimizer)
+    start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    sharding.partition(module, accelerator)
     if cfg.compile:
         device.compile_blocks(module)
     with ranks.fail_together(), as_user_error():

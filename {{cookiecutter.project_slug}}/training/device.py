@@ -20,6 +20,7 @@ from accelerate.utils import (
 
 from training.accelerate_yaml import without_gpu
 from training.console import say
+from training.layout import this_layout
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
@@ -44,7 +45,10 @@ def make_accelerator(cfg: Any) -> Accelerator:
     accelerator = Accelerator(
         cpu=use_cpu(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=1, sync_with_dataloader=False
+            num_steps=1,
+            sync_with_dataloader=False,
+            # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
+            sync_each_batch="FSDP" in this_layout().kinds,
         ),
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # see compile_blocks
         kwargs_handlers=[ddp],

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DeepSpeedOptimizerWrapper
 
 from training.ranks import Ranks
 from training.sharding import local
@@ -38,8 +39,11 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
 
     PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
     norm and removes the gradients, without which an optimizer changes neither weights nor moments.
+    DeepSpeed has skipped the step by itself, in `backward`.
     """
     inner = optimizer.optimizer
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):
+        return
     if not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
@@ -72,6 +76,12 @@ def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimize
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
                 good[f"{key} of {name}"] = min_and_max(local(value)).isfinite().all()
+    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # its states are of many weights together
+        for part, moments in optimizer.state.items():
+            for key, value in {"the weight": part.detach(), **moments}.items():
+                if torch.is_tensor(value):
+                    name = f"{key} of a parameter"
+                    good[name] = good.get(name, True) & min_and_max(value).isfinite().all()
     if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
         name = next(name for name, each in good.items() if not each)
         raise ValueError(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from training import network
 from training.device import PROCESSES, use_cpu
 from training.layout import this_layout
 from training.run_folder import PERMANENT_ERRORS, REMOVED
@@ -58,6 +59,17 @@ def as_user_error() -> Iterator[None]:
         raise UserError(f"there is not enough memory for these settings: {error}") from error
 
 
+@contextlib.contextmanager
+def as_failure() -> Iterator[None]:
+    """Turns a NetworkError, which may pass, into Failed, and a ValueError into UserError."""
+    try:
+        yield
+    except network.NetworkError as error:
+        raise Failed(str(error)) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def describe_os_error(error: OSError) -> str:
     """The file and the reason of an error of the operating system."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
@@ -94,8 +106,17 @@ class Ranks:
     def __init__(self, timeout: int):
         self.group, self.layout = None, this_layout()
         limit = datetime.timedelta(seconds=timeout)
+        place = restart_store()
+        if PROCESSES > 1:
+            with as_failure():
+                addresses = network.try_cpus(timeout, place.get("store"))
         try:
-            state = PartialState(cpu=use_cpu(), timeout=limit, **restart_store())
+            if place and self.layout.deepspeed:  # it takes no store, but a group that exists
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                backend = dist.get_default_backend_for_device(device)
+                dist.init_process_group(backend, timeout=limit, **place)
+                place = {}
+            state = PartialState(cpu=use_cpu(), timeout=limit, **place)
         except dist.DistError as error:  # a process did not start
             raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
         if state.num_processes != PROCESSES:
@@ -104,6 +125,9 @@ class Ranks:
                 "check distributed_type in the accelerate YAML"
             )
         if PROCESSES > 1:
+            if state.device.type != "cpu":
+                with as_failure():
+                    network.try_gpus(state.device, timeout, addresses)
             self.timeout, self.limit = timeout, limit
             self.group = dist.new_group(backend="gloo", timeout=limit)
             self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing

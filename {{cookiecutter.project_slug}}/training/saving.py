@@ -25,7 +25,7 @@ class Saver:
         self.main = accelerator.is_main_process
         self.thread: threading.Thread | None = None
         self.problem: Exception | None = None  # of the last save in the background
-        self.seconds: float | None = None  # that it took, until it is logged
+        self.seconds: list[float] = []  # that saves in the background took, until they are logged
         self.host: dict[str, torch.Tensor] = {}  # copies of the share, which are used again
         self.asynchronous = start.cfg.async_save
         if self.asynchronous and this_layout().deepspeed:
@@ -58,7 +58,7 @@ class Saver:
         began = time.perf_counter()
         try:
             self.write(self.thread_ranks, share, manifest)
-            self.seconds = time.perf_counter() - began
+            self.seconds.append(time.perf_counter() - began)
         except Exception as error:
             self.problem = error
 
@@ -74,7 +74,7 @@ class Saver:
                 if share:
                     tensor_files.write_share(share, partial)
                 else:
-                    self.accelerator.save_state(partial)
+                    self.accelerator.save_state(partial, exclude_frozen_parameters=True)
             with ranks.fail_together():
                 layout = this_layout()
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
@@ -98,9 +98,9 @@ class Saver:
             self.ranks.raise_everywhere(self.problem)
 
     def committed(self, step: int) -> list[dict]:
-        """A line for the log of this step after a save in the background is done, else none."""
-        seconds, self.seconds = self.seconds, None
-        return [] if seconds is None else [{"step": step, "commit_seconds": seconds}]
+        """Lines for the log of this step: of each save in the background that is now done."""
+        done, self.seconds[:] = [*self.seconds], []
+        return [{"step": step, "commit_seconds": seconds} for seconds in done]
 
 
 def copy_to_host(

@@ -1,20 +1,24 @@
-"""Models whose weights are sharded over processes: FSDP2, HSDP and tensor parallelism.
+"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism, DeepSpeed.
 
-A sharded weight is a DTensor, of which each process has its part. Under context parallelism each
-process has a part of the rows, too.
+A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind. Under
+context parallelism each process has a part of the rows, too.
 """
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from training.batches import StepPlan
 from training.layout import Layout
 from training.ranks import UserError
 
@@ -23,6 +27,8 @@ Tensors = list[torch.Tensor]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
+    if hasattr(tensor, "ds_tensor"):  # a weight under DeepSpeed's ZeRO-3
+        return tensor.ds_tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -85,22 +91,104 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
 
 
 def split_by_kind(groups: list[dict]) -> list[dict]:
-    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it."""
+    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it.
+
+    Tensor parallelism splits some weights of a group, and not others. See whole_groups.
+    """
     split = []
     for group in groups:
-        kinds: dict[type, list] = {}
-        for parameter in group["params"]:
-            kinds.setdefault(type(parameter), []).append(parameter)
-        split += [{**group, "params": each} for each in kinds.values()] or [group]
+        sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+        others = [p for p in group["params"] if not isinstance(p, DTensor)]
+        split.append({**group, "params": others or sharded})
+        if others and sharded:
+            split.append({**group, "params": sharded, "continues": True})
     return split
 
 
-def tied_names(model: torch.nn.Module) -> set[frozenset[str]]:
-    """The groups of names that share one parameter."""
-    names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), set()).add(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
+def whole_groups(groups: list[dict]) -> list[list[dict]]:
+    """The parameter groups as they were before split_by_kind: the parts of each."""
+    whole = []
+    for group in groups:
+        if group.get("continues"):
+            whole[-1].append(group)
+        else:
+            whole.append([group])
+    return whole
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------
+
+
+def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
+    """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
+
+    DeepSpeed clips, skips steps that are not finite, and updates the weights inside `backward`. For
+    bf16 it would cast the weights, also those that are exported. With torch.autocast they stay in
+    fp32 as under DDP. It gathers and reduces in one precision: fp32.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    # transformers would make other initial weights, and let the processes generate text together.
+    unset_hf_deepspeed_config()
+    # torch 2.13 has renamed what DeepSpeed 0.19 calls.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
+    accelerator.gradient_accumulation_steps = turns
+    precision = accelerator.mixed_precision
+    config.update(
+        train_micro_batch_size_per_gpu=plan.micro_batch_size,
+        gradient_accumulation_steps=turns,
+        train_batch_size=plan.micro_batch_size * turns * accelerator.num_processes,
+        gradient_clipping=max_norm,
+        # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
+        zero_force_ds_cpu_optimizer=False,
+    )
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if precision == "bf16":
+        config["bf16"] = {"enabled": False}
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+
+
+def partition(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    """Under ZeRO-3, splits the weights one by one; DeepSpeed would first move all to the GPU."""
+    plugin = accelerator.deepspeed_plugin
+    if not plugin or plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
+        return
+    import deepspeed
+
+    for buffer in model.buffers():
+        buffer.data = buffer.to(accelerator.device)
+    deepspeed.zero.Init(module=model, config_dict_or_path=plugin.deepspeed_config)
+
+
+def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`.
+
+    Those of DeepSpeed are for the same ZeRO stage and number of processes.
+    """
+    processes, folder = saved["processes"], path / "pytorch_model"
+    names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
+    plugin, written, wanted = accelerator.deepspeed_plugin, None, None
+    if folder.is_dir():
+        written = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+    if plugin:
+        wanted = plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+    if wanted != written:
+        raise ValueError(
+            f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
+            "of that kind, or give another --output_dir"
+        )
+    if plugin and processes != accelerator.num_processes:
+        raise ValueError(
+            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
+            f"num_processes to {processes}, or give another --output_dir"
+        )
 
 
 # ---- Rows that processes share -------------------------------------------------------------------

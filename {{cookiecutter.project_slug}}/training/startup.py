@@ -21,6 +21,7 @@ import torch
 
 from training import (
     accelerate_yaml,
+    agreement,
     batches,
     checkpoints,
     config,
@@ -224,6 +225,8 @@ def versions() -> dict[str, str]:
     # On a CPU there may be more processes than GPUs.
     if torch.cuda.is_available() and not use_cpu():
         numbers["gpu"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+        if torch.distributed.is_nccl_available():
+            numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             numbers[package] = metadata.version(package)
@@ -356,14 +359,11 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
     """Where the main process found that the run starts.
 
-    If exact, raises UserError unless all processes have what rounding depends on in common.
+    Raises UserError unless all processes run the same, and see the same run folder.
     """
-    first, *others = processes.gather(start.manifest["versions"])
-    for rank, other in enumerate(others if start.cfg.exact else [], 1):
-        for name in [name for name in first if other.get(name) != first[name]]:
-            raise UserError(
-                f"exact needs the same devices and versions everywhere: {name} is {first[name]} on "
-                f"process 0 and {other.get(name)} on process {rank}; leave one out, or set exact "
-                "to false"
-            )
-    return processes.from_main(start.point)
+    facts = agreement.collect_facts(start.manifest, start.cfg.exact)
+    agreement.check_same(processes, facts)
+    point = processes.from_main(start.point)
+    if not (start.cfg.check or point.finished):
+        agreement.check_shared(processes, start.output)
+    return point

@@ -271,7 +271,9 @@ class StepGradients:
         """
         limit = max_norm or math.inf
         if not self.exact:
-            return whole(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            # DeepSpeed has clipped and stepped in `backward`, and gives a number.
+            return whole(torch.as_tensor(norm, device=self.accelerator.device))
         self.accelerator.unscale_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = norm_by_rows(grads)

@@ -20,6 +20,7 @@ from training.console import say
 from training.device import PROCESSES
 from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
+from training.sharding import check_deepspeed, whole_groups
 from training.tensor_files import TensorReader
 
 
@@ -33,6 +34,10 @@ class TaskModule(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
         super().__init__()
         self.model, self.context = model, context
+        names = defaultdict(list)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        self.tied = [group for group in names.values() if len(group) > 1]
         self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
         if hasattr(model, "config"):
             self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
@@ -44,9 +49,11 @@ class TaskModule(torch.nn.Module):
             return function(self.model, batch)
 
     def tie_weights(self) -> None:
-        """Ties the weights again: accelerate asks for it after it has replaced them."""
-        if hasattr(self.model, "tie_weights"):
-            self.model.tie_weights()
+        """Ties weights that were tied: accelerate asks for it after it has replaced them."""
+        for first, *others in self.tied:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
 def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
@@ -118,9 +125,8 @@ def sync_batch_norms(
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     """The settings of each parameter group: the optimizer's class, weight_decay, betas, ..."""
     kind = {"class": type(optimizer).__name__}
-    return [
-        kind | {n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups
-    ]
+    groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
+    return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
@@ -222,8 +228,8 @@ class TrainingState:
                     kind = "state" if torch.is_tensor(value) else "number"
                     about = f"the optimizer's {key} of {name}"
                     tensors[f"{kind}.{bare_name(name)}.{key}"] = as_tensor(value, about)
-        groups = zip(self.optimizer.param_groups, self.settings, strict=True)
-        for i, (group, built) in enumerate(groups):
+        groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
+        for i, ((group, *_), built) in enumerate(groups):
             for key, value in group.items():
                 changed = exact_repr(value) != exact_repr(built.get(key))
                 if changed and key != "lr" and isinstance(value, int | float | torch.Tensor):
@@ -248,15 +254,20 @@ class TrainingState:
                 "--output_dir"
             )
         self.load_weights(path, saved, manifest)
-        if this_layout().deepspeed:
+        if this_layout().deepspeed:  # it has restored all settings
+            each = zip(self.optimizer.param_groups, self.settings, before, now, strict=True)
+            for group, built, *texts in each:
+                group.update({n: built[n] for n in built if texts[0].get(n) != texts[1][n]})
             return
         reader, scaler = TensorReader(path), self.accelerator.scaler
         load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
-        for i, group in enumerate(self.optimizer.param_groups):
+        for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
             for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
                 key = name.split(".", 2)[2]
                 if before[i].get(key) == now[i].get(key):
-                    group[key] = read_like(group.get(key), reader, name)
+                    value = read_like(parts[0].get(key), reader, name)
+                    for part in parts:
+                        part[key] = value
         if scaler:
             numbers = {
                 n: read_like(v, reader, f"scaler.{n}") for n, v in scaler.state_dict().items()
@@ -268,8 +279,15 @@ class TrainingState:
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
+        check_deepspeed(path, saved, self.accelerator)
+        frozen = {each.get("frozen_weights", "") for each in (saved, manifest)}
+        if self.accelerator.is_main_process and len(frozen) > 1:
+            raise ValueError(
+                f"{path} was trained with other pretrained weights; give those weights, or another "
+                "--output_dir"
+            )
         if this_layout().deepspeed:
-            self.accelerator.load_state(path)
+            self.accelerator.load_state(path, load_module_strict=False)
             return
         reader, bare = TensorReader(path), bare_model(self.accelerator, self.module)
         if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
@@ -279,12 +297,6 @@ class TrainingState:
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         registered = registered_state(self.accelerator)
         check_shapes(tensors | registered, reader, path)
-        frozen = {each.get("frozen_weights", "") for each in (saved, manifest)}
-        if self.accelerator.is_main_process and len(frozen) > 1:
-            raise ValueError(
-                f"{path} was trained with other pretrained weights; give those weights, or another "
-                "--output_dir"
-            )
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}

@@ -1,0 +1,161 @@
+"""DeepSpeed's ZeRO-2 and ZeRO-3 train as one process does, on the CPU: see sharded_on_cpu.py."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from accelerate.utils import is_deepspeed_available
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from conftest import BakedProject, bake, lines
+from test_sharding import CONSTANT, SPOIL, agree, losses, train
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not is_deepspeed_available(), reason="DeepSpeed is not installed: pip install deepspeed"
+    ),
+]
+KINDS = ["deepspeed_zero2", "deepspeed_zero3"]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A project with a small language model: two layers, four micro-batches a step."""
+    baked = bake(tmp_path_factory.mktemp("deepspeed"), tracker="none")
+    (baked.path / "configs" / "train" / "default.yaml").write_text(
+        "max_steps: 6\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 1\n"
+        "eval_every: 3\nsave_every: 0\nlog_every: 1\nlearning_rate: 0.01\n"
+        "task:\n  hidden_size: 32\n  num_layers: 2\n  num_heads: 4\n  context_length: 32\n"
+    )
+    return baked
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory):
+    """A run of one process."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    train(small, "cpu", 1, "--output_dir", output)
+    return output
+
+
+def check_exports(output, reference):
+    """from_pretrained loads the same fp32 weights, to rounding, that the other run has exported."""
+    one, other = (LlamaForCausalLM.from_pretrained(each / "model") for each in (reference, output))
+    expected = dict(one.named_parameters())
+    for name, values in other.named_parameters():
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(values, expected[name], rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "deepspeed_zero3_offload"])
+def test_zero_has_the_losses_of_one_process(small, alone, tmp_path, kind):
+    """Two micro-batches on each of two processes; clipping, two evaluations, the export."""
+    train(small, kind, 2, "--output_dir", tmp_path / "run")
+    agree(tmp_path / "run", alone)
+    check_exports(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_under_zero_is_that_of_autocast(small, tmp_path, kind):
+    """DeepSpeed would cast the weights, also the exported ones."""
+    for hardware, processes in (("cpu", 1), (kind, 2)):
+        train(small, hardware, processes, "--output_dir", tmp_path / hardware, precision="bf16")
+    agree(tmp_path / kind, tmp_path / "cpu", loss=1e-3, norm=0.05)
+    weights = load_file(tmp_path / kind / "model" / "model.safetensors")
+    assert {values.dtype for values in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision):
+    """The second process has NaN losses in its third step, which changes no weight."""
+    path = shutil.copytree(small.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(SPOIL.replace("BAD", "range(5, 7)"))
+    project, numbers = BakedProject(path), {}
+    for hardware in ("cpu_multi", kind):
+        output = tmp_path / hardware
+        train(project, hardware, 2, "--output_dir", output, precision=precision)
+        events = {line["step"]: line["event"] for line in lines(output, "event")}
+        assert events == {3: "skipped"}
+        numbers[hardware] = losses(output)
+    for step, (loss, norm) in numbers["cpu_multi"].items():
+        if step != 3:
+            expected = pytest.approx((loss, norm), rel=1e-5 if precision == "no" else 0.05)
+            assert numbers[kind][step] == expected, step
+            assert math.isfinite(norm)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_continues(tiny, tmp_path, kind):
+    """The samples and losses are those of a run that nothing disturbed, also with new settings."""
+    output, reference = tmp_path / "run", tmp_path / "reference"
+    flags = ["--max_steps", "12", "--output_dir"]
+    train(tiny, "cpu", 1, *flags, reference)
+    kill = ["--task.signal_at", "20"]
+    train(tiny, kind, 2, *kill, *flags, output, codes=(-9, 1, 75))
+    found = sorted(path.name for path in (output / "checkpoints").glob("step-*"))
+    assert found == ["step-00000004"]
+    text = train(tiny, kind, 2, *flags, output)
+    assert "continuing from" in text
+    agree(output, reference)
+
+    # Another weight decay takes the place of the saved one.
+    decay = [*CONSTANT, "--weight_decay", "5", "--accept_changes", "--max_steps", "16"]
+    for hardware, processes, folder in (("cpu", 1, reference), (kind, 2, output)):
+        train(tiny, hardware, processes, *decay, "--output_dir", folder)
+    agree(output, reference)
+
+
+def test_checkpoints_of_other_layouts_are_refused(tiny, tmp_path):
+    """Each in one line, before a step is taken."""
+    flags = ["--max_steps", "4", "--output_dir"]
+    for hardware, processes in (("cpu", 1), ("deepspeed_zero2", 2)):
+        train(tiny, hardware, processes, *flags, tmp_path / hardware)
+    more = ["--accept_changes", "--max_steps", "8", "--output_dir"]
+    cases = [
+        ("deepspeed_zero2", 4, "deepspeed_zero2", "set num_processes to 2"),
+        ("deepspeed_zero3", 2, "deepspeed_zero2", "is of DeepSpeed with zero_stage 2"),
+        ("cpu", 1, "deepspeed_zero2", "is of DeepSpeed with zero_stage 2"),
+        ("deepspeed_zero2", 2, "cpu", "is of a run without DeepSpeed"),
+    ]
+    for hardware, processes, folder, problem in cases:
+        flags = [*more, tmp_path / folder]
+        text = train(tiny, hardware, processes, *flags, codes=(2,))
+        assert problem in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path, kind):
+    """LoRA; a checkpoint holds none of the frozen weights, and the run continues from it."""
+    flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4", *CONSTANT]
+    for hardware, processes in (("cpu", 1), (kind, 2)):
+        for steps in ("3", "6"):
+            ends = ["--accept_changes", "--max_steps", steps, "--output_dir", tmp_path / hardware]
+            train(small, hardware, processes, *flags, *ends)
+    agree(tmp_path / kind, tmp_path / "cpu")
+    one, other = (load_file(tmp_path / h / "model" / "model.safetensors") for h in ("cpu", kind))
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        torch.testing.assert_close(other[name], values, rtol=1e-3, atol=2e-4)
+    size = sum(values.nbytes for values in one.values())
+    saved = max((tmp_path / kind / "checkpoints").glob("step-*"))
+    assert sum(file.stat().st_size for file in saved.rglob("*model_states.pt")) < size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_embeddings_stay_tied(small, alone, tmp_path, kind):
+    folder = tmp_path / "tied"
+    shutil.copytree(alone / "model", folder)
+    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    flags = ["--task.model_name_or_path", folder, "--output_dir"]
+    for hardware, processes in (("cpu", 1), (kind, 2)):
+        train(small, hardware, processes, *flags, tmp_path / hardware)
+    agree(tmp_path / kind, tmp_path / "cpu")
+    saved = load_file(tmp_path / kind / "model" / "model.safetensors")
+    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved

@@ -1,0 +1,210 @@
+"""Several machines in one run: two network namespaces, each with a host name of its own."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import latest, lines, load_task
+
+# ---- What all processes must have in common ------------------------------------------------------
+
+FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ([{}, {}, {}], ""),
+        ([{}, {}, {"torch": "2.12"}], "torch is 2.13 on a, b and 2.12 on c; give"),
+        ([{}, {"torch": None}, {}], "torch is 2.13 on a, c and missing on b; give"),
+        ([{}, {"learning_rate": "1"}, {"code task.py": "2"}],
+         "code task.py is 1 on a, b and 2 on c; learning_rate is 0.1 on a, c and 1 on b; give"),
+    ],
+)  # fmt: skip
+def test_a_difference_names_the_machines(changes, said):
+    agreement, ranks = load_task("training.agreement"), load_task("training.ranks")
+    found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
+    gathered = [["x", "y"] if said else ["x"], [*zip("abc", found, strict=True)]]
+    processes = SimpleNamespace(gather=lambda _: gathered.pop(0))
+    with pytest.raises(ranks.UserError, match=said) if said else contextlib.nullcontext():
+        agreement.check_same(processes, FACTS)
+
+
+def test_processes_of_one_machine_are_named_by_their_ranks():
+    agreement = load_task("training.agreement")
+    everywhere = [("a", {}), ("a", {}), ("b", {})]
+    assert agreement.describe_places({"x": [0, 2], "y": [1]}, everywhere) == (
+        "x on process 0, process 2 and y on process 1"
+    )
+
+
+def test_devices_may_differ_but_not_with_exact():
+    agreement = load_task("training.agreement")
+    versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
+    manifest = {"versions": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
+    facts = agreement.collect_facts(manifest, exact=False)
+    assert (facts["python"], facts["torch"], facts["seed"]) == ("3.11", "2.13.0", "0")
+    assert not {"numpy", "cpu"} & {*facts}
+    assert {"data fingerprint", "code train.py", "code training/agreement.py"} <= {*facts}
+    facts = agreement.collect_facts(manifest, exact=True)
+    assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
+
+
+def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
+    printed = tiny.train(
+        2, "--output_dir", tmp_path / "run", codes=[2], GLOO_SOCKET_IFNAME="no-such"
+    )
+    assert printed.count("train.py: GLOO_SOCKET_IFNAME is no-such, but ") == 1
+    assert "has the interfaces " in printed and "Traceback" not in printed
+
+
+# ---- Two machines --------------------------------------------------------------------------------
+
+
+def without_namespaces():
+    """Why there can be no network namespaces here; "" where there can."""
+    if not shutil.which("ip") or not shutil.which("unshare"):
+        return "no ip or unshare: apt-get install iproute2 util-linux"
+    name = f"try{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return ""
+
+
+class Machines:
+    """node0 and node1. Their interface eth0 joins them; what is sent through dead0 is lost."""
+
+    def __init__(self):
+        self.names = [f"node{i}-{os.getpid()}" for i in range(2)]
+        for name in self.names:
+            self.ip("netns", "add", name)
+        ends = [["netns", name, "name", "eth0"] for name in self.names]
+        self.ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for i, name in enumerate(self.names):
+            self.ip("-n", name, "link", "add", "dead0", "type", "veth", "peer", "dead1")
+            for network, device in (("77", "eth0"), ("78", "dead0")):
+                self.ip("-n", name, "address", "add", f"10.{network}.0.{i + 1}/24", "dev", device)
+            for device in ("lo", "eth0", "dead0", "dead1"):
+                self.ip("-n", name, "link", "set", device, "up")
+
+    @staticmethod
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def start(self, i, project, *flags, folder=None, interface="eth0"):
+        """launch.py on a machine; `folder`: what lies there in the place of the project."""
+        enter = (
+            'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" "$3" && cd "$3" && shift 3 '
+            '&& exec "$@"'
+        )
+        command = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "--mount"]
+        command += ["sh", "-c", enter, "sh", f"node{i}", folder or project.path, project.path]
+        command += ["python", "launch.py", "--config_file", "configs/accelerate/cpu_multi.yaml"]
+        command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", i]
+        command += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
+        command += ["train.py", *latest(flags)]
+        return subprocess.Popen(
+            [*map(str, command)],
+            env=project.env(GLOO_SOCKET_IFNAME=interface),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def train(self, project, *flags, other=None, interface="eth0"):
+        """Trains on both; exit codes and output of each. `other`: the project on node1."""
+        folders = [None, other]
+        runs = [
+            self.start(i, project, *flags, folder=folders[i], interface=interface) for i in range(2)
+        ]
+        try:
+            printed = [run.communicate(timeout=300)[0] for run in runs]
+        finally:
+            for run in runs:
+                run.kill()
+        return [run.returncode for run in runs], printed
+
+    def clean(self):
+        for name in self.names:
+            pids = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            ).stdout.split()
+            if pids:
+                subprocess.run(["kill", "-9", *pids])
+            self.ip("netns", "delete", name)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    reason = without_namespaces()
+    if reason:
+        pytest.skip(reason)
+    made = Machines()
+    yield made
+    made.clean()
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    """Another copy of the tiny project."""
+    return shutil.copytree(tiny.path, tmp_path / "copy")
+
+
+def own_lines(printed):
+    """What the project says of an error, on both machines; not what gloo logs."""
+    return [line for text in printed for line in text.splitlines() if line.startswith("train.py: ")]
+
+
+@pytest.mark.slow
+def test_two_machines_train_as_two_processes(tiny, machines, copy, tmp_path):
+    """Each with a copy of the project, and a run folder that both see."""
+    codes, printed = machines.train(tiny, "--output_dir", tmp_path / "run", other=copy)
+    assert codes == [0, 0], printed
+    tiny.train(2, "--output_dir", tmp_path / "processes")
+    runs = [lines(tmp_path / name, "loss") for name in ("run", "processes")]
+    losses = [[line["loss"] for line in run] for run in runs]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+    assert not [*(tmp_path / "run").glob(".shared-*")]
+
+
+@pytest.mark.slow
+def test_other_code_and_settings_on_one_machine_are_a_line(tiny, machines, copy, tmp_path):
+    with open(copy / "task.py", "a") as file:
+        file.write("# older\n")
+    recipe = copy / "configs" / "train" / "default.yaml"
+    recipe.write_text(recipe.read_text().replace("learning_rate: 0.01", "learning_rate: 0.1"))
+    codes, printed = machines.train(tiny, "--output_dir", tmp_path / "run", other=copy)
+    (line,) = own_lines(printed)
+    assert codes == [2, 2] and "Traceback" not in "".join(printed)
+    assert "code task.py is " in line and "on node0 and " in line
+    assert "learning_rate is 0.01 on node0 and 0.1 on node1" in line
+    assert not [*(tmp_path / "run").glob("checkpoints/*")]
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_is_not_shared_is_named(tiny, machines, copy):
+    codes, printed = machines.train(tiny, "--output_dir", "runs/own", other=copy)
+    (line,) = own_lines(printed)
+    assert codes == [2, 2], printed
+    assert f"output_dir {tiny.path}/runs/own on node1 is not the folder that node0 writes" in line
+    assert not (tiny.path / "runs" / "own").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interface, address", [("dead0", "10.78.0."), ("lo", "127.0.0.1")])
+def test_a_broken_network_is_a_line(tiny, machines, tmp_path, interface, address):
+    """The launchers meet through eth0; gloo is told to take another interface."""
+    flags = ["--output_dir", tmp_path / "run", "--timeout", 15]
+    codes, printed = machines.train(tiny, *flags, interface=interface)
+    (line,) = own_lines(printed)
+    assert codes == [1, 1] and "Traceback" not in "".join(printed), printed
+    assert "reach the main process at 10.77.0.1:29500, but not each other" in line
+    assert f"node1 at {interface} {address}" in line
+    assert f"GLOO_SOCKET_IFNAME is {interface}" in line

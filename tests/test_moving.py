@@ -1,0 +1,296 @@
+"""Checkpoints of real runs: moved between kinds of parallelism, and saved in the background."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+
+from conftest import (
+    ROOT,
+    digest,
+    lines,
+    load_task,
+    read_checkpoint,
+    status,
+    wait_until,
+)
+
+FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
+ASYNC = [*FLAGS, "--async_save", "true"]
+
+
+def checkpoint(output, step):
+    return output / "checkpoints" / f"step-{step:08d}"
+
+
+def half(run, step, output):
+    """A run folder as it was after the checkpoint of this step."""
+    shutil.copytree(checkpoint(run, step), checkpoint(output, step))
+    return output
+
+
+def check_close(one, other, rel):
+    """All tensors of two checkpoints agree, relative to the largest number of each."""
+    mine, theirs = read_checkpoint(one), read_checkpoint(other)
+    assert mine.keys() == theirs.keys()
+    for name, values in mine.items():
+        limit = rel * values.abs().max().item()
+        torch.testing.assert_close(values, theirs[name], rtol=0, atol=limit, msg=name)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """A run of one process, 12 steps with checkpoints at 3, 6, 9 and 12."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    tiny.train(1, "--output_dir", output, *FLAGS)
+    return output
+
+
+# ---- From one layout to another ------------------------------------------------------------------
+
+
+def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
+    """Three steps each: 1, 2, 1, 2. Each process writes one file, and nothing else is written."""
+    output = half(whole, 3, tmp_path / "1")
+    for step, processes in ((6, 2), (9, 1), (12, 2)):
+        output = half(output, step - 3, tmp_path / str(step))
+        printed = tiny.train(processes, "--output_dir", output, *FLAGS)
+        assert f"continuing from {checkpoint(output, step - 3)}" in printed
+        for path in (output / "checkpoints").iterdir():
+            files = {file.name for file in path.iterdir()} - {"manifest.json"}
+            writers = processes if path != checkpoint(output, step - 3) else len(files)
+            assert files == {f"rank-{rank:05}.safetensors" for rank in range(writers)}
+        check_close(checkpoint(output, step), checkpoint(whole, step), rel=2e-6)
+        losses = {line["step"]: line["loss"] for line in lines(whole, "loss")}
+        for line in lines(output, "loss"):
+            assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-6)
+
+
+def test_processes_share_the_writing(tiny, tmp_path):
+    """No tensor is written twice, and each of two processes writes about a half."""
+    output = tmp_path / "run"
+    tiny.train(2, "--output_dir", output, *FLAGS)
+    sizes = [file.stat().st_size for file in checkpoint(output, 12).glob("*.safetensors")]
+    names = []
+    for file in checkpoint(output, 12).glob("*.safetensors"):
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
+
+
+def sharded(project, hardware, processes, *flags):
+    """Train as the YAML says, on CPUs that accelerate takes for GPUs."""
+    launch = ["accelerate", "launch", "--quiet", "--mixed_precision", "no"]
+    launch += ["--config_file", f"configs/accelerate/{hardware}.yaml"]
+    launch += ["--num_processes", processes, ROOT / "tests" / "sharded_on_cpu.py", "train.py"]
+    result = project.run(*launch, *flags, timeout=300)
+    return result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_a_run_moves_through_fsdp2(tiny, whole, tmp_path):
+    """1, DDP 2, FSDP2 2, FSDP2 4, 1: three steps each, the same samples and curve."""
+    output, stations = half(whole, 3, tmp_path / "3"), [("cpu_multi", 2), ("fsdp2", 2)]
+    stations += [("fsdp2", 4), ("cpu", 1)]
+    full = tmp_path / "full"
+    long = [*FLAGS, "--max_steps", 15, "--lr_schedule", "constant"]
+    tiny.train(1, "--output_dir", full, *long)
+    output = half(full, 3, tmp_path / "3")
+    for i, (hardware, processes) in enumerate(stations):
+        step = 6 + 3 * i
+        output = half(output, step - 3, tmp_path / str(step))
+        flags = ["--output_dir", output, *long]
+        if hardware == "fsdp2":
+            printed = sharded(tiny, hardware, processes, *flags)
+        else:
+            printed = tiny.train(processes, *flags)
+        assert "continuing from" in printed and "Traceback" not in printed
+        check_close(checkpoint(output, step), checkpoint(full, step), rel=5e-6)
+        losses = {line["step"]: line for line in lines(full, "loss")}
+        for line in lines(output, "loss"):
+            assert line["batch_hash"] == losses[line["step"]]["batch_hash"]
+            assert line["loss"] == pytest.approx(losses[line["step"]]["loss"], rel=1e-6)
+        exported = torch.load(output / "model" / "weights.pt")
+        for name, values in read_checkpoint(checkpoint(output, 15)).items():
+            if name.startswith("model."):
+                assert torch.equal(exported[name[6:]], values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_fsdp2_continues_bit_by_bit(tiny, tmp_path, async_save):
+    """Also evaluated alone, and exported from its best checkpoint."""
+    run, flags = tmp_path / "run", [*FLAGS, "--async_save", async_save]
+    sharded(tiny, "fsdp2", 2, "--output_dir", run, *flags)
+    again = half(run, 6, tmp_path / "again")
+    sharded(tiny, "fsdp2", 2, "--output_dir", again, *flags)
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        mine, theirs = ((checkpoint(output, 12) / name).read_bytes() for output in (again, run))
+        assert mine == theirs
+    printed = sharded(tiny, "fsdp2", 2, "--output_dir", run, *flags, "--eval_only", "true")
+    assert f"eval_loss {lines(run, 'eval_loss')[-1]['eval_loss']:.5g}" in printed
+    best = tmp_path / "best"
+    flags += ["--export", "best", "--eval_every", 3, "--learning_rate", 0.2]
+    printed = sharded(tiny, "fsdp2", 2, "--output_dir", best, *flags)
+    losses = {line["step"]: line["eval_loss"] for line in lines(best, "eval_loss")}
+    step = min(losses, key=losses.get)
+    assert step < 12 and f"the best evaluation was that of step {step}" in printed
+    exported, saved = torch.load(best / "model" / "weights.pt"), checkpoint(best, step)
+    weights = {n[6:]: v for n, v in read_checkpoint(saved).items() if n.startswith("model.")}
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
+    checkpoints = load_task("training.checkpoints")
+    saved = {"step": 3, "files": {"model.safetensors": {}, "optimizer.bin": {}}}
+    with pytest.raises(ValueError, match="was saved by an older version of this project; finish"):
+        checkpoints.check_settings(tmp_path, saved, {}, {}, accept=True)
+
+
+# ---- In the background ---------------------------------------------------------------------------
+
+# A program that trains with a writer that `SAVE` changes: it sees `write`, `calls` and `folder`.
+PROGRAM = """
+import os, signal, sys, threading, time
+import train
+from training import tensor_files
+write, calls, inside = tensor_files.write_share, [], []
+def slow(share, folder):
+    assert not inside, "two saves at once"
+    inside.append(1)
+    calls.append(folder)
+    main = threading.current_thread() is threading.main_thread()
+    {}
+    write(share, folder)
+    inside.clear()
+tensor_files.write_share = slow
+sys.argv = ["train.py", *sys.argv[1:]]
+train.shutdown.run(train.main, train.prepare)
+"""
+
+
+@pytest.fixture
+def slowed(tiny):
+    """Gives a project in which a piece of Python runs before each file is written."""
+
+    def make(code):
+        (tiny.path / "slowed.py").write_text(PROGRAM.format(code))
+        return {"program": "slowed.py"}
+
+    return make
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path, processes):
+    """One save at a time, although each takes longer than the steps between two."""
+    runs = [tmp_path / name for name in ("waiting", "background")]
+    tiny.train(processes, "--output_dir", runs[0], *FLAGS)
+    program = slowed("assert not main; time.sleep(0.3)")
+    tiny.train(processes, "--output_dir", runs[1], *ASYNC, **program)
+    for step in (3, 6, 9, 12):
+        files = [sorted(checkpoint(run, step).glob("*.safetensors")) for run in runs]
+        assert [each.name for each in files[0]] == [each.name for each in files[1]]
+        assert len(files[0]) == processes
+        for mine, theirs in zip(*files, strict=True):
+            assert mine.read_bytes() == theirs.read_bytes()
+    committed = lines(runs[1], "commit_seconds")
+    assert len(committed) == len(lines(runs[1], "save_seconds")) == 4
+    assert all(line["commit_seconds"] >= 0.3 for line in committed)
+    assert not lines(runs[0], "commit_seconds")
+    steps = [line["step"] for line in lines(runs[1], "step")]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_failure_in_the_background_ends_all_processes_in_one_line(
+    tiny, slowed, tmp_path, processes
+):
+    """On the last process, at the second save; the first is kept."""
+    output = tmp_path / "run"
+    code = f"if len(calls) == 2 and os.environ.get('RANK', '0') == '{processes - 1}':\n"
+    code += "        raise ValueError('no more of this')"
+    flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000]
+    printed = tiny.train(processes, *flags, codes=[2], timeout=180, **slowed(code))
+    assert printed.count("train.py: ") == 1 and "no more of this" in printed, printed
+    assert "Traceback" not in printed
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
+    assert 6 <= lines(output, "loss")[-1]["step"] < 100 and status(output)["exit_code"] == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kill_9_in_the_middle_leaves_the_checkpoint_before(
+    tiny, slowed, whole, tmp_path, processes
+):
+    output = tmp_path / "run"
+    code = "write(share, folder); len(calls) == 2 and time.sleep(60)"
+    flags = ["--output_dir", output, *ASYNC, "--task.row_seconds", 0.02]
+    runs = tiny.start(processes, *flags, **slowed(code))
+    try:
+        wait_until(lambda: any((output / "checkpoints").glob(".step-00000006.partial/*")), runs[0])
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    assert {p.name for p in (output / "checkpoints").iterdir()} == {
+        "step-00000003",
+        ".step-00000006.partial",
+    }
+    tiny.train(processes, *flags, "--task.row_seconds", 0, "--accept_changes")
+    unbroken = whole
+    if processes == 2:
+        unbroken = tmp_path / "unbroken"
+        tiny.train(2, "--output_dir", unbroken, *FLAGS)
+    assert digest(checkpoint(output, 12)) == digest(checkpoint(unbroken, 12))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path, processes):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000, "--task.row_seconds", 0.01]
+    flags += ["--save_every", 5]
+    runs = tiny.start(processes, *flags, **slowed("len(calls) == 1 and time.sleep(1)"))
+    try:
+        wait_until(lambda: any((output / "checkpoints").glob(".step-*.partial")), runs[0])
+        runs[-1].send_signal(signal.SIGTERM)
+        printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [75] * processes, printed
+    last = lines(output, "loss")[-1]["step"]
+    assert {p.name for p in (output / "checkpoints").iterdir()} == {
+        "step-00000005",
+        f"step-{last:08d}",
+    }
+    assert f"stopped after step {last}" in printed
+
+
+def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, slowed, tmp_path):
+    """The losses are not finite any more while the save is in flight."""
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, *ASYNC, "--max_skipped_steps", 1, "--eval_every", 0]
+    flags += ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
+    task = load_task("training.batches")
+    seen = [int(i) for i in task.sample_ids(range(4), 37, 0)]
+    flags += ["--task.poisoned", seen[2]]
+    printed = tiny.train(1, *flags, codes=[2], **slowed("time.sleep(2)"))
+    assert "not finite in 1 steps in a row" in printed
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
+    assert load_task("training.checkpoints").verify(checkpoint(output, 2))["step"] == 2
+
+
+def test_the_best_model_is_exported_from_a_save_in_the_background(tiny, slowed, tmp_path):
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, *ASYNC, "--export", "best", "--eval_every", 3]
+    flags += ["--learning_rate", 0.2, "--keep_checkpoints", 1]
+    printed = tiny.train(1, *flags, **slowed("time.sleep(0.3)"))
+    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    best = min(losses, key=losses.get)
+    assert f"the best evaluation was that of step {best}" in printed
+    assert {p.name for p in (output / "checkpoints").iterdir()} == {
+        f"step-{step:08d}" for step in (best, 12)
+    }

@@ -1,0 +1,248 @@
+"""What a checkpoint holds, and that all of it comes back: on its own, without a run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from conftest import read_checkpoint, read_weights
+from programs import load
+
+weights, tensor_files = load("training.weights"), load("training.tensor_files")
+ONE = SimpleNamespace(gather=lambda value: [value])  # the ranks of a run of one process
+PATH = "checkpoints/step-00000003"
+
+
+class Odd(torch.nn.Module):
+    """All kinds of tensors that a model may have."""
+
+    def __init__(self, seed, frozen=0.5):
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        whole = torch.randn(12, generator=draw)
+        self.embedding, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight  # tied
+        self.scale = torch.nn.Parameter(torch.randn((), generator=draw))
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+        self.turned = torch.nn.Parameter(torch.randn(3, 4, generator=draw).t())
+        self.bf16 = torch.nn.Parameter(torch.randn(7, generator=draw).bfloat16())
+        self.base = torch.nn.Linear(3, 3).requires_grad_(False)
+        torch.nn.init.constant_(self.base.weight, frozen)
+        torch.nn.init.zeros_(self.base.bias)
+        self.register_buffer("first", whole[:6])  # three views of one storage
+        self.register_buffer("second", whole[6:])
+        self.register_buffer("same", whole[:6].view(2, 3))
+        self.register_buffer("table", torch.randint(9, (2, 2), generator=draw))
+        self.register_buffer("flags", torch.rand(5, generator=draw) < 0.5)
+        self.register_buffer("wide", torch.randn(3, generator=draw, dtype=torch.float64))
+        self.register_buffer("waves", torch.randn(3, generator=draw, dtype=torch.complex64))
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state has numbers, None, and a tensor of another shape and type."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["tries"] = group.get("tries", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"], state["share"] = state.get("count", 0) + 1, 1 / 3
+                state["last"], state["flag"] = None, True
+                state["places"] = torch.arange(4, dtype=torch.int16)
+
+
+def state_of(model, optimizer):
+    module = weights.TaskModule(model)
+    accelerator = SimpleNamespace(scaler=None, is_main_process=True, _custom_objects=[])
+    accelerator.unwrap_model = lambda module, keep_torch_compile: module
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is torch.optim.Adafactor:  # divides by the size
+        parameters = [p for p in parameters if p.numel()]
+    optimizer = optimizer([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+    settings = weights.optimizer_settings(optimizer)
+    return weights.TrainingState(accelerator, module, optimizer, settings)
+
+
+def train(state, steps):
+    for step in range(steps):
+        for group in state.optimizer.param_groups:
+            for p in group["params"]:
+                if p.dim() or step:  # `scale` has no gradient at first
+                    p.grad = torch.full_like(p, 0.1 * (step + 1))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+
+
+def manifest_of(state):
+    digest = weights.frozen_digest(state.module.model)
+    settings = weights.settings_as_text(state.settings)
+    return json.loads(json.dumps({"optimizer": settings, "frozen_weights": digest}))
+
+
+def save(state, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    tensor_files.write_share(tensor_files.take_share(state.collect(), ONE), folder)
+    return manifest_of(state)
+
+
+def plain(value):
+    """A state as something that can be compared bit by bit."""
+    if torch.is_tensor(value):
+        value = value.detach()
+        values = value.contiguous().flatten().view(torch.uint8).tolist() if value.dim() else value
+        return str(value.dtype), [*value.shape], values if value.dim() else value.item()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items() if each is not None}
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("optimizer", [Counting, torch.optim.AdamW, torch.optim.Adafactor])
+def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
+    old = state_of(Odd(0), optimizer)
+    train(old, 2)
+    manifest = save(old, tmp_path)
+    new = state_of(Odd(1), optimizer)
+    draws, scratch = torch.get_rng_state(), new.module.model.scratch
+    scratch.fill_(7)
+    new.load(tmp_path, manifest, manifest)
+    assert torch.equal(torch.get_rng_state(), draws) and scratch.tolist() == [7, 7]
+    assert plain(new.module.state_dict()) == plain(old.module.state_dict())
+    for state in (old, new):
+        train(state, 2)
+    assert plain(new.optimizer.state_dict()) == plain(old.optimizer.state_dict())
+    assert plain(new.module.state_dict()) == plain(old.module.state_dict())
+    again = tmp_path / "again"
+    save(old, again), save(new, tmp_path / "new")
+    name = "rank-00000.safetensors"
+    assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+
+
+def test_a_checkpoint_is_a_file_of_tensors_under_the_names_of_the_task(tmp_path):
+    state = state_of(Odd(0), torch.optim.AdamW)
+    train(state, 1)
+    save(state, tmp_path)
+    (file,) = tmp_path.iterdir()
+    with safe_open(file, "pt") as opened:
+        assert {*opened.metadata()} == {"DCP_SHARDING_INFO"}
+    saved = {*read_weights(tmp_path)}
+    built = {n for n in Odd(0).state_dict() if not n.startswith(("base.", "head."))}
+    assert saved == built  # tied weights once, frozen ones not at all
+    others = {n.rpartition(".")[0] for n in read_checkpoint(tmp_path) if not n.startswith("model.")}
+    named = [n for n, p in Odd(0).named_parameters() if p.requires_grad and n != "scale"]
+    assert others == {f"state.{name}" for name in named}
+
+
+def test_torch_reads_the_files_too(tmp_path):
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    if not hasattr(checkpoint, "HuggingFaceStorageReader"):
+        pytest.skip("torch below 2.9")
+    state = state_of(Odd(0), torch.optim.AdamW)
+    save(state, tmp_path)
+    saved = read_checkpoint(tmp_path)
+    found = {name: torch.zeros_like(values) for name, values in saved.items()}
+    reader = checkpoint.HuggingFaceStorageReader(str(tmp_path))
+    checkpoint.load(found, storage_reader=reader, no_dist=True)
+    assert plain(found) == plain(saved)
+
+
+def test_what_does_not_fit_is_named_in_one_line(tmp_path):
+    old = state_of(Odd(0), torch.optim.AdamW)
+    manifest = save(old, tmp_path)
+
+    def refused(model, now=None):
+        state = state_of(model, torch.optim.AdamW)
+        before = plain(state.module.state_dict())
+        with pytest.raises(ValueError) as error:
+            state.load(tmp_path, manifest, now or manifest_of(state))
+        assert "\n" not in str(error.value) and plain(state.module.state_dict()) == before
+        return str(error.value)
+
+    assert "was trained with other pretrained weights" in refused(Odd(0, frozen=0.25))
+    wider = Odd(0)
+    wider.bf16 = torch.nn.Parameter(torch.zeros(8))
+    assert "bf16 is (7,) in the checkpoint and (8,) in the model" in refused(wider)
+    wider.more = torch.nn.Parameter(torch.zeros(8))
+    wider.bf16 = torch.nn.Parameter(torch.zeros(7))
+    assert "more is missing in the checkpoint and (8,) in the model" in refused(wider)
+    thawed = Odd(0)
+    thawed.base.requires_grad_(True)
+    assert "base.bias is missing in the checkpoint and (3,) in the model" in refused(thawed)
+
+
+def test_a_state_that_is_no_tensor_and_no_number_is_refused(tmp_path):
+    state = state_of(Odd(0), torch.optim.AdamW)
+    train(state, 2)
+    state.optimizer.state[state.module.model.scale]["history"] = [1, 2]
+    with pytest.raises(ValueError, match="the optimizer's history of scale is a list, and a check"):
+        state.collect()
+
+
+def test_the_scaler_and_registered_objects_come_back(tmp_path):
+    class Scaler(SimpleNamespace):
+        def state_dict(self):
+            return {"scale": self.scale, "growth_interval": 2000}
+
+        def load_state_dict(self, state):
+            self.scale, self.loaded = state["scale"], state
+
+    def prepared(seed, scale):
+        state = state_of(Odd(seed), torch.optim.AdamW)
+        state.accelerator.scaler = Scaler(scale=scale)
+        state.accelerator._custom_objects = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(3)]
+        return state
+
+    old, new = prepared(0, 2.0**15), prepared(1, 1.0)
+    manifest = save(old, tmp_path)
+    new.load(tmp_path, manifest, manifest)
+    assert new.accelerator.scaler.loaded == {"scale": 2.0**15, "growth_interval": 2000}
+    for mine, theirs in zip(*(s.accelerator._custom_objects for s in (new, old)), strict=True):
+        assert plain(mine.state_dict()) == plain(theirs.state_dict())
+    new.accelerator._custom_objects.append(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"registered.2.bias is missing in the checkpoint"):
+        new.load(tmp_path, manifest, manifest)
+    old.accelerator.scaler = None
+    manifest = save(old, tmp_path / "fp32")
+    with pytest.raises(ValueError, match="was not trained in fp16"):
+        prepared(1, 1.0).load(tmp_path / "fp32", manifest, manifest)
+
+
+def test_names_of_wrapped_blocks_are_those_of_the_task(tmp_path):
+    """Regional compilation and checkpoint_wrapper put a module around each block."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def model(wrap):
+        blocks = [wrap(torch.nn.Linear(3, 3)) for _ in range(2)]
+        return torch.nn.Sequential(*blocks, torch.nn.Linear(3, 1))
+
+    torch.manual_seed(0)
+    states = []
+    for wrap in (torch.nn.Identity, checkpoint_wrapper, lambda m: torch.compile(m)):
+        states.append(state_of(model((lambda m: m) if wrap is torch.nn.Identity else wrap),
+                               torch.optim.AdamW))  # fmt: skip
+        for group in states[-1].optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p)
+        states[-1].optimizer.step()
+    for i, old in enumerate(states):
+        manifest = save(old, tmp_path / str(i))
+        assert {*read_checkpoint(tmp_path / str(i))} == {*read_checkpoint(tmp_path / "0")}
+        for new in states:
+            new.load(tmp_path / str(i), manifest, manifest)
+            assert plain([*new.module.parameters()]) == plain([*old.module.parameters()])
+            assert plain(new.optimizer.state_dict()) == plain(old.optimizer.state_dict())
+
+
+def test_copies_in_host_memory_are_used_again():
+    copy_to_host = load("training.saving").copy_to_host
+    parts = {"a": torch.arange(6.0)[::2], "b": torch.tensor(3), "c": torch.zeros(0)}
+    first = copy_to_host(parts, {})
+    parts["a"] += 1
+    assert first["a"].tolist() == [0, 2, 4]
+    second = copy_to_host({**parts, "b": torch.zeros(2)}, first)
+    assert second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
+    assert second["b"].tolist() == [0, 0]
