@@ -168,7 +168,7 @@ class StepMonitor:
         table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
         for row, run, own in zip(table, runs, losses, strict=True):
             row[list(run)] = list(islice(values, len(own)))
-        table *= self.ranks.layout.leads  # its replica counts once
+        table *= self.ranks.layout.adds
         return steps, counts, [sum(row) for row in self.ranks.sum_arrays(table).tolist()], norms
 
     def loss_scale(self) -> float:

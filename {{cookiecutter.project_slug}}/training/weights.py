@@ -40,6 +40,8 @@ class TaskModule(torch.nn.Module):
             names[id(parameter)].append(name)
         self.tied = [group for group in names.values() if len(group) > 1]
         self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
+        if hasattr(model, "config"):
+            self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
         # FSDP shards each of these blocks of a transformers model by itself.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
