@@ -29,6 +29,7 @@ import training.device
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
 training.device.use_cpu = lambda: False
 training.device.check_device = lambda _: None
 torch.accelerator.device_count = lambda: 8  # for the check of the YAML
