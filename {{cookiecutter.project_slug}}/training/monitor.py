@@ -163,9 +163,9 @@ class StepMonitor:
         """
         steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
-        device = self.accelerator.device  # with offload norms are on the CPU
-        numbers = [each.float().to(device) for each in (*norms, *chain(*losses))]
-        values = iter(torch.stack(numbers).tolist())
+        numbers = [*norms, *chain(*losses)]
+        device = numbers[-1].device  # with offload norms are on the CPU
+        values = iter(torch.stack([each.float().to(device) for each in numbers]).tolist())
         norms = list(islice(values, len(steps)))
         table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
         for row, run, own in zip(table, runs, losses, strict=True):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training.batches import StepPlan
-from training.layout import Layout
+from training.layout import Layout, this_layout
 from training.ranks import UserError
 
 Tensors = list[torch.Tensor]
@@ -161,9 +161,9 @@ def hand_to_deepspeed(module: torch.nn.Module, optimizer, accelerator: Accelerat
     Parameter groups are numbered, since DeepSpeed drops empty ones. Under ZeRO-3, weights are split
     one by one; DeepSpeed would first move the whole model to the GPU.
     """
-    plugin = accelerator.deepspeed_plugin
-    if not plugin:
+    if not this_layout().deepspeed:
         return
+    plugin = accelerator.deepspeed_plugin
     for number, group in enumerate(optimizer.param_groups):
         group["number"] = number
     if plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
@@ -182,7 +182,8 @@ def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
     """
     folder = path / "pytorch_model"
     names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
-    plugin, written, wanted = accelerator.deepspeed_plugin, None, None
+    plugin = accelerator.deepspeed_plugin if this_layout().deepspeed else None
+    written = wanted = None
     if folder.is_dir():
         written = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
     if plugin:
