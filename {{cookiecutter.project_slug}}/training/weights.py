@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from training import checkpoints, sharding
 from training.batches import StepPlan
-from training.console import say
+from training.console import IS_MAIN, say
 from training.device import PROCESSES, compile_blocks
 from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
@@ -293,13 +293,8 @@ class TrainingState:
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
         check_deepspeed(path, saved, self.accelerator)
-        frozen = {each.get("frozen_weights", "") for each in (saved, manifest)}
-        if self.accelerator.is_main_process and len(frozen) > 1:
-            raise ValueError(
-                f"{path} was trained with other pretrained weights; give those weights, or another "
-                "--output_dir"
-            )
         if this_layout().deepspeed:
+            check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
             return
         reader, bare = TensorReader(path), bare_model(self.accelerator, self.module)
@@ -310,6 +305,7 @@ class TrainingState:
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         registered = registered_state(self.accelerator)
         check_shapes(tensors | registered, reader, path)
+        check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
@@ -320,6 +316,16 @@ class TrainingState:
             prefix = f"registered.{i}."
             own = {n.removeprefix(prefix): v for n, v in loaded.items() if n.startswith(prefix)}
             each.load_state_dict(own)
+
+
+def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
+    """Raises ValueError if the frozen weights are others; the main process has their digest."""
+    digests = {each.get("frozen_weights", "") for each in (saved, manifest)}
+    if IS_MAIN and len(digests) > 1:
+        raise ValueError(
+            f"{path} was trained with other pretrained weights; give those weights, or another "
+            "--output_dir"
+        )
 
 
 def read_like(value, reader: TensorReader, name: str):
