@@ -172,7 +172,9 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path):
     assert "more is missing in the checkpoint and (8,) in the model" in refused(wider)
     thawed = Odd(0)
     thawed.base.requires_grad_(True)
-    assert "base.bias is missing in the checkpoint and (3,) in the model" in refused(thawed, manifest)
+    assert "base.bias is missing in the checkpoint and (3,) in the model" in refused(
+        thawed, manifest
+    )
 
 
 def test_a_state_that_is_no_tensor_and_no_number_is_refused(tmp_path):
