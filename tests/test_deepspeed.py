@@ -9,8 +9,8 @@ from accelerate.utils import is_deepspeed_available
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conftest import BakedProject, bake, lines
-from test_sharding import CONSTANT, SPOIL, agree, losses, train
+from conftest import BakedProject, bake, lines, load_task
+from test_sharding import CONSTANT, agree, losses, train
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,13 +68,27 @@ def test_bf16_under_zero_is_that_of_autocast(small, tmp_path, kind):
     assert {values.dtype for values in weights.values()} == {torch.float32}
 
 
+SPOIL = """
+
+import os
+calls, plain_loss_sum = [0], loss_sum
+
+
+def loss_sum(model, batch):
+    calls[0] += model.training
+    loss = plain_loss_sum(model, batch)
+    bad = model.training and calls[0] in (5, 6) and os.environ["RANK"] == "1"
+    return loss * float("nan") if bad else loss
+"""
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision):
     """The second process has NaN losses in its third step, which changes no weight."""
     path = shutil.copytree(small.path, tmp_path / "project")
     with open(path / "task.py", "a") as file:
-        file.write(SPOIL.replace("BAD", "range(5, 7)"))
+        file.write(SPOIL)
     project, numbers = BakedProject(path), {}
     for hardware in ("cpu_multi", kind):
         output = tmp_path / hardware
@@ -93,9 +107,11 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, prec
 def test_a_killed_run_continues(tiny, tmp_path, kind):
     """The samples and losses are those of a run that nothing disturbed, also with new settings."""
     output, reference = tmp_path / "run", tmp_path / "reference"
-    flags = ["--max_steps", "12", "--output_dir"]
+    flags = ["--task.samples", "100", "--max_steps", "12", "--output_dir"]
     train(tiny, "cpu", 1, *flags, reference)
-    kill = ["--task.signal_at", "20"]
+    # A sample of step 8, which is read while step 7 computes.
+    (sample,) = load_task("training.batches").sample_ids([56], 100, 0)
+    kill = ["--task.signal_at", str(sample)]
     train(tiny, kind, 2, *kill, *flags, output, codes=(-9, 1, 75))
     found = sorted(path.name for path in (output / "checkpoints").glob("step-*"))
     assert found == ["step-00000004"]
@@ -104,7 +120,7 @@ def test_a_killed_run_continues(tiny, tmp_path, kind):
     agree(output, reference)
 
     # Another weight decay takes the place of the saved one.
-    decay = [*CONSTANT, "--weight_decay", "5", "--accept_changes", "--max_steps", "16"]
+    decay = [*flags[:2], *CONSTANT, "--weight_decay", "5", "--accept_changes", "--max_steps", "16"]
     for hardware, processes, folder in (("cpu", 1, reference), (kind, 2, output)):
         train(tiny, hardware, processes, *decay, "--output_dir", folder)
     agree(output, reference)

@@ -163,12 +163,14 @@ class StepMonitor:
         """
         steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
-        values = iter(torch.stack([each.float() for each in (*norms, *chain(*losses))]).tolist())
+        numbers = [*norms, *chain(*losses)]
+        device = numbers[-1].device  # with offload norms are on the CPU
+        values = iter(torch.stack([each.float().to(device) for each in numbers]).tolist())
         norms = list(islice(values, len(steps)))
         table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
         for row, run, own in zip(table, runs, losses, strict=True):
             row[list(run)] = list(islice(values, len(own)))
-        table *= self.ranks.layout.leads  # its replica counts once
+        table *= self.ranks.layout.adds
         return steps, counts, [sum(row) for row in self.ranks.sum_arrays(table).tolist()], norms
 
     def loss_scale(self) -> float:
