@@ -122,6 +122,7 @@ def state_of(optimizer=torch.optim.AdamW, **settings):
     return weights.TrainingState(accelerator, module, optimizer, settings)
 old = state_of(betas=(0.9, 0.99), weight_decay=0.1)
 manifest = {"optimizer": json.loads(json.dumps(weights.settings_as_text(old.settings)))}
+manifest["processes"] = 1
 group = old.optimizer.param_groups[0]
 group["state_of_its_own"] = 7
 group["eps"], group["capturable_since"], group["lr"] = 0.1, torch.tensor([2.0, 0.1]), 3.0

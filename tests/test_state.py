@@ -58,7 +58,8 @@ class Counting(torch.optim.SGD):
 
 def state_of(model, optimizer):
     module = weights.TaskModule(model)
-    accelerator = SimpleNamespace(scaler=None, is_main_process=True, _custom_objects=[])
+    accelerator = SimpleNamespace(scaler=None, deepspeed_plugin=None, is_main_process=True)
+    accelerator._custom_objects = []
     accelerator.unwrap_model = lambda module, keep_torch_compile: module
     parameters = [p for p in model.parameters() if p.requires_grad]
     if optimizer is torch.optim.Adafactor:  # divides by the size
@@ -81,7 +82,7 @@ def train(state, steps):
 def manifest_of(state):
     digest = weights.frozen_digest(state.module.model)
     settings = weights.settings_as_text(state.settings)
-    return json.loads(json.dumps({"optimizer": settings, "frozen_weights": digest}))
+    return json.loads(json.dumps({"optimizer": settings, "frozen_weights": digest, "processes": 1}))
 
 
 def save(state, folder):
@@ -171,7 +172,9 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path):
     assert "more is missing in the checkpoint and (8,) in the model" in refused(wider)
     thawed = Odd(0)
     thawed.base.requires_grad_(True)
-    assert "base.bias is missing in the checkpoint and (3,) in the model" in refused(thawed)
+    assert "base.bias is missing in the checkpoint and (3,) in the model" in refused(
+        thawed, manifest
+    )
 
 
 def test_a_state_that_is_no_tensor_and_no_number_is_refused(tmp_path):
