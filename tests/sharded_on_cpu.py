@@ -3,14 +3,18 @@
     accelerate launch --config_file configs/accelerate/fsdp2.yaml sharded_on_cpu.py train.py ...
 
 accelerate ignores FSDP, DeepSpeed and parallelism_config where it computes on the CPU. Here it is
-told that several GPUs are there, which are the CPU, and meet through gloo.
+told that several GPUs are there, which are the CPU, and meet through gloo. Context parallelism has
+attention for CUDA only: here another, which gathers keys and values, takes its place.
 """
 
 import os
 import runpy
 import sys
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 sys.path.insert(0, os.getcwd())
 os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -20,13 +24,64 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
+import training.accelerate_yaml
 import training.device
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
 training.device.use_cpu = lambda: False
 training.device.check_device = lambda _: None
 torch.accelerator.device_count = lambda: 8  # for the check of the YAML
+see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
+training.accelerate_yaml.check_axes = see_gpu(training.accelerate_yaml.check_axes)
+attention = F.scaled_dot_product_attention
+
+
+class Gather(torch.autograd.Function):
+    """Brings the parts of all processes together, along dimension 2."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), 2)[ctx.group.rank()], None
+
+
+def share_attention(seq_dim, mesh):
+    """Replaces torch's attention by one over the keys and values of all processes of a group.
+
+    Rows are dealt as torch deals them: in twice as many parts, each process a front and a back one.
+    """
+    group = mesh.get_group()
+
+    def shared_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
+        assert is_causal and attn_mask is None and not dropout_p
+        key, value = (Gather.apply(each, group) for each in (key, value))
+        places = torch.arange(key.shape[2]).chunk(2 * group.size())
+        dealt = [torch.cat([places[i], places[-1 - i]]) for i in range(group.size())]
+        mask = dealt[group.rank()][:, None] >= torch.cat(dealt)
+        return attention(query, key, value, attn_mask=mask, **more)
+
+    F.scaled_dot_product_attention = shared_attention
+
+
+def restore_attention():
+    F.scaled_dot_product_attention = attention
+
+
+if os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1":
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    _attention._enable_context_parallel_dispatcher_impl = share_attention
+    _attention._disable_context_parallel_dispatcher_impl = restore_attention
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     import deepspeed.ops
 

@@ -331,7 +331,7 @@ CASES = {
     },
     "fp8 that nothing provides": (
         hardware(NO_GPU + "use_cpu: true\nmixed_precision: fp8\n"),
-        "mixed_precision fp8 needs torchao or Transformer Engine; run pip install torchao, or use",
+        "mixed_precision fp8 needs torchao (pip install torchao); install it, or use bf16",
     ),
     "fp16 on a CPU": (
         hardware(NO_GPU + "use_cpu: true\nmixed_precision: fp16\n"),

@@ -99,6 +99,21 @@ def test_two_gpus_in_bf16_end_near_fp32(tiny, one, tmp_path):
     check_close(one, train(tiny, "multi_gpu_bf16", tmp_path / "run"), rel=0.1)
 
 
+@two_gpus
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=bf16)])
+def test_two_gpus_that_share_rows_train_what_one_trains(project, tmp_path, precision):
+    """Context parallelism through torch's memory-efficient kernel, and through FlashAttention."""
+    config = project.path / "configs" / "accelerate"
+    text = (config / "context_parallel.yaml").read_text()
+    assert "mixed_precision: bf16" in text
+    text = text.replace("mixed_precision: bf16", f'mixed_precision: "{precision}"')
+    (config / "shared_rows.yaml").write_text(text)
+    flags, single = [*MODEL, "--task.context_length", 256], {"no": "", "bf16": "_bf16"}[precision]
+    one = train(project, f"single_gpu{single}", tmp_path / "one", *flags)
+    two = train(project, "shared_rows", tmp_path / "two", *flags)
+    check_close(one, two, rel={"no": 1e-4, "bf16": 1e-2}[precision])
+
+
 @bf16
 def test_bf16_ends_near_fp32(tiny, one, tmp_path):
     check_close(one, train(tiny, "single_gpu_bf16", tmp_path / "run"), rel=0.1)

@@ -281,6 +281,7 @@ REFUSED = {
         DDP.replace("bf16", "fp8") + "fp8_config: {backend: MSAMP}\n",
         "fp8_config: backend is MSAMP; give AO (torchao) or TE",
     ),
+    "fp8 by a list": (DDP.replace("bf16", "fp8") + "fp8_config: {backend: [AO]}\n", "backend is ["),
     "sharding on the CPU": (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
 }
 
@@ -305,7 +306,7 @@ def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
     machine.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "compute capability 8.9 (Ada, Hopper) or newer, and H100 has 8.0" in said("fp8")
     machine.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: False)
-    assert "fp8 needs torchao; run pip install torchao, or use bf16" in said("fp8")
+    assert "fp8 needs torchao (pip install torchao); install it, or use bf16" in said("fp8")
     machine.setattr(accelerate_yaml, "is_deepspeed_available", lambda: False)
     for name in ("deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"):
         assert "run make setup EXTRAS=deepspeed (or pip install deepspeed), or use" in said(name)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import latest, lines, load_task
+from slurm import free_ports
 
 # ---- What all processes must have in common ------------------------------------------------------
 
@@ -60,6 +61,19 @@ def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
     )
     assert printed.count("train.py: GLOO_SOCKET_IFNAME is no-such, but ") == 1
     assert "has the interfaces " in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("machine, said", [(0, "Timed out"), (1, "timed out")])
+def test_launchers_that_do_not_meet_say_so(tiny, tmp_path, machine, said):
+    """The other one does not start. Each waits 10 minutes, unless it is told otherwise."""
+    (port,) = free_ports(1)
+    launcher = f"launch.py --num_machines 2 --machine_rank {machine} --main_process_port {port} "
+    launcher += "--main_process_ip 127.0.0.1 --rdzv_conf timeout=5"
+    run = tiny.launch(launcher, "cpu_multi", "--output_dir", tmp_path / "run")
+    printed = run.communicate(timeout=120)[0]
+    (line,) = [line for line in printed.splitlines() if line.startswith("launch.py: ")]
+    assert run.returncode == 1 and "Traceback" not in printed, printed
+    assert "launchers of the machines did not meet: " in line and said in line
 
 
 # ---- Two machines --------------------------------------------------------------------------------

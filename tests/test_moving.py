@@ -5,10 +5,12 @@ import signal
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from conftest import (
     ROOT,
     digest,
+    latest,
     lines,
     load_task,
     read_checkpoint,
@@ -74,8 +76,6 @@ def test_processes_share_the_writing(tiny, tmp_path):
     sizes = [file.stat().st_size for file in checkpoint(output, 12).glob("*.safetensors")]
     names = []
     for file in checkpoint(output, 12).glob("*.safetensors"):
-        from safetensors import safe_open
-
         with safe_open(file, "pt") as opened:
             names += opened.keys()
     assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
@@ -86,37 +86,8 @@ def sharded(project, hardware, processes, *flags):
     launch = ["accelerate", "launch", "--quiet", "--mixed_precision", "no"]
     launch += ["--config_file", f"configs/accelerate/{hardware}.yaml"]
     launch += ["--num_processes", processes, ROOT / "tests" / "sharded_on_cpu.py", "train.py"]
-    result = project.run(*launch, *flags, timeout=300)
+    result = project.run(*launch, *latest(flags), timeout=300)
     return result.stdout + result.stderr
-
-
-@pytest.mark.slow
-def test_a_run_moves_through_fsdp2(tiny, whole, tmp_path):
-    """1, DDP 2, FSDP2 2, FSDP2 4, 1: three steps each, the same samples and curve."""
-    output, stations = half(whole, 3, tmp_path / "3"), [("cpu_multi", 2), ("fsdp2", 2)]
-    stations += [("fsdp2", 4), ("cpu", 1)]
-    full = tmp_path / "full"
-    long = [*FLAGS, "--max_steps", 15, "--lr_schedule", "constant"]
-    tiny.train(1, "--output_dir", full, *long)
-    output = half(full, 3, tmp_path / "3")
-    for i, (hardware, processes) in enumerate(stations):
-        step = 6 + 3 * i
-        output = half(output, step - 3, tmp_path / str(step))
-        flags = ["--output_dir", output, *long]
-        if hardware == "fsdp2":
-            printed = sharded(tiny, hardware, processes, *flags)
-        else:
-            printed = tiny.train(processes, *flags)
-        assert "continuing from" in printed and "Traceback" not in printed
-        check_close(checkpoint(output, step), checkpoint(full, step), rel=5e-6)
-        losses = {line["step"]: line for line in lines(full, "loss")}
-        for line in lines(output, "loss"):
-            assert line["batch_hash"] == losses[line["step"]]["batch_hash"]
-            assert line["loss"] == pytest.approx(losses[line["step"]]["loss"], rel=1e-6)
-        exported = torch.load(output / "model" / "weights.pt")
-        for name, values in read_checkpoint(checkpoint(output, 15)).items():
-            if name.startswith("model."):
-                assert torch.equal(exported[name[6:]], values)
 
 
 @pytest.mark.slow
@@ -230,7 +201,9 @@ def test_kill_9_in_the_middle_leaves_the_checkpoint_before(
     flags = ["--output_dir", output, *ASYNC, "--task.row_seconds", 0.02]
     runs = tiny.start(processes, *flags, **slowed(code))
     try:
-        wait_until(lambda: any((output / "checkpoints").glob(".step-00000006.partial/*")), runs[0])
+        wait_until(
+            lambda: any((output / "checkpoints").glob(".step-00000006.partial/*")), runs[0], 240
+        )
     finally:
         for run in runs:
             run.kill()
@@ -254,7 +227,7 @@ def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path, p
     flags += ["--save_every", 5]
     runs = tiny.start(processes, *flags, **slowed("len(calls) == 1 and time.sleep(1)"))
     try:
-        wait_until(lambda: any((output / "checkpoints").glob(".step-*.partial")), runs[0])
+        wait_until(lambda: any((output / "checkpoints").glob(".step-*.partial")), runs[0], 240)
         runs[-1].send_signal(signal.SIGTERM)
         printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
     finally:

@@ -43,7 +43,7 @@ def launcher_env(config, processes, precision):
     return {name: value for name, value in env.items() if name.startswith(OURS)}
 
 
-def train(project, hardware, processes, *flags, precision="no", codes=(0,), timeout=240):
+def train(project, hardware, processes, *flags, precision="no", codes=(0,), timeout=500):
     """Trains with a YAML in so many processes; what they printed.
 
     cpu and cpu_multi run train.py as it is; other YAMLs shard the model, on the CPU.
@@ -98,7 +98,7 @@ def small(tmp_path_factory):
     baked = bake(tmp_path_factory.mktemp("sharding"), tracker="none")
     (baked.path / "configs" / "train" / "default.yaml").write_text(
         "max_steps: 6\nglobal_batch_size: 8\nmicro_batch_size: 1\nwarmup_steps: 1\n"
-        "eval_every: 3\nsave_every: 0\nlog_every: 1\nlearning_rate: 0.01\n"
+        "eval_every: 3\nsave_every: 0\nlog_every: 1\nlearning_rate: 0.002\n"
         "task:\n  hidden_size: 32\n  num_layers: 2\n  num_heads: 4\n  context_length: 32\n"
     )
     return baked
@@ -165,10 +165,6 @@ def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, vari
     flags = ["--max_steps", "3", *VARIANTS[variant], "--output_dir"]
     one, other = tmp_path / "one", tmp_path / "other"
     train(small, "cpu", 1, *flags, one)
-    if (hardware, variant) == ("tensor_parallel", "compiled"):
-        text = train(small, hardware, 2, *flags, other, codes=(2,))
-        assert "compile" in text
-        return
     train(small, hardware, 2, *flags, other)
     agree(other, one)
 

@@ -164,7 +164,8 @@ def main() -> int:
         code = "2" if refused else read_code(exit_code_file)
         report = report_file.read_text(errors="replace") if report_file.exists() else ""
         if code not in ("0", "2", str(STOPPED)) and not signals:
-            sys.stderr.write(describe_kills(report) or ("" if code else report))
+            known = describe_kills(report) or describe_meeting(report)
+            sys.stderr.write(known or ("" if code else report))
         elif signals and not code:
             advice = "the same command continues from the newest checkpoint, if there is one"
             print(f"launch.py: stopped without saving; {advice}", file=sys.stderr)
@@ -186,6 +187,17 @@ def describe_kills(report: str) -> str:
         cause = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
         lines.append(f"launch.py: {process} was ended by {signal.Signals(number).name}{cause}\n")
     return "".join(lines)
+
+
+def describe_meeting(report: str) -> str:
+    """A line, if the report says that the launchers of several machines did not meet."""
+    found = re.search(r"Dist(?:Network|Store)Error: (.+)", report)
+    if not found:
+        return ""
+    return (
+        f"launch.py: the launchers of the machines did not meet: {found[1].strip()} Start all of "
+        "them with one main_process_ip and main_process_port, and open that port on machine 0\n"
+    )
 
 
 def ignore_sigint() -> None:

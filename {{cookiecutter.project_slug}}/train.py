@@ -243,7 +243,7 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch = send_to_device(fetched[0], accelerator.device, non_blocking=True)
-        with device.eager(model):
+        with device.eager(model), sharding.split_rows(accelerator, batch):
             totals.add(plan.run().start + turn, model(task.eval_sums, batch))
     totals = totals.total(ranks)
     model.train()
@@ -346,6 +346,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         model = contract.check_model(build_model())
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
+        sharding.check_model_shares_rows(model, ranks.layout)
     model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
@@ -371,11 +372,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     start.manifest["optimizer"] = weights.settings_as_text(optimizer_settings)
 
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
-    module = weights.TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
-    sharding.hand_to_deepspeed(module, optimizer, accelerator)
-    if cfg.compile:
-        device.compile_blocks(module)
-    model, optimizer = accelerator.prepare(module, optimizer)
+    with ranks.fail_together(), as_user_error():
+        module = weights.wrap(model, optimizer, accelerator, cfg)
+        model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
@@ -407,7 +406,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     with ranks.fail_together(), as_user_error():
         first_batches = batches.first_batches(eval_rows, eval_sampler, task)
         first_batches = send_to_device(first_batches, accelerator.device)
-        with device.eager(model):
+        with device.eager(model), sharding.split_rows(accelerator, *first_batches):
             warnings = contract.try_evaluation(task, model, first_batches)
         for warning in warnings:
             say(warning)
@@ -461,7 +460,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
-            with accelerator.accumulate(model), gradients.micro_batch(number):
+            together = sharding.split_rows(accelerator, batch)
+            with accelerator.accumulate(model), gradients.micro_batch(number), together:
                 loss = model(task.loss_sum, batch)
                 if step == first_step + 1 and not step_losses:
                     with ranks.fail_together(), as_user_error():
@@ -501,8 +501,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             log.write(line)
             if reason:
                 raise UserError(reason)
-        for line in saver.committed(step):
-            log.write(line)
+        saver.log_commits(log, step)
 
         # Evaluate.
         manifest = {**start.manifest, "step": step, "samples": samples, "processes": processes}
@@ -528,8 +527,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         if stopped:
             break
     saver.finish()
-    for line in saver.committed(step):
-        log.write(line)
+    saver.log_commits(log, step)
     log.close()
 
     # Export the last model, or the best, unless the run is to be continued.

@@ -10,9 +10,9 @@ train.py calls these functions. training/contract.py says what each gets and ret
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
-returned: here, the folder of the prepared data. examples/task.py is a whole task around a plain
-nn.Module.
+and, if they are there: identity, digest, augment, sizes, report, check_shared_rows. `prepared` is
+what prepare_data returned: here, the folder of the prepared data. examples/task.py is a whole task
+around a plain nn.Module.
 """
 
 import json
@@ -160,6 +160,22 @@ def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
 
     parts = [load_from_disk(folder / part) for part in ("train", "validation")]
     return parts[0].with_format("torch"), parts[1].with_format("torch")
+
+
+def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
+    """Raises ValueError for rows of which GPUs cannot have a part each: see context_parallel.yaml.
+
+    Dropout would draw the same masks for each part.
+    """
+    where = "under context parallelism"
+    rules = [
+        ("rows", cfg.rows == "text", f"text {where}: rows packed by best_fit hold several texts"),
+        ("packing", cfg.packing != "best_fit", f"stream {where}"),
+        ("attn_implementation", cfg.attn_implementation == "sdpa", f"sdpa {where}"),
+        ("dropout", bool(cfg.model_name_or_path) or not cfg.dropout, f"0 {where}"),
+        ("lora_dropout", not cfg.lora_dropout, f"0 {where}"),
+    ]
+    fields.check_fields(cfg, rules)
 
 
 def collate(rows: list[Batch]) -> Batch:

@@ -112,10 +112,13 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
         # fp32 embeddings would make the residual stream, queries and keys fp32. fp16 may overflow.
         bf16 = attention.autocast_dtype(ids.device) == torch.bfloat16
         inputs = {"inputs_embeds": embeddings.bfloat16() if bf16 else embeddings}
-    if "position_ids" not in batch:
+    if "position_ids" in batch:
+        inputs["position_ids"] = batch["position_ids"]
+    # Parts of rows that GPUs share have positions, too.
+    if "position_ids" not in batch or (plan is not UNPREPARED and not plan.most_texts):
         # Without a cache, transformers asks the device in every batch whether rows are packed.
         return {**inputs, "use_cache": not causal}
-    inputs |= {"position_ids": batch["position_ids"], "use_cache": False}
+    inputs["use_cache"] = False
     if causal:
         starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
         inputs |= attention.packed_inputs(starts, *ids.shape, plan.has_flash)

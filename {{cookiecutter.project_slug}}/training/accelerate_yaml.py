@@ -148,8 +148,9 @@ def read_section(name: str, section: dict) -> dict:
     known = {key: value for key, value in options.items() if key.startswith(SECTIONS[name])}
     for key, value in section.items():
         full = str(key)
-        if name in ("fsdp_config", "fp8_config") and not full.startswith(name[:4].rstrip("_")):
-            full = SECTIONS[name][0] + full
+        prefix = SECTIONS[name][0]
+        if prefix in ("fsdp_", "fp8_") and not full.startswith(prefix[:-1]):  # as accelerate does
+            full = prefix + full
         if full in OF_THE_RECIPE:
             if value not in (None, False):
                 raise ValueError(f"{name}: remove {key}; {OF_THE_RECIPE[full]}")
@@ -192,7 +193,7 @@ def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8:
     `fp8`: the backend that is asked for. What the fields of the recipe rule out is elsewhere:
     see startup.check_sharing.
     """
-    kinds, replicated = layout.kinds, layout.dp_replicate * layout.dp_shard
+    kinds = layout.kinds
     sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get((*kinds, "")[0], "parallelism_config")
     if "MEGATRON_LM" in kinds:
         raise ValueError(
@@ -226,10 +227,10 @@ def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8:
             "deals other batches than train.py; use context_parallel.yaml"
         )
     if "PARALLELISM_CONFIG" in kinds:
-        check_axes(layout, replicated)
+        check_axes(layout)
 
 
-def check_axes(layout: Layout, replicated: int) -> None:
+def check_axes(layout: Layout) -> None:
     """Raises ValueError for sizes in parallelism_config that do not go together."""
     if layout.deepspeed:
         raise ValueError("parallelism_config does not go with DeepSpeed; use hsdp.yaml")
@@ -239,7 +240,7 @@ def check_axes(layout: Layout, replicated: int) -> None:
                 "parallelism_config needs distributed_type FSDP, or tensor parallelism; use "
                 "hsdp.yaml, or without parallelism_config multi_gpu_bf16.yaml"
             )
-        if replicated > 1 or layout.cp > 1:
+        if layout.replicas > 1 or layout.cp > 1:
             raise ValueError(
                 "accelerate does not combine tensor parallelism with DDP; make "
                 "parallelism_config_tp_size equal to num_processes, or use hsdp.yaml"
@@ -268,17 +269,12 @@ def check_axes(layout: Layout, replicated: int) -> None:
 
 def check_fp8(backend: object) -> None:
     """Raises ValueError unless a library, and the GPU if there is one, can train in fp8."""
-    asked = [backend] if backend not in (None, "NO") else list(FP8_LIBRARIES)
-    if backend == "MSAMP" or not {*asked} <= {*FP8_LIBRARIES}:
+    asked = [*FP8_LIBRARIES] if backend in (None, "NO") else [backend]
+    if asked[0] not in [*FP8_LIBRARIES]:
         raise ValueError(f"fp8_config: backend is {backend}; give AO (torchao) or TE")
     if not any(FP8_LIBRARIES[name]() for name in asked):
-        needed = {"AO": "torchao", "TE": "Transformer Engine"}
-        libraries = " or ".join(needed[name] for name in asked)
-        raise ValueError(
-            f"mixed_precision fp8 needs {libraries}; run pip install torchao, or use bf16"
-            if "AO" in asked
-            else f"mixed_precision fp8 needs {libraries}; install it, or use bf16"
-        )
+        library = "torchao (pip install torchao)" if "AO" in asked else "Transformer Engine"
+        raise ValueError(f"mixed_precision fp8 needs {library}; install it, or use bf16")
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
         major, minor = torch.cuda.get_device_capability()
         raise ValueError(

@@ -24,7 +24,7 @@ class Task(Protocol):
     process: all that later functions need, such as the folder of the prepared data. Nothing else is
     passed from one function to the next. Datasets are copied to worker processes.
 
-    Optional are UNIT, identity, digest, augment, sizes and report.
+    Optional are UNIT, identity, digest, augment, sizes, report and check_shared_rows.
     """
 
     TaskConfig: type
@@ -86,6 +86,12 @@ class Task(Protocol):
         """Length of each row: int array (N,). Rows are sorted by it within a step, so that
         micro-batches need less padding."""
 
+    def check_shared_rows(self, cfg: Any, prepared: Any) -> None:
+        """Raises ValueError for settings under which GPUs cannot share a row (context parallelism):
+        each has a part of its tokens and labels. All attention must be causal, over whole rows, by
+        F.scaled_dot_product_attention. loss_sum and eval_sums get the parts, with position_ids; the
+        results are added up. Without this function context parallelism is refused."""
+
     def report(
         self, model: torch.nn.Module, sums: Batch, folder: Path, cfg: Any, prepared: Any
     ) -> dict[str, str | Path]:
@@ -95,7 +101,7 @@ class Task(Protocol):
 
 REQUIRED = """prepare_data datasets collate count build_model loss_sum eval_sums metrics
     export""".split()
-OPTIONAL = "identity digest augment sizes report".split()
+OPTIONAL = "identity digest augment sizes report check_shared_rows".split()
 
 
 def check_functions(task: Any) -> None:

@@ -51,6 +51,15 @@ class Layout:
         return self.rank % self.together == 0
 
     @property
+    def adds(self) -> bool:
+        """Whether this process's losses count, in sums over all processes.
+
+        A context-parallel group adds the losses of its parts of the rows; the processes of a
+        tensor-parallel group have the same ones.
+        """
+        return self.rank % self.tp == 0
+
+    @property
     def averaged(self) -> int:
         """Processes over whose gradients DDP, FSDP and ZeRO take the mean."""
         return self.processes // self.tp

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
+from training.layout import this_layout
 from training.ranks import Ranks
 from training.sharding import local
 from training.weights import bare_model
@@ -42,7 +42,7 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     DeepSpeed has skipped the step by itself, in `backward`.
     """
     inner = optimizer.optimizer
-    if isinstance(optimizer, DeepSpeedOptimizerWrapper):
+    if this_layout().deepspeed:
         return
     if not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
@@ -76,7 +76,7 @@ def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimize
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
                 good[f"{key} of {name}"] = min_and_max(local(value)).isfinite().all()
-    if isinstance(optimizer, DeepSpeedOptimizerWrapper):  # its states are of many weights together
+    if this_layout().deepspeed:  # its states are of many weights together
         for part, moments in optimizer.state.items():
             for key, value in {"the weight": part.detach(), **moments}.items():
                 if torch.is_tensor(value):
@@ -163,12 +163,14 @@ class StepMonitor:
         """
         steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
-        values = iter(torch.stack([each.float() for each in (*norms, *chain(*losses))]).tolist())
+        device = self.accelerator.device  # with offload norms are on the CPU
+        numbers = [each.float().to(device) for each in (*norms, *chain(*losses))]
+        values = iter(torch.stack(numbers).tolist())
         norms = list(islice(values, len(steps)))
         table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
         for row, run, own in zip(table, runs, losses, strict=True):
             row[list(run)] = list(islice(values, len(own)))
-        table *= self.ranks.layout.leads  # its replica counts once
+        table *= self.ranks.layout.adds
         return steps, counts, [sum(row) for row in self.ranks.sum_arrays(table).tolist()], norms
 
     def loss_scale(self) -> float:

@@ -11,6 +11,7 @@ from training import checkpoints, tensor_files
 from training.layout import this_layout
 from training.ranks import SAVE_THREAD, Ranks, UserError, as_user_error
 from training.startup import RunStart
+from training.tracking import Log
 
 
 class Saver:
@@ -97,10 +98,10 @@ class Saver:
             self.thread = None
             self.ranks.raise_everywhere(self.problem)
 
-    def committed(self, step: int) -> list[dict]:
-        """Lines for the log of this step: of each save in the background that is now done."""
-        done, self.seconds[:] = [*self.seconds], []
-        return [{"step": step, "commit_seconds": seconds} for seconds in done]
+    def log_commits(self, log: Log, step: int) -> None:
+        """Writes a line for each save in the background that is now done."""
+        while self.seconds:
+            log.write({"step": step, "commit_seconds": self.seconds.pop(0)})
 
 
 def copy_to_host(

@@ -1,12 +1,13 @@
 """Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism, DeepSpeed.
 
-A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind.
+A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind. Under
+context parallelism each process has a part of the rows, too.
 """
 
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from training.batches import StepPlan
 from training.layout import Layout
@@ -178,7 +180,7 @@ def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
 
     Those of DeepSpeed are for the same ZeRO stage and number of processes.
     """
-    processes, folder = saved["processes"], path / "pytorch_model"
+    folder = path / "pytorch_model"
     names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
     plugin, written, wanted = accelerator.deepspeed_plugin, None, None
     if folder.is_dir():
@@ -190,11 +192,67 @@ def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
             f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
             "of that kind, or give another --output_dir"
         )
+    processes = saved.get("processes")
     if plugin and processes != accelerator.num_processes:
         raise ValueError(
             f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
             f"num_processes to {processes}, or give another --output_dir"
         )
+
+
+# ---- Rows that processes share -------------------------------------------------------------------
+
+
+def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
+    """Raises UserError for a model that context parallelism would train wrongly and silently.
+
+    torch computes F.scaled_dot_product_attention over all parts of a row, and nothing else.
+    """
+    if layout.cp == 1:
+        return
+    problem, name = "", type(model).__name__
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if attention == "eager" or attention.startswith(("flash", "flex")):
+        problem = f"{name} computes attention by {attention}; it needs sdpa"
+    for module in model.modules():
+        rate = module.p if isinstance(module, torch.nn.Dropout) else 0
+        if rate or getattr(module, "attention_dropout", 0):
+            problem = f"{name} has dropout, whose masks the parts of a row would share"
+        if getattr(module, "rope_type", "") in ("dynamic", "longrope"):
+            problem = f"the rotary embedding of {name} depends on the length of a row"
+    if problem:
+        raise UserError(f"context parallelism: {problem}; use fsdp2.yaml")
+
+
+@contextlib.contextmanager
+def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Under context parallelism, gives this process its part of each row in its body.
+
+    The batches change, and stay changed: what has the shape of `input_ids`, (B, T), becomes (B,
+    T / n) on each of the n processes that share them; `position_ids` has the places in the row.
+    Numbers of a whole row, (B,), stay on the first process, and become 0 on the others: sums over
+    the processes are those over the rows. A backward pass must be inside, too.
+    """
+    config = accelerator.parallelism_config
+    if not config or not config.cp_enabled:
+        yield
+        return
+    first, parts = accelerator.torch_device_mesh["cp"].get_local_rank() == 0, []
+    for batch in batches:
+        rows, length = batch["input_ids"].shape
+        batch["position_ids"] = torch.arange(length, device=accelerator.device).repeat(rows, 1)
+        for name, values in batch.items():
+            # torch changes them in place, and other tensors may share their memory.
+            batch[name] = values.clone(memory_format=torch.contiguous_format)
+            if values.shape[:2] == (rows, length):
+                parts.append(batch[name])
+            elif not first:
+                batch[name].zero_()
+    # The fallback, `math`, would apply the causal mask of whole rows to parts.
+    kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+    along = {"buffer_seq_dims": [1] * len(parts), "no_restore_buffers": {*parts}}
+    with kernels, accelerator.maybe_context_parallel(buffers=parts, **along):
+        yield
 
 
 # ---- Exact ---------------------------------------------------------------------------------------

@@ -168,6 +168,11 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
             f"exact does not go with {how}, which adds numbers in an order of its own; use "
             "fsdp2.yaml or multi_gpu_bf16.yaml, or set exact to false"
         )
+    if cfg.compile and layout.cp > 1:
+        raise UserError(
+            "compile does not go with context parallelism, which replaces torch's attention while "
+            "a batch is computed; set compile to false, or use fsdp2.yaml"
+        )
     if cfg.compile and layout.deepspeed:
         raise UserError(
             "compile does not go with DeepSpeed, which compiles models its own way; set compile to "
@@ -201,6 +206,16 @@ def check_rows(rows: Any, layout: Layout) -> None:
             f"{lengths[0]} input_ids and {lengths[1]} labels; give a context_length that {parts} "
             "divides"
         )
+
+
+def check_shared_rows(cfg: Any, task: contract.Task, prepared: Any) -> None:
+    """Raises ValueError if the rows of this task, or with these settings, cannot be cut."""
+    if not hasattr(task, "check_shared_rows"):
+        raise UserError(
+            "context parallelism cuts rows, of which each token sees all earlier ones, and task.py "
+            "has no function check_shared_rows, which says that its rows are such; use fsdp2.yaml"
+        )
+    task.check_shared_rows(cfg.task, prepared)
 
 
 def versions() -> dict[str, str]:
@@ -244,6 +259,8 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         prepared = task.prepare_data(cfg.task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
+        if layout.cp > 1:
+            check_shared_rows(cfg, task, prepared)
         check_rows(data[0], layout)
         manifest = collect_manifest(cfg, task, prepared, data)
         point = StartPoint(cfg.max_steps, remarks=remarks)

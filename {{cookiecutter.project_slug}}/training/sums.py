@@ -343,7 +343,11 @@ class EvaluationSums:
                     f"task.eval_sums returns {describe(first)} for one batch, and "
                     f"{describe(other)} for another; return the same for all"
                 )
-        (total,) = total_over_ranks(self.tree, self.plan, [self.values])
+        if ranks.layout.cp > 1:  # each process has the sums of its parts of the rows
+            (total,) = self.tree.total() if self.tree.nodes else [torch.zeros_like(self.values)]
+            total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * ranks.layout.adds))
+        else:
+            (total,) = total_over_ranks(self.tree, self.plan, [self.values])
         parts = total.cpu().split([math.prod(shape) for shape in first.values()])
         named = zip(first.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in named}

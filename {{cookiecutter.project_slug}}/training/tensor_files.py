@@ -109,7 +109,11 @@ class TensorReader:
         for path, items in by_file.items():
             with safe_open(path, "pt") as file:
                 for item in items:
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    where = tuple(slice(first, first + length) for first, length in ends)
-                    part = file.get_slice(item.storage_index.fqn)[where]
+                    name = item.storage_index.fqn
+                    if [*item.lengths] == file.get_slice(name).get_shape():
+                        part = file.get_tensor(name)
+                    else:
+                        ends = zip(item.storage_offsets, item.lengths, strict=True)
+                        where = tuple(slice(first, first + length) for first, length in ends)
+                        part = file.get_slice(name)[where]
                     planner.resolve_tensor(item).detach().copy_(part)

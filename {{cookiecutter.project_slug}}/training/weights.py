@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,10 +15,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from training import checkpoints
+from training import checkpoints, sharding
 from training.batches import StepPlan
 from training.console import say
-from training.device import PROCESSES
+from training.device import PROCESSES, compile_blocks
 from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
 from training.sharding import check_deepspeed, whole_groups
@@ -39,6 +40,8 @@ class TaskModule(torch.nn.Module):
             names[id(parameter)].append(name)
         self.tied = [group for group in names.values() if len(group) > 1]
         self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
+        if hasattr(model, "config"):
+            self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
         # FSDP shards each of these blocks of a transformers model by itself.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
@@ -52,6 +55,17 @@ class TaskModule(torch.nn.Module):
             for name in others:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+
+
+def wrap(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, cfg: Any
+) -> TaskModule:
+    """The module to prepare: compiled if the config says so."""
+    module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    sharding.hand_to_deepspeed(module, optimizer, accelerator)
+    if cfg.compile:
+        compile_blocks(module)
+    return module
 
 
 def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
