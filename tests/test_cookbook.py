@@ -406,7 +406,7 @@ def test_each_layer_has_its_learning_rate(train, tmp_path):
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
     train("--output_dir", continued(whole, 4, half), *flags, **named)
     assert final(half) == final(whole)
-    changed = train("--output_dir", half, *flags, "--layer_decay", 0.6, codes=[2])
+    changed = train("--output_dir", half, "--layer_decay", 0.6, codes=[2])
     assert "layer_decay: 0.5 -> 0.6" in changed
 
     program = """
