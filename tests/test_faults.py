@@ -93,13 +93,13 @@ def test_spikes_and_fp16_overflows(tiny):
     """The watch on its own: what is noted, what counts."""
     program = """
 import math, types, torch
-from training import monitor
-ranks = types.SimpleNamespace(sum_arrays=lambda values: values)
+from training import layout, monitor
+ranks = types.SimpleNamespace(sum_arrays=lambda values: values, layout=layout.Layout())
 watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 2, 2)
 def feed(watch, *losses, norm=1.0):
     for step, loss in enumerate(losses, 1):
         losses = [torch.tensor(0.5 * loss), torch.tensor(1.5 * loss)]
-        watch.add(step, 2, 0, losses, torch.tensor(norm))
+        watch.add(step, 2, range(len(losses)), losses, torch.tensor(norm))
     return watch.read()
 noise = [3 + 0.01 * math.sin(7 * i) - 0.001 * i for i in range(60)]
 loss, norm, notes, reason = feed(watch, *noise)
@@ -168,16 +168,18 @@ assert not same(before, step(1.0))
 def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not(tiny):
     program = """
 import torch
-from training import monitor, weights
+from training import weights
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 2)
 model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
 optimizer = torch.optim.AdamW(model.parameters())
 module, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
+settings = weights.optimizer_settings(optimizer)
+state = weights.TrainingState(accelerator, module, optimizer, settings)
 def named():
     try:
-        monitor.check_finite(accelerator, module, optimizer)
+        state.check_finite(state.collect())
     except ValueError as error:
         return str(error).split(" is not finite")[0]
 assert named() is None
@@ -200,9 +202,9 @@ def test_one_bad_value_among_a_million_is_seen_in_any_type(tiny):
     """Wherever it stands; integers, empty and complex tensors are looked at too."""
     program = """
 import torch
-from training import monitor
+from training import weights
 def finite(values):
-    return bool(monitor.min_and_max(values).isfinite().all())
+    return bool(weights.min_and_max(values).isfinite().all())
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
     for bad in (float("nan"), float("inf"), -float("inf")):
         for place in (0, 1, 54321, 99_999):
@@ -236,15 +238,15 @@ def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
     """Losses of the demo's shape, with noise: no alarm in 2,000 steps."""
     program = """
 import types, numpy, torch
-from training import monitor
+from training import layout, monitor
 draw = numpy.random.default_rng(0)
-ranks = types.SimpleNamespace(sum_arrays=lambda values: values)
+ranks = types.SimpleNamespace(sum_arrays=lambda values: values, layout=layout.Layout())
 watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 1, 2)
 steps = numpy.arange(2000)
 losses = 3 + 4 * numpy.exp(-steps / 80) + draw.normal(0, 0.1, 2000)
 alarms = 0
 for step, loss in enumerate(losses):
-    watch.add(step, 1, 0, [torch.tensor(loss, dtype=torch.float32)], torch.tensor(1.0))
+    watch.add(step, 1, range(1), [torch.tensor(loss, dtype=torch.float32)], torch.tensor(1.0))
     alarms += len(watch.read()[2])
 assert alarms == 0, alarms
 """

@@ -436,7 +436,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Train. Steps are counted from 1. The next step's data is fetched while the device computes.
     step, sums = first_step, None
     last_step = first_step if stopped else max_steps
-    saver = Saver(accelerator, ranks, start, state.collect)
+    saver = Saver(accelerator, ranks, start, state)
     reader = StepReader(train_loader, ranks, stop.requested, balancer, lambda: saver.problem)
     meter.start()
     if first_step < last_step:
@@ -520,8 +520,6 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             # Save.
             if saving or stopped:
                 began = time.perf_counter()
-                with ranks.fail_together(), as_user_error():
-                    monitor.check_finite(accelerator, model, optimizer)
                 saver.save(manifest)
                 log.write({"step": step, "save_seconds": time.perf_counter() - began})
         if stopped:

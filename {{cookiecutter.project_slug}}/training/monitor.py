@@ -18,8 +18,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from training.layout import this_layout
 from training.ranks import Ranks
-from training.sharding import local
-from training.weights import bare_model
 
 SPIKE = 10  # median absolute deviations above the median, about 7 sigma
 MEMORY = 100  # number of recent losses in the median
@@ -62,46 +60,6 @@ def add_overflow(inner: torch.optim.Optimizer, *_) -> None:
     scaler sets `found_inf` just before the step, so this runs as a hook of the step.
     """
     inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
-
-
-def check_finite(accelerator: Accelerator, model, optimizer: AcceleratedOptimizer) -> None:
-    """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
-
-    Buffers such as masks may hold infinities on purpose.
-    """
-    bare = bare_model(accelerator, model)
-    good = {name: ~min_and_max(buffer).isnan().any() for name, buffer in bare.named_buffers()}
-    for name, parameter in bare.named_parameters():
-        good[name] = min_and_max(local(parameter.detach())).isfinite().all()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if torch.is_tensor(value):
-                good[f"{key} of {name}"] = min_and_max(local(value)).isfinite().all()
-    if this_layout().deepspeed:  # its states are of many weights together
-        for part, moments in optimizer.state.items():
-            for key, value in {"the weight": part.detach(), **moments}.items():
-                if torch.is_tensor(value):
-                    name = f"{key} of a parameter"
-                    good[name] = good.get(name, True) & min_and_max(value).isfinite().all()
-    if not torch.stack([each.to(accelerator.device) for each in good.values()]).all():
-        name = next(name for name, each in good.items() if not each)
-        raise ValueError(
-            f"{name} is not finite, so nothing was saved; check the data, or continue from the "
-            "newest checkpoint with --accept_changes and another learning_rate"
-        )
-
-
-def min_and_max(values: torch.Tensor) -> torch.Tensor:
-    """Smallest and largest value, shape (2,), or NaN if any value is NaN.
-
-    One pass without a temporary tensor: far faster than isfinite().all().
-    """
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if not values.is_floating_point() or not values.numel():
-        return torch.zeros(2, device=values.device)  # finite
-    if values.element_size() == 1:  # float8 has no aminmax
-        values = values.float()
-    return torch.stack(values.aminmax())
 
 
 class StepMonitor:

@@ -3,7 +3,6 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -12,17 +11,18 @@ from training.layout import this_layout
 from training.ranks import SAVE_THREAD, Ranks, UserError, as_user_error
 from training.startup import RunStart
 from training.tracking import Log
+from training.weights import TrainingState
 
 
 class Saver:
-    """Commits checkpoints of tensors that `collect()` returns by name.
+    """Commits checkpoints of the tensors of a TrainingState.
 
     With `async_save`, a save copies this process's share of them to host memory, and a thread
     writes, hashes and commits it. At most one save is in flight.
     """
 
-    def __init__(self, accelerator, ranks: Ranks, start: RunStart, collect: Callable[[], dict]):
-        self.accelerator, self.ranks, self.start, self.collect = accelerator, ranks, start, collect
+    def __init__(self, accelerator, ranks: Ranks, start: RunStart, state: TrainingState):
+        self.accelerator, self.ranks, self.start, self.state = accelerator, ranks, start, state
         self.main = accelerator.is_main_process
         self.thread: threading.Thread | None = None
         self.problem: Exception | None = None  # of the last save in the background
@@ -43,7 +43,7 @@ class Saver:
         share = None
         if not this_layout().deepspeed:
             with self.ranks.fail_together(), as_user_error():
-                tensors = self.collect()
+                tensors = self.state.collect()
             share = tensor_files.take_share(tensors, self.ranks)
         if not self.asynchronous:
             self.write(self.ranks, share, manifest)
@@ -66,6 +66,8 @@ class Saver:
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""
         partial = checkpoints.partial_folder(self.start.output / "checkpoints", manifest["step"])
+        with ranks.fail_together(), as_user_error():
+            self.state.check_finite(share.parts if share else self.state.partitions())
         try:
             with ranks.fail_together(), as_user_error():
                 if self.main:
