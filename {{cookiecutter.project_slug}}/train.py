@@ -323,7 +323,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     processes, precision = accelerator.num_processes, accelerator.mixed_precision
     say(
         f"{output}: {processes} x {accelerator.device.type}, {precision.replace('no', 'fp32')}, "
-        f"distributed: {accelerator.distributed_type.value}; a step of {plan}"
+        f"distributed: {accelerator.distributed_type.value}; "
+        f"a step of {plan.describe(ranks.layout.unit)}"
     )
     for remark in point.remarks:
         say(remark)

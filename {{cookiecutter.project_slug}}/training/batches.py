@@ -63,8 +63,9 @@ class StepPlan:
         shares = deal(count, self.shares)
         return StepPlan(samples, self.micro_batch_size, shares, self.rank)
 
-    def __str__(self):
-        shares, words = f"{len(self.shares)} x {self.shares[0]}", "processes x micro-batches"
+    def describe(self, ranks: str = "processes") -> str:
+        """The samples of a step as a product, and what its factors count."""
+        shares, words = f"{len(self.shares)} x {self.shares[0]}", f"{ranks} x micro-batches"
         if len({*self.shares}) > 1:
             shares = f"({' + '.join(map(str, self.shares))})"
             words = "micro-batches"

@@ -46,6 +46,11 @@ class Layout:
         return self.rank // self.together
 
     @property
+    def unit(self) -> str:
+        """What a replica is called."""
+        return "processes" if self.together == 1 else f"groups of {self.together} processes"
+
+    @property
     def leads(self) -> bool:
         """Whether this process counts for its replica, in sums over all processes."""
         return self.rank % self.together == 0
