@@ -217,3 +217,44 @@ def test_a_step_waits_for_no_gpu(project, tmp_path):
         waits = [line for line in printed.splitlines() if line.startswith("waits:")]
         first = waits[0].replace(" aten.equal.default", "") if way == "exact" else waits[0]
         assert [first, *waits[1:]] == ["waits:"] * 3, way
+
+
+def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):
+    """With six blocks and lists within them; a model without repeated blocks is compiled whole."""
+    program = """
+import torch
+from torch._dynamo.utils import counters
+from training import device
+whole = torch.nn.Module.compile
+torch.nn.Module.compile = lambda module: whole(module, backend="eager")
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    def forward(self, x):
+        return x + self.parts[1](torch.relu(self.parts[0](x)))
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(6))
+        self.head = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+model, rows = Model(), torch.ones(3, 4, requires_grad=True)
+names, expected = [*model.state_dict()], model(rows)
+assert device.eager(model).__class__.__name__ == "nullcontext"
+device.compile_blocks(model)
+assert torch.equal(model(rows), expected) and [*model.state_dict()] == names
+assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+assert sum(m._compiled_call_impl is not None for m in model.modules()) == 6
+with device.eager(model):
+    model(torch.ones(7, 4))
+assert counters["stats"]["unique_graphs"] == 1
+plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+device.compile_blocks(plain)
+plain(rows)
+assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] > 1
+"""
+    tiny.run("python", "-c", program)
