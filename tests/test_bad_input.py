@@ -741,7 +741,8 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
-        "before": "from training import ranks; ranks.PROCESSES = 2",
+        "before": "import os; from training import network, ranks; ranks.PROCESSES = 2\n"
+        "os.environ['RANK'] = '0'; network.try_cpus = lambda *_: (None, [])",
     }
     ((code, printed, errors),) = tiny.forked([case])
     assert code == 2 and printed == "" and errors.count("\n") == 1

@@ -101,11 +101,12 @@ def try_exchange(exchange, library: str, limit: float, addresses: list[str], var
         raise NetworkError(line) from next(iter(problems), None)
 
 
-def try_cpus(timeout: int, store: dist.Store | None = None) -> list[str]:
+def try_cpus(timeout: int, store: dist.Store | None = None) -> tuple[dist.Store, list[str]]:
     """Waits for all processes, at most `timeout` s, and lets them add a number through gloo.
 
-    Returns host, interface and address of each process. `store`: where they meet, if that is not
-    at MASTER_ADDR. Raises NetworkError, or ValueError for an interface that is not there.
+    Returns the store where they have met, and host, interface and address of each process. Process
+    groups must use this store: process 0 may be its server. `store`: one that is there already.
+    Raises NetworkError, or ValueError for an interface that does not exist.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patience = datetime.timedelta(seconds=timeout)
@@ -134,7 +135,7 @@ def try_cpus(timeout: int, store: dist.Store | None = None) -> list[str]:
 
     addresses = [each["address"] for each in facts]
     try_exchange(exchange, "gloo", min(CPU_LIMIT, timeout), addresses, "GLOO_SOCKET_IFNAME")
-    return addresses
+    return store, addresses
 
 
 def try_gpus(device: torch.device, timeout: int, addresses: list[str]) -> None:

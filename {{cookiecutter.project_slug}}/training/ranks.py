@@ -109,7 +109,8 @@ class Ranks:
         place = restart_store()
         if PROCESSES > 1:
             with as_failure():
-                addresses = network.try_cpus(timeout, place.get("store"))
+                store, addresses = network.try_cpus(timeout, place.get("store"))
+            place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
         try:
             if place and self.layout.deepspeed:  # it takes no store, but a group that exists
                 device = torch.accelerator.current_accelerator() or torch.device("cpu")
