@@ -173,7 +173,7 @@ def read_section(name: str, section: dict) -> dict:
 def check_deepspeed_keys(section: dict, machines: int) -> None:
     """Raises ValueError for values of deepspeed_config that do not reach DeepSpeed."""
     stage = section["zero_stage"]
-    if stage not in (None, 1, 2, 3) or type(stage) is bool:
+    if stage not in (None, 2, 3) or type(stage) is bool:
         raise ValueError(f"deepspeed_config: zero_stage is {stage}; give 2 or 3")
     for key in ("offload_optimizer_device", "offload_param_device"):
         if section[key] not in (None, "none", "cpu"):  # no option passes the path of an NVMe disk
