@@ -306,3 +306,17 @@ def test_tied_embeddings_stay_tied(small, tmp_path, tied, exact):
         check_same(tmp_path / "cpu", tmp_path / "fsdp2")
     saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
+
+
+# ---- DDP's own field -----------------------------------------------------------------------------
+
+
+def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):
+    """To the rounding of fp16, which shows; bf16 needs NCCL."""
+    flags = ["--gradient_compression", "fp16", "--output_dir", tmp_path / "run"]
+    train(small, "cpu_multi", 2, *flags)
+    agree(tmp_path / "run", alone, loss=1e-3, norm=1e-2)
+    assert losses(tmp_path / "run") != losses(alone)
+    flags = ["--gradient_compression", "bf16", "--output_dir", tmp_path / "bf16"]
+    text = train(small, "cpu_multi", 2, *flags, codes=(2,))
+    assert text.count("train.py: gradient_compression bf16 needs NCCL; use fp16, or none\n") == 1

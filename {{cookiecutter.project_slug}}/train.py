@@ -148,7 +148,7 @@ class Config:
     """Newest checkpoints to keep, besides the one with the best eval_loss; 0: all."""
     async_save: bool = field(default=False, metadata=NOTHING)
     """Write checkpoints in the background: training waits only for a copy to host memory, which
-    takes as much memory as the checkpoint."""
+    takes as much memory as the checkpoint. Not with DeepSpeed."""
     export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
     """Model to export at the end: the last, or the one with the smallest eval_loss. best also saves
     a checkpoint after each evaluation that is the best so far."""
@@ -170,7 +170,8 @@ class Config:
     """torch.compile: starts more slowly, runs faster; for GPUs. The repeated blocks of a model are
     compiled once. It changes the masks of dropout."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Format in which DDP sends gradients: half the bytes of fp32, for slow networks."""
+    """Format in which DDP sends gradients. bf16 (needs NCCL) and fp16 take half the bytes of fp32,
+    for slow networks."""
     tf32: bool = field(default=False, metadata=ROUNDING)
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""
@@ -178,7 +179,8 @@ class Config:
     """On a GPU: slower kernels; a continued run is then bit-identical to an uninterrupted one."""
     exact: bool = field(default=False, metadata=ROUNDING)
     """The same bytes on any number of processes, also if it changes in the middle of a run. Fixes
-    micro_batch_size; a step needs a micro-batch for each process. Implies deterministic."""
+    micro_batch_size; a step needs a micro-batch for each process; FSDP needs a power of two of
+    processes. Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -447,7 +449,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         # Take the micro-batches of the step, and what all ranks agreed on.
         plan, window, terms, ids_hash = reader.take()
         meter.add(terms, ids_hash)
-        if reader.dealt:  # from the next step on
+        if reader.dealt:  # new shares, used from the next step on
             log.write({"step": step, **reader.dealt})
             eval_sampler.step_plan = balancer.plan
 
@@ -461,8 +463,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
-            together = sharding.split_rows(accelerator, batch)
-            with accelerator.accumulate(model), gradients.micro_batch(number), together:
+            shared_rows = sharding.split_rows(accelerator, batch)
+            with accelerator.accumulate(model), gradients.micro_batch(number), shared_rows:
                 loss = model(task.loss_sum, batch)
                 if step == first_step + 1 and not step_losses:
                     with ranks.fail_together(), as_user_error():

@@ -58,6 +58,8 @@ def make_accelerator(cfg: Any) -> Accelerator:
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
     check_device(accelerator)
+    if cfg.gradient_compression == "bf16" and PROCESSES > 1 and accelerator.device.type != "cuda":
+        raise ValueError("gradient_compression bf16 needs NCCL; use fp16, or none")
     if cfg.exact and accelerator.mixed_precision == "fp8":
         raise ValueError("exact does not go with fp8, which keeps a history of scales; use bf16")
     if cfg.exact and accelerator.device.type == "mps":
@@ -67,6 +69,8 @@ def make_accelerator(cfg: Any) -> Accelerator:
         say("exact computes with one thread for each process; more processes use more cores")
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
         say("warning: tf32 is true, but only a GPU in fp32 reads it")
+    if cfg.gradient_compression != "none" and PROCESSES == 1:
+        say("warning: gradient_compression is set, but one process sends no gradients")
     return accelerator
 
 

@@ -8,7 +8,7 @@ import torch
 
 from training import checkpoints, tensor_files
 from training.layout import this_layout
-from training.ranks import SAVE_THREAD, Ranks, UserError, as_user_error
+from training.ranks import SAVE_THREAD, Ranks, as_user_error
 from training.startup import RunStart
 from training.tracking import Log
 from training.weights import TrainingState
@@ -26,11 +26,10 @@ class Saver:
         self.main = accelerator.is_main_process
         self.thread: threading.Thread | None = None
         self.problem: Exception | None = None  # of the last save in the background
-        self.seconds: list[float] = []  # that saves in the background took, until they are logged
+        # Of each save in the background that is done: its step and seconds, until they are logged.
+        self.done: list[tuple[int, float]] = []
         self.host: dict[str, torch.Tensor] = {}  # copies of the share, which are used again
         self.asynchronous = start.cfg.async_save
-        if self.asynchronous and this_layout().deepspeed:
-            raise UserError("async_save does not go with DeepSpeed; set it to false")
         self.thread_ranks = ranks.for_thread() if self.asynchronous else ranks
 
     def save(self, manifest: dict) -> None:
@@ -59,7 +58,7 @@ class Saver:
         began = time.perf_counter()
         try:
             self.write(self.thread_ranks, share, manifest)
-            self.seconds.append(time.perf_counter() - began)
+            self.done.append((manifest["step"], time.perf_counter() - began))
         except Exception as error:
             self.problem = error
 
@@ -102,8 +101,9 @@ class Saver:
 
     def log_commits(self, log: Log, step: int) -> None:
         """Writes a line for each save in the background that is now done."""
-        while self.seconds:
-            log.write({"step": step, "commit_seconds": self.seconds.pop(0)})
+        while self.done:
+            committed, seconds = self.done.pop(0)
+            log.write({"step": step, "committed_step": committed, "commit_seconds": seconds})
 
 
 def copy_to_host(

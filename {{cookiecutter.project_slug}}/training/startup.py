@@ -173,6 +173,11 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
             "compile does not go with context parallelism, which replaces torch's attention while "
             "a batch is computed; set compile to false, or use fsdp2.yaml"
         )
+    if cfg.async_save and layout.deepspeed:
+        raise UserError(
+            "async_save does not go with DeepSpeed, which writes its own checkpoints; set "
+            "async_save to false, or use fsdp2.yaml"
+        )
     if cfg.compile and layout.deepspeed:
         raise UserError(
             "compile does not go with DeepSpeed, which compiles models its own way; set compile to "
