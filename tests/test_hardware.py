@@ -260,6 +260,10 @@ REFUSED = {
         ZERO + "deepspeed_config: {deepspeed_config_file: ds.json}\n",
         "deepspeed_config: remove deepspeed_config_file; train.py fills in DeepSpeed's settings",
     ),
+    "words": (
+        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: LAYERS}\n",
+        "fsdp_auto_wrap_policy is LAYERS; give TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP or",
+    ),
     "stage 4": (ZERO + "deepspeed_config: {zero_stage: 4}\n", "zero_stage is 4; give 2 or 3"),
     "offload to a disk": (
         ZERO + "deepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n",

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conftest import BakedProject, bake, latest, lines, preloaded
+from conftest import BakedProject, bake, digest, latest, lines, preloaded
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 TIMES = ("data_wait", "save_seconds")
@@ -306,6 +306,96 @@ def test_tied_embeddings_stay_tied(small, tmp_path, tied, exact):
         check_same(tmp_path / "cpu", tmp_path / "fsdp2")
     saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
+
+
+BUFFERS = """
+
+plain_model, plain_loss = build_model, loss_sum
+
+
+def build_model(cfg, prepared):
+    model = plain_model(cfg, prepared)
+    model.register_buffer("seen", torch.zeros(3))
+    model.register_buffer("places", torch.arange(4))
+    model.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
+    return model
+
+
+def loss_sum(model, batch):
+    if model.training:
+        model.seen += batch["x"].sum() + 1
+    return plain_loss(model, batch) * (1 + 1e-3 * model.seen.mean().sin())
+"""
+STEPS = ["--eval_every", "3", "--save_every", "3"]
+
+
+@pytest.mark.slow
+def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path):
+    """As under DDP; so a run that is continued goes on as it would have."""
+    path = shutil.copytree(tiny.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(BUFFERS)
+    project, whole, half = BakedProject(path), tmp_path / "whole", tmp_path / "half"
+    train(project, "fsdp2", 2, *STEPS, "--output_dir", whole)
+    for step in (3, 6):
+        name = f"checkpoints/step-{step:08d}"
+        shutil.copytree(whole / name, half / name)
+    train(project, "fsdp2", 2, *STEPS, "--output_dir", half)
+    last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
+    assert last[0] == last[1]
+    assert [*curve(half)] == [*range(7, 13)]
+    assert all(curve(half)[step] == curve(whole)[step] for step in range(7, 13))
+
+
+@pytest.mark.slow
+def test_an_optimizer_with_state_from_the_start_continues(tiny, tmp_path):
+    path = shutil.copytree(tiny.path, tmp_path / "project")
+    file, old = path / "train.py", "torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), "
+    text = file.read_text()
+    assert text.count(f"{old}fused=True)") == 1
+    file.write_text(text.replace(f"{old}fused=True)", "torch.optim.Adagrad(groups, lr=0.01)"))
+    project, whole, half = BakedProject(path), tmp_path / "whole", tmp_path / "half"
+    train(project, "fsdp2", 2, *STEPS, "--output_dir", whole)
+    shutil.copytree(whole / "checkpoints/step-00000006", half / "checkpoints/step-00000006")
+    train(project, "fsdp2", 2, *STEPS, "--output_dir", half)
+    last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
+    assert last[0] == last[1]
+
+
+@pytest.mark.slow
+def test_exact_decoders_that_share_the_output_of_an_encoder(tmp_path):
+    """Each block uses it twice, as keys and as values: FSDP adds these gradients in the block."""
+    project = bake(tmp_path / "baked", task="seq2seq", tracker="none")
+    flags = ["--task.hidden_size", "64", "--task.num_layers", "2", "--task.num_heads", "4"]
+    flags += ["--global_batch_size", "4", "--micro_batch_size", "1", "--max_steps", "3"]
+    flags += ["--warmup_steps", "1", "--eval_every", "0", "--log_every", "1", "--exact", "true"]
+    cases = [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 2)]
+    outputs = [tmp_path / hardware for hardware, _ in cases]
+    for (hardware, processes), output in zip(cases, outputs, strict=True):
+        train(project, hardware, processes, *flags, "--output_dir", output)
+    check_same(*outputs)
+
+
+REFUSED = {
+    "hsdp on two": ("hsdp", 2, "", "parallelism_config needs 4 processes"),
+    "two data types": ("fsdp2", 2, "model.head = torch.nn.Linear(2, 2).double()", "one data type"),
+    "a scalar": ("fsdp2", 2, "model.scale = torch.nn.Parameter(torch.ones(()))", "dimension"),
+    "BatchNorm": ("fsdp2", 2, "model.norm = torch.nn.BatchNorm1d(2)", "ram_efficient_loading: fal"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_fsdp_cannot_take_is_one_line(tiny, tmp_path, case):
+    hardware, processes, change, words = REFUSED[case]
+    path = shutil.copytree(tiny.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write("\n\nplain_model = build_model\n\n\ndef build_model(cfg, prepared):\n")
+        file.write(f"    model = plain_model(cfg, prepared)\n    {change}\n    return model\n")
+    output = tmp_path / "run"
+    text = train(BakedProject(path), hardware, processes, "--output_dir", output, codes=(2,))
+    told = [line for line in text.splitlines() if line.startswith("train.py: ")]
+    assert len(told) == 1 and words in told[0] and "Traceback" not in text, text
 
 
 # ---- DDP's own field -----------------------------------------------------------------------------

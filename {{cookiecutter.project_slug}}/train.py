@@ -192,7 +192,10 @@ class Config:
 
 
 def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimizer:
-    """The optimizer: change it here. `lr` is a placeholder; each step sets it from lr_at."""
+    """The optimizer: change it here. `lr` is a placeholder; each step sets it from lr_at.
+
+    Under FSDP the weights are DTensors, which Adafactor and Rprop cannot update.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": cfg.weight_decay},
@@ -235,6 +238,7 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     Returns (None, None) as soon as `stop()`, asked before each batch, is 1 on any process.
     """
     model.eval()
+    sharding.SharedBuffers(model).share()
     plan, eval_batches = loader.batch_sampler.plan, iter(loader)
     totals = EvaluationSums(plan, accelerator.device)
     for turn in range(len(loader)):
@@ -377,7 +381,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Prepare. The samplers deal the batches; each is moved to the device in its turn.
     with ranks.fail_together(), as_user_error():
         module = weights.wrap(model, optimizer, accelerator, cfg)
-        model, optimizer = accelerator.prepare(module, optimizer)
+        with sharding.whole_buffers(module, accelerator):
+            model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
     balancer = ShareBalancer(plan, accelerator.device) if automatic else None
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
@@ -397,7 +402,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     if cfg.eval_only:
         scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-        full_model = weights.gather_model(accelerator, model, build_model)
+        full_model = weights.gather_model(accelerator, ranks, model, build_model)
         with ranks.fail_together(), as_user_error():
             if accelerator.is_main_process:
                 line = {"step": first_step, "checkpoint": str(checkpoint), **scores}
@@ -542,7 +547,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             exported = best or last
         if exported < last or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
-        full_model = weights.gather_model(accelerator, model, build_model)
+        full_model = weights.gather_model(accelerator, ranks, model, build_model)
         with ranks.fail_together():
             if accelerator.is_main_process:
                 start.check_folder()

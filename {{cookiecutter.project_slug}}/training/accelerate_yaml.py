@@ -55,6 +55,11 @@ OF_FSDP1 = (
     "fsdp_use_orig_params",
     "fsdp_sync_module_states",
 )
+# Values of keys that accelerate looks up without a check.
+WORDS = {
+    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    "fsdp_state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+}
 FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 
 
@@ -164,6 +169,11 @@ def read_section(name: str, section: dict) -> dict:
             raise ValueError(f"{name}: there is no key {key}; {hint}")
         if known[full] in ("true", "false") and type(value) is not bool:
             raise ValueError(f"{name}: {key} is {value}; give true or false")
+        if full in WORDS and value not in WORDS[full]:
+            words = " or ".join(WORDS[full])
+            raise ValueError(f"{name}: {key} is {one_line(value, 60)}; give {words}")
+        if full == "fsdp_min_num_params" and type(value) is not int:
+            raise ValueError(f"{name}: {key} is {one_line(value, 60)}; give a whole number")
         if full.endswith("_size") and (type(value) is not int or value < 1):
             raise ValueError(f"{name}: {key} is {value}; give a whole number from 1")
         known[full] = value

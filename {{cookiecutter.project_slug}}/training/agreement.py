@@ -20,6 +20,15 @@ PROJECT = Path(__file__).resolve().parents[1]
 CODE = ("train.py", "task.py", "training/*.py", "tasklib/*.py")
 # Those of other libraries, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
+# What the launcher says about the accelerate YAML.
+HARDWARE = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_",
+    "ACCELERATE_FP8_",
+    "ACCELERATE_DEEPSPEED_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+)
 SHOWN = 5  # differences in a line
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
@@ -36,6 +45,7 @@ def collect_facts(manifest: dict, exact: bool) -> dict[str, str]:
         facts[f"code {name}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
     facts |= {f"data {name}": value for name, value in manifest["data"].items()}
     facts |= flatten(manifest["config"])
+    facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
     return {name: str(value) for name, value in facts.items()}
 
 

@@ -455,8 +455,8 @@ def check_settings(
     """
     if "optimizer.bin" in saved["files"]:
         raise ValueError(
-            f"{path} was saved by an older version of this project; finish that run with it, or "
-            "give another --output_dir"
+            f"{path} was saved by an older version of this project; finish or evaluate that run "
+            "with it, or give another --output_dir"
         )
     if saved.get("identity", "") != current.get("identity", ""):
         raise ValueError(

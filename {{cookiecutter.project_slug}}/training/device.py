@@ -60,6 +60,11 @@ def make_accelerator(cfg: Any) -> Accelerator:
     check_device(accelerator)
     if cfg.gradient_compression == "bf16" and PROCESSES > 1 and accelerator.device.type != "cuda":
         raise ValueError("gradient_compression bf16 needs NCCL; use fp16, or none")
+    if cfg.exact and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise ValueError(
+            "exact does not go with offload: AdamW rounds differently on the CPU, depending on "
+            "where a weight is cut; use fsdp2.yaml"
+        )
     if cfg.exact and accelerator.mixed_precision == "fp8":
         raise ValueError("exact does not go with fp8, which keeps a history of scales; use bf16")
     if cfg.exact and accelerator.device.type == "mps":

@@ -116,6 +116,73 @@ def whole_groups(groups: list[dict]) -> list[list[dict]]:
     return whole
 
 
+def check_weights(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    """Raises UserError for weights that FSDP cannot shard, if it is used."""
+    if "FSDP" not in this_layout().kinds:
+        return
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kinds = {str(p.dtype).removeprefix("torch."): name for name, p in trained.items()}
+    problem = ""
+    if len(kinds) > 1 and accelerator.mixed_precision == "no":
+        kinds = [f"{kind} ({name})" for kind, name in kinds.items()]
+        problem = f"weights of one data type, and the model has {' and '.join(kinds)}"
+    for name, parameter in model.named_parameters():
+        if not parameter.dim() or parameter.is_complex() or not parameter.is_contiguous():
+            problem = f"real, contiguous weights with at least one dimension, and {name} is not"
+    if problem:
+        raise UserError(f"FSDP needs {problem}; change it in build_model, or use another YAML")
+
+
+class SharedBuffers:
+    """Buffers that training may change, such as codebooks: FSDP lets those of the processes differ.
+
+    Like DDP, `share` gives all processes those of the main process.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        owners = module.modules() if "FSDP" in this_layout().kinds else ()
+        self.buffers = [
+            buffer
+            for owner in owners
+            for name, buffer in owner.named_buffers(recurse=False)
+            if name not in owner._non_persistent_buffers_set
+        ]
+
+    def share(self) -> None:
+        """All processes must call it, before a step and before an evaluation."""
+        for buffer in self.buffers:
+            dist.broadcast(buffer, 0)
+
+
+@contextlib.contextmanager
+def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Lets accelerate prepare a model with buffers for FSDP in its body.
+
+    With fsdp_cpu_ram_efficient_loading it takes all that a model saves for sharded weights, and
+    fails at buffers. Here it sees none to save. They become those of the main process, which alone
+    has read them from the disk.
+    """
+    plugin, hidden = getattr(accelerator.state, "fsdp_plugin", None), []
+    if plugin and plugin.cpu_ram_efficient_loading:
+        for owner in module.modules():
+            if isinstance(owner, torch.nn.modules.batchnorm._BatchNorm):
+                raise UserError(
+                    "the model has BatchNorm, which accelerate's FSDP cannot load: write "
+                    "fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
+                )
+            for name, buffer in owner.named_buffers(recurse=False):
+                if name not in owner._non_persistent_buffers_set:
+                    values = buffer.to(accelerator.device)
+                    dist.broadcast(values, 0)
+                    buffer.copy_(values)
+                    hidden.append((owner._non_persistent_buffers_set, name))
+    for names, name in hidden:
+        names.add(name)
+    yield
+    for names, name in hidden:
+        names.discard(name)
+
+
 # ---- DeepSpeed -----------------------------------------------------------------------------------
 
 
@@ -257,6 +324,39 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
 
 
 # ---- Exact ---------------------------------------------------------------------------------------
+
+
+class Together(torch.autograd.Function):
+    """Gives its inputs back: their gradients are complete before any of them goes on."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def sum_inside_blocks(module: torch.nn.Module) -> None:
+    """Adds the gradients of an input of a block inside the block, before those of other blocks.
+
+    FSDP does so where it shards by blocks. It shows where blocks share an input and use it more
+    than once, as decoders do with what the encoder returns.
+    """
+
+    def separate(_, positional, named):
+        values = [*positional, *named.values()]
+        places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
+        if places:
+            for i, value in zip(places, Together.apply(*(values[i] for i in places)), strict=True):
+                values[i] = value
+        count = len(positional)
+        return tuple(values[:count]), dict(zip(named, values[count:], strict=True))
+
+    for block in module.modules():
+        if type(block).__name__ in (module._no_split_modules or ()):
+            block.register_forward_pre_hook(separate, with_kwargs=True)
 
 
 class TreeReduceScatter:

@@ -182,7 +182,7 @@ class StepGradients:
         self.tree, self.stopwatch = TreeSum(), balancer.stopwatch if balancer else None
         self.problem: UserError | None = None
         self.checking = True  # the first step
-        self.sharded = ranks.layout.sharded
+        self.sharded, self.shared_buffers = ranks.layout.sharded, sharding.SharedBuffers(model)
         if balancer and not exact and hasattr(model, "register_comm_hook"):
             model.register_comm_hook(balancer.stopwatch, reduce_and_stop)
         if exact and self.sharded:
@@ -195,6 +195,7 @@ class StepGradients:
         process, and by DDP or FSDP, of the gradients by the processes.
         """
         self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
+        self.shared_buffers.share()
         if self.stopwatch:
             self.stopwatch.start(turns)
         if self.exact:

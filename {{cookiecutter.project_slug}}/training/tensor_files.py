@@ -10,6 +10,7 @@ are not written by its HuggingFaceStorageWriter: that keeps two more copies of a
 """
 
 import json
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from training.layout import this_layout
 from training.ranks import Ranks
 
-RANK = this_layout().rank
+RANK = int(os.environ.get("RANK", 0))
 PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
 NAMES = "rank-*.safetensors"
 

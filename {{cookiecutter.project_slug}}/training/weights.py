@@ -42,7 +42,9 @@ class TaskModule(torch.nn.Module):
         self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
         if hasattr(model, "config"):
             self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
-        # FSDP shards each of these blocks of a transformers model by itself.
+        # FSDP shards each of these blocks of a transformers model by itself. accelerate would also
+        # shard embedding and head by themselves, if it found them: a loss in chunks uses the head's
+        # weight outside of its forward, where only those of the root are gathered.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
     def forward(self, function, batch):
@@ -60,8 +62,14 @@ class TaskModule(torch.nn.Module):
 def wrap(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, cfg: Any
 ) -> TaskModule:
-    """The module to prepare: compiled if the config says so."""
+    """The module to prepare: compiled if the config says so.
+
+    Raises UserError for a model that the YAML's kind of sharding does not take.
+    """
+    sharding.check_weights(model, accelerator)
     module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    if cfg.exact:
+        sharding.sum_inside_blocks(module)
     sharding.hand_to_deepspeed(module, optimizer, accelerator)
     if cfg.compile:
         compile_blocks(module)
@@ -73,7 +81,9 @@ def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
     return accelerator.unwrap_model(module, keep_torch_compile=False).model
 
 
-def gather_model(accelerator, module: torch.nn.Module, build: Callable) -> torch.nn.Module | None:
+def gather_model(
+    accelerator: Accelerator, ranks: Ranks, module: torch.nn.Module, build: Callable
+) -> torch.nn.Module | None:
     """The task's model with all weights, on the main process. All processes must call it.
 
     If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
@@ -86,10 +96,12 @@ def gather_model(accelerator, module: torch.nn.Module, build: Callable) -> torch
     else:
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(module, options=whole)
-    if not accelerator.is_main_process:
-        return None
-    model = build()
-    model.load_state_dict({bare_name(n).removeprefix("model."): v for n, v in state.items()})
+    model = None
+    with ranks.fail_together(), as_user_error():
+        if accelerator.is_main_process:
+            model = build()
+            state = {bare_name(n).removeprefix("model."): v for n, v in state.items()}
+            model.load_state_dict(state)
     return model
 
 
@@ -401,6 +413,7 @@ def load_moments(model: torch.nn.Module, optimizer, reader: TensorReader) -> Non
             value = tensors[saved]
             names[key] = value.item() if saved.startswith("number.") else value
     inner = getattr(optimizer, "optimizer", optimizer)
+    inner.state.clear()  # some, such as Adagrad's, begins with weights that FSDP has replaced
     packed, ordered = inner.state_dict(), [p for g in inner.param_groups for p in g["params"]]
     packed["state"] = {i: states[p] for i, p in enumerate(ordered) if p in states}
     inner.load_state_dict(packed)
