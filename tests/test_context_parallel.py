@@ -5,8 +5,11 @@ import types
 import pytest
 import torch
 
-from conftest import bake, load_task
-from test_sharding import agree, curve, train
+import test_sharding
+from conftest import load_task
+from test_sharding import agree, curve, make_small, train
+
+alone = test_sharding.alone  # a fixture: a run of one process
 
 layout = load_task("training.layout")
 ranks = load_task("training.ranks")
@@ -20,26 +23,14 @@ SHARED = layout.layout_of(2, 1, ("FSDP", "PARALLELISM_CONFIG"), {"cp": 2})
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A project with a small language model, and a YAML for two replicas of two processes."""
-    baked = bake(tmp_path_factory.mktemp("context"), tracker="none")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 4\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 1\n"
-        "eval_every: 2\nsave_every: 2\nlog_every: 1\nlearning_rate: 0.001\n"
-        "task:\n  hidden_size: 32\n  num_layers: 2\n  num_heads: 4\n  context_length: 32\n"
-    )
+    fields = {"max_steps": 4, "eval_every": 2, "save_every": 2, "learning_rate": 0.001}
+    baked = make_small(tmp_path_factory.mktemp("small"), **fields)
     config = baked.path / "configs" / "accelerate"
     text = (config / "context_parallel.yaml").read_text()
     two, four = "parallelism_config_dp_shard_size: 1", "parallelism_config_dp_shard_size: 2"
     assert two in text
     (config / "context_parallel_2x2.yaml").write_text(text.replace(two, four))
     return baked
-
-
-@pytest.fixture(scope="module")
-def alone(small, tmp_path_factory):
-    """A run of one process."""
-    output = tmp_path_factory.mktemp("alone") / "run"
-    train(small, "cpu", 1, "--output_dir", output)
-    return output
 
 
 @pytest.mark.slow

@@ -9,8 +9,11 @@ from accelerate.utils import is_deepspeed_available
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conftest import BakedProject, bake, lines, load_task
-from test_sharding import CONSTANT, agree, losses, train
+import test_sharding
+from conftest import BakedProject, lines, load_task
+from test_sharding import CONSTANT, agree, losses, make_small, train
+
+alone = test_sharding.alone  # a fixture: a run of one process
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,22 +26,8 @@ KINDS = ["deepspeed_zero2", "deepspeed_zero3"]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A project with a small language model: two layers, four micro-batches a step."""
-    baked = bake(tmp_path_factory.mktemp("deepspeed"), tracker="none")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 6\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 1\n"
-        "eval_every: 3\nsave_every: 0\nlog_every: 1\nlearning_rate: 0.01\n"
-        "task:\n  hidden_size: 32\n  num_layers: 2\n  num_heads: 4\n  context_length: 32\n"
-    )
-    return baked
-
-
-@pytest.fixture(scope="module")
-def alone(small, tmp_path_factory):
-    """A run of one process."""
-    output = tmp_path_factory.mktemp("alone") / "run"
-    train(small, "cpu", 1, "--output_dir", output)
-    return output
+    """Four micro-batches a step."""
+    return make_small(tmp_path_factory.mktemp("small"))
 
 
 def check_exports(output, reference):

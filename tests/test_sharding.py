@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors import safe_open
@@ -92,16 +93,23 @@ def check_same(*outputs):
         assert other == first, output
 
 
+def make_small(folder, **fields):
+    """A project with a language model of two layers, and a quick recipe with these fields."""
+    baked = bake(folder, tracker="none")
+    recipe = {
+        "max_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 1,
+        "eval_every": 3, "save_every": 0, "log_every": 1, "learning_rate": 0.01,
+        "task": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "context_length": 32},
+    }  # fmt: skip
+    file = baked.path / "configs" / "train" / "default.yaml"
+    file.write_text(yaml.safe_dump({**recipe, **fields}))
+    return baked
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A project with a small language model: two layers, eight micro-batches a step."""
-    baked = bake(tmp_path_factory.mktemp("sharding"), tracker="none")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 6\nglobal_batch_size: 8\nmicro_batch_size: 1\nwarmup_steps: 1\n"
-        "eval_every: 3\nsave_every: 0\nlog_every: 1\nlearning_rate: 0.002\n"
-        "task:\n  hidden_size: 32\n  num_layers: 2\n  num_heads: 4\n  context_length: 32\n"
-    )
-    return baked
+    """Eight micro-batches a step."""
+    return make_small(tmp_path_factory.mktemp("small"), micro_batch_size=1, learning_rate=0.002)
 
 
 @pytest.fixture(scope="module")
