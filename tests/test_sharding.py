@@ -249,9 +249,9 @@ calls, plain_loss_sum = [0], loss_sum
 
 
 def loss_sum(model, batch):
-    calls[0] += 1
+    calls[0] += model.training
     loss = plain_loss_sum(model, batch)
-    bad = calls[0] in BAD and os.environ.get("RANK", "0") == "1"
+    bad = model.training and calls[0] in BAD and os.environ["RANK"] == "1"
     return loss * float("nan") if bad else loss
 """
 
