@@ -367,12 +367,15 @@ class Fields:
     compile: bool = False
     device_shares: str = "equal"
     gradient_compression: str = "none"
+    async_save: bool = False
 
 
 @pytest.mark.parametrize(
     "fields, kinds, axes, said",
     [
         (Fields(exact=True), ("FSDP",), {}, ""),
+        (Fields(async_save=True), ("FSDP",), {}, ""),
+        (Fields(async_save=True), ("DEEPSPEED",), {}, "async_save does not go with DeepSpeed"),
         (
             Fields(exact=True),
             ("FSDP", "PARALLELISM_CONFIG"),

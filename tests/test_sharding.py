@@ -294,6 +294,7 @@ def tied(alone, tmp_path_factory):
 def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
     """LoRA on pretrained weights: only the first process loads them, and merges what it gathers."""
     flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4"]
+    flags += ["--task.merge_lora", "true"]
     for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
         train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
     agree(tmp_path / "fsdp2", tmp_path / "cpu")
