@@ -48,7 +48,7 @@ def make_accelerator(cfg: Any) -> Accelerator:
             num_steps=1,
             sync_with_dataloader=False,
             # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
-            sync_each_batch="FSDP" in this_layout().kinds,
+            sync_each_batch=this_layout().fsdp,
         ),
         dynamo_plugin=TorchDynamoPlugin(backend="no"),  # see compile_blocks
         kwargs_handlers=[ddp],

@@ -76,8 +76,8 @@ class Layout:
 
     @property
     def fsdp(self) -> bool:
-        """Whether FSDP shards the weights, and nothing else splits the model."""
-        return "FSDP" in self.kinds and self.together == 1
+        """Whether FSDP shards the weights."""
+        return "FSDP" in self.kinds
 
     @property
     def deepspeed(self) -> bool:

@@ -27,8 +27,6 @@ Tensors = list[torch.Tensor]
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor."""
-    if hasattr(tensor, "ds_tensor"):  # a weight under DeepSpeed's ZeRO-3
-        return tensor.ds_tensor
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -118,7 +116,7 @@ def whole_groups(groups: list[dict]) -> list[list[dict]]:
 
 def check_weights(model: torch.nn.Module, accelerator: Accelerator) -> None:
     """Raises UserError for weights that FSDP cannot shard, if it is used."""
-    if "FSDP" not in this_layout().kinds:
+    if not this_layout().fsdp:
         return
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     kinds = {str(p.dtype).removeprefix("torch."): name for name, p in trained.items()}
@@ -140,7 +138,7 @@ class SharedBuffers:
     """
 
     def __init__(self, module: torch.nn.Module):
-        owners = module.modules() if "FSDP" in this_layout().kinds else ()
+        owners = module.modules() if this_layout().fsdp else ()
         self.buffers = [
             buffer
             for owner in owners
