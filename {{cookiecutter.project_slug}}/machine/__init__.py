@@ -1,0 +1,1 @@
+"""What hardware.py stands on: it checks, measures and advises; training never imports it."""

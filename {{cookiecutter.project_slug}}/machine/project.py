@@ -1,0 +1,75 @@
+"""The project that hardware.py measures: its recipe, task and data, without a run folder."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training import batches, config, contract, startup
+from training.batches import Batch, SampleDataset, StepPlan
+from training.layout import Layout
+
+
+@dataclass
+class Project:
+    """What a verb needs to build and run the project's own model on its own data."""
+
+    cfg: Any  # train.Config
+    recipe: Path
+    flags: list[str]  # of train.py, as they were given
+    task: contract.Task
+    build_optimizer: Callable[[torch.nn.Module, Any], torch.optim.Optimizer]
+    layout: Layout
+    plan: StepPlan  # of a step on the processes that run now
+    prepared: Any  # what task.prepare_data returned
+    rows: SampleDataset  # of training
+
+    @functools.cached_property
+    def unit(self) -> str:
+        """Plural name of the loss terms, such as tokens."""
+        return getattr(self.task, "UNIT", "samples")
+
+    def build_model(self) -> torch.nn.Module:
+        """The task's model; the seed gives all processes the same one."""
+        torch.manual_seed(self.cfg.seed)
+        return contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+
+    def batch(self, samples: int, first: int = 0) -> Batch:
+        """A training micro-batch of so many samples, from this position of the run on."""
+        rows = self.rows.__getitems__(list(range(first, first + samples)))
+        return batches.make_collate(self.task)(rows)[0]
+
+
+def read_project(config_class: type, task: Any, build_optimizer: Callable, flags: list) -> Project:
+    """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
+
+    Call it before the processes meet, since preparing data may take longer than their timeout.
+    """
+    contract.check_functions(task)
+    cfg, recipe, _ = config.parse_config(config_class, flags, "hardware.py VERB FLAGS")
+    cfg.tracker = "none"
+    layout = startup.read_layout(cfg)
+    startup.check_sharing(cfg, layout)
+    plan = batches.plan_step(
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        layout.replicas,
+        cfg.exact,
+        cfg.device_shares,
+        layout.replica,
+        layout.sharded,
+    )
+    prepared = task.prepare_data(cfg.task)
+    data = task.datasets(cfg.task, prepared)
+    contract.check_datasets(data)
+    rows = SampleDataset(data[0], task, cfg.seed)
+    return Project(cfg, recipe, flags, task, build_optimizer, layout, plan, prepared, rows)
+
+
+def with_settings(project: Project, **settings: Any) -> Project:
+    """The project with other values of fields of its config."""
+    return dataclasses.replace(project, cfg=dataclasses.replace(project.cfg, **settings))
