@@ -38,11 +38,11 @@ class Others:
 
 def make_meter(processes=1, arrays=(), precision="no"):
     """A meter of process 0, and its stopwatch."""
-    stopwatch = speed.Stopwatch(CPU)
     accelerator = SimpleNamespace(
         device=CPU, num_processes=processes, process_index=0, mixed_precision=precision
     )
-    return speed.SpeedMeter(accelerator, Others(processes, arrays), "tokens", stopwatch), stopwatch
+    meter = speed.SpeedMeter(accelerator, Others(processes, arrays), "tokens")
+    return meter, meter.stopwatch
 
 
 @pytest.fixture

@@ -389,9 +389,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         with sharding.whole_buffers(module, accelerator):
             model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
-    stopwatch = speed.Stopwatch(accelerator.device)
-    balancer = ShareBalancer(plan, stopwatch) if automatic else None
-    gradients = StepGradients(accelerator, ranks, model, cfg.exact, stopwatch)
+    unit = getattr(task, "UNIT", "samples")
+    meter = speed.SpeedMeter(accelerator, ranks, unit)
+    balancer = ShareBalancer(plan, meter.stopwatch) if automatic else None
+    gradients = StepGradients(accelerator, ranks, model, cfg.exact, meter.stopwatch)
 
     # Resume.
     state = weights.TrainingState(accelerator, model, optimizer, optimizer_settings)
@@ -425,13 +426,11 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for warning in warnings:
             say(warning)
 
-    # Start the logs and the meters.
+    # Start the logs, and what watches the run.
     log = tracking.Log(accelerator, settings, first_step, max_steps)
     if point.changed:
         log.write({"step": first_step, "event": "changed", "changes": "; ".join(point.changed)})
-    unit = getattr(task, "UNIT", "samples")
     step_monitor = monitor.StepMonitor(accelerator, ranks, sum(plan.shares), cfg.max_skipped_steps)
-    meter = speed.SpeedMeter(accelerator, ranks, unit, stopwatch)
     with device.eager(model):
         meter.count_flops(model, task, first_batches[0], share_trained)
     profiler = speed.Profiler(accelerator, cfg.profile_steps, output)

@@ -56,6 +56,7 @@ class Stopwatch:
 
     def start(self, micro_batches: int) -> None:
         """Before the first micro-batch of a step."""
+        self.collect()
         self.running.append([self.mark(), None, micro_batches])
 
     def stop(self) -> None:
@@ -85,7 +86,9 @@ class Stopwatch:
         return newest
 
     def take(self) -> list[float]:
-        """Seconds of each step since the last call; call it when the device has computed them."""
+        """Seconds of each step since the last call; waits until the device has computed them."""
+        if self.running and self.device.type != "cpu":
+            self.running[-1][1].synchronize()
         self.collect()
         seconds, self.seconds = self.seconds, []
         return seconds
@@ -94,8 +97,9 @@ class Stopwatch:
 class SpeedMeter:
     """Throughput, and where the time goes, since the last line of metrics.jsonl."""
 
-    def __init__(self, accelerator: Accelerator, ranks: Ranks, unit: str, stopwatch: Stopwatch):
-        self.accelerator, self.ranks, self.stopwatch = accelerator, ranks, stopwatch
+    def __init__(self, accelerator: Accelerator, ranks: Ranks, unit: str):
+        self.accelerator, self.ranks = accelerator, ranks
+        self.stopwatch = Stopwatch(accelerator.device)
         self.unit = unit  # plural name of the loss terms
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
         # The process that was behind in the last lines, -1: none; these lines, and their steps.
