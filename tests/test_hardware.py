@@ -457,12 +457,13 @@ DOC = ROOT / SOURCE / "docs" / "hardware.md"
 
 
 def test_tables_are_those_that_the_command_prints():
-    command = [sys.executable, DOC.with_name("memory.py")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "machine.memory"]
+    options = {"capture_output": True, "text": True, "check": True}
+    printed = subprocess.run(command, cwd=ROOT / SOURCE, **options).stdout
     tables = printed.strip().split("\n\n")
     assert len(tables) == 3
     for table in tables:
-        assert f"\n{table}\n" in DOC.read_text(), "python docs/memory.py prints other numbers"
+        assert f"\n{table}\n" in DOC.read_text(), "python -m machine.memory prints other numbers"
 
 
 def test_all_yamls_are_in_the_tables():
@@ -478,7 +479,7 @@ def test_all_yamls_are_in_the_tables():
 def test_models_have_the_parameters_that_transformers_counts(name):
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    model = load_task("docs.memory").MODELS[name]
+    model = load_task("machine.memory").MODELS[name]
     config = LlamaConfig(
         vocab_size=model.vocabulary,
         hidden_size=model.width,
@@ -499,7 +500,7 @@ def test_activations_are_those_that_autograd_saves(checkpointing):
     """Of a Llama in bf16 whose residual stream is bf16, as causal_lm computes it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    memory, tokens = load_task("docs.memory"), 512
+    memory, tokens = load_task("machine.memory"), 512
 
     def saved(layers):
         """Bytes that a micro-batch keeps, without weights and their copies in bf16."""

@@ -5,6 +5,7 @@ sees each operation and counts the bytes of the tensors that are alive.
 """
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from machine.ladder import Working
+from machine.memory import Sizes
 from machine.project import Project
 from training import weights
 from training.batches import Batch
+from training.console import one_line
 
 aten = torch.ops.aten
 # What autocast computes in fp32 on a GPU, and in bf16 on a CPU: outputs take twice the memory.
@@ -31,34 +35,42 @@ FLOPS = {  # torch knows those of attention on a GPU
     **flop_registry,
     ATTENTION: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda grad, q, k, v, *_, **__: (
-            sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+            grad.shape, q.shape, k.shape, v.shape
         )
     ),
 }
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a micro-batch needs beside the states of the weights."""
+class Study:
+    """What is known about a model before it is trained."""
 
-    samples: int
-    memory: int  # bytes: activations, logits, and gradients that do not stay
-    flops: int  # of the forward and the backward pass
+    sizes: Sizes
+    working: dict[bool, Working]  # without and, if the model can, with gradient checkpointing
+    flops: float  # of the forward and the backward pass of a sample, without checkpointing
+    remark: str = ""  # why it was not simulated
 
 
 class Assumed(TorchFunctionMode):
-    """Answers what tensors without numbers cannot; computes as autocast on a GPU does.
+    """Answers what tensors without numbers cannot.
 
-    A task may ask whether two ways to compute give the same: they do.
+    A task that builds a model may ask whether another way to compute gives the same: it does.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func in (torch.allclose, torch.equal):
             return True
         if func in (torch.Tensor.__float__, torch.Tensor.item):
             return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class AutocastOfGpu(TorchFunctionMode):
+    """Lets autocast on the CPU compute in fp32 what it computes in fp32 on a GPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func in FP32 and torch.is_autocast_enabled("cpu"):
             wide = [a.float() if torch.is_tensor(a) else a for a in args]
             with torch.autocast("cpu", enabled=False):
@@ -69,21 +81,21 @@ class Assumed(TorchFunctionMode):
 class Peak(TorchDispatchMode):
     """Counts the bytes of the tensors that were made inside, and still live; `peak`: the most.
 
-    Autocast's copies of `weights` do not count: they belong to the bytes of a weight.
+    Weights, gradients and autocast's copies of weights do not count: they are states.
     """
 
-    def __init__(self, weights: list[torch.Tensor]):
+    def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.live = self.peak = self.flops = 0
-        self.known = weakref.WeakSet()
-        self.weights = {id(each) for each in weights}
-        for each in weights:
-            self.known.add(each.untyped_storage())
+        self.weights = {id(each) for each in model.parameters()}
+        states = [*model.parameters(), *model.buffers()]
+        states += [each.grad for each in model.parameters() if each.grad is not None]
+        self.known = weakref.WeakSet(each.untyped_storage() for each in states)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        count = FLOPS.get(func._overloadpacket)
-        self.flops += count(*args, **(kwargs or {}), out_val=result) if count else 0
+        if func._overloadpacket in FLOPS:
+            self.flops += FLOPS[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
         is_copy = func is aten._to_copy.default and id(args[0]) in self.weights
         for each in tree_leaves(result):
             if torch.is_tensor(each):
@@ -114,12 +126,12 @@ def no_numbers() -> Iterator[FakeTensorMode]:
     # It draws again while a number is too far out.
     normal = mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda x, *_, **__: x)
     move = mock.patch.object(torch.nn.Module, "to", move_if_needed)
-    with pretrained, normal, move, FakeTensorMode(allow_non_fake_inputs=True) as mode, Assumed():
+    with pretrained, normal, move, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         yield mode
 
 
 def move_if_needed(module: torch.nn.Module, *args, **options) -> torch.nn.Module:
-    """In place of Module.to, which fails for these tensors: the module, if there is nothing to do."""
+    """In place of Module.to, which fails for such tensors: the module, if nothing changes."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(each.to(*args, **options) is not each for each in tensors):
         raise NotImplementedError("build_model converts weights")
@@ -135,20 +147,81 @@ def from_config(cls, path: Any, *_, config: Any = None, output_loading_info=Fals
     return (model, nothing) if output_loading_info else model
 
 
-def run_step(project: Project, model: torch.nn.Module, batch: Batch, precision: str) -> Work:
-    """The work of a forward and a backward pass; call it inside no_numbers()."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.bfloat16}  # a CPU has no fp16; as large
-    named = [*model.parameters(), *model.buffers()]
+def study(project: Project, precision: str, most: int) -> Study:
+    """Simulates micro-batches of 1 and of `most` samples in this precision.
+
+    Where a model cannot be simulated, since its code looks at numbers, it is built, and micro-
+    batches of 1 and 2 samples are computed on the CPU.
+    """
+    samples = {n: project.batch(n) for n in {1, most}}
+    try:
+        with no_numbers() as mode:
+            fake = {n: convert(mode, batch) for n, batch in samples.items()}
+            return compute(project, fake, precision, Assumed())
+    except Exception as error:  # code of the task may do anything
+        remark = f"not simulated, since {type(error).__name__}: {one_line(error, 150)}"
+    samples = {n: project.batch(n) for n in {1, min(most, 2)}}
+    remark += "; computed on the CPU with 1 and 2 samples instead"
+    return dataclasses.replace(compute(project, samples, precision), remark=remark)
+
+
+def convert(mode: FakeTensorMode, batch: Batch) -> Batch:
+    """The batch, without its numbers."""
+    return {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
+
+
+def compute(
+    project: Project, samples: dict[int, Batch], precision: str, building: Any = None
+) -> Study:
+    """The study of a model that computes these batches, by their numbers of samples."""
+    with building or contextlib.nullcontext():
+        model = project.build_model().train()
+    study = Study(count_parameters(model), {}, 0.0)
+    for checkpointing in (False, True):
+        if checkpointing:
+            try:
+                weights.enable_gradient_checkpointing(model)
+            except ValueError:  # the model does not support it
+                break
+        found = [(n, *run_step(project, model, samples[n], precision)) for n in sorted(samples)]
+        (few, least, _), (many, most, flops) = found[0], found[-1]
+        slope = max(most - least, 0) / (many - few) if many > few else least / few
+        study.working[checkpointing] = Working(least - slope * few, slope)
+        if not checkpointing:
+            study = dataclasses.replace(study, flops=flops / many)
+    return study
+
+
+def count_parameters(model: torch.nn.Module) -> Sizes:
+    """Numbers of parameters; FSDP gathers a block, or all outside of the blocks, at a time."""
+    names = getattr(model, "_no_split_modules", None) or ()
+    blocks = [each for each in model.modules() if type(each).__name__ in names]
+    inner = {id(p) for block in blocks for p in block.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inner]
+    units = [rest, *([*block.parameters()] for block in blocks)]
+    return Sizes(*count([*model.parameters()]), *max(map(count, units)))
+
+
+def count(parameters: list[torch.Tensor]) -> tuple[int, int]:
+    """Numbers of all parameters, and of those that are trained."""
+    trained = [p.numel() for p in parameters if p.requires_grad]
+    return sum(p.numel() for p in parameters), sum(trained)
+
+
+def run_step(
+    project: Project, model: torch.nn.Module, batch: Batch, precision: str
+) -> tuple[int, int]:
+    """(bytes that a forward and a backward pass need beside the states, their FLOPs).
+
+    The gradients are there before, as in the second micro-batch of a step.
+    """
     for each in model.parameters():
         if each.requires_grad:
             each.grad = torch.zeros_like(each)
-    peak = Peak(named)
-    for each in model.parameters():
-        if each.grad is not None:
-            peak.known.add(each.grad.untyped_storage())
-    with peak:
-        with torch.autocast("cpu", dtypes.get(precision), enabled=precision in dtypes):
+    peak = Peak(model)
+    narrow = precision != "fp32"  # CPUs have no fp16; bf16 takes as many bytes
+    with AutocastOfGpu(), peak:
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
             loss = project.task.loss_sum(model, batch)
-        loss.float().backward()
-    samples = len(next(iter(batch.values())))
-    return Work(samples, peak.peak, peak.flops)
+        loss.backward()
+    return peak.peak, peak.flops

@@ -1,10 +1,11 @@
-"""Estimates what a GPU holds and sends while it trains a language model: the tables of hardware.md.
+"""Estimates what a device holds and sends while it trains: the tables of docs/hardware.md.
 
-    python docs/memory.py
-    python docs/memory.py --tokens 16384 --loss_chunk 1024
+    python -m machine.memory
+    python -m machine.memory --tokens 16384 --loss_chunk 1024
 
-For causal_lm in bf16. GB are 10^9 bytes. The estimates leave out the allocator's gaps, and about
-1 GB of CUDA and NCCL.
+`python hardware.py recommend` takes the bytes of the weights' states from here, for any model. The
+tables are for causal_lm in bf16. GB are 10^9 bytes. The estimates leave out the allocator's gaps,
+and about 1 GB of CUDA and NCCL.
 """
 
 import argparse
@@ -13,6 +14,48 @@ from dataclasses import dataclass
 CARDS = (24, 80, 141)  # GB
 USABLE = 0.92  # of a card
 COUNTS = (2, 4, 8, 16, 32, 64)  # GPUs
+
+
+# ---- Weights, gradients and optimizer states -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters, on which the bytes of all states depend."""
+
+    parameters: int
+    trained: int  # the others are frozen, as beside the adapters of LoRA
+    unit: int  # of the largest unit that FSDP gathers: a block, or all that is in no block
+    unit_trained: int
+
+    @property
+    def states(self) -> float:
+        """Bytes of fp32 weights, gradients, and AdamW's two moments."""
+        return 4 * self.parameters + (4 + 8) * self.trained
+
+
+def whole(sizes: Sizes, precision: str = "bf16") -> float:
+    """Bytes on a device that holds the model: its states, and autocast's copies of the weights."""
+    return sizes.states + (0 if precision == "fp32" else 2) * sizes.parameters
+
+
+def gathered(sizes: Sizes, precision: str = "bf16") -> float:
+    """Bytes that FSDP gathers: the largest unit twice, its gradient, and that again in fp32."""
+    width = 4 if precision == "fp32" else 2
+    return 2 * width * sizes.unit + (width + 4) * sizes.unit_trained
+
+
+def sharded(sizes: Sizes, gpus: int, precision: str = "bf16") -> float:
+    """Bytes on each of so many GPUs that share the model by FSDP2; by ZeRO-3 if it is fp32."""
+    return sizes.states / gpus + gathered(sizes, precision)
+
+
+def zero2(sizes: Sizes, gpus: int) -> float:
+    """Bytes on each of so many GPUs under DeepSpeed's ZeRO-2: whole weights, parts of the rest."""
+    return (4 + 2) * sizes.parameters + (4 + 4 + 8) * sizes.trained / gpus
+
+
+# ---- Language models -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -39,6 +82,18 @@ class Model:
     @property
     def parameters(self) -> int:
         return self.layers * self.layer + self.ends
+
+    @property
+    def sizes(self) -> Sizes:
+        """If all weights are trained."""
+        unit = max(self.layer, self.ends)
+        return Sizes(self.parameters, self.parameters, unit, unit)
+
+    @property
+    def lora(self) -> Sizes:
+        """If only adapters are trained."""
+        unit, total = max(self.layer, self.ends), self.parameters + self.adapters
+        return Sizes(total, self.adapters, unit, self.adapters // self.layers)
 
     @property
     def adapters(self) -> int:
@@ -71,26 +126,6 @@ def logits(model: Model, tokens: int, chunk: int) -> float:
     return 12 * min(tokens, chunk) * model.vocabulary
 
 
-def whole(model: Model) -> float:
-    """Bytes on a GPU that holds the model: weights, gradients, two moments, and bf16 copies."""
-    return (4 + 4 + 8 + 2) * model.parameters
-
-
-def lora(model: Model) -> float:
-    """Bytes on a GPU that holds the model, of which only adapters train."""
-    return (4 + 2) * model.parameters + 18 * model.adapters
-
-
-def gathered(model: Model) -> float:
-    """Bytes that FSDP gathers: the largest unit twice in bf16, its gradient in bf16 and fp32."""
-    return (2 + 2 + 2 + 4) * max(model.layer, model.ends)
-
-
-def sharded(model: Model, gpus: int) -> float:
-    """Bytes on each of so many GPUs that share the model by FSDP2."""
-    return 16 * model.parameters / gpus + gathered(model)
-
-
 def traffic(model: Model, tokens: int) -> list[float]:
     """Bytes that a GPU of many sends: a step of DDP, and a micro-batch of FSDP2, TP and CP."""
     ddp = 2 * 4 * model.parameters  # a ring adds up fp32 gradients, and hands the sums out
@@ -104,11 +139,11 @@ def smallest(model: Model, card: int, work: dict[bool, float]) -> str:
     """The first way to train all weights on cards of this size, without and with checkpointing."""
     limit = USABLE * card * 1e9
     for checkpointing in (False, True):
-        if whole(model) + work[checkpointing] <= limit:
+        if whole(model.sizes) + work[checkpointing] <= limit:
             return "1 GPU" + ", checkpointing" * checkpointing
     for gpus in COUNTS:
         for checkpointing in (False, True):
-            if sharded(model, gpus) + work[checkpointing] <= limit:
+            if sharded(model.sizes, gpus) + work[checkpointing] <= limit:
                 return f"FSDP2 on {gpus}" + ", checkpointing" * checkpointing
     return "none of these"
 
@@ -129,15 +164,16 @@ def tables(tokens: int, chunk: int) -> str:
     for name, model in MODELS.items():
         end = logits(model, tokens, chunk)
         work = {c: activations(model, tokens, c) + end for c in (False, True)}
-        states = [whole(model), lora(model), *(sharded(model, n) for n in (2, 8, 32))]
-        states.append(gathered(model))
+        states = [whole(model.sizes), whole(model.lora)]
+        states += [sharded(model.sizes, n) for n in (2, 8, 32)]
+        states.append(gathered(model.sizes))
         sizes = [
             work[False] - end,
             work[True] - end,
             end,
             *(state + work[True] for state in states),
         ]
-        sizes.append(16 * model.parameters)
+        sizes.append(model.sizes.states)
         numbers = [f"{size / 1e9:,.1f}" if size < 1e11 else f"{size / 1e9:,.0f}" for size in sizes]
         lines.append([name, f"{model.parameters / 1e9:.2f} x 10^9", *numbers])
         choices.append([name, *(smallest(model, card, work) for card in CARDS)])
@@ -147,7 +183,9 @@ def tables(tokens: int, chunk: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m machine.memory", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="in a micro-batch of a GPU")
     parser.add_argument(
         "--loss_chunk", type=int, default=4096, help="task.loss_chunk of the recipe"

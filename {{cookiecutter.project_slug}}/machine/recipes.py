@@ -1,0 +1,130 @@
+"""The files that recommend writes: a shipped YAML and a recipe, with other values."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from machine.ladder import Hardware, Rung
+from machine.project import Project
+from training import config
+from training.ranks import UserError
+from training.startup import resolved_config
+
+SHIPPED = Path("configs/accelerate")
+LENGTH = ("max_steps", "num_epochs")  # a flag for one of them sets the other to 0
+
+
+def check_own(path: Path, heading: str) -> None:
+    """Raises UserError if there is a file of this name that does not begin with the heading."""
+    if path.is_symlink() or path.exists():
+        if not path.is_file() or not config.read_small_file(path).startswith(heading):
+            raise UserError(
+                f"{path} is not one that recommend has written; rename it, or remove it"
+            )
+
+
+# ---- The accelerate YAML -------------------------------------------------------------------------
+
+
+def hardware_yaml(rung: Rung, hardware: Hardware) -> str:
+    """The shipped YAML of a rung, for this number of processes and machines."""
+    path = SHIPPED / f"{rung.yaml}.yaml"
+    values: dict[str, Any] = {"num_processes": rung.processes}
+    values["mixed_precision"] = "'no'" if rung.precision == "fp32" else rung.precision
+    if hardware.machines > 1:
+        values |= {"num_machines": hardware.machines, "main_process_port": 29500}
+    if rung.yaml == "hsdp":
+        values["  parallelism_config_dp_replicate_size"] = hardware.machines
+        values["  parallelism_config_dp_shard_size"] = hardware.devices
+    text = config.read_small_file(path)
+    for key, value in values.items():
+        text, count = re.subn(rf"(?m)^{key}: .*$", f"{key}: {value}", text)
+        if count != 1:
+            raise UserError(f"{path} has {count} lines {key.strip()}; expected one, as shipped")
+    return text
+
+
+# ---- The recipe ----------------------------------------------------------------------------------
+
+
+def recipe(
+    project: Project, micro_batch_size: int, gradient_checkpointing: bool, heading: str
+) -> str:
+    """The recipe with the flags that were given, and these two fields, in it.
+
+    Its comments stay. Where such a recipe would not give the same config, for example since nothing
+    reads a field any more, it has all fields, as the config.yaml of a run.
+    """
+    chosen = {
+        "micro_batch_size": micro_batch_size,
+        "gradient_checkpointing": gradient_checkpointing,
+    }
+    kind = type(project.cfg)
+    fields = {"config": (str, {}), **config.fields_of(kind)}
+    cfg, path, _ = config.parse_config(kind, project.flags, "")
+    wanted = dataclasses.replace(cfg, **chosen)
+    names = [n for n in config.read_flags(project.flags, fields) if n != "config"]
+    names += LENGTH if {*LENGTH} & {*names} else ()
+    names = [n for n in dict.fromkeys(names) if not fields[n][1].get("one_command")]
+    values = {n: functools.reduce(getattr, n.split("."), cfg) for n in names} | chosen
+    text = config.read_small_file(path)
+    if text.startswith(heading):  # of an earlier recommendation
+        text = text.partition("\n")[2]
+    for name, value in values.items():
+        text = set_value(text, name, value)
+    return text if means(text, kind, fields, wanted) else dump(resolved_config(wanted))
+
+
+def dump(value: Any) -> str:
+    """YAML of a value."""
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+
+
+def means(text: str, kind: type, fields: Mapping, wanted: Any) -> bool:
+    """Whether a recipe gives this config, on its own."""
+    try:
+        found = config.read_recipe(config.compose_yaml(text), {**fields})
+        cfg = config.replace_fields(kind(), config.convert_all(found, {**fields}, "[{}]"))
+        config.choose_length(cfg, {}, {n: getattr(cfg, n) for n in LENGTH if n in found})
+        config.check_unread_fields(cfg, {}, found, {**fields})
+    except ValueError:
+        return False
+    return resolved_config(cfg) == resolved_config(wanted)
+
+
+def set_value(text: str, name: str, value: Any) -> str:
+    """The text of a recipe with this value of a field, given by its dotted name."""
+    shown = dump([value])[2:].rstrip("\n") if not isinstance(value, (list, dict)) else flow(value)
+    *groups, last = name.split(".")
+    node = config.compose_yaml(text)
+    for key in groups:
+        node = find(node, key)
+    child = find(node, last) if node else None
+    if child:
+        end = child.end_mark.index
+        kept = text[child.start_mark.index : end]
+        tail = kept[len(kept.rstrip()) :]  # a block ends at the next key
+        return text[: child.start_mark.index] + shown + tail + text[end:]
+    if groups and isinstance(node, yaml.MappingNode) and node.value and not node.flow_style:
+        first = node.start_mark
+        return text[: first.index] + f"{last}: {shown}\n" + " " * first.column + text[first.index :]
+    text = f"{text.rstrip()}\n" if text.strip() else ""
+    if groups:
+        return text + f"\n{groups[0]}:\n  {last}: {shown}\n"
+    return text + f"\n{last}: {shown}\n"
+
+
+def flow(value: Any) -> str:
+    """YAML of a list or a mapping, in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).strip()
+
+
+def find(node: yaml.Node | None, key: str) -> yaml.Node | None:
+    """The value of a key in a mapping; None if there is none."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next((value for name, value in pairs if name.value == key), None)

@@ -1,0 +1,304 @@
+"""Says which YAML, micro-batch size and checkpointing suit this model and hardware; writes both."""
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from machine import ladder, recipes, simulate
+from machine.ladder import Choice, Hardware, Rung, Step, Working
+from machine.project import Project
+from machine.report import Figure, Section
+from machine.simulate import Study
+from training import weights
+from training.console import one_line
+from training.device import PROCESSES
+from training.ranks import Ranks, UserError, as_user_error, is_out_of_memory
+from training.run_folder import replace_text
+
+NEEDS_PROJECT = True
+HEADING = "# Written by hardware.py recommend"
+YAML = Path("configs/accelerate/recommended.yaml")
+RECIPE = Path("configs/train/recommended.yaml")
+TOLERANCE = 0.15  # by which an estimate may be wrong
+MOST_SAMPLES = 256  # of a micro-batch that is simulated
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of recommend: other hardware than that of this machine."""
+    parser.add_argument("--devices", metavar="N", help="GPUs in a machine, in place of all")
+    parser.add_argument("--device_memory", metavar="GB", help="plan for GPUs that are not here")
+    parser.add_argument("--machines", metavar="M", help="machines with as many GPUs each")
+
+
+def run(
+    options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
+) -> Section:
+    """Estimates, decides and writes, in one process. Raises UserError."""
+    if PROCESSES > 1:
+        raise UserError(
+            "recommend plans for all devices from one process; start it with "
+            "`python hardware.py recommend`"
+        )
+    assert project
+    with as_user_error():
+        return recommend(options, project, device)
+
+
+# ---- Hardware ------------------------------------------------------------------------------------
+
+
+def number(options: argparse.Namespace, name: str, kind: type) -> Any:
+    """A flag as a number above 0; None if it was not given."""
+    text = getattr(options, name)
+    if text is None:
+        return None
+    try:
+        value = kind(text)
+        if 0 < value < 1e6:
+            return value
+    except ValueError:
+        pass
+    whole = "whole " if kind is int else ""
+    raise UserError(f"--{name}: expected a {whole}number above 0; got {one_line(repr(text), 60)}")
+
+
+def read_hardware(options: argparse.Namespace, device: torch.device) -> Hardware:
+    """The devices to plan for: those of this process's kind, or those of the flags."""
+    devices, machines = number(options, "devices", int), number(options, "machines", int) or 1
+    memory, host = number(options, "device_memory", float), psutil.virtual_memory().total
+    if memory:
+        # The memory of their host is not known; the lines name what it must be.
+        size, planned = 1e9 * memory, {"here": False}
+        return Hardware("cuda", "planned GPU", devices or 1, size, math.inf, machines, **planned)
+    here = torch.cuda.device_count() if device.type == "cuda" else 0
+    if (devices or 0) > max(here, 1) or (machines > 1 and not here):
+        raise UserError(
+            f"torch sees {here or 'no'} GPU{'s' * (here > 1)} on this machine; to plan for others, "
+            "give --device_memory, the GB of one, as well"
+        )
+    if device.type == "cuda":
+        seen = [torch.cuda.get_device_properties(i) for i in range(here)]
+        least = min(each.total_memory for each in seen)
+        bf16 = all((each.major, each.minor) >= (8, 0) for each in seen)
+        return Hardware("cuda", seen[0].name, devices or here, least, host, machines, bf16)
+    if device.type == "mps":
+        most = torch.mps.recommended_max_memory()
+        return Hardware("mps", "Apple GPU", 1, most, host)
+    return Hardware("cpu", "CPU", 1, host, host)
+
+
+# ---- Estimates -----------------------------------------------------------------------------------
+
+
+def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.device) -> int:
+    """Peak bytes of two steps on one GPU that holds the whole model."""
+    torch.cuda.reset_peak_memory_stats(device)
+    model = project.build_model()
+    if choice.checkpointing:
+        weights.enable_gradient_checkpointing(model)
+    model = model.to(device).train()
+    optimizer = project.build_optimizer(model, project.cfg)
+    batch = project.batch(choice.plan.micro_batch_size)
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[hardware.precision]
+    for _ in range(2):  # the moments come with the first
+        for _ in range(min(2, max(choice.plan.shares))):
+            with torch.autocast("cuda", dtype):
+                loss = project.task.loss_sum(model, batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated(device)
+
+
+def compare_with_a_step(
+    section: Section,
+    study: Study,
+    found: list[Rung],
+    project: Project,
+    hardware: Hardware,
+    step: Step,
+    device: torch.device,
+) -> dict[bool, Working]:
+    """What micro-batches need, by the estimate; by a measured step, if that differs too much."""
+    name = "estimate and measurement"
+    alone = dataclasses.replace(hardware, devices=1, machines=1)
+    single = ladder.rungs(study.sizes, alone)[:1]
+    choice = ladder.choose(single, study.working, alone, step)
+    if device.type != "cuda" or not hardware.here:
+        section.facts[name] = "not measured: that takes a GPU that is here"
+        return study.working
+    if not choice:
+        section.facts[name] = "not measured: the model does not fit into one device"
+        return study.working
+    try:
+        measured = measure(project, hardware, choice, device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        measured = hardware.memory
+        section.lines.append("The measured step ran out of memory.")
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    ratio = choice.need / measured
+    section.facts[name] = (
+        f"{gigabytes(choice.need)} and {gigabytes(measured)} with micro-batches of "
+        f"{choice.plan.micro_batch_size}: {ratio:.2f}"
+    )
+    section.figures.append(Figure("memory, estimated", choice.need / 1e9, "GB"))
+    section.figures.append(Figure("memory, measured", measured / 1e9, "GB"))
+    if abs(ratio - 1) <= TOLERANCE:
+        return study.working
+    section.lines.append(
+        f"The estimate is wrong by {abs(ratio - 1):.0%}; what follows counts with the measurement."
+    )
+    more = measured - choice.need
+    return {
+        each: dataclasses.replace(work, fixed=work.fixed + more)
+        for each, work in study.working.items()
+    }
+
+
+# ---- Words ---------------------------------------------------------------------------------------
+
+
+def gigabytes(size: float) -> str:
+    """Bytes in words; small models get more digits."""
+    return f"{size / 1e9:,.{0 if size >= 1e11 else 1 if size >= 1e9 else 3}f} GB"
+
+
+def table(
+    found: list[Rung], working: dict[bool, Working], hardware: Hardware, step: Step
+) -> dict[str, str]:
+    """Bytes on a device for each way, with the largest micro-batches, and whether they fit."""
+    rows = {}
+    for rung in found:
+        try:
+            plan = rung.plan(step, step.largest)
+        except UserError as error:
+            rows[rung.words] = str(error).partition(";")[0]
+            continue
+        needs = {c: gigabytes(rung.need(work, plan)) for c, work in working.items()}
+        row = f"{plan.micro_batch_size} samples {needs[False]}"
+        row += f", checkpointing {needs[True]}" if True in needs else ""
+        row += f", host {gigabytes(rung.host)}" if rung.host else ""
+        verdict = "does not fit"
+        for checkpointing, work in sorted(working.items(), reverse=True):
+            fitting = ladder.fitting_plan(rung, work, hardware, step)
+            if fitting:
+                verdict = "fits" if fitting == plan else f"{fitting.micro_batch_size} samples fit"
+                verdict += " with checkpointing" * checkpointing
+        rows[rung.words] = f"{row}: {verdict}"
+    return rows
+
+
+def explain(
+    study: Study, working: dict[bool, Working], hardware: Hardware, choice: Choice | None
+) -> list[str]:
+    """Why, in three lines."""
+    sizes, total = study.sizes, hardware.devices * hardware.machines
+    trained = "all" if sizes.trained == sizes.parameters else f"{sizes.trained:,}"
+    work = working[bool(choice and choice.checkpointing)]
+    samples = choice.plan.micro_batch_size if choice else 1
+    lines = [
+        f"The model has {sizes.parameters:,} parameters, and trains {trained} of them. Weights, "
+        f"gradients and optimizer states take {gigabytes(sizes.states)}; a micro-batch of "
+        f"{samples} adds {gigabytes(work.of(samples))}.",
+        f"There {'is' if total == 1 else 'are'} {total} x {hardware.name} with "
+        f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled.",
+    ]
+    if not choice:
+        return [*lines, "So nothing fits. " + what_would(study, working, hardware)]
+    rung, plan = choice.rung, choice.plan
+    host = f" and {gigabytes(rung.host)} of the host's memory" if rung.host else ""
+    checkpointing = "with" if choice.checkpointing else "without"
+    return [
+        *lines,
+        f"So: {rung.words}, {checkpointing} gradient checkpointing, which fills "
+        f"{gigabytes(choice.need)} of a device{host}. A step is {plan.describe()}.",
+    ]
+
+
+def what_would(study: Study, working: dict[bool, Working], hardware: Hardware) -> str:
+    """Advice where nothing fits."""
+    if hardware.kind != "cuda":
+        return "Take a GPU (--device_memory 80 plans for one), or a smaller model."
+    count = ladder.least_gpus(study.sizes, working, hardware)
+    if count:
+        return f"{count} such GPUs would do, by FSDP2; or else LoRA, a smaller model, shorter rows."
+    return (
+        "No number of such GPUs would do: each gathers the largest part of the model, and holds "
+        "the activations of a sample. Take larger GPUs, LoRA, a smaller model, or shorter rows."
+    )
+
+
+def next_command(choice: Choice, hardware: Hardware) -> str:
+    """What to run now."""
+    where = ""
+    if hardware.machines > 1:
+        where = "--machine_rank R --main_process_ip 10.0.0.1 "
+    command = f"python launch.py --config_file {YAML} {where}train.py --config {RECIPE}"
+    if where:
+        command += "   (on every machine, R from 0; the address is that of machine 0)"
+    return f"Next: {command}"
+
+
+# ---- The verb ------------------------------------------------------------------------------------
+
+
+def recommend(options: argparse.Namespace, project: Project, device: torch.device) -> Section:
+    """Estimates, measures where it can, decides, and writes the two files."""
+    for path in (YAML, RECIPE):
+        recipes.check_own(path, HEADING)
+    cfg, section = project.cfg, Section("recommend")
+    hardware = ladder.busy(read_hardware(options, device), cfg.global_batch_size)
+    cuda = hardware.kind == "cuda"
+    largest = cfg.micro_batch_size if cfg.exact or not cuda else cfg.global_batch_size
+    step = Step(cfg.global_batch_size, largest, cfg.exact, cfg.device_shares)
+
+    most = ladder.largest_micro_batch(hardware, step)
+    study = simulate.study(project, hardware.precision, min(most, MOST_SAMPLES))
+    found = ladder.rungs(study.sizes, hardware)
+    section.facts |= {
+        "parameters": f"{study.sizes.parameters:,}, {study.sizes.trained:,} of them trained",
+        "largest unit of FSDP": f"{study.sizes.unit:,} parameters",
+        "hardware": f"{hardware.machines} x {hardware.devices} x {hardware.name}",
+        "FLOPs of a sample": f"{study.flops:.3g}, forward and backward",
+    }
+    if study.remark:
+        section.facts["estimate"] = study.remark
+    working = compare_with_a_step(section, study, found, project, hardware, step, device)
+    section.facts["memory of a device"] = table(found, working, hardware, step)
+    choice = ladder.choose(found, working, hardware, step)
+    section.lines += explain(study, working, hardware, choice)
+    if not choice:
+        section.failures.append("nothing fits; no file was written")
+        return section
+
+    section.facts["recommended"] = {
+        "YAML": choice.rung.yaml,
+        "micro_batch_size": choice.plan.micro_batch_size,
+        "gradient_checkpointing": choice.checkpointing,
+    }
+    section.figures.append(
+        Figure("memory, recommended", choice.need / 1e9, "GB", peak=hardware.memory / 1e9)
+    )
+    total = hardware.devices * hardware.machines
+    heading = (
+        f"{HEADING} on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
+        f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}.\n"
+    )
+    recipe = recipes.recipe(project, choice.plan.micro_batch_size, choice.checkpointing, HEADING)
+    yaml = recipes.hardware_yaml(choice.rung, hardware)
+    replace_text(RECIPE, heading + recipe)
+    replace_text(YAML, heading + yaml)
+    section.lines += [f"Written: {YAML} and {RECIPE}.", next_command(choice, hardware)]
+    return section
