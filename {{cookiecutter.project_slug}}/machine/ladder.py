@@ -58,6 +58,7 @@ class Step:
     largest: int  # most samples of a micro-batch
     exact: bool = False
     device_shares: str | list[float] = "equal"
+    whole: str = ""  # why the recipe does not go with sharded weights
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ class Rung:
 
     def plan(self, step: Step, largest: int) -> StepPlan:
         """The cut of a step into micro-batches; raises UserError if there is none."""
+        if self.sharded and step.whole:
+            raise UserError(step.whole)
+        if self.host and step.exact:
+            raise UserError("exact does not go with offload; AdamW rounds differently on the CPU")
         options = (step.exact, step.device_shares, 0, self.sharded)
         return batches.plan_step(step.samples, largest, self.processes, *options)
 

@@ -23,9 +23,7 @@ def check_own(path: Path, heading: str) -> None:
     """Raises UserError if there is a file of this name that does not begin with the heading."""
     if path.is_symlink() or path.exists():
         if not path.is_file() or not config.read_small_file(path).startswith(heading):
-            raise UserError(
-                f"{path} is not one that recommend has written; rename it, or remove it"
-            )
+            raise UserError(f"recommend has not written {path}, and keeps it; rename or remove it")
 
 
 # ---- The accelerate YAML -------------------------------------------------------------------------
@@ -101,15 +99,13 @@ def set_value(text: str, name: str, value: Any) -> str:
     """The text of a recipe with this value of a field, given by its dotted name."""
     shown = dump([value])[2:].rstrip("\n") if not isinstance(value, (list, dict)) else flow(value)
     *groups, last = name.split(".")
-    node = config.compose_yaml(text)
+    node: yaml.Node | None = config.compose_yaml(text)
     for key in groups:
-        node = find(node, key)
-    child = find(node, last) if node else None
-    if child:
-        end = child.end_mark.index
-        kept = text[child.start_mark.index : end]
-        tail = kept[len(kept.rstrip()) :]  # a block ends at the next key
-        return text[: child.start_mark.index] + shown + tail + text[end:]
+        node = (find(node, key) or (None, None))[1]
+    pair = find(node, last)
+    if pair:
+        key, old = pair
+        return f"{text[: key.end_mark.index]}: {shown}{text[end_of(old) :]}"
     if groups and isinstance(node, yaml.MappingNode) and node.value and not node.flow_style:
         first = node.start_mark
         return text[: first.index] + f"{last}: {shown}\n" + " " * first.column + text[first.index :]
@@ -119,12 +115,20 @@ def set_value(text: str, name: str, value: Any) -> str:
     return text + f"\n{last}: {shown}\n"
 
 
+def end_of(node: yaml.Node) -> int:
+    """Where the text of a value ends; PyYAML's end of a block is the next key."""
+    while isinstance(node, yaml.CollectionNode) and not node.flow_style:
+        node = node.value[-1][1] if isinstance(node, yaml.MappingNode) else node.value[-1]
+    end = node.end_mark
+    return end.index - (isinstance(node, yaml.ScalarNode) and node.style in ("|", ">"))
+
+
 def flow(value: Any) -> str:
     """YAML of a list or a mapping, in one line."""
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).strip()
 
 
-def find(node: yaml.Node | None, key: str) -> yaml.Node | None:
-    """The value of a key in a mapping; None if there is none."""
+def find(node: yaml.Node | None, key: str) -> tuple[yaml.Node, yaml.Node] | None:
+    """The key and the value of this name in a mapping; None if there are none."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return next((value for name, value in pairs if name.value == key), None)
+    return next((pair for pair in pairs if pair[0].value == key), None)

@@ -16,10 +16,11 @@ from machine.ladder import Choice, Hardware, Rung, Step, Working
 from machine.project import Project
 from machine.report import Figure, Section
 from machine.simulate import Study
-from training import weights
+from training import startup, weights
 from training.console import one_line
 from training.device import PROCESSES
-from training.ranks import Ranks, UserError, as_user_error, is_out_of_memory
+from training.layout import Layout
+from training.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
 from training.run_folder import replace_text
 
 NEEDS_PROJECT = True
@@ -262,7 +263,9 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
     hardware = ladder.busy(read_hardware(options, device), cfg.global_batch_size)
     cuda = hardware.kind == "cuda"
     largest = cfg.micro_batch_size if cfg.exact or not cuda else cfg.global_batch_size
-    step = Step(cfg.global_batch_size, largest, cfg.exact, cfg.device_shares)
+    _, refusal = catch(startup.check_sharing, cfg, Layout(2, kinds=("FSDP",)))
+    whole = str(refusal or "")
+    step = Step(cfg.global_batch_size, largest, cfg.exact, cfg.device_shares, whole)
 
     most = ladder.largest_micro_batch(hardware, step)
     study = simulate.study(project, hardware.precision, min(most, MOST_SAMPLES))
@@ -274,7 +277,7 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
         "FLOPs of a sample": f"{study.flops:.3g}, forward and backward",
     }
     if study.remark:
-        section.facts["estimate"] = study.remark
+        section.lines.append(f"The model was {study.remark}.")
     working = compare_with_a_step(section, study, found, project, hardware, step, device)
     section.facts["memory of a device"] = table(found, working, hardware, step)
     choice = ladder.choose(found, working, hardware, step)
