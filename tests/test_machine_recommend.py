@@ -234,6 +234,45 @@ def test_where_nothing_fits_it_says_what_would(card, count):
     assert ladder.least_gpus(shape.sizes, working_of(shape), gpus(8, card)) == count
 
 
+FLAGS = {
+    "--devices: expected a whole number above 0; got '2.5'": {"devices": "2.5"},
+    "--machines: expected a whole number above 0; got '0'": {"machines": "0"},
+    "--device_memory: expected a number above 0; got 'nan'": {"device_memory": "nan"},
+    "--device_memory: expected a number above 0; got '-1'": {"device_memory": "-1"},
+    "torch sees no GPU on this machine; to plan for others, give --device_memory": {"devices": "2"},
+    "torch sees no GPU on this machine; to plan": {"machines": "2"},
+}
+
+
+@pytest.mark.parametrize("line", FLAGS)
+def test_hardware_that_is_not_there(line):
+    verb, none = load_task("machine.recommend"), dict.fromkeys(("devices", "machines"))
+    options = SimpleNamespace(**{**none, "device_memory": None, **FLAGS[line]})
+    with pytest.raises(ValueError, match=re.escape(line)):
+        verb.read_hardware(options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("measured, fixed", [(20 * GB, 0), (30 * GB, 11 * GB), ("full", 61 * GB)])
+def test_an_estimate_that_is_wrong_gives_way_to_the_measurement(monkeypatch, measured, fixed):
+    verb, sizes = load_task("machine.recommend"), memory.Sizes(10**9, 10**9, 10**8, 10**8)
+
+    def measure(project, hardware, choice, device):
+        if measured == "full":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measured
+
+    monkeypatch.setattr(verb, "measure", measure)
+    section = load_task("machine.report").Section("recommend")
+    study = simulate.Study(sizes, {False: ladder.Working(0, GB)}, 1.0)  # 18 GB, and 1 GB a sample
+    one, device = ladder.Step(1, 1), torch.device("cuda")
+    found = verb.compare_with_a_step(section, study, None, gpus(2, 80), one, device)
+    assert found == {False: ladder.Working(fixed, GB)}
+    assert bool(section.lines) == bool(fixed)
+    section = load_task("machine.report").Section("recommend")
+    found = verb.compare_with_a_step(section, study, None, gpus(2, 10), one, device)
+    assert found == study.working and "not measured" in str(section.facts)
+
+
 # ---- The files -----------------------------------------------------------------------------------
 
 
@@ -341,28 +380,23 @@ def test_recommend_on_a_cpu(tmp_path, task):
     assert (result.returncode, written(project)) == (1, before)
     assert "So nothing fits. No number of such GPUs would do" in result.stdout
 
-    # Bad input.
-    assert "--devices: expected a whole number above 0; got '2.5'" in refused(
-        project, "--devices", "2.5"
-    )
-    assert "--device_memory: expected a number above 0; got 'nan'" in refused(
-        project, "--device_memory", "nan"
-    )
-    assert "torch sees no GPU on this machine; to plan for others, give --device_memory" in refused(
-        project, "--devices", "2"
-    )
+
+@pytest.mark.slow
+def test_recommend_keeps_files_that_it_has_not_written(tmp_path):
+    project = bake(tmp_path, task="causal_lm", tracker="none")
     assert "there is no folder runs/none" in refused(
         project, "--task.model_name_or_path", "runs/none"
     )
-    (project.path / "configs/train/recommended.yaml").write_text("max_steps: 5\n")
-    assert "recommend has not written configs/train/recommended.yaml, and keeps it" in refused(
-        project
-    )
-    assert written(project) == [before[0], "max_steps: 5\n"]
+    recipe = project.path / "configs/train/recommended.yaml"
+    recipe.write_text("max_steps: 5\n")
+    line = "recommend has not written configs/train/recommended.yaml, and keeps it"
+    assert line in refused(project)
+    assert recipe.read_text() == "max_steps: 5\n"
+    assert not (project.path / "configs/accelerate/recommended.yaml").exists()
     (project.path / "configs/train").rename(tmp_path / "train")
     (project.path / "configs/train").touch()
-    recipe = tmp_path / "train" / "default.yaml"
-    assert "configs/train" in refused(project, "--config", recipe)
+    line = refused(project, "--config", tmp_path / "train" / "default.yaml")
+    assert "configs/train/.recommended.yaml.partial: Not a directory" in line
 
 
 @pytest.mark.slow

@@ -122,7 +122,6 @@ def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.
 def compare_with_a_step(
     section: Section,
     study: Study,
-    found: list[Rung],
     project: Project,
     hardware: Hardware,
     step: Step,
@@ -278,7 +277,7 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
     }
     if study.remark:
         section.lines.append(f"The model was {study.remark}.")
-    working = compare_with_a_step(section, study, found, project, hardware, step, device)
+    working = compare_with_a_step(section, study, project, hardware, step, device)
     section.facts["memory of a device"] = table(found, working, hardware, step)
     choice = ladder.choose(found, working, hardware, step)
     section.lines += explain(study, working, hardware, choice)
