@@ -106,7 +106,7 @@ def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.
         weights.enable_gradient_checkpointing(model)
     model = model.to(device).train()
     optimizer = project.build_optimizer(model, project.cfg)
-    batch = project.batch(choice.plan.micro_batch_size)
+    batch = simulate.longest_rows(project, choice.plan.micro_batch_size)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[hardware.precision]
     for _ in range(2):  # the moments come with the first

@@ -23,10 +23,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from machine.ladder import Working
 from machine.memory import Sizes
 from machine.project import Project
-from training import weights
+from training import batches, weights
 from training.batches import Batch
 from training.console import one_line
 
+MOST_ROWS = 100_000  # whose lengths are compared
 aten = torch.ops.aten
 # What autocast computes in fp32 on a GPU, and in bf16 on a CPU: outputs take twice the memory.
 FP32 = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax}
@@ -153,16 +154,23 @@ def study(project: Project, precision: str, most: int) -> Study:
     Where a model cannot be simulated, since its code looks at numbers, it is built, and micro-
     batches of 1 and 2 samples are computed on the CPU.
     """
-    samples = {n: project.batch(n) for n in {1, most}}
+    samples = {n: longest_rows(project, n) for n in {1, most}}
     try:
         with no_numbers() as mode:
             fake = {n: convert(mode, batch) for n, batch in samples.items()}
             return compute(project, fake, precision, Assumed())
     except Exception as error:  # code of the task may do anything
         remark = f"not simulated, since {type(error).__name__}: {one_line(error, 150)}"
-    samples = {n: project.batch(n) for n in {1, min(most, 2)}}
+    samples = {n: longest_rows(project, n) for n in {1, min(most, 2)}}
     remark += "; computed on the CPU with 1 and 2 samples instead"
     return dataclasses.replace(compute(project, samples, precision), remark=remark)
+
+
+def longest_rows(project: Project, samples: int) -> Batch:
+    """A micro-batch of the longest of many training rows: other micro-batches need less memory."""
+    rows = project.rows
+    positions = rows.sort(range(max(min(len(rows), MOST_ROWS), samples)))[-samples:]
+    return batches.make_collate(project.task)(rows.__getitems__(positions))[0]
 
 
 def convert(mode: FakeTensorMode, batch: Batch) -> Batch:
