@@ -73,12 +73,17 @@ def show(section: Section) -> None:
             table.add_column(heading, justify="right" if heading == "value" else "left")
         for each in section.figures:
             share = f"{each.value / each.peak:.0%}" if each.peak else ""
-            table.add_row(each.name, each.where, f"{each.value:,.4g}", each.unit, share)
+            table.add_row(each.name, each.where, short(each.value), each.unit, share)
         console.print(table)
     for line in section.lines:
         console.print(escaped(line), markup=False)
     for line in section.failures:
         console.print(f"failed: {escaped(line)}", markup=False)
+
+
+def short(value: float) -> str:
+    """A number with four digits, or all before the point: 0.1234, 12.34, 12,345."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def readable(value: Any) -> str:
@@ -136,7 +141,7 @@ def compare(section: Section, old: dict[str, Any], threshold: float) -> tuple[li
         speed = speed if each.unit.endswith("/s") else 1 / speed
         where = f" ({each.where})" if each.where else ""
         line = (
-            f"{each.name}{where}: {before[each.key]:,.4g} -> {each.value:,.4g} {each.unit}, "
+            f"{each.name}{where}: {short(before[each.key])} -> {short(each.value)} {each.unit}, "
             f"{abs(speed - 1):.0%} {'faster' if speed >= 1 else 'slower'}"
         )
         changes.append(line)
