@@ -46,14 +46,14 @@ def run(
         "devices": [f"{rank}: {name} on {host}" for rank, (host, name) in enumerate(names)],
         "recipe": str(project.recipe),
         "micro-batch": f"{project.plan.micro_batch_size} samples, {precision}",
-        "loader": f"{workers} worker processes for each device",
+        "loader": f"{workers} worker processes for each training process",
     }
-    say(f"bench: about {seconds:g} s for each measurement, and some for each format and size")
 
     # Measure the devices, all at the same time, as in training.
+    say(f"measuring the devices: about {seconds:g} s for each figure")
     for format in devices.formats_of(device):
         measure = partial(devices.measure_products, format, device, seconds, where)
-        everywhere(section, ranks, f"matrix product {format}", measure)
+        everywhere(section, ranks, f"matmul {format}", measure)
     everywhere(section, ranks, "memory", partial(devices.measure_memory, device, seconds, where))
     if device.type == "cpu":
         section.lines.append("host to device: a CPU has nothing to copy")
@@ -65,12 +65,14 @@ def run(
     if ranks.layout.processes == 1:
         section.lines.append("links: one process exchanges nothing")
     else:
+        say("measuring the links")
         section.figures += links.measure_collectives(ranks, device, seconds)
         figures, remarks = links.measure_pairs(ranks, device)
         section.figures += figures
         section.lines += remarks
 
     # Measure the project's own work.
+    say("measuring the project's loader and training step")
     section.figures += ranks.from_main(disk)
     everywhere(section, ranks, LOADER, partial(measure_loader, project, device, seconds, where))
     if project.layout.sharded:
@@ -88,21 +90,19 @@ def everywhere(
     section: Section, ranks: Ranks, what: str, measure: Callable[[], list[Figure]]
 ) -> None:
     """Measures on all processes at the same time. A line names those that could not, and why."""
-    figures, problem = [], ""
+    own, problem = [], ""
     with ranks.fail_together(), as_user_error():
         try:
-            figures = measure()
+            own = measure()
         except RuntimeError as error:  # of torch: not enough memory, or no kernel for it
             problem = one_line(error, 200)
-    reasons: dict[str, list[int]] = {}
-    for rank, (found, reason) in enumerate(ranks.gather((figures, problem))):
-        section.figures += found
-        if reason:
-            reasons.setdefault(reason, []).append(rank)
-    for reason, places in reasons.items():
-        place = f" on process {', '.join(map(str, places))}"
-        place = "" if len(places) == ranks.layout.processes else place
-        section.lines.append(f"not measured: {what}{place}: {reason}")
+    found = ranks.gather((own, problem))
+    figures = [each for own, _ in found for each in own]
+    section.figures += sorted(figures, key=lambda each: each.size)  # devices side by side
+    for problem in dict.fromkeys(problem for _, problem in found if problem):
+        places = [str(rank) for rank, each in enumerate(found) if each[1] == problem]
+        place = "" if len(places) == len(found) else f" on process {', '.join(places)}"
+        section.lines.append(f"not measured: {what}{place}: {problem}")
 
 
 def measure_loader(
@@ -124,6 +124,8 @@ def measure_steps(
         speed = size / seconds_per_call(step, device, seconds)
         return [Figure(STEP, speed, "samples/s", str(ranks.layout.rank))]
 
+    if accelerator.mixed_precision == "fp8":
+        section.lines.append("the training step is measured in bf16; train.py makes layers of fp8")
     everywhere(section, ranks, STEP, measure)
     speeds = by_process(section, STEP, ranks.layout.processes)
     if len(speeds) > 1 and all(speeds):
@@ -148,8 +150,7 @@ def advice(
 ) -> list[str]:
     """What the figures mean, in lines."""
     steps, loaders, products = (
-        by_process(section, name, len(names))
-        for name in (STEP, LOADER, f"matrix product {precision},")
+        by_process(section, name, len(names)) for name in (STEP, LOADER, f"matmul {precision},")
     )
     lines = []
     for rank, (step, loader) in enumerate(zip(steps, loaders, strict=True)):
@@ -174,6 +175,6 @@ def advice(
     ]
     cfg = project.cfg
     found = slow.advise(speeds, cfg.global_batch_size, cfg.micro_batch_size, cfg.exact)
-    if not found and any(products):
+    if not found and (all(steps) or all(products)):
         found = [f"no device is more than {slow.BEHIND:.0%} behind the median"]
     return lines + found

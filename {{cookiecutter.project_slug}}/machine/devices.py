@@ -60,7 +60,7 @@ def measure_products(format: str, device: torch.device, seconds: float, where: s
     try:
         for size in CPU_MATRICES if device.type == "cpu" else MATRICES:
             taken = seconds_per_call(product(format, size, device), device, seconds)
-            name = f"matrix product {format}, {size}"
+            name = f"matmul {format}, {size}"
             figures.append(Figure(name, 2e-12 * size**3 / taken, "TFLOP/s", where, size, peak))
             if taken > seconds / 2:  # larger ones would take too long
                 break

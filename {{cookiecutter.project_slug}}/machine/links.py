@@ -12,8 +12,8 @@ from training.ranks import Ranks
 
 KiB, MiB = 1 << 10, 1 << 20
 # Bytes of a message, ascending. Gloo on CPUs, and networks in general, are slower than NVLink.
-SIZES = {"cpu": (4 * KiB, 64 * KiB, MiB, 16 * MiB)}
-GPU_SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB, 128 * MiB, 512 * MiB)
+CPU_SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB)
+GPU_SIZES = (*CPU_SIZES, 256 * MiB)
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (n - 1) / n
 MOST_PAIRS = 500  # 32 processes have 496
 
@@ -26,31 +26,37 @@ def size_name(size: int) -> str:
 def bandwidths(kind: str, size: int, seconds: float, processes: int) -> tuple[float, float]:
     """(algorithm, bus) bandwidth of a collective operation, in GB/s, 10^9 bytes.
 
-    They are those of nccl-tests (doc/PERFORMANCE.md). The algorithm bandwidth is size / time. The
-    bus bandwidth is that times 2 (n - 1) / n for all_reduce and (n - 1) / n for all_gather and
-    reduce_scatter: what each process must send at least, so it can be compared with the speed of a
-    link, whatever n is. `size` is the whole array: what all_gather gives, and reduce_scatter takes.
+    They are algbw and busbw of nccl-tests; its doc/PERFORMANCE.md has the reasons. The algorithm
+    bandwidth is size / time. The bus bandwidth is that times 2 (n - 1) / n for all_reduce, and
+    times (n - 1) / n for all_gather and reduce_scatter: what each of n processes must send at
+    least, so it can be compared with the speed of a link. `size` is that of the whole array: what
+    all_gather gives, and reduce_scatter takes.
     """
     algorithm = size / seconds / 1e9
     return algorithm, algorithm * FACTORS[kind] * (processes - 1) / processes
 
 
 def operation(kind: str, size: int, processes: int, device: torch.device) -> Callable[[], object]:
-    """A function that does this operation on float32 arrays of `size` bytes, a bit less if the
-    processes do not divide it."""
+    """A function that does this operation on float32 arrays of `size` bytes.
+
+    They have a few bytes less if the processes do not divide it. The names of torch 2.13 come
+    first: there the older ones warn.
+    """
     part = torch.zeros(size // 4 // processes, device=device)  # zeros stay finite, however often
     whole = torch.zeros(part.numel() * processes, device=device)  # they are added up
     if kind == "all_reduce":
         return lambda: dist.all_reduce(whole)
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part)
-    return lambda: dist.reduce_scatter_tensor(part, whole)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(whole, part)
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return lambda: reduce(part, whole)
 
 
 def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> list[Figure]:
     """Latency and bandwidths of each operation and size. The slowest process's median counts."""
     figures, processes = [], ranks.layout.processes
-    sizes = SIZES.get(device.type, GPU_SIZES)
+    sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for kind in FACTORS:
         for size in sizes:
             work = operation(kind, size, processes, device)
@@ -60,8 +66,8 @@ def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> l
             if size == sizes[0]:
                 figures.append(Figure(f"{kind} latency, {name}", taken * 1e6, "us", size=size))
             figures += [
-                Figure(f"{kind} algorithm bandwidth, {name}", algorithm, "GB/s", size=size),
-                Figure(f"{kind} bus bandwidth, {name}", bus, "GB/s", size=size),
+                Figure(f"{kind} algbw, {name}", algorithm, "GB/s", size=size),
+                Figure(f"{kind} busbw, {name}", bus, "GB/s", size=size),
             ]
     return figures
 
@@ -81,8 +87,8 @@ def measure_pairs(ranks: Ranks, device: torch.device) -> tuple[list[Figure], lis
     A message goes there and one back; half the time of a round is that of a message. Call it after
     a collective operation of all processes: NCCL makes its connections in that.
     """
-    small = SIZES["cpu"][0]
-    large = 4 * MiB if device.type == "cpu" else 128 * MiB
+    small = CPU_SIZES[0]
+    large = 4 * MiB if device.type == "cpu" else 256 * MiB
     figures, (pairs, remarks) = [], choose_pairs(ranks.layout.processes)
     for pair in pairs:
         times = [0.0, 0.0]
@@ -92,9 +98,7 @@ def measure_pairs(ranks: Ranks, device: torch.device) -> tuple[list[Figure], lis
         where = f"{pair[0]}-{pair[1]}"
         figures += [
             Figure(f"point-to-point latency, {size_name(small)}", latency * 1e6, "us", where),
-            Figure(
-                f"point-to-point bandwidth, {size_name(large)}", large / taken / 1e9, "GB/s", where
-            ),
+            Figure(f"point-to-point, {size_name(large)}", large / taken / 1e9, "GB/s", where),
         ]
     return figures, remarks
 

@@ -7,14 +7,16 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
+from machine.report import short
 from machine.slow import behind
 from training.console import one_line
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"]  # Okabe-Ito, as in plot.py
 GREY = "#555555"
-LEGEND = {"frameon": False, "fontsize": 8, "borderaxespad": 0.2}
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10}
+LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8, "borderaxespad": 0.2}
 MOST_BARS = 16  # with more there is no room for their numbers
 
 Figures = list[dict[str, Any]]  # those of a section of hardware.json
@@ -47,10 +49,10 @@ def draw_products(axes: Axes, figures: Figures) -> None:
         label += f" (peak {peak:,g})" if peak else ""
         bars = axes.bar(places, list(best.values()), 0.92 * width, color=COLORS[i], label=label)
         if len(best) * len(formats) <= MOST_BARS:
-            axes.bar_label(bars, fmt="{:,.3g}", fontsize=7, padding=2)
-    label_devices(axes, figures, "matrix products (best size)", "TFLOP/s")
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
-    axes.legend(ncols=min(len(formats), 3), **place, **LEGEND)
+            axes.bar_label(bars, fmt=short, fontsize=7, padding=2)
+    label_devices(axes, figures, "matrix products, of the best size", "TFLOP/s")
+    axes.margins(y=0.3)  # room for the legend
+    axes.legend(loc="upper center", ncols=3, columnspacing=1, handlelength=1.2, **LEGEND)
 
 
 def draw_devices(axes: Axes, figures: Figures) -> None:
@@ -60,15 +62,16 @@ def draw_devices(axes: Axes, figures: Figures) -> None:
     colors = [COLORS[1] if i in slow else COLORS[0] for i in range(len(speeds))]
     bars = axes.bar(list(speeds), list(speeds.values()), 0.6, color=colors)
     if len(speeds) <= MOST_BARS:
-        axes.bar_label(bars, fmt="{:,.4g}", fontsize=8, padding=2)
-    title = "training step, each device alone"
-    label_devices(axes, figures, title + ": orange is slow" * bool(slow), "samples / s")
+        axes.bar_label(bars, fmt=short, fontsize=7, padding=2)
+    title = "training step of each device alone" + ", slow ones orange" * bool(slow)
+    label_devices(axes, figures, title, "samples / s")
 
 
 def label_devices(axes: Axes, figures: Figures, title: str, unit: str) -> None:
     """Numbers of processes below the bars."""
     ranks = sorted({int(each["where"]) for each in figures})
-    axes.set(title=title, xlabel="process", ylabel=unit, xlim=(ranks[0] - 0.7, ranks[-1] + 0.7))
+    axes.set_title(title, **TITLE)
+    axes.set(xlabel="process", ylabel=unit, xlim=(ranks[0] - 0.7, ranks[-1] + 0.7))
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.margins(y=0.12)
@@ -85,9 +88,9 @@ def draw_links(axes: Axes, figures: Figures) -> None:
     names = {each["size"]: each["name"].rpartition(", ")[2] for each in figures}
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(names), list(names.values()))
-    axes.xaxis.set_minor_locator(MaxNLocator(1))
-    axes.set(title="collective operations", xlabel="message", ylabel="bus bandwidth, GB/s")
-    axes.set_ylim(0, None)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="size of the message", ylabel="bus bandwidth, GB/s", ylim=(0, None))
+    axes.set_title("collective operations", **TITLE)
     axes.legend(loc="upper left", **LEGEND)
 
 
@@ -100,8 +103,9 @@ def draw_scaling(axes: Axes, figures: Figures) -> None:
     for count, speed, best in zip(counts, speeds, ideal, strict=True):
         place = {"textcoords": "offset points", "xytext": (0, -13), "ha": "center"}
         axes.annotate(f"{speed / best:.0%}", (count, speed), fontsize=8, **place)
-    axes.set(title="training together, gradients exchanged", xlabel="processes")
-    axes.set(ylabel="samples / s", ylim=(0, None))
+    axes.set_title("training together, one micro-batch for each process", **TITLE)
+    axes.set(xlabel="processes", ylabel="samples / s", ylim=(0, None))
+    axes.margins(x=0.1)
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axes.legend(loc="upper left", **LEGEND)
@@ -115,16 +119,16 @@ def draw(content: dict[str, Any], output: Path) -> Path:
     section = content["bench"]
     figures = section["figures"]
     panels = [
-        (draw_products, named(figures, "matrix product")),
+        (draw_products, named(figures, "matmul")),
         (draw_devices, named(figures, "training step alone")),
-        (draw_links, [each for each in figures if " bus bandwidth" in each["name"]]),
+        (draw_links, [each for each in figures if " busbw" in each["name"]]),
         (draw_scaling, named(figures, "training together")),
     ]
     panels = [(function, found) for function, found in panels if found]
     if not panels:
         raise ValueError("there is no figure to draw")
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(10, 3.6 * rows + 0.5), dpi=150)
+    figure = Figure(figsize=(10, 3.4 * rows + 0.4), dpi=150)
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     grid = figure.subplots(rows, min(len(panels), 2), squeeze=False).flatten()

@@ -14,6 +14,7 @@ from training.console import escaped, one_line
 from training.run_folder import replace_text
 
 FORMAT = 1  # of hardware.json
+MOST_ROWS = 4  # of the table, for a figure of several devices; of more it shows two in one row
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,31 @@ def show(section: Section) -> None:
         table = Table(title=f"{section.verb}: figures")
         for heading in ("what", "where", "value", "unit", "of the peak"):
             table.add_column(heading, justify="right" if heading == "value" else "left")
-        for each in section.figures:
-            share = f"{each.value / each.peak:.0%}" if each.peak else ""
-            table.add_row(each.name, each.where, short(each.value), each.unit, share)
+        for group in side_by_side(section.figures):
+            shares = [f"{each.value / each.peak:.0%}" for each in group if each.peak]
+            cells = [each.where for each in group], [short(each.value) for each in group], shares
+            where, value, share = (" .. ".join(dict.fromkeys(cell)) for cell in cells)
+            table.add_row(group[0].name, where, value, group[0].unit, share)
         console.print(table)
     for line in section.lines:
         console.print(escaped(line), markup=False)
     for line in section.failures:
         console.print(f"failed: {escaped(line)}", markup=False)
+
+
+def side_by_side(figures: list[Figure]) -> list[list[Figure]]:
+    """The rows of the table: one figure; or of many devices the lowest and the highest."""
+    rows: dict[tuple, list[Figure]] = {}
+    for each in figures:
+        rows.setdefault((each.name, each.size), []).append(each)
+    found = []
+    for row in rows.values():
+        if len(row) <= MOST_ROWS:
+            found += [[each] for each in row]
+        else:
+            low, *_, high = sorted(row, key=lambda each: each.value)
+            found.append([low, high])
+    return found
 
 
 def short(value: float) -> str:

@@ -54,10 +54,11 @@ def advise(speeds: Sequence[Speed], samples: int, largest: int, exact: bool) -> 
         return lines
     if not all(steps):
         return [*lines, "what to do about it is not known: not all training steps were measured"]
-    lines.append(
-        f"the ways out for a step of {samples} samples, if exchanging gradients took no time; the "
-        "best first:"
-    )
+    lines += [
+        "measure again before you act: another program on a device slows it down as well",
+        f"ways out, for a step of {samples} samples and without the time of the exchange; the best "
+        "first:",
+    ]
     for i, (speed, way) in enumerate(ways_out(steps, slow, samples, largest, exact), 1):
         value = f"{short(speed)} samples/s" if speed else "not possible"
         lines.append(f"{i}. {value}: {way}")
@@ -76,13 +77,13 @@ def ways_out(
     numbers = ", ".join(map(str, slow))
     them, whose = ("them", "processes") if len(slow) > 1 else ("it", "process")
     leave = (
-        f"leave {them} out: num_processes {len(left)} in the YAML, without the device of {whose} "
-        f"{numbers} in gpu_ids"
+        f"leave {them} out, in the YAML num_processes {len(left)}, and gpu_ids without the device "
+        f"of {whose} {numbers}"
     )
     found = []
     for kept, how, way in (
-        (steps, "equal", "use all equally: --device_shares equal"),
-        (steps, "auto", "unequal shares: --device_shares auto"),
+        (steps, "equal", "use all equally, --device_shares equal"),
+        (steps, "auto", "unequal shares, --device_shares auto"),
         (left, "equal", leave),
     ):
         try:
@@ -93,5 +94,5 @@ def ways_out(
         shares = plan.shares if how == "equal" else deal(sum(plan.shares), kept, least=1)
         dealt = StepPlan(samples, plan.micro_batch_size, shares).describe()
         seconds = busiest(shares, kept) * plan.micro_batch_size
-        found.append((samples / seconds, f"{way}; {dealt}"))
+        found.append((samples / seconds, f"{way}: {dealt}"))
     return sorted(found, key=lambda each: -each[0])

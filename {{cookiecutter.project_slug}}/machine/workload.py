@@ -123,7 +123,7 @@ def measure_scaling(
     device, rank, figures = accelerator.device, ranks.layout.rank, []
     calls = min(max(int(seconds / alone), FEWEST), MOST)
     for count in process_counts(ranks.layout.processes):
-        group = dist.new_group(list(range(count)))
+        group = dist.new_group(list(range(count))) if count > 1 else None
 
         def together(group=group, count=count) -> float:
             if rank >= count:
@@ -141,7 +141,7 @@ def measure_scaling(
         found = ranks.gather((taken, problem and one_line(problem)))
         module.zero_grad()
         gc.collect()  # a DDP that is gone no longer exchanges the module's gradients
-        if rank < count:
+        if group and rank < count:
             dist.destroy_process_group(group)
         for number, (_, problem) in enumerate(found):
             if problem:
