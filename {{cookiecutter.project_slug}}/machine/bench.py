@@ -154,10 +154,10 @@ def advice(
     )
     lines = []
     for rank, (step, loader) in enumerate(zip(steps, loaders, strict=True)):
-        if loader < step:
+        if 0 < loader < step:
             lines.append(
                 f"process {rank} waits for data: its loader gives {short(loader)} samples/s, and "
-                f"its training step takes {short(step)}; raise num_workers in the recipe"
+                f"its training step takes {short(step)}; more num_workers may help"
             )
     scaling = [each for each in section.figures if each.name.startswith(workload.SCALING)]
     if len(scaling) > 1:
