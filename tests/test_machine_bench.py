@@ -65,7 +65,9 @@ def test_operations_reduce_and_gather(monkeypatch):
         note = lambda *tensors, name=name: given.update({name: [*map(len, tensors)]})  # noqa: E731
         monkeypatch.setattr(torch.distributed, name, note, raising=False)
     for kind in links.FACTORS:
-        links.operation(kind, 100, 3, torch.device("cpu"))()
+        work, size = links.operation(kind, 100, 3, torch.device("cpu"))
+        work()
+        assert size == 96
     assert given == {"all_reduce": [24], "all_gather_single": [24, 8],
                      "reduce_scatter_single": [8, 24]}  # fmt: skip
 

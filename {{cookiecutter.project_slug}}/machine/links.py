@@ -36,21 +36,23 @@ def bandwidths(kind: str, size: int, seconds: float, processes: int) -> tuple[fl
     return algorithm, algorithm * FACTORS[kind] * (processes - 1) / processes
 
 
-def operation(kind: str, size: int, processes: int, device: torch.device) -> Callable[[], object]:
-    """A function that does this operation on float32 arrays of `size` bytes.
+def operation(
+    kind: str, size: int, processes: int, device: torch.device
+) -> tuple[Callable[[], object], int]:
+    """A function that does this operation on float32 arrays of about `size` bytes, and the bytes.
 
-    They have a few bytes less if the processes do not divide it. The names of torch 2.13 come
-    first: there the older ones warn.
+    Each process has an equal part. The names of torch 2.13 come first: there the older ones warn.
     """
-    part = torch.zeros(size // 4 // processes, device=device)  # zeros stay finite, however often
-    whole = torch.zeros(part.numel() * processes, device=device)  # they are added up
+    # Zeros stay finite, however often they are added up.
+    part = torch.zeros(max(size // 4 // processes, 1), device=device)
+    whole = torch.zeros(part.numel() * processes, device=device)
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole)
+        return lambda: dist.all_reduce(whole), whole.nbytes
     if kind == "all_gather":
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(whole, part)
+        return lambda: gather(whole, part), whole.nbytes
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return lambda: reduce(part, whole)
+    return lambda: reduce(part, whole), whole.nbytes
 
 
 def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> list[Figure]:
@@ -59,9 +61,9 @@ def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> l
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for kind in FACTORS:
         for size in sizes:
-            work = operation(kind, size, processes, device)
+            work, sent = operation(kind, size, processes, device)
             taken = max(ranks.gather(seconds_per_call(work, device, seconds, ranks.from_main)))
-            algorithm, bus = bandwidths(kind, size, taken, processes)
+            algorithm, bus = bandwidths(kind, sent, taken, processes)
             name = size_name(size)
             if size == sizes[0]:
                 figures.append(Figure(f"{kind} latency, {name}", taken * 1e6, "us", size=size))
