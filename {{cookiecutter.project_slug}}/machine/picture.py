@@ -1,6 +1,7 @@
 """Draws hardware.png: the devices side by side, all-reduce over size, scaling over processes."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def by_process(figures: Figures) -> dict[int, float]:
 
 
 def draw_products(axes: Axes, figures: Figures) -> None:
-    """The best matrix product of each format, a bar for each device."""
+    """The best matrix product of each format, a bar for each device, or of many a dot."""
     formats = list(dict.fromkeys(each["name"].split(",")[0] for each in figures))
     width = 0.8 / len(formats)
     for i, name in enumerate(formats):
@@ -47,11 +48,15 @@ def draw_products(axes: Axes, figures: Figures) -> None:
         label = name.rpartition(" ")[2]
         peak = group[0].get("peak")
         label += f" (peak {peak:,g})" if peak else ""
+        if len(best) > MOST_BARS:
+            axes.plot(list(best), list(best.values()), ".", color=COLORS[i], label=label)
+            continue
         bars = axes.bar(places, list(best.values()), 0.92 * width, color=COLORS[i], label=label)
         if len(best) * len(formats) <= MOST_BARS:
             axes.bar_label(bars, fmt=short, fontsize=7, padding=2)
     label_devices(axes, figures, "matrix products, of the best size", "TFLOP/s")
     axes.margins(y=0.3)  # room for the legend
+    axes.set_ylim(0, None)
     axes.legend(loc="upper center", ncols=3, columnspacing=1, handlelength=1.2, **LEGEND)
 
 
@@ -139,12 +144,11 @@ def draw(content: dict[str, Any], output: Path) -> Path:
         axes.set_axisbelow(True)
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    kinds: dict[str, int] = {}
-    for each in section["facts"]["devices"]:
-        name = each.partition(": ")[2]
-        kinds[name] = kinds.get(name, 0) + 1
+    names = [each.partition(": ")[2].rpartition(" on ") for each in section["facts"]["devices"]]
+    kinds, hosts = Counter(name for name, _, _ in names), sorted({host for *_, host in names})
     title = ", ".join(f"{number} x {name}" for name, number in kinds.items())
-    figure.suptitle(one_line(title, 110), parse_math=False, fontsize=11, weight="bold")
+    title += f" on {hosts[0]}" if len(hosts) == 1 else f" on {len(hosts)} machines"
+    figure.suptitle(one_line(title, 100), parse_math=False, fontsize=11, weight="bold")
 
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
