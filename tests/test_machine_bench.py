@@ -126,6 +126,14 @@ def test_a_slow_device_is_named():
     assert slow.advise(speeds[:3], 32, 8, False) == []
 
 
+def test_devices_that_are_slow_in_something_are_not_all_left_out():
+    speeds = [slow.Speed("n0", "H200", 100, 350), slow.Speed("n0", "H200", 50, 700)]
+    first, second, *_, leave = slow.advise(speeds, 32, 8, False)
+    assert "process 0" in first and "matrix products" in first and "training step" not in first
+    assert "process 1" in second and "training step" in second
+    assert leave.startswith("3. 100 samples/s: leave it out") and "of process 1:" in leave
+
+
 def test_without_training_steps_there_are_no_ways_out():
     speeds = [slow.Speed("n0", "H200", 0, 700), slow.Speed("n0", "H200", 0, 70)]
     _, last = slow.advise(speeds, 32, 8, False)
@@ -251,7 +259,7 @@ def test_one_process(alone):
     assert first == "host to device: a CPU has nothing to copy"
     assert second == "links: one process exchanges nothing"
     loads, steps = (values(section, name)["0"] for name in ("data loader", "training step alone"))
-    assert [line[:26] for line in more] == ["process 0 waits for data: "] * (loads < steps)
+    assert [line[:32] for line in more] == ["1 of 1 processes wait for data: "] * (loads < steps)
     assert f"picture: {folder / 'hardware.png'}" in printed and "Warning" not in printed
     check_picture(folder / "hardware.png", 1)
     assert {path.name for path in folder.iterdir()} == {"hardware.json", "hardware.png"}
@@ -300,9 +308,9 @@ def test_two_processes_and_a_slow_one(tmp_path):
     # The slow process, and what each way out gives by the measured speeds: steps of 8 samples.
     quick, late = values(section, "training step alone").values()
     assert late < min(2 / 0.02, quick / 2) and scaling[2] < 4 / 0.02
-    (at,) = (i for i, line in enumerate(section["lines"]) if line.startswith("slow device: "))
-    named, _, _, *ways = section["lines"][at:]
-    assert re.match(r"slow device: process 1 on \S+ \(cpu\): its training step does ", named)
+    named = r"slow device: process 1 on \S+ \(cpu\): its training step does "
+    assert sum(bool(re.match(named, line)) for line in section["lines"]) == 1
+    ways = [line for line in section["lines"] if re.match(r"\d\. ", line)]
     unequal = max(8 / max((8 - n) / quick, n / late) for n in range(1, 8))
     expected = {"use all equally": 2 * late, "leave it out": quick, "unequal shares": unequal}
     found = {}

@@ -153,12 +153,14 @@ def advice(
         by_process(section, name, len(names)) for name in (STEP, LOADER, f"matmul {precision},")
     )
     lines = []
-    for rank, (step, loader) in enumerate(zip(steps, loaders, strict=True)):
-        if 0 < loader < step:
-            lines.append(
-                f"process {rank} waits for data: its loader gives {short(loader)} samples/s, and "
-                f"its training step takes {short(step)}; more num_workers may help"
-            )
+    waiting = [rank for rank, loader in enumerate(loaders) if 0 < loader < steps[rank]]
+    if waiting:
+        worst = min(waiting, key=lambda rank: loaders[rank] / steps[rank])
+        lines.append(
+            f"{len(waiting)} of {len(names)} processes wait for data: the loader of process "
+            f"{worst} gives {short(loaders[worst])} samples/s, and its training step takes "
+            f"{short(steps[worst])}; more num_workers may help"
+        )
     scaling = [each for each in section.figures if each.name.startswith(workload.SCALING)]
     if len(scaling) > 1:
         first, last = scaling[0], scaling[-1]

@@ -70,13 +70,17 @@ def show(section: Section) -> None:
         console.print(table)
     if section.figures:
         table = Table(title=f"{section.verb}: figures")
-        for heading in ("what", "where", "value", "unit", "of the peak"):
-            table.add_column(heading, justify="right" if heading == "value" else "left")
+        table.add_column("what", no_wrap=True)
+        table.add_column("where")
+        table.add_column("value", justify="right")
+        table.add_column("unit")
+        if any(each.peak for each in section.figures):
+            table.add_column("of peak")
         for group in side_by_side(section.figures):
             shares = [f"{each.value / each.peak:.0%}" for each in group if each.peak]
             cells = [each.where for each in group], [short(each.value) for each in group], shares
             where, value, share = (" .. ".join(dict.fromkeys(cell)) for cell in cells)
-            table.add_row(group[0].name, where, value, group[0].unit, share)
+            table.add_row(group[0].name, where, value, group[0].unit, *filter(None, [share]))
         console.print(table)
     for line in section.lines:
         console.print(escaped(line), markup=False)

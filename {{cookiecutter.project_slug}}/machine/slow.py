@@ -59,7 +59,8 @@ def advise(speeds: Sequence[Speed], samples: int, largest: int, exact: bool) -> 
         f"ways out, for a step of {samples} samples and without the time of the exchange; the best "
         "first:",
     ]
-    for i, (speed, way) in enumerate(ways_out(steps, slow, samples, largest, exact), 1):
+    out = sorted(slow_steps or slow_matmuls)  # never all of them
+    for i, (speed, way) in enumerate(ways_out(steps, out, samples, largest, exact), 1):
         value = f"{short(speed)} samples/s" if speed else "not possible"
         lines.append(f"{i}. {value}: {way}")
     return lines
