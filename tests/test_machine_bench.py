@@ -156,10 +156,13 @@ def test_what_a_process_cannot_measure_is_said():
     def fail():
         raise RuntimeError("out of\nmemory")
 
-    theirs = [Figure("x", 1.0, "GB/s", "1", 8), Figure("x", 1.0, "GB/s", "1", 4)]
+    theirs = [Figure("x", 1.0, "GB/s", "1"), Figure("y", 1.0, "GB/s", "1")]
     bench.everywhere(section, processes((theirs, "")), "x", fail)
-    assert section.figures == theirs[::-1]
+    assert section.figures == theirs
     assert section.lines == ["not measured: x on process 0: out of memory"]
+    mine = [Figure("x", 2.0, "GB/s", "0"), Figure("y", 2.0, "GB/s", "0")]
+    bench.everywhere(section, processes((theirs, "")), "x", lambda: mine)
+    assert section.figures[2:] == [mine[0], theirs[0], mine[1], theirs[1]]
     bench.everywhere(section, processes(([], "out of memory")), "y", fail)
     assert section.lines[1:] == ["not measured: y: out of memory"]
 

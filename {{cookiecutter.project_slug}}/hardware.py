@@ -6,8 +6,8 @@
 check: versions, devices, precisions, disk.
 bench: speed of devices, links, disk, loader and training step; a slow device and the ways out.
 
-Flags of train.py (--config, --learning_rate, ...) may
-follow those of a verb. The figures go to hardware.json in the folder --report; with --compare OLD
+Flags of train.py (--config, --learning_rate, ...) may follow those of a verb. The figures go to
+hardware.json in the folder --report, and those of bench also to hardware.png. With --compare OLD
 the program says what got slower than in an older one, and exits with 1 past --threshold.
 """
 

@@ -46,7 +46,7 @@ def run(
         "devices": [f"{rank}: {name} on {host}" for rank, (host, name) in enumerate(names)],
         "recipe": str(project.recipe),
         "micro-batch": f"{project.plan.micro_batch_size} samples, {precision}",
-        "loader": f"{workers} worker processes for each training process",
+        "loader": f"{workers} worker processes for each training process; 0: it loads by itself",
     }
 
     # Measure the devices, all at the same time, as in training.
@@ -98,7 +98,8 @@ def everywhere(
             problem = one_line(error, 200)
     found = ranks.gather((own, problem))
     figures = [each for own, _ in found for each in own]
-    section.figures += sorted(figures, key=lambda each: each.size)  # devices side by side
+    order = list(dict.fromkeys(each.name for each in figures))  # devices side by side
+    section.figures += sorted(figures, key=lambda each: order.index(each.name))
     for problem in dict.fromkeys(problem for _, problem in found if problem):
         places = [str(rank) for rank, each in enumerate(found) if each[1] == problem]
         place = "" if len(places) == len(found) else f" on process {', '.join(places)}"
