@@ -373,6 +373,7 @@ def test_recommend_on_a_cpu(tmp_path, task):
     out = recommend(project, "--device_memory", "0.02", "--devices", "2", "--machines", "2").stdout
     assert "Next: python launch.py --config_file configs/accelerate/recommended.yaml" in out
     assert "--machine_rank R --main_process_ip 10.0.0.1" in out
+    assert all(name in out for name in ("DDP, bf16", "FSDP2 on 4 GPUs of 2 machines"))
     values = yaml.safe_load(written(project)[0])
     assert (values["num_processes"], values["num_machines"]) == (4, 2)
     before = written(project)

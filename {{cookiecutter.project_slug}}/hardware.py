@@ -1,6 +1,7 @@
 """Measures this machine, and says which YAML of configs/accelerate/ suits it.
 
     python hardware.py check
+    python hardware.py recommend
     accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml hardware.py check
 
 check: versions, devices, precisions, disk.

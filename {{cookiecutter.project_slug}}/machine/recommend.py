@@ -28,6 +28,7 @@ HEADING = "# Written by hardware.py recommend"
 YAML = Path("configs/accelerate/recommended.yaml")
 RECIPE = Path("configs/train/recommended.yaml")
 TOLERANCE = 0.15  # by which an estimate may be wrong
+WORKSPACE = 250e6  # bytes of cuBLAS and cuDNN, which no estimate knows: a small model has fewer
 MOST_SAMPLES = 256  # of a micro-batch that is simulated
 
 
@@ -136,7 +137,7 @@ def compare_with_a_step(
         section.facts[name] = "not measured: that takes a GPU that is here"
         return study.working
     if not choice:
-        section.facts[name] = "not measured: the model does not fit into one device"
+        section.facts[name] = "not measured: no step fits into one device"
         return study.working
     try:
         measured = measure(project, hardware, choice, device)
@@ -155,7 +156,7 @@ def compare_with_a_step(
     )
     section.figures.append(Figure("memory, estimated", choice.need / 1e9, "GB"))
     section.figures.append(Figure("memory, measured", measured / 1e9, "GB"))
-    if abs(ratio - 1) <= TOLERANCE:
+    if abs(ratio - 1) <= TOLERANCE or abs(measured - choice.need) <= WORKSPACE:
         return study.working
     section.lines.append(
         f"The estimate is wrong by {abs(ratio - 1):.0%}; what follows counts with the measurement."
@@ -194,8 +195,9 @@ def table(
         for checkpointing, work in sorted(working.items(), reverse=True):
             fitting = ladder.fitting_plan(rung, work, hardware, step)
             if fitting:
-                verdict = "fits" if fitting == plan else f"{fitting.micro_batch_size} samples fit"
-                verdict += " with checkpointing" * checkpointing
+                size = fitting.micro_batch_size
+                verdict = "fits" + " with checkpointing" * checkpointing
+                verdict += f", {size} sample{'s' * (size > 1)} at a time" * (fitting != plan)
         rows[rung.words] = f"{row}: {verdict}"
     return rows
 
