@@ -3,9 +3,12 @@
     python hardware.py check
     accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml hardware.py check
 
-check: versions, devices, precisions, disk. Flags of train.py (--config, --learning_rate, ...) may
-follow those of a verb. The figures go to hardware.json in the folder --report; with --compare OLD
-the program says what got slower than in an older one, and exits with 1 past --threshold.
+check: versions, devices, precisions, disk.
+tune: short trials of train.py; writes the fastest precision, compilation and micro-batch size.
+
+Flags of train.py (--config, --learning_rate, ...) may follow those of a verb. The figures go to
+hardware.json in the folder --report; with --compare OLD the program says what got slower than in an
+older one, and exits with 1 past --threshold.
 """
 
 import argparse
@@ -17,7 +20,7 @@ from accelerate import PartialState
 
 import task
 import train
-from machine import check, report
+from machine import check, report, tune
 from machine.project import Project, read_project
 from machine.report import Section
 from training.console import IS_MAIN, one_line, protect_output, say
@@ -25,7 +28,7 @@ from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check}
+VERBS = {"check": check, "tune": tune}
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -43,7 +46,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         verb = verbs.add_parser(name, help=module.__doc__.splitlines()[0], allow_abbrev=False)
         verb.add_argument("--report", type=Path, default=Path("runs/hardware"))
         verb.add_argument("--compare", type=Path, help="an older hardware.json")
-        verb.add_argument("--threshold", type=float, default=0.1, help="0.1: 10 %% slower")
+        verb.add_argument("--threshold", type=report.threshold, default=0.1)
         module.add_arguments(verb)
     return parser.parse_known_args(words or ["check"])
 
@@ -52,6 +55,12 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
     """All that needs no other process: arguments, the project's data, the older report."""
     options, flags = parse_arguments(sys.argv[1:])
     old = report.load(options.compare) if options.compare else {}
+    if old:
+        report.check_comparable(options.verb, {}, old)
+    if IS_MAIN:
+        report.prepare_folder(options.report)
+    if options.verb == "tune":
+        return options, tune.read_recipe(train.Config, task, flags), old
     if not VERBS[options.verb].NEEDS_PROJECT:
         if flags:
             raise UserError(f"{options.verb} takes no {one_line(flags[0])}; see --help")
@@ -77,6 +86,9 @@ def main() -> int:
     ranks = None
     try:
         found, problem = catch(as_user_error()(prepare))
+        if found and found[0].verb == "tune":  # starts processes itself, and leaves GPUs to them
+            with as_user_error():
+                return finish(found[0], tune.run(found[0], found[1]), found[2])
         ranks = Ranks(TIMEOUT)
         ranks.raise_everywhere(problem)
         options, project, old = found

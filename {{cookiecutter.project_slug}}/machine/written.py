@@ -62,6 +62,9 @@ def recipe_with(cfg: Any, recipe: Path, flags: list[str], **settings: Any) -> st
             continue
         if name in ("max_steps", "num_epochs") and not value:
             continue  # the other one decides, and 0 beside it says nothing
+        switch, reads = config.READERS.get(name, ("", None))
+        if switch and not reads(getattr(cfg, switch)):
+            continue  # a flag has switched it off, and a recipe may not have it then
         section, _, last = name.rpartition(".")
         place = entries.setdefault(section, {}) if section else entries
         place[last] = value
