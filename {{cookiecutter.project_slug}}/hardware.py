@@ -23,6 +23,7 @@ import train
 from machine import check, report, tune
 from machine.project import Project, read_project
 from machine.report import Section
+from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
 from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
@@ -92,8 +93,14 @@ def main() -> int:
         ranks = Ranks(TIMEOUT)
         ranks.raise_everywhere(problem)
         options, project, old = found
+        versions = startup.versions()
+        device = versions.get("gpu", versions["cpu"])
+        conditions = {"device": device, "processes": ranks.layout.processes}
+        with ranks.fail_together(), as_user_error():
+            if old and IS_MAIN:
+                report.check_comparable(options.verb, conditions, old)
         section = VERBS[options.verb].run(options, project, ranks, PartialState().device)
-        code = 0
+        section.conditions, code = conditions, 0
         with ranks.fail_together(), as_user_error():
             if IS_MAIN:
                 code = finish(options, section, old)

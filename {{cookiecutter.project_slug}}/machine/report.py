@@ -126,19 +126,19 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def is_report(content: Any) -> bool:
-    """Whether this is the content of a hardware.json, so that comparing with it cannot fail."""
+    """Whether this is the content of a hardware.json, so that `compare` can read it."""
     try:
         sections = [each for name, each in content.items() if name != "format"]
         figures = [figure for section in sections for figure in section["figures"]]
         texts = [figure[name] for figure in figures for name in ("name", "unit")]
-        numbers = [figure["value"] for figure in figures]
-        conditions = [section["conditions"].items() for section in sections]
-        hash(tuple((each.get("where"), each.get("size")) for each in figures))
+        texts += [figure.get("where", "") for figure in figures]
+        numbers = [number for each in figures for number in (each["value"], each.get("size", 0))]
+        mappings = [section["conditions"] for section in sections]
     except (AttributeError, KeyError, TypeError):
         return False
-    known = all(isinstance(each, str) for each in texts)
-    known = known and all(type(each) in (int, float) for each in numbers)
-    return known and content.get("format") == FORMAT and conditions is not None
+    kinds = [(texts, str), (numbers, (int, float)), (mappings, dict)]
+    typed = all(isinstance(each, kind) for values, kind in kinds for each in values)
+    return typed and content.get("format") == FORMAT
 
 
 def prepare_folder(folder: Path) -> None:

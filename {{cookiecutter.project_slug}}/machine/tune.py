@@ -300,7 +300,7 @@ def show_trial(
         "save_every": 0,
         "export": "last",
         "tracker": "none",
-        "profile_steps": [],
+        "profile_steps": None,
     }
     text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **changes)
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
