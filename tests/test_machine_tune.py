@@ -13,11 +13,11 @@ import pytest
 
 from conftest import load_task, make_tiny, wait_until
 
-tune = load_task("machine.tune")
+search = load_task("machine.search")
 trials = load_task("machine.trials")
 report = load_task("machine.report")
 written = load_task("machine.written")
-Settings, Trial = tune.Settings, tune.Trial
+Settings, Trial = search.Settings, trials.Trial
 START = Settings("bf16", False, False, 8)
 FULL = Trial(problem=trials.FULL)
 OWN = "# mine\nmax_steps: 3\n"
@@ -25,7 +25,7 @@ OWN = "# mine\nmax_steps: 3\n"
 
 def space(**changes):
     values = {"start": START, "precisions": ["bf16", "no"], "sizes": [2, 4, 8, 16, 32]}
-    return tune.Space(**values | changes)
+    return search.Space(**values | changes)
 
 
 def searched(speed, **changes):
@@ -36,7 +36,7 @@ def searched(speed, **changes):
         found = speed(settings)
         return found if isinstance(found, Trial) else Trial(speed=found)
 
-    return tune.search(try_out, space(**changes), tried), tried
+    return search.search(try_out, space(**changes), tried), tried
 
 
 def speed_of(settings):
@@ -129,21 +129,21 @@ def hardware(processes=1, precision="bf16", kind="cuda", capability=(8, 0), kind
 
 
 def test_space_of_a_recipe_and_a_machine():
-    found = tune.find_space(config(), hardware())
+    found = search.find_space(config(), hardware())
     assert found.precisions == ["bf16", "no"]
     assert found.sizes == [1, 2, 4, 8, 16, 32, 48, 96]
     assert found.start == START and found.compile and not found.skipped
-    found = tune.find_space(config(), hardware(4))
+    found = search.find_space(config(), hardware(4))
     assert found.sizes == [1, 2, 4, 8, 12, 24]
-    found = tune.find_space(config(exact=True), hardware())
+    found = search.find_space(config(exact=True), hardware())
     assert found.sizes == [8] and not found.compile
     assert "exact fixes them" in found.skipped[0] and "exact does not go with" in found.skipped[1]
-    old = tune.find_space(config(), hardware(capability=(7, 5)))
+    old = search.find_space(config(), hardware(capability=(7, 5)))
     assert old.precisions == ["bf16", "no", "fp16"]
-    old = tune.find_space(config(), hardware(2, "no", capability=(7, 5), kinds=("FSDP",)))
+    old = search.find_space(config(), hardware(2, "no", capability=(7, 5), kinds=("FSDP",)))
     assert old.precisions == ["no"] and "fp16" in old.skipped[0]
     with pytest.raises(ValueError, match="exact"):
-        tune.find_space(config(exact=True, compile=True), hardware())
+        search.find_space(config(exact=True, compile=True), hardware())
 
 
 def test_lines_of_a_trial(tmp_path):
@@ -313,9 +313,8 @@ def figures(project, verb="tune", folder="runs/hardware"):
 @pytest.mark.slow
 @pytest.mark.parametrize("yaml", ["cpu", "cpu_multi"])
 def test_tuned_pair_trains(tuned, yaml):
-    printed = hardware_py(
-        tuned, "tune", *STEPS, "--config_file", f"configs/accelerate/{yaml}.yaml", "--seed", "3"
-    ).stdout
+    words = (*STEPS, "--config_file", f"configs/accelerate/{yaml}.yaml", "--num_epochs", "2")
+    printed = hardware_py(tuned, "tune", *words).stdout
     assert "next: make train HARDWARE=tuned RECIPE=tuned" in printed
     assert "compile: on a CPU it needs a C++ compiler" in printed
     found = figures(tuned)
@@ -327,9 +326,10 @@ def test_tuned_pair_trains(tuned, yaml):
     pair = ["configs/train/tuned.yaml", "configs/accelerate/tuned.yaml"]
     texts = [(tuned.path / each).read_text() for each in pair]
     recipe, hardware = map(load_task("yaml").safe_load, texts)
-    assert recipe["seed"] == 3 and recipe["max_steps"] == 12 and recipe["global_batch_size"] == 8
+    assert recipe["num_epochs"] == 2 and recipe["global_batch_size"] == 8
+    assert "max_steps" not in recipe and recipe["log_every"] == 1
     assert hardware["num_processes"] == (2 if yaml == "cpu_multi" else 1)
-    assert "output_dir" not in recipe and "log_every" in recipe
+    assert "output_dir" not in recipe and "tracker" not in recipe
     words = ("train.py", "--config", pair[0])
     assert "checked" in tuned.run("python", *words, "--check", "--config_file", pair[1]).stdout
     output = f"runs/after_{yaml}"

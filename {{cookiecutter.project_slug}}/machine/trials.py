@@ -117,6 +117,18 @@ def environment(hardware: Hardware, folder: Path) -> dict[str, str]:
     return {**defaults, **os.environ, MARK: str(folder)}
 
 
+def run_program(words: list[str], hardware: Hardware, folder: Path) -> int:
+    """Runs a program of the project to its end; its exit code. It speaks for itself on stderr."""
+    env = environment(hardware, folder)
+    env |= {f"LAUNCH_{n.removeprefix('num_').upper()}": str(v) for n, v in hardware.changes.items()}
+    command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    try:
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        return subprocess.run(command, env=env, start_new_session=True, **quiet).returncode
+    finally:
+        end_processes(str(folder))
+
+
 def cut_lines(steps: int) -> tuple[int, int, int]:
     """(steps of a line, lines of the warm-up, lines to measure) for so many steps to measure.
 
