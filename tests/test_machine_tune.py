@@ -397,7 +397,9 @@ def test_wrong_input_is_one_line(tuned, tmp_path):
         assert ended.returncode == 2, (words, ended.stdout, ended.stderr)
         assert expected in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
         assert nothing_left(tuned)
-    several = tuned.start(2, "tune", program="hardware.py")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = ["python", "hardware.py", "tune"]
+    several = [subprocess.Popen(command, cwd=tuned.path, env=e, **pipes) for e in tuned.envs(2)]
     printed = [each.communicate(timeout=60) for each in several]
     assert [each.returncode for each in several] == [2, 2]
     assert "".join(err for _, err in printed).count("python hardware.py tune") == 1

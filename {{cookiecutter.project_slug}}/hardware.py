@@ -88,8 +88,9 @@ def main() -> int:
     try:
         found, problem = catch(as_user_error()(prepare))
         if found and found[0].verb == "tune":  # starts processes itself, and leaves GPUs to them
+            options, recipe, old = found
             with as_user_error():
-                return finish(found[0], tune.run(found[0], found[1]), found[2])
+                return finish(options, tune.run(options, recipe, old), old)
         ranks = Ranks(TIMEOUT)
         ranks.raise_everywhere(problem)
         options, project, old = found

@@ -86,9 +86,10 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run(options: argparse.Namespace, recipe: Recipe) -> Section:
+def run(options: argparse.Namespace, recipe: Recipe, old: dict[str, Any]) -> Section:
     """Tries settings out, and writes the best. Raises ValueError.
 
+    `old`: the report to compare with, which must be of the same device, processes and recipe.
     A signal ends the running trial; then it shows what it has measured, and raises SystemExit.
     """
     for path in (RECIPE, ACCELERATE):
@@ -99,6 +100,8 @@ def run(options: argparse.Namespace, recipe: Recipe) -> Section:
             hardware = trials.look_at_hardware(options.config_file)
             space = find_space(recipe.cfg, hardware)
             describe(section, options, recipe, hardware)
+            if old:
+                report.check_comparable("tune", section.conditions, old)
             CACHE.mkdir(exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="tune-", dir=CACHE) as folder:
                 folder = Path(folder).resolve()
@@ -152,7 +155,7 @@ def describe(
     section.facts = {
         **section.conditions,
         "accelerate YAML": one_line(hardware.file),
-        "fixed": f"global_batch_size {recipe.cfg.global_batch_size}, and all other settings",
+        "fixed": f"{recipe.cfg.global_batch_size} samples a step, and all other settings",
         "trial": f"{every * count} steps after {every * warm_up} of warm-up; the median of {count} "
         "speeds",
     }
@@ -220,6 +223,7 @@ def add_results(section: Section, recipe: Recipe, tried: dict[Settings, Trial]) 
             less = f", {trial.memory / plain.memory:.2f} times the memory" if trial.memory else ""
             gain = f"{trial.speed / plain.speed:.2f} times the speed{less}"
             section.lines.append(f"{settings}, compared with fp32: {gain}")
+    section.figures.sort(key=lambda figure: figure.unit == "GB")  # speeds first
     if tried and not any(trial.memory for trial in tried.values()):
         section.lines.append("peak memory: train.py measures none on this device")
 
