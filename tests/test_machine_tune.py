@@ -159,6 +159,41 @@ def test_lines_of_a_trial(tmp_path):
     assert trials.last_line("a\nValueError: b\n") == "ValueError: b"
 
 
+FAKE = """
+import json, pathlib, subprocess, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--config") + 1]).parent
+kind, count = (folder / "recipe.yaml").read_text().split()
+with open(folder / "run" / "metrics.jsonl", "w") as file:
+    for n in range(int(count)):
+        line = {"step": n, "tokens_per_second": 10.0 * n, "peak_memory_gb": 2 - n / 10}
+        print(json.dumps(line), file=file)
+if kind == "fails":
+    print("train.py: the memory is full: no room\\nlaunch.py: bye")
+    sys.exit(1)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
+time.sleep(99)
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "speed", "problem"),
+    [
+        ("runs 8", 60.0, ""),  # of lines 5 to 7, after five of warm-up
+        ("hangs 6", 50.0, ""),  # the time is over after one of three
+        ("hangs 2", 0.0, "2 of 8 lines of metrics within 1 s"),
+        ("fails 6", 0.0, "out of memory"),
+    ],
+)
+def test_a_trial_ends_with_all_its_processes(tmp_path, monkeypatch, recipe, speed, problem):
+    (tmp_path / "launch.py").write_text(FAKE)
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(trials, "ROOT", tmp_path)
+    trial = trials.run_trial(tmp_path, hardware(), "tokens", 3, 1)
+    assert (trial.speed, trial.problem, trial.memory) == (speed, problem, 2.0)
+    assert not marked(tmp_path)
+
+
 # ---- What is written -----------------------------------------------------------------------------
 
 
@@ -293,16 +328,20 @@ def hardware_py(project, *words, **options):
     return project.run("python", "hardware.py", *words, PATH=path, **options)
 
 
-def nothing_left(project):
-    """Whether a trial has left neither a process nor a folder."""
-    marks = []
+def marked(folder):
+    """The processes of trials in this folder."""
+    found = []
     for process in psutil.process_iter():
         try:
-            marks.append(process.environ().get(trials.MARK, ""))
+            found += [process] * (str(folder) in process.environ().get(trials.MARK, ""))
         except psutil.Error:
             continue
-    folders = list((project.path / ".cache").glob("tune-*"))
-    return not folders and not any(str(project.path.resolve()) in mark for mark in marks)
+    return found
+
+
+def nothing_left(project):
+    """Whether trials have left neither a process nor a folder."""
+    return not list((project.path / ".cache").glob("tune-*")) and not marked(project.path.resolve())
 
 
 def figures(project, verb="tune", folder="runs/hardware"):
@@ -389,6 +428,7 @@ def test_wrong_input_is_one_line(tuned, tmp_path):
         (["--learning_rat", "3"], "did you mean learning_rate"),
         (["--check"], "leave out --check"),
         (["--task.fail_where", "prepare_data", "--task.fail_rank", "0"], "prepare_data"),
+        (["--task.fail_where", "build_model", "--task.fail_rank", "0"], "build_model"),
         (["--report", str(own / "inside")], "Not a directory"),
         (["--compare", "configs/train/default.yaml"], "is no hardware.json"),
     ]

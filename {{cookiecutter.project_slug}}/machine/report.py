@@ -70,7 +70,7 @@ class Section:
 
 def show(section: Section) -> None:
     """Prints facts, figures and advice."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if section.facts:
         table = Table(title=section.verb, show_header=False)
         for name, value in section.facts.items():
@@ -90,9 +90,9 @@ def show(section: Section) -> None:
             table.add_row(*(escaped(row[i]) for i in kept))
         console.print(table)
     for line in section.lines:
-        console.print(escaped(line), markup=False)
+        console.print(escaped(line))
     for line in section.failures:
-        console.print(f"failed: {escaped(line)}", markup=False)
+        console.print(f"failed: {escaped(line)}")
 
 
 def rounded(value: float) -> str:

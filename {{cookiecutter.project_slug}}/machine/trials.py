@@ -171,13 +171,14 @@ def run_trial(folder: Path, hardware: Hardware, unit: str, steps: int, timeout: 
     measured = [each[f"{unit}_per_second"] for each in found[warm_up:]]
     peaks = [each["peak_memory_gb"] for each in found if each.get("peak_memory_gb")]
     trial.memory = max(peaks, default=None)
-    trial.speed = median(measured) if measured else 0.0
     text = (folder / "output").read_text(encoding="utf-8", errors="replace")
-    if not measured and trial.code is None:
-        trial.problem = f"not measured within {timeout} s: {len(found)} of {warm_up + count} lines"
-    elif not measured:
-        full = re.search("out of memory|memory is full|not enough memory", text)
+    if trial.code is not None and len(measured) < count:  # it ended by itself
+        full = re.search("out of memory|memory is full|not enough memory|ALLOC_FAILED", text)
         trial.problem = FULL if full else last_line(text)
+    elif not measured:
+        trial.problem = f"{len(found)} of {warm_up + count} lines of metrics within {timeout} s"
+    else:  # fewer lines than asked for, if the time was short
+        trial.speed = median(measured)
     return trial
 
 
@@ -188,7 +189,7 @@ def read_lines(path: Path, key: str) -> list[dict]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError):  # the last one is being written
                 entries = json.loads(line)
-                found += [entries] if entries.get(key) else []
+                found += [entries] if key in entries else []
     return found
 
 
