@@ -22,6 +22,7 @@ from training.ranks import catch
 from training.run_folder import read_text, replace_text
 
 FORMAT = 1  # of hardware.json
+MOST_ROWS = 4  # of the table, for a figure of several devices; of more it shows two in one row
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ def show(section: Section) -> None:
         console.print(table)
     if section.figures:
         table, rows = Table(title=f"{section.verb}: figures"), []
-        for each in section.figures:
-            share = f"{each.value / each.peak:.0%}" if each.peak else ""
-            rows.append((each.name, each.where, rounded(each.value), each.unit, share))
+        for group in side_by_side(section.figures):
+            shares = [f"{each.value / each.peak:.0%}" for each in group if each.peak]
+            cells = [each.where for each in group], [short(each.value) for each in group], shares
+            where, value, share = (" .. ".join(dict.fromkeys(cell)) for cell in cells)
+            rows.append((group[0].name, where, value, group[0].unit, share))
         columns = list(zip(*rows, strict=True))
         headings = ("what", "where", "value", "unit", "of the peak")
         kept = [i for i, cells in enumerate(columns) if any(cells)]
@@ -95,9 +98,24 @@ def show(section: Section) -> None:
         console.print(f"failed: {escaped(line)}")
 
 
-def rounded(value: float) -> str:
-    """A number with four digits, or all of those before the point."""
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+def side_by_side(figures: list[Figure]) -> list[list[Figure]]:
+    """The rows of the table: one figure; or of many devices the lowest and the highest."""
+    rows: dict[tuple, list[Figure]] = {}
+    for each in figures:
+        rows.setdefault((each.name, each.size), []).append(each)
+    found = []
+    for row in rows.values():
+        if len(row) <= MOST_ROWS:
+            found += [[each] for each in row]
+        else:
+            low, *_, high = sorted(row, key=lambda each: each.value)
+            found.append([low, high])
+    return found
+
+
+def short(value: float) -> str:
+    """A number with four digits, or all before the point: 0.1234, 12.34, 12,345."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def readable(value: Any) -> str:
@@ -147,8 +165,8 @@ def prepare_folder(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def save(folder: Path, section: Section) -> None:
-    """Adds the section to hardware.json in this folder, which it creates.
+def save(folder: Path, section: Section) -> dict[str, Any]:
+    """Adds the section to hardware.json in this folder, which it creates; returns the content.
 
     A file that is no hardware.json of this version stays, under another name.
     """
@@ -168,6 +186,7 @@ def save(folder: Path, section: Section) -> None:
             content = older or content
         content[section.verb] = section.as_json()
         replace_text(path, json.dumps(content, indent=1) + "\n")
+        return content
     finally:
         os.close(handle)
 
@@ -225,7 +244,7 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
     for each in [figure for figure in section.figures if is_compared(figure.unit)]:
         was = before.pop((*each.key, each.unit), None)
         where = "".join(f" ({part})" for part in (each.where, each.size) if part)
-        line = f"{each.name}{where}: {rounded(each.value)} {each.unit}"
+        line = f"{each.name}{where}: {short(each.value)} {each.unit}"
         if was is None or not 0 < was < math.inf:
             lines.append(f"{line}, not in the older report")
             continue
@@ -233,7 +252,7 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
         change = f"{abs(ratio - 1):.0%} {'faster' if ratio >= 1 else 'slower'}"
         if not 0 <= ratio < math.inf:
             ratio, change = 0.0, "which is no measurement"
-        lines.append(f"{line}, was {rounded(was)}: {change}")
+        lines.append(f"{line}, was {short(was)}: {change}")
         worse += lines[-1:] if ratio < 1 - limit else []
     lines += [f"{name}: only in the older report" for name, *_ in before]
     if not any(", was " in line for line in lines):

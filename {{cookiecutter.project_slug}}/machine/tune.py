@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import report, trials, written
-from machine.report import Figure, Section, rounded
+from machine.report import Figure, Section, short
 from machine.search import NOISE, Settings, find_space, search
 from machine.trials import Hardware, Trial
 from training import config, contract
@@ -205,8 +205,8 @@ def describe_trial(recipe: Recipe, trial: Trial) -> str:
     """Speed and memory, or the problem."""
     if trial.problem:
         return f"failed: {trial.problem}"
-    memory = f", {rounded(trial.memory)} GB" if trial.memory else ""
-    return f"{rounded(trial.speed)} {recipe.unit}/s{memory}"
+    memory = f", {short(trial.memory)} GB" if trial.memory else ""
+    return f"{short(trial.speed)} {recipe.unit}/s{memory}"
 
 
 def add_results(section: Section, recipe: Recipe, tried: dict[Settings, Trial]) -> None:

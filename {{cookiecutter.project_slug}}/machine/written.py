@@ -50,7 +50,8 @@ def recipe_with(cfg: Any, recipe: Path, flags: list[str], **settings: Any) -> st
     command, such as check, are left out, since recipes cannot have them.
     """
     content = config.plain_value(config.compose_yaml(config.read_small_file(recipe))) or {}
-    given = [*field_names(content), *(word[2:].partition("=")[0] for word in flags)]
+    given = [word[2:].partition("=")[0] for word in flags if word.startswith("--")]
+    given += field_names(content)
     entries: dict[str, Any] = {}
     for name, (_, about) in config.fields_of(type(cfg)).items():
         known = any(name == each or each.startswith(f"{name}.") for each in given)
