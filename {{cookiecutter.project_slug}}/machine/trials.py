@@ -67,12 +67,13 @@ def print_survey(config_file: str) -> None:
         if gpus > 1:
             changes["num_processes"] = gpus
             os.environ["LAUNCH_PROCESSES"] = str(gpus)
-    path = Path(config_file)
-    try:
-        layout = accelerate_yaml.read_hardware(path)
+    path, fields = Path(config_file), {}
+    with contextlib.suppress(OSError, ValueError):  # read_hardware says what is wrong
         fields = config.plain_value(config.compose_yaml(config.read_small_file(path)))
-        if fields.get("num_machines", 1) > 1:
+    try:
+        if isinstance(fields, dict) and fields.get("num_machines", 1) not in (0, 1):
             raise ValueError(f"{one_line(path)}: tune starts the processes of one machine only")
+        layout = accelerate_yaml.read_hardware(path)
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         return
