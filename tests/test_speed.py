@@ -88,6 +88,24 @@ def test_shares_are_those_of_the_clock(clock):
     assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
 
 
+def test_a_balancer_may_read_before_the_step_is_complete(clock):
+    meter, stopwatch = make_meter()
+    meter.start()
+    meter.add(1000, 1)
+    stopwatch.start(2)
+    for _ in range(2):  # the gradient of the last micro-batch counts
+        clock(1)
+        stopwatch.stop()
+    assert stopwatch.read() == 10**9
+    clock(5)
+    stopwatch.complete()
+    assert stopwatch.take() == [2.0] and stopwatch.read() == 0
+    stopwatch.start(1)
+    clock(3)
+    stopwatch.complete()  # the first weight has got no gradient
+    assert stopwatch.take() == [3.0]
+
+
 def test_processes_wait_for_the_slowest_of_each_step(clock):
     """Two processes are slow in turn: each waits in every other step, though the sums are equal."""
     other = np.zeros((2, 5))

@@ -45,6 +45,7 @@ class Stopwatch:
         self.running: list[list] = []
         self.seconds: list[float] = []  # of the steps before these, since `take`
         self.newest = 0  # ns per micro-batch in the last of them, until `read`
+        self.stopped = True
 
     def mark(self):
         """This moment: in ns on a CPU, otherwise an event in the device's work."""
@@ -58,14 +59,16 @@ class Stopwatch:
         """Before the first micro-batch of a step."""
         self.collect()
         self.running.append([self.mark(), None, micro_batches])
+        self.stopped = False
 
     def stop(self) -> None:
         """When a gradient of the first weight is there; that of the last micro-batch counts."""
         self.running[-1][1] = self.mark()
+        self.stopped = True
 
     def complete(self) -> None:
         """When all gradients of a step are there; it ends now, unless `stop` has been called."""
-        if not self.running[-1][1]:
+        if not self.stopped:
             self.stop()
 
     def collect(self) -> None:
