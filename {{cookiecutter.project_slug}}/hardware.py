@@ -3,9 +3,10 @@
     python hardware.py check
     accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml hardware.py check
 
-check: versions, devices, precisions, disk. Flags of train.py (--config, --learning_rate, ...) may
-follow those of a verb. The figures go to hardware.json in the folder --report; with --compare OLD
-the program says what got slower than in an older one, and exits with 1 past --threshold.
+check: versions, devices, precisions, disk. smoke: a few training steps, with checks that name the
+process that is wrong. Flags of train.py (--config, --learning_rate, ...) may follow those of a
+verb. The figures go to hardware.json in the folder --report; with --compare OLD the program says
+what got slower than in an older one, and exits with 1 past --threshold.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from accelerate import PartialState
 
 import task
 import train
-from machine import check, report
+from machine import check, report, smoke
 from machine.project import Project, read_project
 from machine.report import Section
 from training.console import IS_MAIN, one_line, protect_output, say
@@ -25,7 +26,7 @@ from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check}
+VERBS = {"check": check, "smoke": smoke}
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
