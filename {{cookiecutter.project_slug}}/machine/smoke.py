@@ -258,7 +258,8 @@ def check_gradients(trial: Trial, folder: Path) -> str:
     if trial.precision == "fp8":
         return "left out: in fp8 the model that is prepared computes in another precision"
     found, limits = trial.ranks.gather(deviation), limit_of(GRADIENT, trial, layout.sharded)
-    for kind, text in (("own", "its own gradient, before the exchange,"), ("sum", "the sum of gradients")):
+    texts = {"own": "its own gradient, before the exchange,", "sum": "the sum of gradients"}
+    for kind, text in texts.items():
         wrong = {
             rank: each[kind]
             for rank, each in enumerate(found)
