@@ -12,7 +12,7 @@ from conftest import BakedProject, bake, digest, lines, load_task, read_weights
 from test_invariance import DROPOUT, check_same_curve
 
 EXACT = ["--exact", "true", *DROPOUT]
-TIMES = ("data_wait", "save_seconds")
+TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds")
 
 
 def digests(output):

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from conftest import BakedProject, bake, digest, latest, lines, preloaded
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
-TIMES = ("data_wait", "save_seconds")
+TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds")
 OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 

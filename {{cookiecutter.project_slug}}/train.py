@@ -44,6 +44,7 @@ from training import (
     run_folder,
     sharding,
     shutdown,
+    speed,
     tracking,
     weights,
 )
@@ -164,6 +165,9 @@ class Config:
     """The tracker's project."""
     upload_code: bool = field(default=False, metadata=NOTHING)
     """W&B: also upload the code, the git commit and the uncommitted changes."""
+    profile_steps: list[PositiveInt] | None = field(default=None, metadata=NOTHING)
+    """First and last step to profile, such as [10, 13]: writes traces, and a table of the longest
+    operations, into profile/ in the run folder."""
 
     # Speed, memory and determinism
     compile: bool = False
@@ -357,6 +361,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     model = weights.sync_batch_norms(model, accelerator, plan, cfg.device_shares)
     trained = [p for p in model.parameters() if p.requires_grad]
     parameters, size = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
+    share_trained = parameters / sum(p.numel() for p in model.parameters())
 
     # Build the loaders.
     train_rows = SampleDataset(train_data, task, cfg.seed)
@@ -384,8 +389,10 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         with sharding.whole_buffers(module, accelerator):
             model, optimizer = accelerator.prepare(module, optimizer)
     automatic = cfg.device_shares == "auto" and processes > 1
-    balancer = ShareBalancer(plan, accelerator.device) if automatic else None
-    gradients = StepGradients(accelerator, ranks, model, cfg.exact, balancer)
+    unit = getattr(task, "UNIT", "samples")
+    meter = speed.SpeedMeter(accelerator, ranks, unit)
+    balancer = ShareBalancer(plan, meter.stopwatch) if automatic else None
+    gradients = StepGradients(accelerator, ranks, model, cfg.exact, meter.stopwatch)
 
     # Resume.
     state = weights.TrainingState(accelerator, model, optimizer, optimizer_settings)
@@ -419,13 +426,14 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         for warning in warnings:
             say(warning)
 
-    # Start the logs and the meters.
+    # Start the logs, and what watches the run.
     log = tracking.Log(accelerator, settings, first_step, max_steps)
     if point.changed:
         log.write({"step": first_step, "event": "changed", "changes": "; ".join(point.changed)})
-    unit = getattr(task, "UNIT", "samples")
     step_monitor = monitor.StepMonitor(accelerator, ranks, sum(plan.shares), cfg.max_skipped_steps)
-    meter = monitor.ThroughputMeter(unit)
+    with device.eager(model):
+        meter.count_flops(model, task, first_batches[0], share_trained)
+    profiler = speed.Profiler(accelerator, cfg.profile_steps, output)
 
     # Evaluate first, if a stop has interrupted the evaluation of this checkpoint.
     model.train()
@@ -451,6 +459,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         with meter.waiting():
             reader.fetch()
     for step in range(first_step + 1, last_step + 1):
+        profiler.begin(step)
+
         # Take the micro-batches of the step, and what all ranks agreed on.
         plan, window, terms, ids_hash = reader.take()
         meter.add(terms, ids_hash)
@@ -488,6 +498,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         monitor.skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
+        profiler.end(step)
 
         # Count the step, and find out what is due. Nothing below changes the weights.
         step_monitor.add(step, terms, plan.run(), step_losses, norm)
@@ -507,6 +518,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             line = {"step": step, "samples": samples, "epoch": samples / len(train_data)}
             line |= {"loss": loss_mean, "lr": lr, "grad_norm": grad_norm, **meter.read()}
             log.write(line)
+            if meter.straggler:
+                log.write({"step": step, **meter.straggler})
             if reason:
                 raise UserError(reason)
         saver.log_commits(log, step)

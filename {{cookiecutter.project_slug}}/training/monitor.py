@@ -1,13 +1,10 @@
-"""Skips steps whose loss or gradient is not finite, reports spikes, and measures throughput.
+"""Skips steps whose loss or gradient is not finite, and reports spikes.
 
 Numbers stay on the device until a line of metrics is due, so that other steps do not wait for it.
 """
 
-import contextlib
 import math
-import time
 from collections import deque
-from collections.abc import Iterator
 from itertools import chain, islice
 from statistics import median
 
@@ -155,44 +152,3 @@ class StepMonitor:
                 ]
         self.recent.append(loss)
         return notes
-
-
-class ThroughputMeter:
-    """Counts loss terms, sample ids and time since the last line of metrics.jsonl."""
-
-    def __init__(self, unit: str):
-        self.unit = unit  # plural name of the loss terms
-
-    def start(self) -> None:
-        """Starts to count anew."""
-        self.terms, self.ids_hash, self.waited, self.began = 0, 0, 0.0, time.perf_counter()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Counts the time of the body as waiting for data."""
-        began = time.perf_counter()
-        yield
-        self.waited += time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time of the body out of the throughput."""
-        began = time.perf_counter()
-        yield
-        self.began += time.perf_counter() - began
-
-    def add(self, terms: int, ids_hash: int) -> None:
-        """Adds a step: its loss terms, and the sum of its hashed sample ids."""
-        self.terms += terms
-        self.ids_hash = (self.ids_hash + ids_hash) % 2**64
-
-    def read(self) -> dict:
-        """Fields for a line: throughput, share of time spent fetching data, batch_hash."""
-        seconds = time.perf_counter() - self.began
-        line = {
-            f"{self.unit}_per_second": self.terms / seconds,
-            "data_wait": self.waited / seconds,
-            "batch_hash": f"{self.ids_hash:016x}",
-        }
-        self.start()
-        return line

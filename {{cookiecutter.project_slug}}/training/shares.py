@@ -13,55 +13,15 @@ on a fast device and 0 on a slow one; the gradient of the step is 3.
 """
 
 import dataclasses
-import time
 from statistics import median
 
-import torch
-
 from training.batches import StepPlan, busiest, deal
+from training.speed import Stopwatch
 
 WARM_UP = 2  # first steps, which take longer
 FIRST = 5  # measured steps before the first decision
 WINDOW = 20  # and before each further one
 WORTH = 1.05  # speed-up of a step for which it is dealt anew
-
-
-class Stopwatch:
-    """Measures how long this process computes its micro-batches; never waits for the device."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        # (begin, end, micro-batches) of steps that the device may not have computed yet
-        self.running: list[tuple] = []
-
-    def mark(self):
-        """This moment: in ns on a CPU, otherwise an event in the device's work."""
-        if self.device.type == "cpu":
-            return time.perf_counter_ns()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
-    def start(self, micro_batches: int) -> None:
-        """Before the first micro-batch of a step."""
-        self.running.append((self.mark(), None, micro_batches))
-
-    def stop(self) -> None:
-        """After the last micro-batch, before the processes wait for each other."""
-        begin, _, micro_batches = self.running.pop()
-        self.running.append((begin, self.mark(), micro_batches))
-
-    def read(self) -> int:
-        """Nanoseconds per micro-batch in the newest step that is complete; 0 without a new one."""
-        newest = 0
-        while self.running:
-            begin, end, micro_batches = self.running[0]
-            if end is None or (self.device.type != "cpu" and not end.query()):
-                break
-            taken = end - begin if self.device.type == "cpu" else 1e6 * begin.elapsed_time(end)
-            newest = max(round(taken / micro_batches), 1)
-            del self.running[0]
-        return newest
 
 
 class ShareBalancer:
@@ -71,8 +31,8 @@ class ShareBalancer:
     So they decide alike.
     """
 
-    def __init__(self, plan: StepPlan, device: torch.device):
-        self.stopwatch, self.plan = Stopwatch(device), plan
+    def __init__(self, plan: StepPlan, stopwatch: Stopwatch):
+        self.stopwatch, self.plan = stopwatch, plan
         self.times: list[list[int]] = [[] for _ in plan.shares]  # since the last decision
         self.left_out, self.needed = WARM_UP, FIRST
 

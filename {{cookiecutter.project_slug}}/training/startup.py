@@ -185,6 +185,15 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
         )
 
 
+def check_profile(steps: list[int] | None) -> None:
+    """Raises UserError unless this is the first and the last of a few steps."""
+    if steps is not None and (len(steps) != 2 or not 0 <= steps[1] - steps[0] < 100):
+        raise UserError(
+            f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
+            "[10, 13]"
+        )
+
+
 def check_rows(rows: Any, layout: Layout) -> None:
     """Raises UserError for rows that context parallelism cannot cut.
 
@@ -245,6 +254,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     """
     contract.check_functions(task)
     cfg, remarks = read_config(config_class, about)
+    check_profile(cfg.profile_steps)
     output = Path(cfg.output_dir)
     layout = read_layout(cfg)
     check_sharing(cfg, layout)
@@ -324,6 +334,13 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         raise ValueError(
             f"{point.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
             "max_steps, num_epochs or global_batch_size"
+        )
+    if cfg.profile_steps and not step < cfg.profile_steps[0] <= cfg.profile_steps[1] <= (
+        point.max_steps
+    ):
+        point.remarks.append(
+            f"warning: nothing is profiled: profile_steps is {cfg.profile_steps}, and this command "
+            f"trains the steps {step + 1} to {point.max_steps}"
         )
     if cfg.eval_only:  # only the task's settings affect an evaluation
         changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}

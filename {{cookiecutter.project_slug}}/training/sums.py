@@ -18,13 +18,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from training import sharding
 from training.batches import StepPlan
 from training.ranks import Ranks, UserError
 from training.sharding import local, whole
-from training.shares import ShareBalancer, Stopwatch
+from training.speed import Stopwatch
 
 Tensors = list[torch.Tensor]
 BUCKET = 2 << 20  # elements that are exchanged at once
@@ -174,17 +173,16 @@ class StepGradients:
         ranks: Ranks,
         model: torch.nn.Module,
         exact: bool,
-        balancer: ShareBalancer | None = None,
+        stopwatch: Stopwatch,
     ):
         self.accelerator, self.ranks, self.model, self.exact = accelerator, ranks, model, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
-        self.tree, self.stopwatch = TreeSum(), balancer.stopwatch if balancer else None
+        self.tree, self.stopwatch = TreeSum(), stopwatch
         self.problem: UserError | None = None
         self.checking = True  # the first step
         self.sharded, self.shared_buffers = ranks.layout.sharded, sharding.SharedBuffers(model)
-        if balancer and not exact and hasattr(model, "register_comm_hook"):
-            model.register_comm_hook(balancer.stopwatch, reduce_and_stop)
+        self.parameters[0].register_hook(lambda _: stopwatch.stop())
         if exact and self.sharded:
             sharding.reduce_in_tree(model, accelerator, ranks.layout)
 
@@ -196,8 +194,7 @@ class StepGradients:
         """
         self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
         self.shared_buffers.share()
-        if self.stopwatch:
-            self.stopwatch.start(turns)
+        self.stopwatch.start(turns)
         if self.exact:
             return 1 / max(terms, 1)
         accelerator.gradient_accumulation_steps, accelerator.step = turns, 0
@@ -223,8 +220,6 @@ class StepGradients:
         for i, parameter in enumerate(self.parameters):
             self.used[i] += parameter.grad is not None
             parameter.grad = None
-        if self.stopwatch and number == self.plan.run()[-1]:
-            self.stopwatch.stop()
 
     def buffers(self) -> dict[str, tuple]:
         """Each buffer with its version, a counter of changes, and in the first step its values.
@@ -255,6 +250,7 @@ class StepGradients:
         A weight that no micro-batch uses gets none. If a process has a problem, all raise it.
         """
         self.checking = False
+        self.stopwatch.complete()
         if self.exact:
             used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
             if self.sharded:
@@ -281,15 +277,6 @@ class StepGradients:
         if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
             torch._foreach_mul_([local(g) for g in grads], (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
-
-
-def reduce_and_stop(
-    stopwatch: Stopwatch, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP's average of a bucket of gradients; before that of the last, all is computed."""
-    if bucket.is_last():
-        stopwatch.stop()
-    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
 def norm_by_rows(grads: Tensors) -> torch.Tensor:

@@ -42,7 +42,8 @@ class Log:
 
     interval = 10  # seconds between lines of the training loss on a terminal
     untracked = ("batch_hash", "sample_ids")  # in the file, not in the tracker
-    unshown = ("samples", "epoch", "data_wait", *untracked)  # in the file, not on the screen
+    shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
+    unshown = ("samples", "epoch", *shares, *untracked)  # in the file, not on the screen
 
     def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
         self.accelerator, self.first_step, self.max_steps = accelerator, first_step, max_steps

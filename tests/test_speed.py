@@ -1,0 +1,228 @@
+"""What metrics.jsonl says about time, memory and MFU; stragglers; traces of single steps."""
+
+import gzip
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import lines, load_task, make_tiny
+
+speed, startup = load_task("training.speed"), load_task("training.startup")
+layout = load_task("training.layout")
+CPU = torch.device("cpu")
+SLOW = """
+
+def loss_sum(model, batch, compute=loss_sum):
+    import os, time
+    time.sleep(0.05 * int(os.environ["RANK"]))
+    return compute(model, batch)
+"""
+
+
+class Others:
+    """The Ranks of process 0 among several, and what the others add to its arrays."""
+
+    def __init__(self, processes=1, arrays=()):
+        self.layout, self.arrays = layout.Layout(processes), list(arrays)
+        self.processes = processes
+
+    def gather(self, value):
+        return [value] * self.processes
+
+    def sum_arrays(self, array):
+        return array + self.arrays.pop(0) if self.arrays else array
+
+
+def make_meter(processes=1, arrays=(), precision="no"):
+    """A meter of process 0, and its stopwatch."""
+    accelerator = SimpleNamespace(
+        device=CPU, num_processes=processes, process_index=0, mixed_precision=precision
+    )
+    meter = speed.SpeedMeter(accelerator, Others(processes, arrays), "tokens")
+    return meter, meter.stopwatch
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves when told to: clock(seconds)."""
+    now = [100.0]
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(speed.time, "perf_counter_ns", lambda: round(1e9 * now[0]))
+
+    def advance(seconds):
+        now[0] += seconds
+
+    return advance
+
+
+def take_step(clock, meter, stopwatch, compute, fetch, rest=0.0):
+    """A step that takes so many seconds."""
+    meter.add(1000, 1)
+    stopwatch.start(4)
+    clock(compute)
+    stopwatch.stop()
+    with meter.waiting():
+        clock(fetch)
+    clock(rest)
+    stopwatch.complete()
+
+
+def test_shares_are_those_of_the_clock(clock):
+    meter, stopwatch = make_meter()
+    meter.start()
+    with meter.waiting():
+        clock(0.5)
+    for _ in range(2):
+        take_step(clock, meter, stopwatch, compute=3.0, fetch=1.0, rest=0.75)
+    with meter.paused():
+        clock(1000)
+    line = meter.read()
+    assert line["tokens_per_second"] == pytest.approx(2000 / 10)
+    assert line["data_wait"] == pytest.approx(0.25) and line["compute"] == pytest.approx(0.6)
+    assert line["peak_memory_gb"] > 0.05 and not {"mfu", "peer_wait"} & {*line}
+    assert stopwatch.read() == round(3e9 / 4) and stopwatch.read() == 0
+    take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0, rest=1.0)
+    assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
+
+
+def test_a_balancer_may_read_before_the_step_is_complete(clock):
+    meter, stopwatch = make_meter()
+    meter.start()
+    meter.add(1000, 1)
+    stopwatch.start(2)
+    for _ in range(2):  # the gradient of the last micro-batch counts
+        clock(1)
+        stopwatch.stop()
+    assert stopwatch.read() == 10**9
+    clock(5)
+    stopwatch.complete()
+    assert stopwatch.take() == [2.0] and stopwatch.read() == 0
+    stopwatch.start(1)
+    clock(3)
+    stopwatch.complete()  # the first weight has got no gradient
+    assert stopwatch.take() == [3.0]
+
+
+def test_processes_wait_for_the_slowest_of_each_step(clock):
+    """Two processes are slow in turn: each waits in every other step, though the sums are equal."""
+    other = np.zeros((2, 5))
+    other[1] = [1.0, 3.0, 0.0, 0.0, 7.0]  # computes 1 s and 3 s, fetches for 0 s, has 7 GB
+    meter, stopwatch = make_meter(2, [other])
+    meter.start()
+    take_step(clock, meter, stopwatch, compute=3.0, fetch=0.0)
+    take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0, rest=2.0)
+    line = meter.read()
+    assert line["peer_wait"] == pytest.approx((1 + 1) / 6)
+    assert line["compute"] == pytest.approx(8 / 2 / 6) and line["peak_memory_gb"] == 7
+    assert meter.straggler == {}
+
+
+@pytest.mark.parametrize("fault", ["computing", "fetching data"])
+def test_a_straggler_is_named_once_and_after_it_persists(clock, fault):
+    """Process 2 takes 0.2 s more than the 1 s of the others, for 10 steps a line."""
+    work = {"computing": (1.2, 0.0), "fetching data": (0.4, 0.8)}[fault]
+    slow = np.zeros((3, 21))
+    slow[1], slow[2] = [1.0] * 10 + [0.0] * 11, [work[0]] * 10 + [work[1]] * 10 + [0]
+    even = np.zeros((3, 21))
+    even[1:, :10] = 1.0
+    meter, stopwatch = make_meter(3, [slow, slow, even, slow, slow, slow, slow, even, *[slow] * 3])
+    meter.start()
+    found = []
+    for _ in range(11):
+        for _ in range(10):
+            take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0)
+        meter.read()
+        found.append(meter.straggler)
+    assert [index for index, each in enumerate(found) if each] == [5, 10]
+    assert found[5]["process"].startswith("2 on ") and found[5]["mostly"] == fault
+    assert found[5]["step_seconds"] == pytest.approx(1.2)
+    assert found[5]["median_of_others"] == pytest.approx(1.0)
+
+
+def test_single_steps_name_no_straggler_before_the_twentieth(clock):
+    slow = np.zeros((2, 3))
+    slow[1] = [2.0, 0.0, 0.0]
+    meter, stopwatch = make_meter(2, [slow] * 25)
+    meter.start()
+    found = []
+    for _ in range(25):
+        take_step(clock, meter, stopwatch, compute=1.0, fetch=0.0)
+        meter.read()
+        found.append(bool(meter.straggler))
+    assert found.index(True) == 19 and sum(found) == 1
+
+
+@pytest.mark.parametrize("precision, tf32, peak", [("no", False, 67), ("no", True, 495)])
+@pytest.mark.parametrize("share_trained", [1.0, 0.25])
+def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
+    """A matrix of 8 x 16 on 10 rows: 2 x 10 x 8 x 16 FLOPs forward, and as many twice backward."""
+    known = {"fp32": 67.0, "tf32": 495.0}
+    monkeypatch.setattr(speed, "peaks_of", lambda device: known)
+    meter, stopwatch = make_meter(precision=precision)
+    ranks = load_task("training.ranks").Ranks
+    meter.ranks.fail_together = ranks.fail_together.__get__(meter.ranks)
+    meter.ranks.raise_everywhere = lambda problem: None
+    model = torch.nn.Linear(8, 16, bias=False)
+    task = SimpleNamespace(eval_sums=None, count=lambda batch: 5)
+    model.forward = lambda function, batch: batch @ model.weight.T
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    meter.count_flops(model, task, torch.ones(10, 8), share_trained)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    assert model.training and meter.flops == (2 + share_trained) * 2 * 10 * 8 * 16 / 5
+    meter.start()
+    take_step(clock, meter, stopwatch, compute=0.5, fetch=0.0)
+    expected = meter.flops * 1000 / 0.5 / (peak * 1e12)
+    assert meter.read()["mfu"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("steps", [[3], [1, 2, 3], [5, 3], [1, 101]])
+def test_profile_steps_are_first_and_last(steps):
+    with pytest.raises(ValueError, match="give the first and the last of at most 100 steps"):
+        startup.check_profile(steps)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_slow_is_named_in_metrics(tmp_path):
+    project = make_tiny(tmp_path)
+    with open(project.path / "task.py", "a", encoding="utf-8") as file:
+        file.write(SLOW)
+    flags = ["--max_steps", 24, "--log_every", 4, "--eval_every", 0, "--output_dir", "runs/slow"]
+    project.train(2, *flags)
+    (note,) = lines(project.path / "runs" / "slow", "event")
+    assert note["event"] == "straggler" and note["process"].startswith("1 on ")
+    assert note["step"] == 20 and note["mostly"] == "computing"
+    training = lines(project.path / "runs" / "slow", "loss")
+    assert min(line["peer_wait"] for line in training[1:]) > 0.2
+
+
+@pytest.mark.slow
+def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
+    for name, more in (("plain", []), ("profiled", ["--profile_steps", "[3, 5]"])):
+        tiny.train(2, *more, "--output_dir", tmp_path / name)
+    kept = ("step", "loss", "grad_norm", "batch_hash")
+    plain, profiled = (
+        [[line[key] for key in kept] for line in lines(tmp_path / name, "loss")]
+        for name in ("plain", "profiled")
+    )
+    assert plain == profiled and len(plain) == 12
+    folder = tmp_path / "profiled" / "profile"
+    for rank in range(2):
+        trace = json.loads(gzip.open(folder / f"process-{rank}.pt.trace.json.gz").read())
+        names = [event.get("name") for event in trace["traceEvents"]]
+        assert names.count("Optimizer.step#AdamW.step") == 3
+    assert "aten::" in (folder / "operations.txt").read_text()
+    refused = ["--profile_steps", "[13, 14]", "--output_dir", tmp_path / "none"]
+    assert "nothing is profiled: profile_steps is [13, 14]" in tiny.train(1, *refused)
+
+
+@pytest.mark.slow
+def test_a_profile_that_cannot_be_written_ends_no_run(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("a file")
+    printed = tiny.train(1, "--profile_steps", "[3, 5]", "--output_dir", tmp_path / "run")
+    assert "no profile: FileExistsError" in printed
+    assert lines(tmp_path / "run", "loss")[-1]["step"] == 12
