@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from conftest import load_task, preloaded
+from conftest import ROOT, load_task, preloaded
 
 check, host, places = (load_task(f"machine.{name}") for name in ("check", "host", "places"))
 nvidia_smi, precisions = (load_task(f"machine.{name}") for name in ("nvidia_smi", "precisions"))
@@ -44,9 +44,7 @@ def read(text):
 def test_fields_of_gpus_are_read_and_missing_ones_are_unknown():
     first, second = read(H100)
     assert first["uuid"] == "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77"  # as torch shows it
-    assert nvidia_smi.describe_state(first) == (
-        "temperature 34 C, power 70 of 700 W, clock 345 of 1980 MHz"
-    )
+    assert nvidia_smi.describe_state(first) == "34 C, 70 of 700 W, 345 of 1980 MHz"
     assert nvidia_smi.number_of(second, "power.draw") == 512.1
     (t4,) = read(T4)
     assert "mig.mode.current" not in t4 and t4["driver_version"] == "470.57.02"
@@ -55,7 +53,7 @@ def test_fields_of_gpus_are_read_and_missing_ones_are_unknown():
     assert nvidia_smi.describe_state({}) == nvidia_smi.describe_state(virtual)
     assert read("No devices were found\n") == read("") == []
     partly = {"power.draw": "27.58"}
-    assert "power 28 of unknown W" in nvidia_smi.describe_state(partly)
+    assert ", 28 of unknown W, " in nvidia_smi.describe_state(partly)
 
 
 def test_instances_belong_to_the_gpu_above_them():
@@ -215,7 +213,7 @@ def process(rank, **changes):
         "free": 78.5,
         "total": 79.2,
         "precisions": {"fp32": "runs"},
-        "state": "78.5 of 79.2 GiB free, temperature 34 C",
+        "state": "78.5 of 79.2 GiB free, 34 C",
         "slowed": [],
         "others": [],
     }
@@ -399,6 +397,22 @@ def test_smoke_names_the_process_that_is_wrong(tiny, tmp_path, fault):
     line = next(each for each in out.splitlines() if each.startswith(f"failed: {check_name}"))
     assert words in line
     assert not list((tmp_path / "report").glob(".smoke*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("calls, code", [(99, 0), (4, 1)])
+def test_smoke_checks_the_gradients_of_fsdp(tiny, tmp_path, calls, code):
+    # After the 4th call process 1 computes with the model that is prepared.
+    fault = "old, calls = loss_sum, []\ndef loss_sum(model, batch):\n    calls.append(1)\n"
+    fault += f"    factor = 1.01 if RANK == 1 and len(calls) > {calls} else 1\n"
+    fault += "    return old(model, batch) * factor\n"
+    project = with_fault(tiny, tmp_path, fault)
+    launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/fsdp2.yaml"]
+    launch += ["--num_processes", "2", "--mixed_precision", "no", ROOT / "tests/sharded_on_cpu.py"]
+    result = project.run(*launch, "hardware.py", "smoke", "--report", tmp_path, check=False)
+    assert result.returncode == code, result.stdout + result.stderr
+    found = "failed: gradients are added up: processes 0-1 on" in result.stdout
+    assert found == bool(code) and ("6 passed, 0 failed, 1 left out" in result.stdout) != found
 
 
 @pytest.mark.slow

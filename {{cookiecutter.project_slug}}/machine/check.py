@@ -173,7 +173,8 @@ def describe(everywhere: list[dict], machines: list[dict]) -> Section:
     same = len({each["name"] for each in devices}) == 1
     facts["device"] = (count if same else "") + of_devices([each["name"] for each in devices])
     if "state" in devices[0]:
-        facts["now"] = of_devices([each["state"] for each in devices])
+        states = [f"{word} {i}: {each['state']}" for i, each in enumerate(devices)]
+        facts["now"] = "\n".join(states) if len(states) > 1 else devices[0]["state"]
         others = [", ".join(each["others"]) or "none" for each in devices]
         facts["other programs"] = of_devices(others) if "unknown" not in others else "unknown"
         if any(own["problem"] for own in everywhere):

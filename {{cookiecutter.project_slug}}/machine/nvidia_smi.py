@@ -117,17 +117,17 @@ def slowed_by(gpu: dict[str, str]) -> list[str]:
 def describe_state(gpu: dict[str, str]) -> str:
     """Temperature, power and clock of a GPU in a line."""
 
-    def pair(now: str, most: str, unit: str) -> str:
+    def pair(what: str, now: str, most: str, unit: str) -> str:
         """Such as `70 of 700 W`; what is unknown is said to be."""
         numbers = [number_of(gpu, name) for name in (now, most)]
         now, most = ("unknown" if n is None else f"{n:.0f}" for n in numbers)
-        return f"{now} of {most} {unit}" if {now, most} != {"unknown"} else "unknown"
+        return f"{now} of {most} {unit}" if {now, most} != {"unknown"} else f"{what} unknown"
 
     celsius = number_of(gpu, "temperature.gpu")
-    warmth = "unknown" if celsius is None else f"{celsius:.0f} C"
-    power = pair("power.draw", "power.limit", "W")
-    clock = pair("clocks.sm", "clocks.max.sm", "MHz")
-    return f"temperature {warmth}, power {power}, clock {clock}"
+    warmth = "temperature unknown" if celsius is None else f"{celsius:.0f} C"
+    power = pair("power", "power.draw", "power.limit", "W")
+    clock = pair("clock", "clocks.sm", "clocks.max.sm", "MHz")
+    return f"{warmth}, {power}, {clock}"
 
 
 def other_programs(apps: list[dict[str, str]], uuid: str, own: set[int]) -> list[str]:
