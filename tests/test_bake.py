@@ -259,7 +259,7 @@ def test_every_import_is_a_declared_dependency(bakes, task):
     lines += itertools.chain(*metadata["project"]["optional-dependencies"].values())
     declared = {re.split("[<>=~!]", line)[0].replace("-", "_") for line in lines}
     own = {name.stem for name in files(project)} | {"conftest"}
-    own |= {"tests", "training", "tasklib"}
+    own |= {"tests", "training", "tasklib", "machine"}
     known = set(sys.stdlib_module_names) | own | declared | {"yaml", "PIL", "sklearn"}
     for name in files(project):
         if name.suffix != ".py":

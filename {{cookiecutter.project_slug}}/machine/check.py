@@ -110,6 +110,8 @@ def no_gpu() -> str:
 
 def see_gpus() -> dict[str, Any]:
     """What nvidia-smi says about all GPUs of this machine."""
+    if torch.version.hip:
+        return {"problem": "nvidia-smi knows no AMD GPUs; see amd-smi"}
     gpus, problem = nvidia_smi.query()
     fields = ",".join(nvidia_smi.APPS)
     text, _ = nvidia_smi.call(f"--query-compute-apps={fields}", "--format=csv,noheader,nounits")

@@ -228,7 +228,6 @@ def check_gradients(trial: Trial, folder: Path) -> str:
         _, first = trial.everyone(trial.gradient_alone, numbered[:1])
         _, own = trial.everyone(trial.gradient_alone, numbered)
     trial.everyone(trial.prepare)
-    trial.finite = None  # until a step is done: after one that failed, the next may hang
     deviation = {}  # of this process: before and after the exchange
     averaged, layout = trial.layout.averaged, trial.layout
 
@@ -289,7 +288,7 @@ def deviate(found: dict[str, torch.Tensor], right: dict[str, np.ndarray]) -> tup
 
 def check_steps(trial: Trial, folder: Path) -> str:
     """After some steps the weights have changed, and are the same on all processes."""
-    if trial.finite is None:
+    if trial.finite is None:  # after a step that failed, the next may hang
         return "left out: the first step failed"
     for step in range(2, STEPS + 1):
         trial.finite = trial.step(step) and trial.finite
@@ -324,6 +323,8 @@ def check_barrier(trial: Trial, folder: Path) -> str:
 def check_saving(trial: Trial, folder: Path) -> str:
     """A checkpoint gives back the bytes of weights and optimizer state that were saved."""
     ranks, state = trial.ranks, trial.state
+    if state is None:
+        return "left out: the model could not be prepared"
 
     def see() -> None:
         if not agreement.appears(folder):

@@ -20,6 +20,7 @@ from training.console import one_line
 from training.device import PROCESSES
 from training.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
 from training.sharding import local, whole
+from training.speed import Stopwatch
 from training.sums import StepGradients
 
 SAMPLES = 4  # in a micro-batch, at most
@@ -86,6 +87,8 @@ class Trial:
     def __init__(self, project: Project, ranks: Ranks, hosts: list[str]):
         self.project, self.cfg, self.ranks, self.hosts = project, project.cfg, ranks, hosts
         self.layout = project.layout
+        self.finite: bool | None = None  # whether all steps were; None: none is done
+        self.state: weights.TrainingState | None = None  # of the model that is prepared
         with ranks.fail_together(), as_user_error():
             self.accelerator = device.make_accelerator(self.cfg)
             self.plan = small_plan(project)
@@ -172,7 +175,10 @@ class Trial:
         with sharding.whole_buffers(module, accelerator):
             self.module, self.optimizer = accelerator.prepare(module, optimizer)
         self.module.train()
-        self.gradients = StepGradients(accelerator, self.ranks, self.module, self.cfg.exact)
+        stopwatch = Stopwatch(accelerator.device)
+        self.gradients = StepGradients(
+            accelerator, self.ranks, self.module, self.cfg.exact, stopwatch
+        )
         self.state = weights.TrainingState(accelerator, self.module, self.optimizer, settings)
         self.before = digests(self.parameters())
 
