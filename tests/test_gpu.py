@@ -1,5 +1,7 @@
 """What only a GPU can show: precisions, compiled models, GPUs instead of processes, same bytes."""
 
+import json
+import math
 import re
 import shutil
 import subprocess
@@ -233,3 +235,40 @@ def test_texts_of_many_lengths_compile_twice(tmp_path):
     env |= {"ACCELERATE_MIXED_PRECISION": "bf16", "TORCH_LOGS": "recompiles"}
     result = project.run("python", "train.py", *flags, **env)
     assert (result.stdout + result.stderr).count("Recompiling function") == 1
+
+
+# ---- hardware.py ---------------------------------------------------------------------------------
+
+
+def bench(project, hardware, folder):
+    """What `hardware.py bench` says of the GPUs: {name: figures}, and its lines."""
+    command = ["accelerate", "launch", "--quiet", "--config_file"]
+    command += [f"configs/accelerate/{hardware}.yaml", "hardware.py", "bench"]
+    project.run(*command, "--seconds", 0.1, "--report", folder, CUDA_VISIBLE_DEVICES=GPUS)
+    section = json.loads((folder / "hardware.json").read_text())["bench"]
+    figures = {}
+    for each in section["figures"]:
+        assert 0 < each["value"] < 1.1 * each.get("peak", math.inf), each
+        figures.setdefault(each["name"], []).append(each)
+    assert (folder / "hardware.png").stat().st_size > 20_000
+    return figures, section["lines"]
+
+
+def test_bench_measures_a_gpu(tiny, tmp_path):
+    figures, remarks = bench(tiny, "single_gpu", tmp_path / "report")
+    for kind in ("fp32", "tf32", "bf16", "fp16", "fp8"):
+        missing = any(line.startswith(f"not measured: matmul {kind}: ") for line in remarks)
+        assert (f"matmul {kind}, 8192" in figures) != missing, remarks
+    for way in ("host to device", "device to host"):
+        assert {f"{way}, pinned", f"{way}, not pinned"} <= {*figures}
+    assert {"memory, read + written", "training step alone"} <= {*figures}
+
+
+@two_gpus
+def test_bench_measures_what_connects_two_gpus(tiny, tmp_path):
+    figures, _ = bench(tiny, "multi_gpu", tmp_path / "report")
+    for kind, factor in (("all_reduce", 1), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
+        (algorithm,), (bus,) = (figures[f"{kind} {bw}, 256 MiB"] for bw in ("algbw", "busbw"))
+        assert bus["value"] == pytest.approx(factor * algorithm["value"])
+    assert [each["where"] for each in figures["point-to-point, 256 MiB"]] == ["0-1"]
+    assert [each["size"] for each in figures["training together, 2 processes"]] == [2]

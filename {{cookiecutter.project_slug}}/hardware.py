@@ -3,10 +3,13 @@
     python hardware.py check
     accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml hardware.py check
 
-check: versions, devices, precisions, disk. smoke: a few training steps, with checks that name the
-process that is wrong. Flags of train.py (--config, --learning_rate, ...) may follow those of a
-verb. The figures go to hardware.json in the folder --report; with --compare OLD the program says
-what got slower than in an older one, and exits with 1 past --threshold.
+check: versions, devices, precisions, disk.
+bench: speed of devices, links, disk, loader and training step; a slow device and the ways out.
+smoke: a few training steps, with checks that name the process that is wrong.
+
+Flags of train.py (--config, --learning_rate, ...) may follow those of a verb. The figures go to
+hardware.json in the folder --report, and those of bench also to hardware.png. With --compare OLD
+the program says what got slower than in an older one, and exits with 1 past --threshold.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from accelerate import PartialState
 
 import task
 import train
-from machine import check, report, smoke
+from machine import bench, check, report, smoke
 from machine.project import Project, read_project
 from machine.report import Section
 from training.console import IS_MAIN, one_line, protect_output, say
@@ -26,7 +29,7 @@ from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check, "smoke": smoke}
+VERBS = {"check": check, "bench": bench, "smoke": smoke}
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -60,11 +63,20 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
     return options, read_project(train.Config, task, train.build_optimizer, flags), old
 
 
+def draw_picture(content: dict, output: Path) -> Path | str:
+    """Draws hardware.png. matplotlib takes a second to import: only bench needs it."""
+    from machine import picture
+
+    return picture.try_draw(content, output)
+
+
 def finish(options: argparse.Namespace, section: Section, old: dict) -> int:
     """Prints, saves and compares what a verb has found; the exit code."""
     report.show(section)
-    report.save(options.report, section)
+    content = report.save(options.report, section)
     say(f"figures: {options.report / 'hardware.json'}")
+    if section.verb == "bench":
+        say(f"picture: {draw_picture(content, options.report / 'hardware.png')}")
     worse = []
     if old:
         changes, worse = report.compare(section, old, options.threshold)

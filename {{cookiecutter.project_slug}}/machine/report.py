@@ -14,6 +14,7 @@ from training.console import escaped, one_line
 from training.run_folder import replace_text
 
 FORMAT = 1  # of hardware.json
+MOST_ROWS = 4  # of the table, for a figure of several devices; of more it shows two in one row
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,42 @@ def show(section: Section) -> None:
         console.print(table)
     if section.figures:
         table = Table(title=f"{section.verb}: figures")
-        for heading in ("what", "where", "value", "unit", "of the peak"):
-            table.add_column(heading, justify="right" if heading == "value" else "left")
-        for each in section.figures:
-            share = f"{each.value / each.peak:.0%}" if each.peak else ""
-            table.add_row(each.name, each.where, f"{each.value:,.4g}", each.unit, share)
+        table.add_column("what", no_wrap=True)
+        table.add_column("where")
+        table.add_column("value", justify="right")
+        table.add_column("unit")
+        if any(each.peak for each in section.figures):
+            table.add_column("of peak")
+        for group in side_by_side(section.figures):
+            shares = [f"{each.value / each.peak:.0%}" for each in group if each.peak]
+            cells = [each.where for each in group], [short(each.value) for each in group], shares
+            where, value, share = (" .. ".join(dict.fromkeys(cell)) for cell in cells)
+            table.add_row(group[0].name, where, value, group[0].unit, *filter(None, [share]))
         console.print(table)
     for line in section.lines:
         console.print(escaped(line), markup=False)
     for line in section.failures:
         console.print(f"failed: {escaped(line)}", markup=False)
+
+
+def side_by_side(figures: list[Figure]) -> list[list[Figure]]:
+    """The rows of the table: one figure; or of many devices the lowest and the highest."""
+    rows: dict[tuple, list[Figure]] = {}
+    for each in figures:
+        rows.setdefault((each.name, each.size), []).append(each)
+    found = []
+    for row in rows.values():
+        if len(row) <= MOST_ROWS:
+            found += [[each] for each in row]
+        else:
+            low, *_, high = sorted(row, key=lambda each: each.value)
+            found.append([low, high])
+    return found
+
+
+def short(value: float) -> str:
+    """A number with four digits, or all before the point: 0.1234, 12.34, 12,345."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def readable(value: Any) -> str:
@@ -136,7 +163,7 @@ def compare(section: Section, old: dict[str, Any], threshold: float) -> tuple[li
         speed = speed if each.unit.endswith("/s") else 1 / speed
         where = f" ({each.where})" if each.where else ""
         line = (
-            f"{each.name}{where}: {before[each.key]:,.4g} -> {each.value:,.4g} {each.unit}, "
+            f"{each.name}{where}: {short(before[each.key])} -> {short(each.value)} {each.unit}, "
             f"{abs(speed - 1):.0%} {'faster' if speed >= 1 else 'slower'}"
         )
         changes.append(line)
