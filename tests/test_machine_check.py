@@ -359,6 +359,13 @@ def test_smoke_passes(tiny, tmp_path, processes, left_out):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--device_shares", "[3,1]"], ["--exact", "true"]])
+def test_smoke_passes_with_other_sums(tiny, tmp_path, flags):
+    codes, out, errors = run(tiny, 2, "smoke", "--report", str(tmp_path), *flags)
+    assert codes == {0} and "7 passed, 0 failed" in out, out + errors
+
+
 LOSS = "old = loss_sum\ndef loss_sum(model, batch):\n    return old(model, batch) * {} ** RANK\n"
 MODEL = "old = build_model\ndef build_model(*a):\n    model = old(*a)\n    if RANK == 1: {}\n"
 MODEL += "    return model\n"

@@ -207,16 +207,20 @@ class Trial:
             group["lr"] = self.cfg.learning_rate or 1e-3
         accelerator, plan = self.accelerator, self.plan
         scale = self.gradients.start(plan, self.terms)
-        for number, batch in zip(plan.run(), self.window, strict=True):
+        together = min(plan.shares)  # micro-batches that every process has
+        for turn, (number, batch) in enumerate(zip(plan.run(), self.window, strict=True)):
             # Context parallelism cuts the rows of a batch in place.
             batch = send_to_device(dict(batch), accelerator.device)
             batches.seed_micro_batch(self.cfg.seed, step, number, accelerator.device)
             shared_rows = sharding.split_rows(accelerator, batch)
             accumulating = accelerator.accumulate(self.module)
             with accumulating, self.gradients.micro_batch(number), shared_rows:
-                loss = self.everyone(self.module, self.project.task.loss_sum, batch)
+                if turn < together:
+                    loss = self.everyone(self.module, self.project.task.loss_sum, batch)
+                else:
+                    loss = self.module(self.project.task.loss_sum, batch)
                 accelerator.backward(loss * monitor.one_or_nan(loss) * scale)
-                if number == plan.run()[0]:
+                if turn == 0:
                     first()
         self.gradients.complete()
         last()
