@@ -5,6 +5,7 @@
 
 check: versions, devices, precisions, disk.
 bench: speed of devices, links, disk, loader and training step; a slow device and the ways out.
+smoke: a few training steps, with checks that name the process that is wrong.
 tune: short trials of train.py; writes the fastest precision, compilation and micro-batch size.
 
 Flags of train.py (--config, --learning_rate, ...) may follow those of a verb. The figures go to
@@ -21,7 +22,7 @@ from accelerate import PartialState
 
 import task
 import train
-from machine import bench, check, report, tune
+from machine import bench, check, report, smoke, tune
 from machine.project import Project, read_project
 from machine.report import Section
 from training import startup
@@ -30,7 +31,7 @@ from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check, "bench": bench, "tune": tune}
+VERBS = {"check": check, "bench": bench, "smoke": smoke, "tune": tune}
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
