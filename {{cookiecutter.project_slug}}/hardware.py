@@ -7,6 +7,8 @@
 check: versions, devices, precisions, disk.
 bench: speed of devices, links, disk, loader and training step; a slow device and the ways out.
 recommend: what the model needs; the YAML and the micro-batch size that suit it, as two files.
+smoke: a few training steps, with checks that name the process that is wrong.
+tune: short trials of train.py; writes the fastest precision, compilation and micro-batch size.
 
 Flags of train.py (--config, --learning_rate, ...) may follow those of a verb. The figures go to
 hardware.json in the folder --report, and those of bench also to hardware.png. With --compare OLD
@@ -22,15 +24,16 @@ from accelerate import PartialState
 
 import task
 import train
-from machine import bench, check, recommend, report
+from machine import bench, check, recommend, report, smoke, tune
 from machine.project import Project, read_project
 from machine.report import Section
+from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
 from training.ranks import Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check, "bench": bench, "recommend": recommend}
+VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke, "tune": tune}
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -48,7 +51,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         verb = verbs.add_parser(name, help=module.__doc__.splitlines()[0], allow_abbrev=False)
         verb.add_argument("--report", type=Path, default=Path("runs/hardware"))
         verb.add_argument("--compare", type=Path, help="an older hardware.json")
-        verb.add_argument("--threshold", type=float, default=0.1, help="0.1: 10 %% slower")
+        verb.add_argument("--threshold", type=report.threshold, default=0.1)
         module.add_arguments(verb)
     return parser.parse_known_args(words or ["check"])
 
@@ -57,6 +60,12 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
     """All that needs no other process: arguments, the project's data, the older report."""
     options, flags = parse_arguments(sys.argv[1:])
     old = report.load(options.compare) if options.compare else {}
+    if old:
+        report.check_comparable(options.verb, {}, old)
+    if IS_MAIN:
+        report.prepare_folder(options.report)
+    if options.verb == "tune":
+        return options, tune.read_recipe(train.Config, task, flags), old
     if not VERBS[options.verb].NEEDS_PROJECT:
         if flags:
             raise UserError(f"{options.verb} takes no {one_line(flags[0])}; see --help")
@@ -91,11 +100,21 @@ def main() -> int:
     ranks = None
     try:
         found, problem = catch(as_user_error()(prepare))
+        if found and found[0].verb == "tune":  # starts processes itself, and leaves GPUs to them
+            options, recipe, old = found
+            with as_user_error():
+                return finish(options, tune.run(options, recipe, old), old)
         ranks = Ranks(TIMEOUT)
         ranks.raise_everywhere(problem)
         options, project, old = found
+        versions = startup.versions()
+        device = versions.get("gpu", versions["cpu"])
+        conditions = {"device": device, "processes": ranks.layout.processes}
+        with ranks.fail_together(), as_user_error():
+            if old and IS_MAIN:
+                report.check_comparable(options.verb, conditions, old)
         section = VERBS[options.verb].run(options, project, ranks, PartialState().device)
-        code = 0
+        section.conditions, code = conditions, 0
         with ranks.fail_together(), as_user_error():
             if IS_MAIN:
                 code = finish(options, section, old)

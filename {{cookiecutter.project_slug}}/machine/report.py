@@ -1,8 +1,15 @@
 """The report of hardware.py: a table on the screen, hardware.json, and what got slower since."""
 
+import argparse
+import contextlib
 import dataclasses
 import datetime
+import fcntl
+import itertools
 import json
+import math
+import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from training.console import escaped, one_line
-from training.run_folder import replace_text
+from training.console import escaped, one_line, say
+from training.ranks import catch
+from training.run_folder import read_text, replace_text
 
 FORMAT = 1  # of hardware.json
 MOST_ROWS = 4  # of the table, for a figure of several devices; of more it shows two in one row
@@ -45,6 +53,7 @@ class Section:
 
     verb: str
     facts: dict[str, Any] = field(default_factory=dict)  # names, versions, settings: not compared
+    conditions: dict[str, Any] = field(default_factory=dict)  # must be equal for `compare`
     figures: list[Figure] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # advice in words, in order
     failures: list[str] = field(default_factory=list)
@@ -62,30 +71,31 @@ class Section:
 
 def show(section: Section) -> None:
     """Prints facts, figures and advice."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     if section.facts:
         table = Table(title=section.verb, show_header=False)
         for name, value in section.facts.items():
             table.add_row(escaped(name), escaped(readable(value), kept="\n"))
         console.print(table)
     if section.figures:
-        table = Table(title=f"{section.verb}: figures")
-        table.add_column("what", no_wrap=True)
-        table.add_column("where")
-        table.add_column("value", justify="right")
-        table.add_column("unit")
-        if any(each.peak for each in section.figures):
-            table.add_column("of peak")
+        table, rows = Table(title=f"{section.verb}: figures"), []
         for group in side_by_side(section.figures):
             shares = [f"{each.value / each.peak:.0%}" for each in group if each.peak]
             cells = [each.where for each in group], [short(each.value) for each in group], shares
             where, value, share = (" .. ".join(dict.fromkeys(cell)) for cell in cells)
-            table.add_row(group[0].name, where, value, group[0].unit, *filter(None, [share]))
+            rows.append((group[0].name, where, value, group[0].unit, share))
+        columns = list(zip(*rows, strict=True))
+        headings = ("what", "where", "value", "unit", "of the peak")
+        kept = [i for i, cells in enumerate(columns) if any(cells)]
+        for i in kept:
+            table.add_column(headings[i], justify="right" if headings[i] == "value" else "left")
+        for row in rows:
+            table.add_row(*(escaped(row[i]) for i in kept))
         console.print(table)
     for line in section.lines:
-        console.print(escaped(line), markup=False)
+        console.print(escaped(line))
     for line in section.failures:
-        console.print(f"failed: {escaped(line)}", markup=False)
+        console.print(f"failed: {escaped(line)}")
 
 
 def side_by_side(figures: list[Figure]) -> list[list[Figure]]:
@@ -120,53 +130,131 @@ def readable(value: Any) -> str:
 def load(path: Path) -> dict[str, Any]:
     """The content of a hardware.json; raises ValueError if it is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except OSError as error:
         raise ValueError(f"{one_line(path, 100)}: {error.strerror}") from None
     except (ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not is_report(content):
         raise ValueError(
-            f"{one_line(path, 100)} is no hardware.json of this program; give one that "
-            "`python hardware.py bench` has written"
+            f"{one_line(path, 100)} is no hardware.json of this version of the program; give one "
+            "that `python hardware.py bench` has written"
         )
     return content
+
+
+def is_report(content: Any) -> bool:
+    """Whether this is the content of a hardware.json, so that `compare` can read it."""
+    try:
+        sections = [each for name, each in content.items() if name != "format"]
+        figures = [figure for section in sections for figure in section["figures"]]
+        texts = [figure[name] for figure in figures for name in ("name", "unit")]
+        texts += [figure.get("where", "") for figure in figures]
+        numbers = [number for each in figures for number in (each["value"], each.get("size", 0))]
+        mappings = [section["conditions"] for section in sections]
+    except (AttributeError, KeyError, TypeError):
+        return False
+    kinds = [(texts, str), (numbers, (int, float)), (mappings, dict)]
+    typed = all(isinstance(each, kind) for values, kind in kinds for each in values)
+    return typed and content.get("format") == FORMAT
+
+
+def prepare_folder(folder: Path) -> None:
+    """Creates the folder for hardware.json; raises OSError if nothing can be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def save(folder: Path, section: Section) -> dict[str, Any]:
-    """Adds the section to hardware.json in this folder, which it creates; returns the content."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "hardware.json"
-    content = load(path) if path.exists() else {"format": FORMAT}
-    content[section.verb] = section.as_json()
-    replace_text(path, json.dumps(content, indent=1) + "\n")
-    return content
+    """Adds the section to hardware.json in this folder, which it creates; returns the content.
 
-
-def compare(section: Section, old: dict[str, Any], threshold: float) -> tuple[list[str], list[str]]:
-    """(all changes as lines, those for the worse by more than `threshold`).
-
-    `old` is the content of an older hardware.json. Raises ValueError if it has no such section, or
-    none of its figures.
+    A file that is no hardware.json of this version stays, under another name.
     """
-    before = {
-        (each["name"], each.get("where", ""), each.get("size", 0)): each["value"]
-        for each in old.get(section.verb, {}).get("figures", [])
-    }
-    shared = [each for each in section.figures if before.get(each.key) and each.value]
-    shared = [each for each in shared if each.unit in ("s", "ms", "us") or each.unit.endswith("/s")]
-    if not shared:
-        raise ValueError(f"the old report has no figures of {section.verb} to compare with")
-    changes, worse = [], []
-    for each in shared:
-        speed = each.value / before[each.key]
-        speed = speed if each.unit.endswith("/s") else 1 / speed
-        where = f" ({each.where})" if each.where else ""
-        line = (
-            f"{each.name}{where}: {short(before[each.key])} -> {short(each.value)} {each.unit}, "
-            f"{abs(speed - 1):.0%} {'faster' if speed >= 1 else 'slower'}"
+    prepare_folder(folder)
+    path = folder / "hardware.json"
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)  # another verb may end at the same time
+        content = {"format": FORMAT}
+        if path.exists():
+            older, problem = catch(load, path)
+            if problem:
+                kept = free_name(path)
+                path.rename(kept)
+                say(f"{problem}; it is kept as {kept.name}")
+            content = older or content
+        content[section.verb] = section.as_json()
+        replace_text(path, json.dumps(content, indent=1) + "\n")
+        return content
+    finally:
+        os.close(handle)
+
+
+def free_name(path: Path) -> Path:
+    """The path with .broken, .broken2, ... behind it, the first that is free."""
+    names = (f"{path.name}.broken{n if n > 1 else ''}" for n in itertools.count(1))
+    return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+
+
+# ---- Comparison ----------------------------------------------------------------------------------
+
+
+def threshold(text: str) -> float:
+    """A fraction between 0 and 1, for argparse."""
+    value, problem = catch(float, text)
+    if problem or not 0 < value < 1:
+        raise argparse.ArgumentTypeError(
+            f"{one_line(text, 60)} is no fraction between 0 and 1; 0.1 means 10 % slower"
         )
-        changes.append(line)
-        if speed < 1 - threshold:
-            worse.append(line)
-    return changes, worse
+    return value
+
+
+def check_comparable(verb: str, conditions: dict[str, Any], old: dict[str, Any]) -> None:
+    """Raises ValueError if the older report says nothing about this verb, or of other things."""
+    if not any(is_compared(each["unit"]) for each in old.get(verb, {}).get("figures", [])):
+        raise ValueError(f"the older report has no speeds of {verb}; nothing can be compared")
+    before = old[verb]["conditions"]
+    differ = [
+        f"{name} was {one_line(before[name], 100)} and is {one_line(conditions[name], 100)}"
+        for name in before.keys() & conditions.keys()
+        if before[name] != conditions[name]
+    ]
+    if differ:
+        raise ValueError(f"the older report is of something else: {'; '.join(sorted(differ))}")
+
+
+def is_compared(unit: str) -> bool:
+    """Whether figures of this unit become better or worse: times and speeds."""
+    return unit in ("s", "ms", "us") or unit.endswith("/s")
+
+
+def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[str], list[str]]:
+    """(lines about all changes, those about figures that are slower by more than `limit`).
+
+    `old` is the content of an older hardware.json. Raises ValueError for `check_comparable`.
+    """
+    check_comparable(section.verb, section.conditions, old)
+    before = {
+        (each["name"], each.get("where", ""), each.get("size", 0), each["unit"]): each["value"]
+        for each in old[section.verb]["figures"]
+        if is_compared(each["unit"])
+    }
+    lines, worse = [], []
+    for each in [figure for figure in section.figures if is_compared(figure.unit)]:
+        was = before.pop((*each.key, each.unit), None)
+        where = "".join(f" ({part})" for part in (each.where, each.size) if part)
+        line = f"{each.name}{where}: {short(each.value)} {each.unit}"
+        if was is None or not 0 < was < math.inf:
+            lines.append(f"{line}, not in the older report")
+            continue
+        ratio = each.value / was if each.unit.endswith("/s") else was / (each.value or math.nan)
+        change = f"{abs(ratio - 1):.0%} {'faster' if ratio >= 1 else 'slower'}"
+        if not 0 <= ratio < math.inf:
+            ratio, change = 0.0, "which is no measurement"
+        lines.append(f"{line}, was {short(was)}: {change}")
+        worse += lines[-1:] if ratio < 1 - limit else []
+    lines += [f"{name}: only in the older report" for name, *_ in before]
+    if not any(", was " in line for line in lines):
+        raise ValueError(f"the older report has none of these figures of {section.verb}")
+    return lines, worse

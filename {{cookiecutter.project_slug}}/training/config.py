@@ -351,6 +351,14 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
     return dataclasses.replace(config, **changes)
 
 
+# Fields that are read only with some values of another field.
+READERS = {
+    "decay_fraction": ("lr_schedule", lambda schedule: schedule == "wsd"),
+    "final_lr_fraction": ("lr_schedule", lambda schedule: schedule != "constant"),
+    "reference_batch_size": ("lr_scaling", lambda scaling: scaling != "none"),
+}
+
+
 def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
     """Raises ValueError for a field that is given although the other settings ignore it.
 
@@ -362,14 +370,9 @@ def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> No
             "only --check reads config_file; to train, give it to the launcher: "
             "accelerate launch --config_file FILE train.py"
         )
-    rules = [
-        ("decay_fraction", "lr_schedule", lambda schedule: schedule == "wsd"),
-        ("final_lr_fraction", "lr_schedule", lambda schedule: schedule != "constant"),
-        ("reference_batch_size", "lr_scaling", lambda scaling: scaling != "none"),
-    ]
     saved = {name for name, (_, about) in fields.items() if about.get("saved", True)}
     by_hand = not saved - {"config"} <= recipe.keys()
-    for name, switch, reads in rules:
+    for name, (switch, reads) in READERS.items():
         written = by_hand and name in recipe and switch not in flags
         if (name in flags or written) and not reads(getattr(cfg, switch)):
             raise ValueError(

@@ -1,0 +1,41 @@
+"""Says which processes have what, in few words: `processes 0-6 on node1`."""
+
+from collections.abc import Hashable, Sequence
+
+HOSTS = 4  # names in a line
+
+
+def group(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """The places of each distinct value in a list."""
+    found: dict[Hashable, list[int]] = {}
+    for place, value in enumerate(values):
+        found.setdefault(value, []).append(place)
+    return found
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def name(numbers: Sequence[int], hosts: Sequence[str] = (), word: str = "process") -> str:
+    """These processes, and their machines: `hosts` has that of each process of the run."""
+    plural = {"process": "es", "device": "s"}[word] if len(numbers) > 1 else ""
+    machines = list(dict.fromkeys(hosts[n] for n in numbers)) if hosts else []
+    more = ", ..." if len(machines) > HOSTS else ""
+    where = f" on {', '.join(machines[:HOSTS])}{more}" if machines else ""
+    return f"{word}{plural} {ranges(numbers)}{where}"
+
+
+def by_value(values: Sequence[str], hosts: Sequence[str] = (), word: str = "process") -> str:
+    """The value, if it is the same everywhere; otherwise a line for each value and its places."""
+    groups = group(values)
+    if len(groups) == 1:
+        return values[0]
+    return "\n".join(f"{name(numbers, hosts, word)}: {value}" for value, numbers in groups.items())

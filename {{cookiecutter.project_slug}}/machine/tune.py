@@ -1,0 +1,240 @@
+"""Short trials of train.py: the fastest precision, compilation and micro-batch size."""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from machine import report, trials, written
+from machine.report import Figure, Section, short
+from machine.search import NOISE, Settings, find_space, search
+from machine.trials import Hardware, Trial
+from training import config, contract
+from training.console import one_line, say
+from training.ranks import PROCESSES, UserError
+from training.shutdown import LAUNCHER_PID
+
+RECIPE, ACCELERATE = Path("configs/train/tuned.yaml"), Path("configs/accelerate/tuned.yaml")
+CACHE = Path(".cache")  # for the folders of trials; /tmp may be too small for the check of disks
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+UNTRIED = "all combinations, other YAMLs and numbers of processes, tf32, num_workers"
+
+
+@dataclass
+class Recipe:
+    """The recipe to tune."""
+
+    cfg: Any  # train.Config
+    path: Path
+    flags: list[str]  # of train.py
+    unit: str  # plural name of the loss terms
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of tune."""
+    parser.add_argument("--config_file", default="", help="accelerate YAML; as make train chooses")
+    parser.add_argument("--steps", type=positive, default=20, help="steps that a trial measures")
+    parser.add_argument("--timeout", type=positive, default=600, help="seconds a trial may take")
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, for argparse."""
+    if not re.fullmatch("[0-9]{1,7}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{one_line(text, 60)} is no whole number from 1")
+    return int(text)
+
+
+def read_recipe(config_class: type, task: Any, flags: list[str]) -> Recipe:
+    """The recipe with the flags; raises ValueError."""
+    if PROCESSES > 1 or LAUNCHER_PID:
+        raise UserError(
+            "tune starts all processes by itself; run: python hardware.py tune --config_file YAML"
+        )
+    contract.check_functions(task)
+    cfg, path, _ = config.parse_config(config_class, flags, "hardware.py tune FLAGS")
+    if cfg.check or cfg.eval_only:
+        raise UserError(f"tune trains; leave out --{'check' if cfg.check else 'eval_only'}")
+    return Recipe(cfg, path, flags, getattr(task, "UNIT", "samples"))
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Turns the first signal that asks to stop into a KeyboardInterrupt, and ignores others."""
+
+    def stop(*_) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        if before[number] != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(options: argparse.Namespace, recipe: Recipe, old: dict[str, Any]) -> Section:
+    """Tries settings out, and writes the best. Raises ValueError.
+
+    `old`: the report to compare with, which must be of the same device, processes and recipe.
+    A signal ends the running trial; then it shows what it has measured, and raises SystemExit.
+    """
+    for path in (RECIPE, ACCELERATE):
+        written.refuse_foreign(path)
+    section, tried = Section("tune"), {}
+    with stopped_by_signals():
+        try:
+            hardware = trials.look_at_hardware(options.config_file)
+            space = find_space(recipe.cfg, hardware)
+            describe(section, options, recipe, hardware)
+            if old:
+                report.check_comparable("tune", section.conditions, old)
+            CACHE.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix="tune-", dir=CACHE) as folder:
+                folder = Path(folder).resolve()
+                prepare_data(recipe, hardware, folder)
+                try_out = functools.partial(show_trial, options, recipe, hardware, folder)
+                chosen = search(try_out, space, tried)
+        except KeyboardInterrupt:
+            add_results(section, recipe, tried)
+            report.show(section)
+            raise SystemExit("stopped by a signal; no YAML was written") from None
+    add_results(section, recipe, tried)
+    section.lines += [f"not tried: {line}" for line in [*space.skipped, UNTRIED]]
+    if not chosen:
+        section.failures.append("no trial gave a speed, so no YAML was written")
+        return section
+    write_pair(recipe, hardware, chosen, tried[chosen])
+    section.lines += [
+        f"best: {chosen}: {describe_trial(recipe, tried[chosen])}; differences up to {NOISE:.0%} "
+        "do not count",
+        f"written: {RECIPE} and {ACCELERATE}; next: make train HARDWARE=tuned RECIPE=tuned",
+    ]
+    return section
+
+
+def prepare_data(recipe: Recipe, hardware: Hardware, folder: Path) -> None:
+    """Checks the input and prepares the data, which may take hours and so is no part of a trial.
+
+    train.py says what is wrong; then this raises SystemExit.
+    """
+    file, changes = folder / "recipe.yaml", {"output_dir": str(folder / "run"), "resume": "auto"}
+    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **changes)
+    file.write_text(text, encoding="utf-8")
+    words = ["train.py", "--check", "--config", str(file), "--config_file", str(hardware.file)]
+    say("checking the recipe and preparing the data")
+    code = trials.run_program(words, hardware, folder)
+    if code:
+        raise SystemExit(code)
+
+
+def describe(
+    section: Section, options: argparse.Namespace, recipe: Recipe, hardware: Hardware
+) -> None:
+    """Adds what all trials have in common."""
+    every, warm_up, count = trials.cut_lines(options.steps)
+    processes = hardware.layout.processes
+    section.conditions = {
+        "device": hardware.device,
+        "processes": processes,
+        "recipe": one_line(" ".join([str(recipe.path), *recipe.flags])),
+    }
+    section.facts = {
+        **section.conditions,
+        "accelerate YAML": one_line(hardware.file),
+        "fixed": f"{recipe.cfg.global_batch_size} samples a step, and all other settings",
+        "trial": f"{every * count} steps after {every * warm_up} of warm-up; the median of {count} "
+        "speeds",
+    }
+
+
+def show_trial(
+    options: argparse.Namespace,
+    recipe: Recipe,
+    hardware: Hardware,
+    parent: Path,
+    settings: Settings,
+) -> Trial:
+    """Runs a trial in a new folder in `parent`, and prints a line about it."""
+    folder = Path(tempfile.mkdtemp(dir=parent))
+    every, warm_up, count = trials.cut_lines(options.steps)
+    changes = {
+        **settings.fields,
+        "output_dir": str(folder / "run"),
+        "resume": "auto",
+        "max_steps": every * (warm_up + count) + 1,  # it is killed before the evaluation at the end
+        "num_epochs": 0,
+        "log_every": every,
+        "eval_every": 0,
+        "save_every": 0,
+        "export": "last",
+        "tracker": "none",
+        "profile_steps": None,
+    }
+    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **changes)
+    (folder / "recipe.yaml").write_text(text, encoding="utf-8")
+    (folder / "hardware.yaml").write_text(yaml_for(hardware, settings), encoding="utf-8")
+    print(f"{settings} ... ", end="", flush=True)
+    trial = trials.run_trial(folder, hardware, recipe.unit, options.steps, options.timeout)
+    began = f"; first steps after {trial.seconds:.0f} s" if trial.seconds else ""
+    say(describe_trial(recipe, trial) + began)
+    shutil.rmtree(folder, ignore_errors=True)
+    return trial
+
+
+def yaml_for(hardware: Hardware, settings: Settings) -> str:
+    """The accelerate YAML with the precision of these settings."""
+    changes = {**hardware.changes, "mixed_precision": settings.precision}
+    return written.accelerate_with(hardware.file, **changes)
+
+
+def describe_trial(recipe: Recipe, trial: Trial) -> str:
+    """Speed and memory, or the problem."""
+    if trial.problem:
+        return f"failed: {trial.problem}"
+    memory = f", {short(trial.memory)} GB" if trial.memory else ""
+    return f"{short(trial.speed)} {recipe.unit}/s{memory}"
+
+
+def add_results(section: Section, recipe: Recipe, tried: dict[Settings, Trial]) -> None:
+    """Adds figures, failed trials, and what mixed precision gains."""
+    for settings, trial in tried.items():
+        if trial.problem:
+            section.lines.append(f"{settings}: {describe_trial(recipe, trial)}")
+            continue
+        section.figures.append(Figure(str(settings), trial.speed, f"{recipe.unit}/s"))
+        if trial.memory:
+            section.figures.append(Figure(f"{settings}: peak memory", trial.memory, "GB"))
+        plain = tried.get(dataclasses.replace(settings, precision="no"))
+        if settings.precision != "no" and plain and not plain.problem:
+            less = f", {trial.memory / plain.memory:.2f} times the memory" if trial.memory else ""
+            gain = f"{trial.speed / plain.speed:.2f} times the speed{less}"
+            section.lines.append(f"{settings}, compared with fp32: {gain}")
+    section.figures.sort(key=lambda figure: figure.unit == "GB")  # speeds first
+    if tried and not any(trial.memory for trial in tried.values()):
+        section.lines.append("peak memory: train.py measures none on this device")
+
+
+def write_pair(recipe: Recipe, hardware: Hardware, chosen: Settings, trial: Trial) -> None:
+    """Writes recipe and accelerate YAML of the best settings."""
+    today = datetime.date.today().isoformat()
+    heading = f"{written.HEADING} tune on {today}: {describe_trial(recipe, trial)}\n# from "
+    keep = "\n# The next tune replaces it; to keep it, rename it."
+    words = one_line(" ".join([str(recipe.path), *recipe.flags]))
+    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **chosen.fields)
+    written.write_headed(RECIPE, heading + words + keep, text)
+    text = yaml_for(hardware, chosen)
+    written.write_headed(ACCELERATE, heading + one_line(hardware.file) + keep, text)
