@@ -356,7 +356,7 @@ def test_recommend_on_a_cpu(tmp_path, task):
     for text in files:
         first, _, rest = text.partition("\n")
         assert re.match(r"# Written by hardware.py recommend on [\d-]{10} for 1 x CPU:", first)
-        assert rest.startswith("# ")
+        assert rest.startswith("\n# ")
     assert yaml.safe_load(files[1])["micro_batch_size"] == 32
     assert "checked: runs/recommended starts from the beginning" in train_check(project)
 
@@ -390,14 +390,14 @@ def test_recommend_keeps_files_that_it_has_not_written(tmp_path):
     )
     recipe = project.path / "configs/train/recommended.yaml"
     recipe.write_text("max_steps: 5\n")
-    line = "recommend has not written configs/train/recommended.yaml, and keeps it"
+    line = "configs/train/recommended.yaml is not a file that hardware.py wrote, and stays as it is"
     assert line in refused(project)
     assert recipe.read_text() == "max_steps: 5\n"
     assert not (project.path / "configs/accelerate/recommended.yaml").exists()
     (project.path / "configs/train").rename(tmp_path / "train")
     (project.path / "configs/train").touch()
     line = refused(project, "--config", tmp_path / "train" / "default.yaml")
-    assert "configs/train/.recommended.yaml.partial: Not a directory" in line
+    assert "configs/train" in line
 
 
 @pytest.mark.slow

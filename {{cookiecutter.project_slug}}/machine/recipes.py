@@ -11,19 +11,13 @@ import yaml
 
 from machine.ladder import Hardware, Rung
 from machine.project import Project
+from machine.written import HEADING, recipe_with
 from training import config
 from training.ranks import UserError
 from training.startup import resolved_config
 
 SHIPPED = Path("configs/accelerate")
 LENGTH = ("max_steps", "num_epochs")  # a flag for one of them sets the other to 0
-
-
-def check_own(path: Path, heading: str) -> None:
-    """Raises UserError if there is a file of this name that does not begin with the heading."""
-    if path.is_symlink() or path.exists():
-        if not path.is_file() or not config.read_small_file(path).startswith(heading):
-            raise UserError(f"recommend has not written {path}, and keeps it; rename or remove it")
 
 
 # ---- The accelerate YAML -------------------------------------------------------------------------
@@ -50,13 +44,11 @@ def hardware_yaml(rung: Rung, hardware: Hardware) -> str:
 # ---- The recipe ----------------------------------------------------------------------------------
 
 
-def recipe(
-    project: Project, micro_batch_size: int, gradient_checkpointing: bool, heading: str
-) -> str:
+def recipe(project: Project, micro_batch_size: int, gradient_checkpointing: bool) -> str:
     """The recipe with the flags that were given, and these two fields, in it.
 
-    Its comments stay. Where such a recipe would not give the same config, for example since nothing
-    reads a field any more, it has all fields, as the config.yaml of a run.
+    Its comments stay, unless such a recipe would not give the same config: for example, since with
+    the flags nothing reads one of its fields.
     """
     chosen = {
         "micro_batch_size": micro_batch_size,
@@ -71,11 +63,13 @@ def recipe(
     names = [n for n in dict.fromkeys(names) if not fields[n][1].get("one_command")]
     values = {n: functools.reduce(getattr, n.split("."), cfg) for n in names} | chosen
     text = config.read_small_file(path)
-    if text.startswith(heading):  # of an earlier recommendation
-        text = text.partition("\n")[2]
+    if text.startswith(HEADING):  # of an earlier recommendation
+        text = text.partition("\n")[2].lstrip("\n")
     for name, value in values.items():
         text = set_value(text, name, value)
-    return text if means(text, kind, fields, wanted) else dump(resolved_config(wanted))
+    if means(text, kind, fields, wanted):
+        return text
+    return recipe_with(wanted, path, project.flags, **chosen)
 
 
 def dump(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from machine import ladder, recipes, simulate
+from machine import ladder, recipes, simulate, written
 from machine.ladder import Choice, Hardware, Rung, Step, Working
 from machine.project import Project
 from machine.report import Figure, Section
@@ -21,10 +21,9 @@ from training.console import one_line
 from training.device import PROCESSES
 from training.layout import Layout
 from training.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
-from training.run_folder import replace_text
 
 NEEDS_PROJECT = True
-HEADING = "# Written by hardware.py recommend"
+HEADING = f"{written.HEADING} recommend"
 YAML = Path("configs/accelerate/recommended.yaml")
 RECIPE = Path("configs/train/recommended.yaml")
 TOLERANCE = 0.15  # by which an estimate may be wrong
@@ -259,7 +258,7 @@ def next_command(choice: Choice, hardware: Hardware) -> str:
 def recommend(options: argparse.Namespace, project: Project, device: torch.device) -> Section:
     """Estimates, measures where it can, decides, and writes the two files."""
     for path in (YAML, RECIPE):
-        recipes.check_own(path, HEADING)
+        written.refuse_foreign(path, HEADING)
     cfg, section = project.cfg, Section("recommend")
     hardware = ladder.busy(read_hardware(options, device), cfg.global_batch_size)
     cuda = hardware.kind == "cuda"
@@ -298,11 +297,11 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
     total = hardware.devices * hardware.machines
     heading = (
         f"{HEADING} on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
-        f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}.\n"
+        f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
     )
-    recipe = recipes.recipe(project, choice.plan.micro_batch_size, choice.checkpointing, HEADING)
+    recipe = recipes.recipe(project, choice.plan.micro_batch_size, choice.checkpointing)
     yaml = recipes.hardware_yaml(choice.rung, hardware)
-    replace_text(RECIPE, heading + recipe)
-    replace_text(YAML, heading + yaml)
+    written.write_headed(RECIPE, heading, recipe)
+    written.write_headed(YAML, heading, yaml)
     section.lines += [f"Written: {YAML} and {RECIPE}.", next_command(choice, hardware)]
     return section
