@@ -16,7 +16,7 @@ import torch
 from machine import places
 from machine.project import Project
 from machine.report import Section
-from machine.trial import NoMemory, Trial, Wrong, digests, everyone
+from machine.short_run import NoMemory, ShortRun, Wrong, digests, everyone
 from training import agreement, tensor_files, weights
 from training.console import IS_MAIN
 from training.device import PROCESSES
@@ -47,7 +47,7 @@ def run(
     section, hosts = Section("smoke"), ranks.gather(socket.gethostname())
     with working_folder(options.report, ranks, hosts) as folder:
         try:
-            trial = Trial(project, ranks, hosts)
+            trial = ShortRun(project, ranks, hosts)
             # Processes that exchange weights of other shapes would hang.
             check_same(trial, {n: d.rpartition(" ")[0] for n, d in trial.started.items()}, "shapes")
         except Wrong as error:
@@ -67,7 +67,7 @@ def run(
     return section
 
 
-def describe_run(trial: Trial) -> str:
+def describe_run(trial: ShortRun) -> str:
     """What is trained here, and on what."""
     accelerator, size = trial.accelerator, sum(p.numel() for p in trial.model.parameters())
     precision = accelerator.mixed_precision.replace("no", "fp32")
@@ -133,14 +133,14 @@ def sketch(gradient: dict[str, np.ndarray]) -> np.ndarray:
     return np.array([*norms, *products])
 
 
-def limit_of(table: dict[str, float], trial: Trial, sharded: bool = False) -> float:
+def limit_of(table: dict[str, float], trial: ShortRun, sharded: bool = False) -> float:
     """The relative error that counts as rounding for this run."""
     limit = table.get(trial.precision, table["bf16"])
     limit *= TF32 if trial.cfg.tf32 and trial.precision == "no" else 1
     return limit * (SHARDED if sharded and trial.precision != "no" else 1)
 
 
-def check_same(trial: Trial, own: dict[str, str], what: str) -> None:
+def check_same(trial: ShortRun, own: dict[str, str], what: str) -> None:
     """Raises Wrong, which names the processes whose digests are not those of most."""
     everywhere = trial.ranks.gather(own)
     groups = places.group([tuple(each.items()) for each in everywhere])
@@ -164,7 +164,7 @@ def check_same(trial: Trial, own: dict[str, str], what: str) -> None:
 # ---- The checks, in their order ------------------------------------------------------------------
 
 
-def check_start(trial: Trial, folder: Path) -> str:
+def check_start(trial: ShortRun, folder: Path) -> str:
     """All processes have built the same model."""
     plugin = getattr(trial.accelerator.state, "fsdp_plugin", None)
     if PROCESSES == 1:
@@ -175,7 +175,7 @@ def check_start(trial: Trial, folder: Path) -> str:
     return f"passed: the bytes of {len(trial.started)} weights"
 
 
-def check_common(trial: Trial, folder: Path) -> str:
+def check_common(trial: ShortRun, folder: Path) -> str:
     """All processes compute the same loss and gradient of the same micro-batch, each alone."""
     trial.alone = ""
     try:
@@ -221,7 +221,7 @@ def off_by(deviation: float) -> str:
     return f"off by {deviation:.2g} of its norm" if np.isfinite(deviation) else "is not finite"
 
 
-def check_gradients(trial: Trial, folder: Path) -> str:
+def check_gradients(trial: ShortRun, folder: Path) -> str:
     """The gradient of a step is the sum of those that the processes compute alone."""
     if not trial.alone:
         numbered = [*zip(trial.plan.run(), trial.window, strict=True)]
@@ -287,7 +287,7 @@ def deviate(found: dict[str, torch.Tensor], right: dict[str, np.ndarray]) -> tup
     return worst
 
 
-def check_steps(trial: Trial, folder: Path) -> str:
+def check_steps(trial: ShortRun, folder: Path) -> str:
     """After some steps the weights have changed, and are the same on all processes."""
     if trial.finite is None:  # after a step that failed, the next may hang
         return "left out: the first step failed"
@@ -305,7 +305,7 @@ def check_steps(trial: Trial, folder: Path) -> str:
     return f"passed: the bytes of {len(now)} weights{how} after {STEPS} steps"
 
 
-def check_barrier(trial: Trial, folder: Path) -> str:
+def check_barrier(trial: ShortRun, folder: Path) -> str:
     """Nobody leaves a barrier before the last process, which comes late, has entered it."""
     if PROCESSES == 1:
         return ALONE
@@ -321,7 +321,7 @@ def check_barrier(trial: Trial, folder: Path) -> str:
     return f"passed: all waited for process {PROCESSES - 1}"
 
 
-def check_saving(trial: Trial, folder: Path) -> str:
+def check_saving(trial: ShortRun, folder: Path) -> str:
     """A checkpoint gives back the bytes of weights and optimizer state that were saved."""
     ranks, state = trial.ranks, trial.state
     if state is None:
@@ -358,7 +358,7 @@ def check_saving(trial: Trial, folder: Path) -> str:
     return f"passed: the bytes of {len(saved)} tensors, {size:,.1f} MB"
 
 
-def check_main(trial: Trial, folder: Path) -> str:
+def check_main(trial: ShortRun, folder: Path) -> str:
     """One process of the run is the main one, and one of each machine; only the main one writes."""
     accelerator, rank = trial.accelerator, trial.layout.rank
 
@@ -387,7 +387,7 @@ def check_main(trial: Trial, folder: Path) -> str:
     return f"passed: process 0 alone writes; {each} has one"
 
 
-CHECKS: dict[str, Callable[[Trial, Path], str]] = {
+CHECKS: dict[str, Callable[[ShortRun, Path], str]] = {
     "same weights at the start": check_start,
     "same loss and gradient": check_common,
     "gradients are added up": check_gradients,

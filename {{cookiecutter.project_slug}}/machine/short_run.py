@@ -81,7 +81,7 @@ def digests(named: dict[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-class Trial:
+class ShortRun:
     """The model of a project, as train.py would train it, and a copy that no process shares."""
 
     def __init__(self, project: Project, ranks: Ranks, hosts: list[str]):
