@@ -1,18 +1,14 @@
 """Measures this machine, and says which YAML of configs/accelerate/ suits it.
 
-    python hardware.py check
-    python hardware.py recommend
-    accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml hardware.py check
+    python hardware.py
+    python hardware.py recommend --config configs/train/default.yaml
+    accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml hardware.py smoke
+    python hardware.py bench --compare baseline.json
 
-check: versions, devices, precisions, disk.
-bench: speed of devices, links, disk, loader and training step; a slow device and the ways out.
-recommend: what the model needs; the YAML and the micro-batch size that suit it, as two files.
-smoke: a few training steps, with checks that name the process that is wrong.
-tune: short trials of train.py; writes the fastest precision, compilation and micro-batch size.
-
-Flags of train.py (--config, --learning_rate, ...) may follow those of a verb. The figures go to
-hardware.json in the folder --report, and those of bench also to hardware.png. With --compare OLD
-the program says what got slower than in an older one, and exits with 1 past --threshold.
+Without a verb it checks. check, bench and smoke measure the processes that the launcher starts;
+recommend and tune are started with python. Flags of train.py (--config, --learning_rate, ...) may
+follow those of a verb, except for check. The figures go to hardware.json in the folder --report,
+and those of bench also to hardware.png.
 """
 
 import argparse
@@ -29,31 +25,41 @@ from machine.project import Project, read_project
 from machine.report import Section
 from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
-from training.ranks import Ranks, UserError, as_user_error, catch
+from training.ranks import Failed, Ranks, UserError, as_user_error, catch
 from training.shutdown import exit_code_for, exit_process
 
 TIMEOUT = 600  # seconds that a process waits for the others
 VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke, "tune": tune}
 
 
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line."""
+
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of hardware.py, and the rest, which is for train.py."""
     about, _, rest = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="hardware.py",
-        description=about,
-        epilog=rest,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    commands, _, rest = rest.partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser("hardware.py", commands.strip(), about, rest, formatter_class=form)
+    parser.allow_abbrev = False
+    options = {"title": "verbs", "dest": "verb", "metavar": "VERB", "prog": "hardware.py"}
+    verbs = parser.add_subparsers(**options, required=True)
     for name, module in VERBS.items():
-        verb = verbs.add_parser(name, help=module.__doc__.splitlines()[0], allow_abbrev=False)
-        verb.add_argument("--report", type=Path, default=Path("runs/hardware"))
-        verb.add_argument("--compare", type=Path, help="an older hardware.json")
-        verb.add_argument("--threshold", type=report.threshold, default=0.1)
+        about = module.__doc__.splitlines()[0]
+        verb = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
+        add = verb.add_argument
+        add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
+        add("--compare", type=Path, metavar="OLD", help="name what is slower than in OLD, a .json")
+        slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
+        add("--threshold", type=report.threshold, default=0.1, metavar="SHARE", help=slower)
         module.add_arguments(verb)
-    return parser.parse_known_args(words or ["check"])
+    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        words = ["check", *words]
+    return parser.parse_known_args(words)
 
 
 def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
@@ -122,6 +128,7 @@ def main() -> int:
     except BaseException as error:
         error = ranks.name_missing(error) if ranks else error
         code, line = exit_code_for(error)
+        line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
         if line and IS_MAIN:
             print(f"hardware.py: {one_line(line, 1000)}", file=sys.stderr)
         elif not line and not isinstance(error, SystemExit):

@@ -271,7 +271,7 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
     study = simulate.study(project, hardware.precision, min(most, MOST_SAMPLES))
     found = ladder.rungs(study.sizes, hardware)
     section.facts |= {
-        "parameters": f"{study.sizes.parameters:,}, {study.sizes.trained:,} of them trained",
+        "parameters": f"{study.sizes.parameters:,}, of which {study.sizes.trained:,} are trained",
         "largest unit of FSDP": f"{study.sizes.unit:,} parameters",
         "hardware": f"{hardware.machines} x {hardware.devices} x {hardware.name}",
         "FLOPs of a sample": f"{study.flops:.3g}, forward and backward",
