@@ -64,6 +64,10 @@ def test_known_models_need_what_was_computed_by_hand(name):
 def test_frozen_weights_have_no_gradients_and_no_moments():
     sizes = memory.Sizes(parameters=1_010, trained=10, unit=100, unit_trained=1)
     assert memory.whole(sizes) == 6 * 1_000 + 18 * 10
+    assert memory.whole(sizes, checkpointing=True) == 4 * 1_000 + 2 * 99 + 18 * 10
+    working = {c: ladder.Working(0, 0, c) for c in (False, True)}
+    fits = decide(sizes, working, gpus(1, 4_400 / 0.92 / GB), samples=1)
+    assert (fits.rung.yaml, fits.checkpointing, fits.need) == ("single_gpu_bf16", True, 4_378)
     assert memory.sharded(sizes, 10) == (4 * 1_010 + 12 * 10) / 10 + 4 * 100 + 6
     assert memory.zero2(sizes, 2) == 6 * 1_010 + 8 * 10
 

@@ -409,7 +409,7 @@ def test_out_of_memory_is_a_row_and_slower_is_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_nothing(tuned, number):
     before = {path: path.read_bytes() for path in tuned.path.glob("configs/*/tuned.yaml")}
     command = ["python", "hardware.py", "tune", "--steps", "100000", "--task.row_seconds", "0.01"]
@@ -425,10 +425,19 @@ def test_a_signal_leaves_nothing(tuned, number):
     try:
         pattern = ".cache/tune/*/run/config.yaml"  # written once the processes have met
         wait_until(lambda: any(tuned.path.glob(pattern)), run, 120)
+        if number == signal.SIGKILL:
+            second = hardware_py(tuned, "tune", check=False)
+            assert (second.returncode, second.stderr.count("another tune runs")) == (2, 1)
         run.send_signal(number)
         printed = run.communicate(timeout=60)[0]
     finally:
         run.terminate()
+    if number == signal.SIGKILL:  # the next tune ends its trial
+        fails = ("--task.fail_where", "prepare_data", "--task.fail_rank", "0")
+        assert marked(tuned.path.resolve())
+        assert hardware_py(tuned, "tune", *fails, check=False).returncode == 2
+        assert nothing_left(tuned)
+        return
     assert run.returncode == 1
     assert printed.endswith("hardware.py: stopped by a signal; no YAML was written\n")
     assert "Traceback" not in printed

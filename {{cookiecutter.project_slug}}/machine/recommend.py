@@ -327,7 +327,7 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
         f"recommend on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
         f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
     )
-    recipe = written.recipe_with(cfg, project.recipe, project.flags, **chosen)
+    recipe = written.recipe_with(type(cfg), project.flags, **chosen)
     yaml = hardware_yaml(choice.rung, hardware)
     written.write_headed(RECIPE, heading, recipe)
     written.write_headed(YAML, heading, yaml)

@@ -194,7 +194,7 @@ def compute(
         found = [(n, *run_step(project, model, samples[n], precision)) for n in sorted(samples)]
         (few, least, _), (many, most, flops) = found[0], found[-1]
         slope = max(most - least, 0) / (many - few) if many > few else least / few
-        study.working[checkpointing] = Working(least - slope * few, slope)
+        study.working[checkpointing] = Working(least - slope * few, slope, checkpointing)
         if not checkpointing:
             study = dataclasses.replace(study, flops=flops / many)
     return study

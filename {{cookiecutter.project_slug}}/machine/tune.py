@@ -241,7 +241,7 @@ def add_results(section: Section, recipe: Recipe, tried: dict[Settings, Trial]) 
             gain = f"{trial.speed / plain.speed:.2f} times the speed{less}"
             section.lines.append(f"{settings}, compared with fp32: {gain}")
     section.figures.sort(key=lambda figure: figure.unit == "GB")  # speeds first
-    if tried and not any(trial.memory for trial in tried.values()):
+    if section.figures and not any(trial.memory for trial in tried.values()):
         section.lines.append("peak memory: train.py measures none on this device")
 
 
@@ -251,7 +251,7 @@ def write_pair(recipe: Recipe, hardware: Hardware, chosen: Settings, trial: Tria
     heading = f"tune on {today}: {describe_trial(recipe, trial)}\n# from "
     keep = "\n# The next tune replaces it; to keep it, rename it."
     words = one_line(" ".join([str(recipe.path), *recipe.flags]))
-    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **chosen.fields)
+    text = written.recipe_with(type(recipe.cfg), recipe.flags, **chosen.fields)
     written.write_headed(RECIPE, heading + words + keep, text)
     text = yaml_for(hardware, chosen)
     written.write_headed(ACCELERATE, heading + one_line(hardware.file) + keep, text)

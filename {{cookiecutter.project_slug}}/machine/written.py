@@ -55,13 +55,15 @@ def write_headed(path: Path, heading: str, text: str) -> None:
 # ---- Texts ---------------------------------------------------------------------------------------
 
 
-def recipe_with(cfg: Any, path: Path, flags: list[str], **settings: Any) -> str:
-    """The recipe with the values of flags, and with `settings`; `cfg` is what it gave with flags.
+def recipe_with(config_class: type, flags: list[str], **settings: Any) -> str:
+    """The recipe that `flags` name with their values, and with `settings`.
 
     Its comments stay, unless such a recipe would not give the same config: for example, since with
     the flags nothing reads one of its fields. Then all fields are listed.
     """
-    fields = {"config": (str, {}), **config.fields_of(type(cfg))}
+    # A config that is in use may differ: tasks write into it what they found.
+    cfg, path, _ = config.parse_config(config_class, flags, "")
+    fields = {"config": (str, {}), **config.fields_of(config_class)}
     wanted = dataclasses.replace(cfg, **settings)
     names = {name: None for name in config.read_flags(flags, fields) if name != "config"}
     names |= dict.fromkeys(LENGTH) if names.keys() & {*LENGTH} else {}
@@ -76,7 +78,7 @@ def recipe_with(cfg: Any, path: Path, flags: list[str], **settings: Any) -> str:
         # Does it give this config, on its own?
         found = config.read_recipe(config.compose_yaml(text), fields)
         found = config.convert_all(found, fields, "[{}]")
-        alone = config.replace_fields(type(cfg)(), found)
+        alone = config.replace_fields(config_class(), found)
         config.choose_length(alone, {}, found)
         config.check_unread_fields(alone, {}, found, fields)
         if resolved_config(alone) == resolved_config(wanted):
