@@ -49,7 +49,12 @@ def write_headed(path: Path, heading: str, text: str) -> None:
     Readers see the old file or the new one.
     """
     refuse_foreign(path)
-    replace_text(path, f"{HEADING} {heading}\n\n{text}")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        replace_text(path, f"{HEADING} {heading}\n\n{text}", partial)
+    except OSError as error:  # such as a full disk
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{one_line(path, 100)}: {error.strerror}") from error
 
 
 # ---- Texts ---------------------------------------------------------------------------------------
