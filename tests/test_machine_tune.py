@@ -157,6 +157,8 @@ def test_lines_of_a_trial(tmp_path):
     text = "Traceback\ntrain.py: it is full\nlaunch.py: process 0 was ended\n\nbye\n"
     assert trials.last_line(text) == "launch.py: process 0 was ended"
     assert trials.last_line("a\nValueError: b\n") == "ValueError: b"
+    text = "a\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCHDYNAMO_VERBOSE=1\n"
+    assert trials.last_line(text) == "torch._inductor.exc.InductorError: no compiler"
 
 
 FAKE = """

@@ -188,7 +188,8 @@ def table(
             rows[rung.words] = str(error).partition(";")[0]
             continue
         needs = {c: gigabytes(rung.need(work, plan)) for c, work in working.items()}
-        row = f"{plan.micro_batch_size} samples {needs[False]}"
+        size = plan.micro_batch_size
+        row = f"{size} sample{'s' * (size > 1)} {needs[False]}"
         row += f", checkpointing {needs[True]}" if True in needs else ""
         row += f", host {gigabytes(rung.host)}" if rung.host else ""
         verdict = "does not fit"

@@ -197,10 +197,11 @@ def read_lines(path: Path, key: str) -> list[dict]:
 
 
 def last_line(text: str) -> str:
-    """The line of an output that says what went wrong: ours, or the last."""
+    """The line of an output that says what went wrong: ours, an exception's first, or the last."""
     lines = [line for line in text.splitlines() if line.strip()] or ["it said nothing"]
     own = [line for line in lines if line.startswith(("train.py:", "launch.py:"))]
-    return one_line((own or lines)[-1].removeprefix("train.py:"), 200)
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
+    return one_line((own or raised or lines)[-1].removeprefix("train.py:"), 200)
 
 
 def end_processes(folder: str) -> None:
