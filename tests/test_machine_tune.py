@@ -223,6 +223,43 @@ def test_accelerate_yaml_keeps_its_comments(tmp_path):
     assert written.accelerate_with(path) == "# Where.\na: x\n\nb: y\n"
 
 
+@dataclasses.dataclass
+class Small:
+    max_steps: int = 8
+    num_epochs: float = 0.0
+    lr_schedule: str = "cosine"
+    final_lr_fraction: float = 0.1
+    resume: str = dataclasses.field(default="auto", metadata={"saved": False})
+    micro_batch_size: int = 4
+
+
+WHOLE = (
+    "max_steps: 3\nnum_epochs: 0.0\nlr_schedule: %s\nfinal_lr_fraction: 0.2\nmicro_batch_size: 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    "text, flags, expected",
+    [
+        # An older heading goes; comments, and flags of all runs, stay.
+        (
+            "# Written by hardware.py x\n# y\n\n# Mine.\nmax_steps: 3 # 3\n",
+            ["--num_epochs", "2", "--resume", "never"],
+            "# Mine.\nmax_steps: 0 # 3\n\nnum_epochs: 2.0\n\nmicro_batch_size: 2\n",
+        ),
+        ("{max_steps: 3}", [], "{micro_batch_size: 2, max_steps: 3}"),
+        # Nothing reads final_lr_fraction any more; and lines that start further right.
+        ("max_steps: 3\nfinal_lr_fraction: 0.2\n", ["--lr_schedule", "constant"], WHOLE % "constant"),
+        ("  max_steps: 3\n  final_lr_fraction: 0.2\n", [], WHOLE % "cosine"),
+    ],
+)
+def test_recipe_with_other_values(tmp_path, text, flags, expected):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    found = written.recipe_with(Small, ["--config", str(path), *flags], micro_batch_size=2)
+    assert found == expected
+
+
 # ---- Reports -------------------------------------------------------------------------------------
 
 

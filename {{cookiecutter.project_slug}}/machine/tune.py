@@ -38,6 +38,10 @@ class Recipe:
     flags: list[str]  # of train.py
     unit: str  # plural name of the loss terms
 
+    def __str__(self) -> str:
+        named = any(word.partition("=")[0] == "--config" for word in self.flags)
+        return one_line(" ".join([*([] if named else [str(self.path)]), *self.flags]))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of tune."""
@@ -168,7 +172,7 @@ def describe(
     section.conditions = {
         "device": hardware.device,
         "processes": processes,
-        "recipe": one_line(" ".join([str(recipe.path), *recipe.flags])),
+        "recipe": str(recipe),
     }
     section.facts = {
         **section.conditions,
@@ -250,8 +254,7 @@ def write_pair(recipe: Recipe, hardware: Hardware, chosen: Settings, trial: Tria
     today = datetime.date.today().isoformat()
     heading = f"tune on {today}: {describe_trial(recipe, trial)}\n# from "
     keep = "\n# The next tune replaces it; to keep it, rename it."
-    words = one_line(" ".join([str(recipe.path), *recipe.flags]))
     text = written.recipe_with(type(recipe.cfg), recipe.flags, **chosen.fields)
-    written.write_headed(RECIPE, heading + words + keep, text)
+    written.write_headed(RECIPE, f"{heading}{recipe}{keep}", text)
     text = yaml_for(hardware, chosen)
     written.write_headed(ACCELERATE, heading + one_line(hardware.file) + keep, text)
