@@ -233,6 +233,7 @@ class Small:
     micro_batch_size: int = 4
 
 
+UNREAD = "max_steps: 3\nfinal_lr_fraction: 0.2\n"
 WHOLE = (
     "max_steps: 3\nnum_epochs: 0.0\nlr_schedule: %s\nfinal_lr_fraction: 0.2\nmicro_batch_size: 2\n"
 )
@@ -249,8 +250,8 @@ WHOLE = (
         ),
         ("{max_steps: 3}", [], "{micro_batch_size: 2, max_steps: 3}"),
         # Nothing reads final_lr_fraction any more; and lines that start further right.
-        ("max_steps: 3\nfinal_lr_fraction: 0.2\n", ["--lr_schedule", "constant"], WHOLE % "constant"),
-        ("  max_steps: 3\n  final_lr_fraction: 0.2\n", [], WHOLE % "cosine"),
+        (UNREAD, ["--lr_schedule", "constant"], WHOLE % "constant"),
+        (UNREAD.replace("max", "  max").replace("final", "  final"), [], WHOLE % "cosine"),
     ],
 )
 def test_recipe_with_other_values(tmp_path, text, flags, expected):
