@@ -62,12 +62,13 @@ def take_step(clock, meter, stopwatch, compute, fetch, rest=0.0):
     """A step that takes so many seconds."""
     meter.add(1000, 1)
     stopwatch.start(4)
-    clock(compute)
-    stopwatch.stop()
+    with stopwatch.micro_batch():
+        clock(compute)
+        stopwatch.stop()
+        clock(0.25 * rest)  # for the other processes
     with meter.waiting():
         clock(fetch)
-    clock(rest)
-    stopwatch.complete()
+    clock(0.75 * rest)
 
 
 def test_shares_are_those_of_the_clock(clock):
@@ -88,21 +89,42 @@ def test_shares_are_those_of_the_clock(clock):
     assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
 
 
-def test_a_balancer_may_read_before_the_step_is_complete(clock):
-    meter, stopwatch = make_meter()
-    meter.start()
-    meter.add(1000, 1)
+def test_the_last_gradient_ends_a_step(clock):
+    _, stopwatch = make_meter()
+    stopwatch.stop()  # the backward pass of an evaluation
     stopwatch.start(2)
-    for _ in range(2):  # the gradient of the last micro-batch counts
-        clock(1)
-        stopwatch.stop()
+    for _ in range(2):
+        with stopwatch.micro_batch():
+            clock(1)
+            stopwatch.stop()
     assert stopwatch.read() == 10**9
+    stopwatch.start(2)
+    for stops in (True, False):  # in the second micro-batch, the first weight gets no gradient
+        with stopwatch.micro_batch():
+            clock(1)
+            if stops:
+                stopwatch.stop()
+            clock(2)
     clock(5)
-    stopwatch.complete()
-    assert stopwatch.take() == [2.0] and stopwatch.read() == 0
-    stopwatch.start(1)
-    clock(3)
-    stopwatch.complete()  # the first weight has got no gradient
+    assert stopwatch.take() == [2.0, 6.0]
+
+
+def test_the_whole_backward_pass_counts(clock):
+    """Of a model whose first weight is used last, so that its gradient comes first."""
+
+    class Slow(torch.autograd.Function):
+        forward = staticmethod(lambda context, x: x.clone())
+        backward = staticmethod(lambda context, grad: (clock(3), grad)[1])
+
+    sums, batches = load_task("training.sums"), load_task("training.batches")
+    model = torch.nn.ParameterList([torch.ones(1), torch.ones(1)])
+    accelerator = SimpleNamespace(gradient_accumulation_steps=1, step=0)
+    _, stopwatch = make_meter()
+    gradients = sums.StepGradients(accelerator, Others(), model, False, stopwatch)
+    gradients.start(batches.StepPlan(1, 1), 1)
+    with gradients.micro_batch(0):
+        (model[0] * Slow.apply(model[1])).backward()
+        clock(5)
     assert stopwatch.take() == [3.0]
 
 
@@ -123,7 +145,7 @@ def test_processes_wait_for_the_slowest_of_each_step(clock):
 @pytest.mark.parametrize("fault", ["computing", "fetching data"])
 def test_a_straggler_is_named_once_and_after_it_persists(clock, fault):
     """Process 2 takes 0.2 s more than the 1 s of the others, for 10 steps a line."""
-    work = {"computing": (1.2, 0.0), "fetching data": (0.4, 0.8)}[fault]
+    work = {"computing": (1.2, 0.0), "fetching data": (1.0, 0.2)}[fault]
     slow = np.zeros((3, 21))
     slow[1], slow[2] = [1.0] * 10 + [0.0] * 11, [work[0]] * 10 + [work[1]] * 10 + [0]
     even = np.zeros((3, 21))

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,7 @@ class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
     DDP averages gradients after the last micro-batch, and the time in which a process waits for
-    others there must not count. So a step ends with the gradient of the model's first weight, which
-    comes last.
+    others there must not count. So the backward pass itself calls `stop`, before DDP waits.
     """
 
     def __init__(self, device: torch.device):
@@ -45,7 +43,6 @@ class Stopwatch:
         self.running: list[list] = []
         self.seconds: list[float] = []  # of the steps before these, since `take`
         self.newest = 0  # ns per micro-batch in the last of them, until `read`
-        self.stopped = True
 
     def mark(self):
         """This moment: in ns on a CPU, otherwise an event in the device's work."""
@@ -59,17 +56,19 @@ class Stopwatch:
         """Before the first micro-batch of a step."""
         self.collect()
         self.running.append([self.mark(), None, micro_batches])
-        self.stopped = False
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Computes a micro-batch in its body; that ends it, unless `stop` has been called inside."""
+        self.running[-1][1] = None
+        yield
+        if self.running[-1][1] is None:
+            self.stop()
 
     def stop(self) -> None:
-        """When a gradient of the first weight is there; that of the last micro-batch counts."""
-        self.running[-1][1] = self.mark()
-        self.stopped = True
-
-    def complete(self) -> None:
-        """When all gradients of a step are there; it ends now, unless `stop` has been called."""
-        if not self.stopped:
-            self.stop()
+        """When the gradients of a micro-batch are there; those of the last one end the step."""
+        if self.running:  # an evaluation may compute gradients, too
+            self.running[-1][1] = self.mark()
 
     def collect(self) -> None:
         """Reads the steps that the device has computed."""
@@ -194,33 +193,38 @@ class SpeedMeter:
         if self.peak:
             line["mfu"] = self.flops * self.terms / seconds / self.peak
         line |= {"peak_memory_gb": memory.max(), "batch_hash": f"{self.ids_hash:016x}"}
-        self.straggler = self.find_straggler(busy, compute)
+        self.straggler = self.find_straggler(busy, compute, fetch) if processes > 1 else {}
         self.start()
         return line
 
-    def find_straggler(self, busy: np.ndarray, compute: np.ndarray) -> dict:
+    def find_straggler(self, busy: np.ndarray, compute: np.ndarray, fetch: np.ndarray) -> dict:
         """A note on the process that has been the slowest for a while; {} without a new one.
 
-        `busy` and `compute` are seconds, with a row for each process and a column for each step
-        since the last line.
+        The arguments are seconds, with a row for each process and a column for each step since the
+        last line.
         """
-        steps = busy.shape[1]
-        busy, compute = busy.mean(1), compute.mean(1)
-        slow = int(busy.argmax())
-        others = median(np.delete(busy, slow).tolist() or [busy[slow]])
+        steps, slow = busy.shape[1], int(busy.sum(1).argmax())
+
+        def compare(seconds: np.ndarray) -> tuple[float, float]:
+            """A mean step of the slowest process, and the median of those of the others."""
+            means = seconds.mean(1)
+            return means[slow], np.median(np.delete(means, slow))
+
         known = self.slowest == slow and all(map(operator.ge, self.behind, PERSISTS))
         if self.slowest != slow:
             self.slowest, self.behind = slow, (0, 0)
         self.behind = (self.behind[0] + 1, self.behind[1] + steps)
-        if busy[slow] <= BEHIND * others:
+        own, others = compare(busy)
+        if own <= BEHIND * others:
             self.slowest = -1
         if known or self.slowest < 0 or not all(map(operator.ge, self.behind, PERSISTS)):
             return {}
+        computing, fetching = (mine - usual for mine, usual in map(compare, (compute, fetch)))
         return {
             "event": "straggler",
             "process": f"{slow} on {self.hosts[slow]}",
-            "mostly": "computing" if compute[slow] > busy[slow] / 2 else "fetching data",
-            "step_seconds": busy[slow],
+            "mostly": "computing" if computing >= fetching else "fetching data",
+            "step_seconds": own,
             "median_of_others": others,
         }
 
