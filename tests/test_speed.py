@@ -201,6 +201,32 @@ def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
     assert meter.read()["mfu"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "name, bf16, memory",
+    [
+        ("NVIDIA GB200", 2500, 8000),
+        ("NVIDIA B200", 2250, 7700),
+        ("NVIDIA GH200 480GB", 989, 4000),
+        ("NVIDIA H200", 989, 4800),
+        ("NVIDIA H200 NVL", 835, 4800),
+        ("NVIDIA H100 80GB HBM3", 989, 3350),
+        ("NVIDIA H100 PCIe", 756, 2000),
+        ("NVIDIA A100-SXM4-40GB", 312, 1555),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None, None),
+        ("NVIDIA L40S", 362, 864),
+        ("NVIDIA L40", 181, 864),
+        ("NVIDIA L4", 121, 300),
+        ("NVIDIA GeForce RTX 3090 Ti", 80, 1008),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("Tesla T4", None, 320),
+    ],
+)
+def test_peaks_of_names_that_contain_others(monkeypatch, name, bf16, memory):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = load_task("training.peaks").peaks_of(torch.device("cuda"))
+    assert (found.get("bf16"), found.get("memory")) == (bf16, memory)
+
+
 @pytest.mark.parametrize("steps", [[3], [1, 2, 3], [5, 3], [1, 101]])
 def test_profile_steps_are_first_and_last(steps):
     with pytest.raises(ValueError, match="give the first and the last of at most 100 steps"):
@@ -246,5 +272,5 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("a file")
     printed = tiny.train(1, "--profile_steps", "[3, 5]", "--output_dir", tmp_path / "run")
-    assert "no profile: FileExistsError" in printed
+    assert "no profile of process 0: FileExistsError" in printed
     assert lines(tmp_path / "run", "loss")[-1]["step"] == 12

@@ -246,8 +246,10 @@ class Profiler:
     ui.perfetto.dev and TensorBoard's profiler show traces.
     """
 
-    def __init__(self, accelerator: Accelerator, steps: list[int] | None, output: Path):
-        self.accelerator, self.folder = accelerator, output / "profile"
+    def __init__(
+        self, accelerator: Accelerator, ranks: Ranks, steps: list[int] | None, output: Path
+    ):
+        self.accelerator, self.ranks, self.folder = accelerator, ranks, output / "profile"
         self.first, self.last = steps or (0, 0)
         self.context = self.profile = None
 
@@ -262,9 +264,11 @@ class Profiler:
         if self.profile and step == self.last:
             self.context.__exit__(None, None, None)
             _, problem = catch(self.write)
-            if problem:
-                say(f"no profile: {type(problem).__name__}: {one_line(problem)}")
             self.profile = None
+            problem = f"{type(problem).__name__}: {one_line(problem)}" if problem else ""
+            for process, text in enumerate(self.ranks.gather(problem)):
+                if text:
+                    say(f"no profile of process {process}: {text}")
 
     def write(self) -> None:
         """Writes the trace of this process and, on the main process, the table."""
