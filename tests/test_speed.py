@@ -264,7 +264,10 @@ def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
         assert names.count("Optimizer.step#AdamW.step") == 3
     assert "aten::" in (folder / "operations.txt").read_text()
     refused = ["--profile_steps", "[13, 14]", "--output_dir", tmp_path / "none"]
-    assert "nothing is profiled: profile_steps is [13, 14]" in tiny.train(1, *refused)
+    printed = tiny.train(1, *refused)
+    assert "profile_steps is [13, 14], and this command trains the steps 1 to 12" in printed
+    again = ["--eval_only", "true", "--profile_steps", "[3, 5]", "--output_dir", tmp_path / "none"]
+    assert "profile_steps is [3, 5], and this command trains no step" in tiny.train(1, *again)
 
 
 @pytest.mark.slow

@@ -30,6 +30,15 @@ BEHIND = 1.15  # times the median of the other processes: a straggler
 PERSISTS = 3, 20  # lines of metrics in a row, and steps, until it is named
 
 
+def mark(device: torch.device):
+    """This moment: in ns on a CPU, otherwise an event in the device's work."""
+    if device.type == "cpu":
+        return time.perf_counter_ns()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
@@ -38,28 +47,21 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
+        # Reading the events of an Apple GPU waits for all its work: there, the host's time counts.
+        self.device = torch.device("cpu") if device.type == "mps" else device
         # [begin, end, micro-batches] of steps that the device may not have computed yet
         self.running: list[list] = []
         self.seconds: list[float] = []  # of the steps before these, since `take`
         self.newest = 0  # ns per micro-batch in the last of them, until `read`
 
-    def mark(self):
-        """This moment: in ns on a CPU, otherwise an event in the device's work."""
-        if self.device.type == "cpu":
-            return time.perf_counter_ns()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
-
     def start(self, micro_batches: int) -> None:
         """Before the first micro-batch of a step."""
         self.collect()
-        self.running.append([self.mark(), None, micro_batches])
+        self.running.append([mark(self.device), None, micro_batches])
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Computes a micro-batch in its body; that ends it, unless `stop` has been called inside."""
+        """Computes a micro-batch in its body, which ends it unless `stop` is called inside."""
         self.running[-1][1] = None
         yield
         if self.running[-1][1] is None:
@@ -68,7 +70,7 @@ class Stopwatch:
     def stop(self) -> None:
         """When the gradients of a micro-batch are there; those of the last one end the step."""
         if self.running:  # an evaluation may compute gradients, too
-            self.running[-1][1] = self.mark()
+            self.running[-1][1] = mark(self.device)
 
     def collect(self) -> None:
         """Reads the steps that the device has computed."""
@@ -246,10 +248,8 @@ class Profiler:
     ui.perfetto.dev and TensorBoard's profiler show traces.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, ranks: Ranks, steps: list[int] | None, output: Path
-    ):
-        self.accelerator, self.ranks, self.folder = accelerator, ranks, output / "profile"
+    def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
+        self.meter, self.accelerator, self.folder = meter, meter.accelerator, output / "profile"
         self.first, self.last = steps or (0, 0)
         self.context = self.profile = None
 
@@ -257,21 +257,25 @@ class Profiler:
         """Before a step."""
         if step == self.first:
             self.context = self.accelerator.profile(ProfileKwargs(record_shapes=True))
-            self.profile = self.context.__enter__()
+            with self.meter.paused():
+                self.profile = self.context.__enter__()
 
     def end(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
-        if self.profile and step == self.last:
-            self.context.__exit__(None, None, None)
+        if not self.profile or step != self.last:
+            return
+        with self.meter.paused():
             _, problem = catch(self.write)
             self.profile = None
             problem = f"{type(problem).__name__}: {one_line(problem)}" if problem else ""
-            for process, text in enumerate(self.ranks.gather(problem)):
-                if text:
-                    say(f"no profile of process {process}: {text}")
+            problems = self.meter.ranks.gather(problem)
+        for process, text in enumerate(problems):
+            if text:
+                say(f"no profile of process {process}: {text}")
 
     def write(self) -> None:
         """Writes the trace of this process and, on the main process, the table."""
+        self.context.__exit__(None, None, None)
         self.folder.mkdir(exist_ok=True)
         name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
         self.profile.export_chrome_trace(str(self.folder / name))
