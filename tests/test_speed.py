@@ -62,12 +62,13 @@ def take_step(clock, meter, stopwatch, compute, fetch, rest=0.0):
     """A step that takes so many seconds."""
     meter.add(1000, 1)
     stopwatch.start(4)
-    clock(compute)
-    stopwatch.stop()
+    with stopwatch.micro_batch():
+        clock(compute)
+        stopwatch.stop()
+        clock(0.25 * rest)  # for the other processes
     with meter.waiting():
         clock(fetch)
-    clock(rest)
-    stopwatch.complete()
+    clock(0.75 * rest)
 
 
 def test_shares_are_those_of_the_clock(clock):
@@ -88,21 +89,42 @@ def test_shares_are_those_of_the_clock(clock):
     assert meter.read()["compute"] == pytest.approx(0.5)  # nothing of the last line is left
 
 
-def test_a_balancer_may_read_before_the_step_is_complete(clock):
-    meter, stopwatch = make_meter()
-    meter.start()
-    meter.add(1000, 1)
+def test_the_last_gradient_ends_a_step(clock):
+    _, stopwatch = make_meter()
+    stopwatch.stop()  # the backward pass of an evaluation
     stopwatch.start(2)
-    for _ in range(2):  # the gradient of the last micro-batch counts
-        clock(1)
-        stopwatch.stop()
+    for _ in range(2):
+        with stopwatch.micro_batch():
+            clock(1)
+            stopwatch.stop()
     assert stopwatch.read() == 10**9
+    stopwatch.start(2)
+    for stops in (True, False):  # in the second micro-batch, the first weight gets no gradient
+        with stopwatch.micro_batch():
+            clock(1)
+            if stops:
+                stopwatch.stop()
+            clock(2)
     clock(5)
-    stopwatch.complete()
-    assert stopwatch.take() == [2.0] and stopwatch.read() == 0
-    stopwatch.start(1)
-    clock(3)
-    stopwatch.complete()  # the first weight has got no gradient
+    assert stopwatch.take() == [2.0, 6.0]
+
+
+def test_the_whole_backward_pass_counts(clock):
+    """Of a model whose first weight is used last, so that its gradient comes first."""
+
+    class Slow(torch.autograd.Function):
+        forward = staticmethod(lambda context, x: x.clone())
+        backward = staticmethod(lambda context, grad: (clock(3), grad)[1])
+
+    sums, batches = load_task("training.sums"), load_task("training.batches")
+    model = torch.nn.ParameterList([torch.ones(1), torch.ones(1)])
+    accelerator = SimpleNamespace(gradient_accumulation_steps=1, step=0)
+    _, stopwatch = make_meter()
+    gradients = sums.StepGradients(accelerator, Others(), model, False, stopwatch)
+    gradients.start(batches.StepPlan(1, 1), 1)
+    with gradients.micro_batch(0):
+        (model[0] * Slow.apply(model[1])).backward()
+        clock(5)
     assert stopwatch.take() == [3.0]
 
 
@@ -123,7 +145,7 @@ def test_processes_wait_for_the_slowest_of_each_step(clock):
 @pytest.mark.parametrize("fault", ["computing", "fetching data"])
 def test_a_straggler_is_named_once_and_after_it_persists(clock, fault):
     """Process 2 takes 0.2 s more than the 1 s of the others, for 10 steps a line."""
-    work = {"computing": (1.2, 0.0), "fetching data": (0.4, 0.8)}[fault]
+    work = {"computing": (1.2, 0.0), "fetching data": (1.0, 0.2)}[fault]
     slow = np.zeros((3, 21))
     slow[1], slow[2] = [1.0] * 10 + [0.0] * 11, [work[0]] * 10 + [work[1]] * 10 + [0]
     even = np.zeros((3, 21))
@@ -179,6 +201,32 @@ def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
     assert meter.read()["mfu"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "name, bf16, memory",
+    [
+        ("NVIDIA GB200", 2500, 8000),
+        ("NVIDIA B200", 2250, 7700),
+        ("NVIDIA GH200 480GB", 989, 4000),
+        ("NVIDIA H200", 989, 4800),
+        ("NVIDIA H200 NVL", 835, 4800),
+        ("NVIDIA H100 80GB HBM3", 989, 3350),
+        ("NVIDIA H100 PCIe", 756, 2000),
+        ("NVIDIA A100-SXM4-40GB", 312, 1555),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None, None),
+        ("NVIDIA L40S", 362, 864),
+        ("NVIDIA L40", 181, 864),
+        ("NVIDIA L4", 121, 300),
+        ("NVIDIA GeForce RTX 3090 Ti", 80, 1008),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("Tesla T4", None, 320),
+    ],
+)
+def test_peaks_of_names_that_contain_others(monkeypatch, name, bf16, memory):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    found = load_task("training.peaks").peaks_of(torch.device("cuda"))
+    assert (found.get("bf16"), found.get("memory")) == (bf16, memory)
+
+
 @pytest.mark.parametrize("steps", [[3], [1, 2, 3], [5, 3], [1, 101]])
 def test_profile_steps_are_first_and_last(steps):
     with pytest.raises(ValueError, match="give the first and the last of at most 100 steps"):
@@ -216,7 +264,10 @@ def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
         assert names.count("Optimizer.step#AdamW.step") == 3
     assert "aten::" in (folder / "operations.txt").read_text()
     refused = ["--profile_steps", "[13, 14]", "--output_dir", tmp_path / "none"]
-    assert "nothing is profiled: profile_steps is [13, 14]" in tiny.train(1, *refused)
+    printed = tiny.train(1, *refused)
+    assert "profile_steps is [13, 14], and this command trains the steps 1 to 12" in printed
+    again = ["--eval_only", "true", "--profile_steps", "[3, 5]", "--output_dir", tmp_path / "none"]
+    assert "profile_steps is [3, 5], and this command trains no step" in tiny.train(1, *again)
 
 
 @pytest.mark.slow
@@ -224,5 +275,5 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tiny, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("a file")
     printed = tiny.train(1, "--profile_steps", "[3, 5]", "--output_dir", tmp_path / "run")
-    assert "no profile: FileExistsError" in printed
+    assert "no profile of process 0: FileExistsError" in printed
     assert lines(tmp_path / "run", "loss")[-1]["step"] == 12

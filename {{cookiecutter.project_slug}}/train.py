@@ -433,7 +433,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     step_monitor = monitor.StepMonitor(accelerator, ranks, sum(plan.shares), cfg.max_skipped_steps)
     with device.eager(model):
         meter.count_flops(model, task, first_batches[0], share_trained)
-    profiler = speed.Profiler(accelerator, cfg.profile_steps, output)
+    profiler = speed.Profiler(meter, cfg.profile_steps, output)
 
     # Evaluate first, if a stop has interrupted the evaluation of this checkpoint.
     model.train()

@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from training.shares import Stopwatch
+from training.speed import mark
 
 WARM_UP = 3  # first calls: they compile, allocate, and raise clock rates
 FEWEST, MOST = 5, 500  # measured calls
@@ -40,11 +40,10 @@ def seconds_per_call(
         taken = max(time.perf_counter() - began, 1e-9)
         calls = agree(min(max(int(seconds / taken), FEWEST), MOST))
     # Nothing waits for the device between the calls, so that it never runs out of work.
-    mark = Stopwatch(device).mark
-    marks = [mark()]
+    marks = [mark(device)]
     for _ in range(calls):
         work()
-        marks.append(mark())
+        marks.append(mark(device))
     wait_for(device)
     pairs = zip(marks, marks[1:], strict=False)
     if device.type == "cpu":

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,45 +30,47 @@ BEHIND = 1.15  # times the median of the other processes: a straggler
 PERSISTS = 3, 20  # lines of metrics in a row, and steps, until it is named
 
 
+def mark(device: torch.device):
+    """This moment: in ns on a CPU, otherwise an event in the device's work."""
+    if device.type == "cpu":
+        return time.perf_counter_ns()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
     DDP averages gradients after the last micro-batch, and the time in which a process waits for
-    others there must not count. So a step ends with the gradient of the model's first weight, which
-    comes last.
+    others there must not count. So the backward pass itself calls `stop`, before DDP waits.
     """
 
     def __init__(self, device: torch.device):
-        self.device = device
+        # Reading the events of an Apple GPU waits for all its work: there, the host's time counts.
+        self.device = torch.device("cpu") if device.type == "mps" else device
         # [begin, end, micro-batches] of steps that the device may not have computed yet
         self.running: list[list] = []
         self.seconds: list[float] = []  # of the steps before these, since `take`
         self.newest = 0  # ns per micro-batch in the last of them, until `read`
-        self.stopped = True
-
-    def mark(self):
-        """This moment: in ns on a CPU, otherwise an event in the device's work."""
-        if self.device.type == "cpu":
-            return time.perf_counter_ns()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
 
     def start(self, micro_batches: int) -> None:
         """Before the first micro-batch of a step."""
         self.collect()
-        self.running.append([self.mark(), None, micro_batches])
-        self.stopped = False
+        self.running.append([mark(self.device), None, micro_batches])
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Computes a micro-batch in its body, which ends it unless `stop` is called inside."""
+        self.running[-1][1] = None
+        yield
+        if self.running[-1][1] is None:
+            self.stop()
 
     def stop(self) -> None:
-        """When a gradient of the first weight is there; that of the last micro-batch counts."""
-        self.running[-1][1] = self.mark()
-        self.stopped = True
-
-    def complete(self) -> None:
-        """When all gradients of a step are there; it ends now, unless `stop` has been called."""
-        if not self.stopped:
-            self.stop()
+        """When the gradients of a micro-batch are there; those of the last one end the step."""
+        if self.running:  # an evaluation may compute gradients, too
+            self.running[-1][1] = mark(self.device)
 
     def collect(self) -> None:
         """Reads the steps that the device has computed."""
@@ -194,33 +195,38 @@ class SpeedMeter:
         if self.peak:
             line["mfu"] = self.flops * self.terms / seconds / self.peak
         line |= {"peak_memory_gb": memory.max(), "batch_hash": f"{self.ids_hash:016x}"}
-        self.straggler = self.find_straggler(busy, compute)
+        self.straggler = self.find_straggler(busy, compute, fetch) if processes > 1 else {}
         self.start()
         return line
 
-    def find_straggler(self, busy: np.ndarray, compute: np.ndarray) -> dict:
+    def find_straggler(self, busy: np.ndarray, compute: np.ndarray, fetch: np.ndarray) -> dict:
         """A note on the process that has been the slowest for a while; {} without a new one.
 
-        `busy` and `compute` are seconds, with a row for each process and a column for each step
-        since the last line.
+        The arguments are seconds, with a row for each process and a column for each step since the
+        last line.
         """
-        steps = busy.shape[1]
-        busy, compute = busy.mean(1), compute.mean(1)
-        slow = int(busy.argmax())
-        others = median(np.delete(busy, slow).tolist() or [busy[slow]])
+        steps, slow = busy.shape[1], int(busy.sum(1).argmax())
+
+        def compare(seconds: np.ndarray) -> tuple[float, float]:
+            """A mean step of the slowest process, and the median of those of the others."""
+            means = seconds.mean(1)
+            return means[slow], np.median(np.delete(means, slow))
+
         known = self.slowest == slow and all(map(operator.ge, self.behind, PERSISTS))
         if self.slowest != slow:
             self.slowest, self.behind = slow, (0, 0)
         self.behind = (self.behind[0] + 1, self.behind[1] + steps)
-        if busy[slow] <= BEHIND * others:
+        own, others = compare(busy)
+        if own <= BEHIND * others:
             self.slowest = -1
         if known or self.slowest < 0 or not all(map(operator.ge, self.behind, PERSISTS)):
             return {}
+        computing, fetching = (mine - usual for mine, usual in map(compare, (compute, fetch)))
         return {
             "event": "straggler",
             "process": f"{slow} on {self.hosts[slow]}",
-            "mostly": "computing" if compute[slow] > busy[slow] / 2 else "fetching data",
-            "step_seconds": busy[slow],
+            "mostly": "computing" if computing >= fetching else "fetching data",
+            "step_seconds": own,
             "median_of_others": others,
         }
 
@@ -242,8 +248,8 @@ class Profiler:
     ui.perfetto.dev and TensorBoard's profiler show traces.
     """
 
-    def __init__(self, accelerator: Accelerator, steps: list[int] | None, output: Path):
-        self.accelerator, self.folder = accelerator, output / "profile"
+    def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
+        self.meter, self.accelerator, self.folder = meter, meter.accelerator, output / "profile"
         self.first, self.last = steps or (0, 0)
         self.context = self.profile = None
 
@@ -251,19 +257,25 @@ class Profiler:
         """Before a step."""
         if step == self.first:
             self.context = self.accelerator.profile(ProfileKwargs(record_shapes=True))
-            self.profile = self.context.__enter__()
+            with self.meter.paused():
+                self.profile = self.context.__enter__()
 
     def end(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
-        if self.profile and step == self.last:
-            self.context.__exit__(None, None, None)
+        if not self.profile or step != self.last:
+            return
+        with self.meter.paused():
             _, problem = catch(self.write)
-            if problem:
-                say(f"no profile: {type(problem).__name__}: {one_line(problem)}")
             self.profile = None
+            problem = f"{type(problem).__name__}: {one_line(problem)}" if problem else ""
+            problems = self.meter.ranks.gather(problem)
+        for process, text in enumerate(problems):
+            if text:
+                say(f"no profile of process {process}: {text}")
 
     def write(self) -> None:
         """Writes the trace of this process and, on the main process, the table."""
+        self.context.__exit__(None, None, None)
         self.folder.mkdir(exist_ok=True)
         name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
         self.profile.export_chrome_trace(str(self.folder / name))

@@ -335,12 +335,12 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
             f"{point.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
             "max_steps, num_epochs or global_batch_size"
         )
-    if cfg.profile_steps and not step < cfg.profile_steps[0] <= cfg.profile_steps[1] <= (
-        point.max_steps
-    ):
+    trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
+    if not all(each in trains for each in cfg.profile_steps or ()):
+        steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
         point.remarks.append(
             f"warning: nothing is profiled: profile_steps is {cfg.profile_steps}, and this command "
-            f"trains the steps {step + 1} to {point.max_steps}"
+            f"trains {steps}"
         )
     if cfg.eval_only:  # only the task's settings affect an evaluation
         changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}

@@ -182,9 +182,17 @@ class StepGradients:
         self.problem: UserError | None = None
         self.checking = True  # the first step
         self.sharded, self.shared_buffers = ranks.layout.sharded, sharding.SharedBuffers(model)
-        self.parameters[0].register_hook(lambda _: stopwatch.stop())
+        self.parameters[0].register_hook(self.stop_after_backward)
         if exact and self.sharded:
             sharding.reduce_in_tree(model, accelerator, ranks.layout)
+
+    def stop_after_backward(self, _: torch.Tensor) -> None:
+        """Called with a weight's gradient: stops the watch when the others are there, too.
+
+        autograd then calls what is queued, in order. DDP, which waits for the other processes,
+        queues its call with the last gradient.
+        """
+        torch.autograd.Variable._execution_engine.queue_callback(self.stopwatch.stop)
 
     def start(self, plan: StepPlan, terms: int) -> float:
         """Begins a step with so many loss terms; gives the factor of its losses.
@@ -204,11 +212,12 @@ class StepGradients:
     def micro_batch(self, number: int) -> Iterator[None]:
         """Computes the gradient of micro-batch `number` of the step in its body."""
         if not self.exact:
-            yield
+            with self.stopwatch.micro_batch():
+                yield
             return
         before = self.buffers()
         alone = contextlib.nullcontext() if self.sharded else self.accelerator.no_sync(self.model)
-        with alone:
+        with alone, self.stopwatch.micro_batch():
             yield
         self.check_buffers(before)
         # A weight without a gradient may have one in another micro-batch.
@@ -250,7 +259,6 @@ class StepGradients:
         A weight that no micro-batch uses gets none. If a process has a problem, all raise it.
         """
         self.checking = False
-        self.stopwatch.complete()
         if self.exact:
             used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
             if self.sharded:
