@@ -378,7 +378,7 @@ FAULTS = {
     "gradient": (
         MODEL.format("model[0].weight.register_hook(lambda g: g * 1.01)"),
         "gradients are added up: process 1 on",
-        "of 0.weight off by 0.01",
+        "of 0.weight is off by 0.01",
     ),
     "weights": (
         MODEL.format("model[3].bias.data += 1e-3"),

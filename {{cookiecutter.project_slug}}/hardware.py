@@ -12,6 +12,8 @@ and those of bench also to hardware.png.
 """
 
 import argparse
+import atexit
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -26,9 +28,10 @@ from machine.report import Section
 from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
 from training.ranks import Failed, Ranks, UserError, as_user_error, catch
-from training.shutdown import exit_code_for, exit_process
+from training.shutdown import exit_code_for, exit_process, kill_workers
 
 TIMEOUT = 600  # seconds that a process waits for the others
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke, "tune": tune}
 
 
@@ -127,6 +130,8 @@ def main() -> int:
         return ranks.from_main(code)
     except BaseException as error:
         error = ranks.name_missing(error) if ranks else error
+        if isinstance(error, KeyboardInterrupt):
+            error = SystemExit("stopped by a signal")
         code, line = exit_code_for(error)
         line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
         if line and IS_MAIN:
@@ -136,6 +141,17 @@ def main() -> int:
         return code
 
 
+def stop(*_) -> None:
+    """Ends what runs at the first signal, so that it removes its files; ignores the others."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
     protect_output()
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+            signal.signal(number, stop)
+    atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
     exit_process(main())

@@ -58,7 +58,8 @@ def everyone(
     named = [f"{places.name(n, hosts)}: {text}" for text, n in texts.items() if text]
     if all(mine for text, mine, _ in found if text):
         raise UserError("; ".join(named if "" in texts else map(str, texts)))
-    raise (NoMemory if any(full for *_, full in found) else Wrong)("; ".join(named))
+    full = all(full for text, _, full in found if text)
+    raise (NoMemory if full else Wrong)("; ".join(named))
 
 
 def describe_error(error: Exception) -> str:
@@ -88,6 +89,7 @@ class ShortRun:
         self.project, self.cfg, self.ranks, self.hosts = project, project.cfg, ranks, hosts
         self.layout = project.layout
         self.finite: bool | None = None  # whether all steps were; None: none is done
+        self.same = True  # whether all processes have the same weights, as far as is known
         self.state: weights.TrainingState | None = None  # of the model that is prepared
         with ranks.fail_together(), as_user_error():
             self.accelerator = device.make_accelerator(self.cfg)

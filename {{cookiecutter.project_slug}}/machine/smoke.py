@@ -218,7 +218,7 @@ def check_common(trial: ShortRun, folder: Path) -> str:
 
 def off_by(deviation: float) -> str:
     """A relative error in words."""
-    return f"off by {deviation:.2g} of its norm" if np.isfinite(deviation) else "is not finite"
+    return f"is off by {deviation:.2g} of its norm" if np.isfinite(deviation) else "is not finite"
 
 
 def check_gradients(trial: ShortRun, folder: Path) -> str:
@@ -297,8 +297,9 @@ def check_steps(trial: ShortRun, folder: Path) -> str:
         raise Wrong("a step was skipped, since its gradient was not finite")
     if trial.layout.deepspeed:
         return "left out: DeepSpeed keeps the weights in parts of its own"
-    now = digests(trial.parameters())
+    now, trial.same = digests(trial.parameters()), False
     check_same(trial, now, "weights")
+    trial.same = True
     if now == trial.before:
         raise Wrong(f"{STEPS} steps of the optimizer have changed no weight")
     how = ", gathered from their parts" if trial.layout.sharded else ""
@@ -326,6 +327,8 @@ def check_saving(trial: ShortRun, folder: Path) -> str:
     ranks, state = trial.ranks, trial.state
     if state is None:
         return "left out: the model could not be prepared"
+    if not trial.same:
+        return "left out: a checkpoint has one copy of weights that are not the same"
 
     def see() -> None:
         if not agreement.appears(folder):
@@ -344,7 +347,7 @@ def check_saving(trial: ShortRun, folder: Path) -> str:
     size = sum(path.stat().st_size for path in folder.glob(tensor_files.NAMES)) / 1e6
     with torch.no_grad():  # all that the checkpoint has to bring back
         for name, values in before.items():
-            if name.startswith("state.") or isinstance(values, torch.nn.Parameter):
+            if name.startswith(("state.", "model.")):
                 local(values.detach()).zero_()
     manifest = {"optimizer": weights.settings_as_text(state.settings)}
     trial.everyone(state.load, folder, manifest, {})
