@@ -28,7 +28,7 @@ from machine.report import Section
 from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
 from training.ranks import Failed, Ranks, UserError, as_user_error, catch
-from training.shutdown import exit_code_for, exit_process, kill_workers
+from training.shutdown import NOT_MAIN, exit_code_for, exit_process, kill_workers
 
 TIMEOUT = 600  # seconds that a process waits for the others
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -134,7 +134,7 @@ def main() -> int:
             error = SystemExit("stopped by a signal")
         code, line = exit_code_for(error)
         line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
-        if line and IS_MAIN:
+        if line and (IS_MAIN or NOT_MAIN in line):
             print(f"hardware.py: {one_line(line, 1000)}", file=sys.stderr)
         elif not line and not isinstance(error, SystemExit):
             traceback.print_exception(error)

@@ -89,6 +89,7 @@ class ShortRun:
         self.project, self.cfg, self.ranks, self.hosts = project, project.cfg, ranks, hosts
         self.layout = project.layout
         self.finite: bool | None = None  # whether all steps were; None: none is done
+        self.unused: list[str] = []  # weights that got no gradient from this process alone
         self.same = True  # whether all processes have the same weights, as far as is known
         self.state: weights.TrainingState | None = None  # of the model that is prepared
         with ranks.fail_together(), as_user_error():
@@ -156,9 +157,10 @@ class ShortRun:
             contract.check_loss(loss)
             (loss.float() * scale).backward()
             losses.append(loss.item())
-        gradients = {}
+        gradients, self.unused = {}, []
         for name, parameter in self.copy.model.named_parameters():
             if parameter.requires_grad:
+                self.unused += [name] if parameter.grad is None else []
                 values = parameter.detach() if parameter.grad is None else parameter.grad
                 values = values.cpu().double() / scale * (parameter.grad is not None)
                 gradients[weights.bare_name(name)] = values.numpy()
