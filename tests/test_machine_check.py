@@ -102,6 +102,10 @@ def test_no_nvidia_smi_is_a_reason_and_no_crash(monkeypatch, tmp_path):
         {},
         "nvidia-smi: NVIDIA-SMI has failed because it has no driver",
     )
+    monkeypatch.setattr(check.torch.accelerator, "is_available", lambda: False)
+    assert check.no_gpu().startswith("torch sees no GPU; nvidia-smi: NVIDIA-SMI has failed")
+    program.write_text("#!/bin/sh\nprintf '\\377\\376 0, GPU'\n")
+    assert nvidia_smi.query() == ({}, "nvidia-smi lists no GPU")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ and those of bench also to hardware.png.
 
 import argparse
 import atexit
+import os
 import signal
 import sys
 import traceback
@@ -100,7 +101,8 @@ def finish(options: argparse.Namespace, section: Section, old: dict) -> int:
     if old:
         changes, worse = report.compare(section, old, options.threshold)
         say("\n".join([f"compared with {options.compare}:", *changes]))
-        say(f"{len(worse)} of {len(changes)} figures are more than {options.threshold:.0%} slower")
+        slower = f"more than {options.threshold:.0%} slower, or missing"
+        say(f"{len(worse)} of {len(changes)} figures are {slower}")
     return 1 if section.failures or worse else 0
 
 
@@ -119,6 +121,10 @@ def main() -> int:
         versions = startup.versions()
         device = versions.get("gpu", versions["cpu"])
         conditions = {"device": device, "processes": ranks.layout.processes}
+        if project:
+            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
+            recipe = one_line(" ".join([str(project.recipe), *project.flags]))
+            conditions |= {"recipe": recipe, "precision": precision}
         with ranks.fail_together(), as_user_error():
             if old and IS_MAIN:
                 report.check_comparable(options.verb, conditions, old)

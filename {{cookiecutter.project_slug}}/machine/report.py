@@ -230,7 +230,7 @@ def is_compared(unit: str) -> bool:
 
 
 def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[str], list[str]]:
-    """(lines about all changes, those about figures that are slower by more than `limit`).
+    """(lines about all changes, those about figures that are slower by more than `limit`, or gone).
 
     `old` is the content of an older hardware.json. Raises ValueError for `check_comparable`.
     """
@@ -243,7 +243,7 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
     lines, worse = [], []
     for each in [figure for figure in section.figures if is_compared(figure.unit)]:
         was = before.pop((*each.key, each.unit), None)
-        where = "".join(f" ({part})" for part in (each.where, each.size) if part)
+        where = f" ({each.where})" if each.where else ""
         line = f"{each.name}{where}: {short(each.value)} {each.unit}"
         if was is None or not 0 < was < math.inf:
             lines.append(f"{line}, not in the older report")
@@ -254,7 +254,12 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
             ratio, change = 0.0, "which is no measurement"
         lines.append(f"{line}, was {short(was)}: {change}")
         worse += lines[-1:] if ratio < 1 - limit else []
-    lines += [f"{name}: only in the older report" for name, *_ in before]
+    missing = [
+        f"{name}{f' ({where})' if where else ''}: only in the older report"
+        for name, where, *_ in before
+    ]
+    lines += missing
+    worse += missing if section.verb != "tune" else []  # which tries other settings each time
     if not any(", was " in line for line in lines):
         raise ValueError(f"the older report has none of these figures of {section.verb}")
     return lines, worse
