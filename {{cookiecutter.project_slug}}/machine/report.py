@@ -187,6 +187,8 @@ def save(folder: Path, section: Section) -> dict[str, Any]:
         content[section.verb] = section.as_json()
         replace_text(path, json.dumps(content, indent=1) + "\n")
         return content
+    except OSError as error:  # of a full disk: it names no file
+        raise ValueError(f"{path} is not written: {error.strerror or error}") from None
     finally:
         os.close(handle)
 

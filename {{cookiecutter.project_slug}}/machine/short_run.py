@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,14 @@ def describe_error(error: Exception) -> str:
     return f"raised {type(error).__name__}: {one_line(error)}{where}"
 
 
-def digests(named: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Type, shape and 16 hex digits of the SHA-256 of each tensor; of a DTensor, of this part."""
+def digests(named: dict[str, torch.Tensor], part: Callable = local) -> dict[str, str]:
+    """Type, shape and 16 hex digits of the SHA-256 of each tensor; of a DTensor, of this part.
+
+    If `part` is `whole`, all processes must call it: they gather one tensor after the other.
+    """
     found = {}
     for name, values in named.items():
-        values = local(values.detach())
+        values = part(values.detach())
         bits = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
         digest = hashlib.sha256(bits).hexdigest()[:16]
         found[name] = f"{values.dtype} {tuple(values.shape)} {digest}"
@@ -162,7 +165,7 @@ class ShortRun:
             if parameter.requires_grad:
                 self.unused += [name] if parameter.grad is None else []
                 values = parameter.detach() if parameter.grad is None else parameter.grad
-                values = values.cpu().double() / scale * (parameter.grad is not None)
+                values = values.cpu().float() / scale * (parameter.grad is not None)
                 gradients[weights.bare_name(name)] = values.numpy()
         return losses, gradients
 
@@ -184,23 +187,23 @@ class ShortRun:
             accelerator, self.ranks, self.module, self.cfg.exact, stopwatch
         )
         self.state = weights.TrainingState(accelerator, self.module, self.optimizer, settings)
-        self.before = digests(self.parameters())
+        self.before = digests(self.parameters(), whole)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The trained weights by their names in the task's model, whole on every process."""
+        """The weights by their names in the task's model, the frozen ones among them."""
         bare = weights.bare_model(self.accelerator, self.module)
-        named = {weights.bare_name(name): p for name, p in bare.named_parameters()}
-        return {name: whole(p.detach()) for name, p in named.items() if p.requires_grad}
+        return {weights.bare_name(name): p for name, p in bare.named_parameters()}
 
-    def summed(self) -> dict[str, torch.Tensor]:
-        """The gradients that each weight has now, without the factor of fp16's scaler."""
+    def summed(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The gradient that each weight has now, whole, without the factor of fp16's scaler.
+
+        One after the other: all of them may have no room. All processes must take them.
+        """
         scale = self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1
-        bare = weights.bare_model(self.accelerator, self.module)
-        return {
-            weights.bare_name(name): torch.zeros_like(p) if p.grad is None else p.grad / scale
-            for name, p in bare.named_parameters()
-            if p.requires_grad
-        }
+        for name, p in self.parameters().items():
+            if p.requires_grad:
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                yield name, whole(gradient.detach()).cpu().double().numpy() / scale
 
     def step(self, step: int, first: Callable = bool, last: Callable = bool) -> bool:
         """A step as in train.py; whether its gradient was finite, so that the weights changed.

@@ -236,16 +236,18 @@ def check_gradients(trial: ShortRun, folder: Path) -> str:
         """Compares this process's gradient, unless the exchange of the processes has begun."""
         begun = layout.sharded or len(trial.window) == 1
         if not (trial.alone or trial.cfg.exact or begun):
-            right = {name: values * averaged / trial.terms for name, values in first.items()}
-            deviation["own"] = deviate(trial.summed(), right)
+            deviation["own"] = deviate(
+                trial.summed(), lambda name: first[name] * (averaged / trial.terms)
+            )
 
     def after() -> None:
         """Compares the gradient of the step, whose parts are added up in float64."""
         if not (trial.alone or layout.deepspeed):
-            right = {
-                name: trial.ranks.sum_arrays(values * layout.leads) / trial.terms
-                for name, values in own.items()
-            }
+
+            def right(name: str) -> np.ndarray:
+                values = own[name].astype(np.float64) * layout.leads
+                return trial.ranks.sum_arrays(values) / trial.terms
+
             deviation["sum"] = deviate(trial.summed(), right)
 
     for _ in range(SCALES if trial.precision == "fp16" else 1):
@@ -285,18 +287,19 @@ def check_used(trial: ShortRun) -> None:
         )
 
 
-def deviate(found: dict[str, torch.Tensor], right: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest relative error of a weight's gradient, and its name."""
-    norms = {name: np.linalg.norm(values) for name, values in right.items()}
-    floor = FLOOR * np.linalg.norm([*norms.values()]) + 1e-30
-    worst = (-1.0, "")
-    for name, values in right.items():
-        away = whole(found[name]).cpu().double().numpy() - values
-        away = float(np.linalg.norm(away) / max(norms[name], floor))
-        if np.isnan(away):
-            return away, name
-        worst = max(worst, (away, name))
-    return worst
+def deviate(
+    found: Iterator[tuple[str, np.ndarray]], right: Callable[[str], np.ndarray]
+) -> tuple[float, str]:
+    """The largest relative error of a weight's gradient, and its name; a NaN is the largest."""
+    names, errors, norms = [], [], []
+    for name, values in found:
+        expected = right(name)
+        names.append(name)
+        errors.append(np.linalg.norm(values - expected))
+        norms.append(np.linalg.norm(expected))
+    relative = np.array(errors) / (np.maximum(norms, FLOOR * np.linalg.norm(norms)) + 1e-30)
+    worst = relative.argmax()
+    return float(relative[worst]), names[worst]
 
 
 def check_steps(trial: ShortRun, folder: Path) -> str:
@@ -309,12 +312,12 @@ def check_steps(trial: ShortRun, folder: Path) -> str:
         raise Wrong("a step was skipped, since its gradient was not finite")
     if trial.layout.deepspeed:
         return "left out: DeepSpeed keeps the weights in parts of its own"
-    now, trial.same = digests(trial.parameters()), False
+    now, trial.same = digests(trial.parameters(), whole), False
     check_same(trial, now, "weights")
     trial.same = True
     if now == trial.before:
         raise Wrong(f"{STEPS} steps of the optimizer have changed no weight")
-    how = ", gathered from their parts" if trial.layout.sharded else ""
+    how = ", gathered from their parts," if trial.layout.sharded else ""
     return f"passed: the bytes of {len(now)} weights{how} after {STEPS} steps"
 
 
