@@ -160,9 +160,13 @@ def is_report(content: Any) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Creates the folder for hardware.json; raises OSError if nothing can be written there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    """Creates the folder for hardware.json; raises ValueError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"{error.strerror or error}; give a folder that can be written to"
+        raise ValueError(f"--report {folder}: {reason}") from None
 
 
 def save(folder: Path, section: Section) -> dict[str, Any]:
