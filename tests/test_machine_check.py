@@ -418,6 +418,16 @@ def test_smoke_names_the_process_that_is_wrong(tiny, tmp_path, fault):
 
 
 @pytest.mark.slow
+def test_a_signal_leaves_no_files(tiny, tmp_path):
+    fault = "import os\n" + CALLS.replace("if RANK == 1 and", "if").format(4)
+    fault = fault.replace("raise RuntimeError('broken')", "os.kill(os.getpid(), 15)")
+    project = with_fault(tiny, tmp_path, fault)
+    codes, out, errors = run(project, 1, "smoke", "--report", str(tmp_path / "report"))
+    assert (codes, errors) == ({1}, "hardware.py: stopped by a signal\n"), out
+    assert not list((tmp_path / "report").iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("calls, code", [(99, 0), (4, 1)])
 def test_smoke_checks_the_gradients_of_fsdp(tiny, tmp_path, calls, code):
     # After the 4th call process 1 computes with the model that is prepared.
