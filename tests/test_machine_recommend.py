@@ -14,7 +14,8 @@ import yaml
 from conftest import ROOT, SOURCE, bake, load_task
 
 memory, ladder = load_task("machine.memory"), load_task("machine.ladder")
-simulate, recipes = load_task("machine.simulate"), load_task("machine.recipes")
+simulate, written_by = load_task("machine.simulate"), load_task("machine.written")
+verb = load_task("machine.recommend")
 weights, next_token = load_task("training.weights"), load_task("tasklib.next_token")
 GB = 10**9
 CARDS = (24, 80, 141)
@@ -63,6 +64,10 @@ def test_known_models_need_what_was_computed_by_hand(name):
 def test_frozen_weights_have_no_gradients_and_no_moments():
     sizes = memory.Sizes(parameters=1_010, trained=10, unit=100, unit_trained=1)
     assert memory.whole(sizes) == 6 * 1_000 + 18 * 10
+    assert memory.whole(sizes, checkpointing=True) == 4 * 1_000 + 2 * 99 + 18 * 10
+    working = {c: ladder.Working(0, 0, c) for c in (False, True)}
+    fits = decide(sizes, working, gpus(1, 4_400 / 0.92 / GB), samples=1)
+    assert (fits.rung.yaml, fits.checkpointing, fits.need) == ("single_gpu_bf16", True, 4_378)
     assert memory.sharded(sizes, 10) == (4 * 1_010 + 12 * 10) / 10 + 4 * 100 + 6
     assert memory.zero2(sizes, 2) == 6 * 1_010 + 8 * 10
 
@@ -246,7 +251,7 @@ FLAGS = {
 
 @pytest.mark.parametrize("line", FLAGS)
 def test_hardware_that_is_not_there(line):
-    verb, none = load_task("machine.recommend"), dict.fromkeys(("devices", "machines"))
+    none = dict.fromkeys(("devices", "machines"))
     options = SimpleNamespace(**{**none, "device_memory": None, **FLAGS[line]})
     with pytest.raises(ValueError, match=re.escape(line)):
         verb.read_hardware(options, torch.device("cpu"))
@@ -254,7 +259,7 @@ def test_hardware_that_is_not_there(line):
 
 @pytest.mark.parametrize("measured, fixed", [(20 * GB, 0), (30 * GB, 11 * GB), ("full", 61 * GB)])
 def test_an_estimate_that_is_wrong_gives_way_to_the_measurement(monkeypatch, measured, fixed):
-    verb, sizes = load_task("machine.recommend"), memory.Sizes(10**9, 10**9, 10**8, 10**8)
+    sizes = memory.Sizes(10**9, 10**9, 10**8, 10**8)
 
     def measure(project, hardware, choice, device):
         if measured == "full":
@@ -291,10 +296,12 @@ def test_an_estimate_that_is_wrong_gives_way_to_the_measurement(monkeypatch, mea
         ("a:\n- 1\n- 2\n\n# next\nb: 1\n", "a", [2, 1], "a: [2, 1]\n\n# next\nb: 1\n"),
         ("a: 1\n", "a", None, "a: null\n"),
         ("a: '2'\n", "a", "no", "a: 'no'\n"),
+        ("{a: 1, b: 2}\n", "c", "x", "{c: x, a: 1, b: 2}\n"),
+        ("task: {a: 1}\n", "task.b", "x y " * 30, "task: {b: '" + "x y " * 30 + "', a: 1}\n"),
     ],
 )
 def test_a_value_is_replaced_in_the_text(text, name, value, expected):
-    assert recipes.set_value(text, name, value) == expected
+    assert written_by.set_value(text, name, value) == expected
     found = yaml.safe_load(expected)
     for key in name.split("."):
         found = found[key]
@@ -307,15 +314,15 @@ def test_yamls_keep_their_comments(monkeypatch, machines):
     sizes = memory.MODELS["7B"].sizes
     for hardware in (gpus(4, 80, machines=machines), gpus(1, 80), gpus(4, **T4), CPU, MAC):
         for rung in ladder.rungs(sizes, hardware):
-            shipped = (recipes.SHIPPED / f"{rung.yaml}.yaml").read_text()
-            text = recipes.hardware_yaml(rung, hardware)
+            shipped = (verb.SHIPPED / f"{rung.yaml}.yaml").read_text()
+            text = verb.hardware_yaml(rung, hardware)
             values = yaml.safe_load(text)
             assert values["num_processes"] == rung.processes
             assert values["num_machines"] == hardware.machines
             assert values["mixed_precision"].replace("no", "fp32") == rung.precision
             if rung.yaml == "hsdp":
                 assert [*values["parallelism_config"].values()] == [machines, 4]
-            same = [re.sub(": .*", "", each) for each in (text, shipped)]
+            same = [re.sub(": .*", "", each) for each in (text, shipped.partition("\n\n")[2])]
             assert same[0] == same[1]
 
 

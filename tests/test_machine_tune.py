@@ -157,6 +157,8 @@ def test_lines_of_a_trial(tmp_path):
     text = "Traceback\ntrain.py: it is full\nlaunch.py: process 0 was ended\n\nbye\n"
     assert trials.last_line(text) == "launch.py: process 0 was ended"
     assert trials.last_line("a\nValueError: b\n") == "ValueError: b"
+    text = "a\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCHDYNAMO_VERBOSE=1\n"
+    assert trials.last_line(text) == "torch._inductor.exc.InductorError: no compiler"
 
 
 FAKE = """
@@ -199,14 +201,14 @@ def test_a_trial_ends_with_all_its_processes(tmp_path, monkeypatch, recipe, spee
 
 def test_own_files_stay(tmp_path):
     path = tmp_path / "folder" / "tuned.yaml"
-    written.write_headed(path, f"{written.HEADING} tune", "a: 1\n")
-    written.write_headed(path, f"{written.HEADING} tune", "a: 2\n")
+    written.write_headed(path, "tune", "a: 1\n")
+    written.write_headed(path, "tune", "a: 2\n")
     assert path.read_text().endswith("\n\na: 2\n")
     path.write_text(OWN)
     with pytest.raises(ValueError, match="rename it"):
         written.refuse_foreign(path)
     with pytest.raises(ValueError, match="rename it"):
-        written.write_headed(path, f"{written.HEADING} tune", "a: 3\n")
+        written.write_headed(path, "tune", "a: 3\n")
     assert path.read_text() == OWN
     assert [each.name for each in path.parent.iterdir()] == ["tuned.yaml"]
 
@@ -216,9 +218,47 @@ def test_accelerate_yaml_keeps_its_comments(tmp_path):
     rest = "# Where.\na: x\n\n# How.\nmixed_precision: bf16  # yes\n"
     path.write_text(f"# One GPU.\n#\n# make train\n\n{rest}")
     text = written.accelerate_with(path, mixed_precision="no", num_processes=8)
-    assert text == "# Where.\na: x\n\n# How.\nmixed_precision: 'no'\nnum_processes: 8\n"
+    assert text == "# Where.\na: x\n\n# How.\nmixed_precision: 'no'  # yes\n\nnum_processes: 8\n"
     path.write_text("# Where.\na: x\n\nb: y\n")
     assert written.accelerate_with(path) == "# Where.\na: x\n\nb: y\n"
+
+
+@dataclasses.dataclass
+class Small:
+    max_steps: int = 8
+    num_epochs: float = 0.0
+    lr_schedule: str = "cosine"
+    final_lr_fraction: float = 0.1
+    resume: str = dataclasses.field(default="auto", metadata={"saved": False})
+    micro_batch_size: int = 4
+
+
+UNREAD = "max_steps: 3\nfinal_lr_fraction: 0.2\n"
+WHOLE = (
+    "max_steps: 3\nnum_epochs: 0.0\nlr_schedule: %s\nfinal_lr_fraction: 0.2\nmicro_batch_size: 2\n"
+)
+
+
+@pytest.mark.parametrize(
+    "text, flags, expected",
+    [
+        # An older heading goes; comments, and flags of all runs, stay.
+        (
+            "# Written by hardware.py x\n# y\n\n# Mine.\nmax_steps: 3 # 3\n",
+            ["--num_epochs", "2", "--resume", "never"],
+            "# Mine.\nmax_steps: 0 # 3\n\nnum_epochs: 2.0\n\nmicro_batch_size: 2\n",
+        ),
+        ("{max_steps: 3}", [], "{micro_batch_size: 2, max_steps: 3}"),
+        # Nothing reads final_lr_fraction any more; and lines that start further right.
+        (UNREAD, ["--lr_schedule", "constant"], WHOLE % "constant"),
+        (UNREAD.replace("max", "  max").replace("final", "  final"), [], WHOLE % "cosine"),
+    ],
+)
+def test_recipe_with_other_values(tmp_path, text, flags, expected):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    found = written.recipe_with(Small, ["--config", str(path), *flags], micro_batch_size=2)
+    assert found == expected
 
 
 # ---- Reports -------------------------------------------------------------------------------------
@@ -341,7 +381,7 @@ def marked(folder):
 
 def nothing_left(project):
     """Whether trials have left neither a process nor a folder."""
-    return not list((project.path / ".cache").glob("tune-*")) and not marked(project.path.resolve())
+    return not (project.path / ".cache" / "tune").exists() and not marked(project.path.resolve())
 
 
 def figures(project, verb="tune", folder="runs/hardware"):
@@ -366,7 +406,7 @@ def test_tuned_pair_trains(tuned, yaml):
     texts = [(tuned.path / each).read_text() for each in pair]
     recipe, hardware = map(load_task("yaml").safe_load, texts)
     assert recipe["num_epochs"] == 2 and recipe["global_batch_size"] == 8
-    assert "max_steps" not in recipe and recipe["log_every"] == 1
+    assert not recipe["max_steps"] and recipe["log_every"] == 1
     assert hardware["num_processes"] == (2 if yaml == "cpu_multi" else 1)
     assert "output_dir" not in recipe and "tracker" not in recipe
     words = ("train.py", "--config", pair[0])
@@ -409,7 +449,7 @@ def test_out_of_memory_is_a_row_and_slower_is_told(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_nothing(tuned, number):
     before = {path: path.read_bytes() for path in tuned.path.glob("configs/*/tuned.yaml")}
     command = ["python", "hardware.py", "tune", "--steps", "100000", "--task.row_seconds", "0.01"]
@@ -423,12 +463,21 @@ def test_a_signal_leaves_nothing(tuned, number):
         text=True,
     )
     try:
-        pattern = ".cache/tune-*/*/run/config.yaml"  # written once the processes have met
+        pattern = ".cache/tune/*/run/config.yaml"  # written once the processes have met
         wait_until(lambda: any(tuned.path.glob(pattern)), run, 120)
+        if number == signal.SIGKILL:
+            second = hardware_py(tuned, "tune", check=False)
+            assert (second.returncode, second.stderr.count("another tune runs")) == (2, 1)
         run.send_signal(number)
         printed = run.communicate(timeout=60)[0]
     finally:
         run.terminate()
+    if number == signal.SIGKILL:  # the next tune ends its trial
+        fails = ("--task.fail_where", "prepare_data", "--task.fail_rank", "0")
+        assert marked(tuned.path.resolve())
+        assert hardware_py(tuned, "tune", *fails, check=False).returncode == 2
+        assert nothing_left(tuned)
+        return
     assert run.returncode == 1
     assert printed.endswith("hardware.py: stopped by a signal; no YAML was written\n")
     assert "Traceback" not in printed
@@ -445,7 +494,7 @@ def test_wrong_input_is_one_line(tuned, tmp_path):
         (["--config_file", "configs/accelerate/multi_node.yaml"], "one machine only"),
         (["--config_file", "configs/accelerate/fsdp2.yaml"], "GPU"),
         (["--learning_rat", "3"], "did you mean learning_rate"),
-        (["--check"], "leave out --check"),
+        (["--check"], "--check; leave it out"),
         (["--task.fail_where", "prepare_data", "--task.fail_rank", "0"], "prepare_data"),
         (["--task.fail_where", "build_model", "--task.fail_rank", "0"], "build_model"),
         (["--report", str(own / "inside")], "Not a directory"),

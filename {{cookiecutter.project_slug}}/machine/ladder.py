@@ -44,6 +44,7 @@ class Working:
 
     fixed: float
     sample: float  # for each sample
+    checkpointing: bool = False
 
     def of(self, samples: int) -> float:
         """Those of so many samples."""
@@ -71,6 +72,7 @@ class Rung:
     precision: str
     states: float  # bytes on a device, of all that does not depend on the micro-batch
     sharded: bool = False
+    freed: float = 0  # bytes of these that gradient checkpointing frees
     again: float = 0  # bytes of the gradients that DDP accumulates beside its buckets
     host: float = 0  # bytes in the memory of the machine
     chosen: bool = True  # False: shown, for people who use DeepSpeed
@@ -88,7 +90,8 @@ class Rung:
         """Bytes on a device."""
         double = 2 if self.precision == "fp32" and self.sharded else 1  # measured in bf16
         again = self.again if max(plan.shares) > 1 else 0
-        return self.states + again + double * working.of(plan.micro_batch_size)
+        states = self.states - (self.freed if working.checkpointing else 0)
+        return states + again + double * working.of(plan.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
     """The ways to train on this hardware, the simplest and fastest first."""
     gpus, machines, precision = hardware.devices, hardware.machines, hardware.precision
     total, whole = gpus * machines, memory.whole(sizes, precision)
+    freed = whole - memory.whole(sizes, precision, checkpointing=True)
+    replica = {"precision": precision, "states": whole, "freed": freed}
     if hardware.kind != "cuda":
         words = {"cpu": "the CPU, fp32", "mps": "the GPU of this Mac, fp32"}[hardware.kind]
         return [Rung(words, hardware.kind, 1, precision, whole)]
@@ -115,14 +120,14 @@ def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
     deepspeed = {"precision": parts, "sharded": True, "chosen": False}
     if total == 1:
         return [
-            Rung(f"one GPU, {precision}", f"single_gpu_{precision}", 1, precision, whole),
+            Rung(f"one GPU, {precision}", f"single_gpu_{precision}", 1, **replica),
             Rung("FSDP2, states in the host's memory", "fsdp2_offload", 1, **offloaded),
         ]
-    again = 4 * sizes.trained
+    ddp = {**replica, "again": 4 * sizes.trained}
     if machines > 1:
         across = memory.sharded(sizes, total, parts)
         words = f"FSDP2 on {total} GPUs of {machines} machines"
-        found = [Rung(f"DDP, {precision}", "multi_node", total, precision, whole, again=again)]
+        found = [Rung(f"DDP, {precision}", "multi_node", total, **ddp)]
         if gpus > 1:
             inside = memory.sharded(sizes, gpus, parts)
             copies = f"FSDP2 on {gpus} GPUs, a copy in each machine"
@@ -132,7 +137,7 @@ def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
     zero3 = memory.sharded(sizes, total, "fp32")  # it gathers in fp32
     gathered = memory.gathered(sizes, "fp32")
     return [
-        Rung(f"DDP, {precision}", f"multi_gpu_{precision}", total, precision, whole, again=again),
+        Rung(f"DDP, {precision}", f"multi_gpu_{precision}", total, **ddp),
         Rung(f"FSDP2 on {total} GPUs", "fsdp2", total, states=fsdp, **shared),
         Rung("FSDP2, states in the host's memory", "fsdp2_offload", total, **offloaded),
         Rung("ZeRO-2", "deepspeed_zero2", total, states=memory.zero2(sizes, total), **deepspeed),

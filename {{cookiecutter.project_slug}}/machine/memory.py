@@ -34,9 +34,16 @@ class Sizes:
         return 4 * self.parameters + (4 + 8) * self.trained
 
 
-def whole(sizes: Sizes, precision: str = "bf16") -> float:
-    """Bytes on a device that holds the model: its states, and autocast's copies of the weights."""
-    return sizes.states + (0 if precision == "fp32" else 2) * sizes.parameters
+def whole(sizes: Sizes, precision: str = "bf16", checkpointing: bool = False) -> float:
+    """Bytes on a device that holds the model: its states, and autocast's copies of the weights.
+
+    It caches those of trained weights. Of a frozen one only the backward pass keeps a copy, and
+    with checkpointing none beyond its layer.
+    """
+    frozen = sizes.parameters - sizes.trained
+    if checkpointing:
+        frozen = sizes.unit - sizes.unit_trained
+    return sizes.states + (0 if precision == "fp32" else 2) * (sizes.trained + frozen)
 
 
 def gathered(sizes: Sizes, precision: str = "bf16") -> float:
@@ -164,7 +171,7 @@ def tables(tokens: int, chunk: int) -> str:
     for name, model in MODELS.items():
         end = logits(model, tokens, chunk)
         work = {c: activations(model, tokens, c) + end for c in (False, True)}
-        states = [whole(model.sizes), whole(model.lora)]
+        states = [whole(model.sizes), whole(model.lora, checkpointing=True)]
         states += [sharded(model.sizes, n) for n in (2, 8, 32)]
         states.append(gathered(model.sizes))
         sizes = [

@@ -1,6 +1,5 @@
 """The project that hardware.py measures: its recipe, task and data, without a run folder."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from training import batches, config, contract, startup
 from training.batches import Batch, SampleDataset, StepPlan
 from training.layout import Layout
+from training.ranks import UserError
 
 
 @dataclass
@@ -44,14 +44,22 @@ class Project:
         return batches.make_collate(self.task)(rows)[0]
 
 
+def read_recipe(config_class: type, task: Any, flags: list[str]) -> tuple[Any, Path]:
+    """The config and the path of the recipe. Raises ValueError."""
+    contract.check_functions(task)
+    cfg, path, _ = config.parse_config(config_class, flags, "hardware.py VERB FLAGS")
+    for name in ("check", "eval_only"):
+        if getattr(cfg, name):
+            raise UserError(f"only train.py can do --{name}; leave it out")
+    return cfg, path
+
+
 def read_project(config_class: type, task: Any, build_optimizer: Callable, flags: list) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
 
     Call it before the processes meet, since preparing data may take longer than their timeout.
     """
-    contract.check_functions(task)
-    cfg, recipe, _ = config.parse_config(config_class, flags, "hardware.py VERB FLAGS")
-    cfg.tracker = "none"
+    cfg, recipe = read_recipe(config_class, task, flags)
     layout = startup.read_layout(cfg)
     startup.check_sharing(cfg, layout)
     plan = batches.plan_step(
@@ -59,7 +67,8 @@ def read_project(config_class: type, task: Any, build_optimizer: Callable, flags
         cfg.micro_batch_size,
         layout.replicas,
         cfg.exact,
-        cfg.device_shares,
+        # One process, such as that of recommend, says nothing about the shares of a launch.
+        cfg.device_shares if layout.processes > 1 else "equal",
         layout.replica,
         layout.sharded,
     )
@@ -68,8 +77,3 @@ def read_project(config_class: type, task: Any, build_optimizer: Callable, flags
     contract.check_datasets(data)
     rows = SampleDataset(data[0], task, cfg.seed)
     return Project(cfg, recipe, flags, task, build_optimizer, layout, plan, prepared, rows)
-
-
-def with_settings(project: Project, **settings: Any) -> Project:
-    """The project with other values of fields of its config."""
-    return dataclasses.replace(project, cfg=dataclasses.replace(project.cfg, **settings))

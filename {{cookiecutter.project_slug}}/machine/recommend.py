@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from machine import ladder, recipes, simulate, written
+from machine import ladder, simulate, written
 from machine.ladder import Choice, Hardware, Rung, Step, Working
 from machine.project import Project
 from machine.report import Figure, Section
@@ -23,7 +23,7 @@ from training.layout import Layout
 from training.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
 
 NEEDS_PROJECT = True
-HEADING = f"{written.HEADING} recommend"
+SHIPPED = Path("configs/accelerate")
 YAML = Path("configs/accelerate/recommended.yaml")
 RECIPE = Path("configs/train/recommended.yaml")
 TOLERANCE = 0.15  # by which an estimate may be wrong
@@ -131,6 +131,7 @@ def compare_with_a_step(
     name = "estimate and measurement"
     alone = dataclasses.replace(hardware, devices=1, machines=1)
     single = ladder.rungs(study.sizes, alone)[:1]
+    step = dataclasses.replace(step, device_shares="equal")  # of one device
     choice = ladder.choose(single, study.working, alone, step)
     if device.type != "cuda" or not hardware.here:
         section.facts[name] = "not measured: that takes a GPU that is here"
@@ -187,7 +188,8 @@ def table(
             rows[rung.words] = str(error).partition(";")[0]
             continue
         needs = {c: gigabytes(rung.need(work, plan)) for c, work in working.items()}
-        row = f"{plan.micro_batch_size} samples {needs[False]}"
+        size = plan.micro_batch_size
+        row = f"{size} sample{'s' * (size > 1)} {needs[False]}"
         row += f", checkpointing {needs[True]}" if True in needs else ""
         row += f", host {gigabytes(rung.host)}" if rung.host else ""
         verdict = "does not fit"
@@ -202,7 +204,11 @@ def table(
 
 
 def explain(
-    study: Study, working: dict[bool, Working], hardware: Hardware, choice: Choice | None
+    study: Study,
+    working: dict[bool, Working],
+    hardware: Hardware,
+    step: Step,
+    choice: Choice | None,
 ) -> list[str]:
     """Why, in three lines."""
     sizes, total = study.sizes, hardware.devices * hardware.machines
@@ -217,7 +223,7 @@ def explain(
         f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled.",
     ]
     if not choice:
-        return [*lines, "So nothing fits. " + what_would(study, working, hardware)]
+        return [*lines, "So nothing fits. " + what_would(study, working, hardware, step)]
     rung, plan = choice.rung, choice.plan
     host = f" and {gigabytes(rung.host)} of the host's memory" if rung.host else ""
     checkpointing = "with" if choice.checkpointing else "without"
@@ -228,10 +234,14 @@ def explain(
     ]
 
 
-def what_would(study: Study, working: dict[bool, Working], hardware: Hardware) -> str:
+def what_would(study: Study, working: dict[bool, Working], hardware: Hardware, step: Step) -> str:
     """Advice where nothing fits."""
     if hardware.kind != "cuda":
         return "Take a GPU (--device_memory 80 plans for one), or a smaller model."
+    sharded = [each for each in ladder.rungs(study.sizes, hardware) if each.sharded]
+    _, refusal = catch(sharded[0].plan, step, step.largest)
+    if refusal:
+        return f"FSDP2 cannot be tried: {refusal}."
     count = ladder.least_gpus(study.sizes, working, hardware)
     if count:
         return f"{count} such GPUs would do, by FSDP2; or else LoRA, a smaller model, shorter rows."
@@ -252,15 +262,34 @@ def next_command(choice: Choice, hardware: Hardware) -> str:
     return f"Next: {command}"
 
 
+def hardware_yaml(rung: Rung, hardware: Hardware) -> str:
+    """The shipped YAML of a rung, for this number of processes and machines."""
+    values: dict[str, Any] = {"num_processes": rung.processes}
+    values["mixed_precision"] = rung.precision.replace("fp32", "no")
+    if hardware.machines > 1:
+        values |= {"num_machines": hardware.machines, "main_process_port": 29500}
+    if rung.yaml == "hsdp":
+        part = "parallelism_config.parallelism_config_dp_"
+        values[f"{part}replicate_size"] = hardware.machines
+        values[f"{part}shard_size"] = hardware.devices
+    return written.accelerate_with(SHIPPED / f"{rung.yaml}.yaml", **values)
+
+
 # ---- The verb ------------------------------------------------------------------------------------
 
 
 def recommend(options: argparse.Namespace, project: Project, device: torch.device) -> Section:
     """Estimates, measures where it can, decides, and writes the two files."""
     for path in (YAML, RECIPE):
-        written.refuse_foreign(path, HEADING)
+        written.refuse_foreign(path)
     cfg, section = project.cfg, Section("recommend")
-    hardware = ladder.busy(read_hardware(options, device), cfg.global_batch_size)
+    present = read_hardware(options, device)
+    hardware = ladder.busy(present, cfg.global_batch_size)
+    if hardware.devices < present.devices:
+        section.lines.append(
+            f"Only {hardware.devices} of {present.devices} devices of a machine have work: "
+            f"global_batch_size is {cfg.global_batch_size}."
+        )
     cuda = hardware.kind == "cuda"
     largest = cfg.micro_batch_size if cfg.exact or not cuda else cfg.global_batch_size
     _, refusal = catch(startup.check_sharing, cfg, Layout(2, kinds=("FSDP",)))
@@ -281,26 +310,26 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
     working = compare_with_a_step(section, study, project, hardware, step, device)
     section.facts["memory of a device"] = table(found, working, hardware, step)
     choice = ladder.choose(found, working, hardware, step)
-    section.lines += explain(study, working, hardware, choice)
+    section.lines += explain(study, working, hardware, step, choice)
     if not choice:
         section.failures.append("nothing fits; no file was written")
         return section
 
-    section.facts["recommended"] = {
-        "YAML": choice.rung.yaml,
+    chosen = {
         "micro_batch_size": choice.plan.micro_batch_size,
         "gradient_checkpointing": choice.checkpointing,
     }
+    section.facts["recommended"] = {"YAML": choice.rung.yaml, **chosen}
     section.figures.append(
         Figure("memory, recommended", choice.need / 1e9, "GB", peak=hardware.memory / 1e9)
     )
     total = hardware.devices * hardware.machines
     heading = (
-        f"{HEADING} on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
+        f"recommend on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
         f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
     )
-    recipe = recipes.recipe(project, choice.plan.micro_batch_size, choice.checkpointing)
-    yaml = recipes.hardware_yaml(choice.rung, hardware)
+    recipe = written.recipe_with(type(cfg), project.flags, **chosen)
+    yaml = hardware_yaml(choice.rung, hardware)
     written.write_headed(RECIPE, heading, recipe)
     written.write_headed(YAML, heading, yaml)
     section.lines += [f"Written: {YAML} and {RECIPE}.", next_command(choice, hardware)]

@@ -25,7 +25,7 @@ from machine.memory import Sizes
 from machine.project import Project
 from training import batches, weights
 from training.batches import Batch
-from training.console import one_line
+from training.console import one_line, say
 
 MOST_ROWS = 100_000  # whose lengths are compared
 aten = torch.ops.aten
@@ -161,6 +161,7 @@ def study(project: Project, precision: str, most: int) -> Study:
             return compute(project, fake, precision, Assumed())
     except Exception as error:  # code of the task may do anything
         remark = f"not simulated, since {type(error).__name__}: {one_line(error, 150)}"
+        say("The model cannot be simulated; building it takes 4 bytes of memory per parameter")
     samples = {n: longest_rows(project, n) for n in {1, min(most, 2)}}
     remark += "; computed on the CPU with 1 and 2 samples instead"
     return dataclasses.replace(compute(project, samples, precision), remark=remark)
@@ -194,7 +195,7 @@ def compute(
         found = [(n, *run_step(project, model, samples[n], precision)) for n in sorted(samples)]
         (few, least, _), (many, most, flops) = found[0], found[-1]
         slope = max(most - least, 0) / (many - few) if many > few else least / few
-        study.working[checkpointing] = Working(least - slope * few, slope)
+        study.working[checkpointing] = Working(least - slope * few, slope, checkpointing)
         if not checkpointing:
             study = dataclasses.replace(study, flops=flops / many)
     return study

@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[1]
 WARM_UP = 5  # steps at least that are not measured
 MARK = "HARDWARE_TRIAL"  # environment variable of all processes of a trial
 FULL = "out of memory"
-SURVEY = "import sys; from machine import trials; trials.print_survey(sys.argv[1])"
+SURVEY = """import sys
+sys.path.insert(0, sys.argv[2])
+from machine import trials
+trials.print_survey(sys.argv[1])"""
 
 
 @dataclass
@@ -91,9 +94,8 @@ def print_survey(config_file: str) -> None:
 
 def look_at_hardware(config_file: str) -> Hardware:
     """What this accelerate YAML starts on this machine; raises UserError if it cannot."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SURVEY, config_file]
-    child = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", SURVEY, config_file, str(ROOT)]
+    child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode:
         raise Failed(f"torch cannot look at the devices: {last_line(child.stderr)}")
     *remarks, answer = child.stdout.splitlines()
@@ -195,14 +197,15 @@ def read_lines(path: Path, key: str) -> list[dict]:
 
 
 def last_line(text: str) -> str:
-    """The line of an output that says what went wrong: ours, or the last."""
+    """The line of an output that says what went wrong: ours, an exception's first, or the last."""
     lines = [line for line in text.splitlines() if line.strip()] or ["it said nothing"]
     own = [line for line in lines if line.startswith(("train.py:", "launch.py:"))]
-    return one_line((own or lines)[-1].removeprefix("train.py:"), 200)
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
+    return one_line((own or raised or lines)[-1].removeprefix("train.py:"), 200)
 
 
-def end_processes(mark: str) -> None:
-    """Kills the processes of a trial and waits for their end, which frees memory of the device.
+def end_processes(folder: str) -> None:
+    """Kills the processes of trials in this folder, and waits until they free the device's memory.
 
     torchelastic gives each process a session of its own, and loaders have workers: what they have
     in common is a variable of their environment.
@@ -211,7 +214,7 @@ def end_processes(mark: str) -> None:
         alive = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):  # ended, or of another user
-                if process.environ().get(MARK) == mark:
+                if f"{process.environ().get(MARK)}/".startswith(f"{folder}/"):
                     process.kill()
                     alive.append(process)
         if not alive:

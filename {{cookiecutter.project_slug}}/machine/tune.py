@@ -1,27 +1,29 @@
 """Short trials of train.py: the fastest precision, compilation and micro-batch size."""
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from machine import report, trials, written
+from machine import project, report, trials, written
 from machine.report import Figure, Section, short
 from machine.search import NOISE, Settings, find_space, search
 from machine.trials import Hardware, Trial
-from training import config, contract
 from training.console import one_line, say
 from training.ranks import PROCESSES, UserError
 from training.shutdown import LAUNCHER_PID
 
 RECIPE, ACCELERATE = Path("configs/train/tuned.yaml"), Path("configs/accelerate/tuned.yaml")
-CACHE = Path(".cache")  # for the folders of trials; /tmp may be too small for the check of disks
+CACHE = Path(".cache")  # for the runs of trials; /tmp may be too small for the check of disks
 UNTRIED = "all combinations, other YAMLs and numbers of processes, tf32, num_workers"
 
 
@@ -34,6 +36,10 @@ class Recipe:
     flags: list[str]  # of train.py
     unit: str  # plural name of the loss terms
 
+    def __str__(self) -> str:
+        named = any(word.partition("=")[0] == "--config" for word in self.flags)
+        return one_line(" ".join([*([] if named else [str(self.path)]), *self.flags]))
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of tune."""
@@ -45,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def positive(text: str) -> int:
     """A whole number from 1, for argparse."""
     if not re.fullmatch("[0-9]{1,7}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{one_line(text, 60)} is no whole number from 1")
+        wanted = "expected a whole number from 1 to 9,999,999"
+        raise argparse.ArgumentTypeError(f"{wanted}; got {one_line(repr(text), 60)}")
     return int(text)
 
 
@@ -55,10 +62,7 @@ def read_recipe(config_class: type, task: Any, flags: list[str]) -> Recipe:
         raise UserError(
             "tune starts all processes by itself; run: python hardware.py tune --config_file YAML"
         )
-    contract.check_functions(task)
-    cfg, path, _ = config.parse_config(config_class, flags, "hardware.py tune FLAGS")
-    if cfg.check or cfg.eval_only:
-        raise UserError(f"tune trains; leave out --{'check' if cfg.check else 'eval_only'}")
+    cfg, path = project.read_recipe(config_class, task, flags)
     return Recipe(cfg, path, flags, getattr(task, "UNIT", "samples"))
 
 
@@ -78,9 +82,7 @@ def run(options: argparse.Namespace, recipe: Recipe, old: dict[str, Any]) -> Sec
         describe(section, options, recipe, hardware)
         if old:
             report.check_comparable("tune", section.conditions, old)
-        CACHE.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="tune-", dir=CACHE) as folder:
-            folder = Path(folder).resolve()
+        with trial_folder() as folder:
             prepare_data(recipe, hardware, folder)
             try_out = functools.partial(show_trial, options, recipe, hardware, folder)
             chosen = search(try_out, space, tried)
@@ -102,14 +104,36 @@ def run(options: argparse.Namespace, recipe: Recipe, old: dict[str, Any]) -> Sec
     return section
 
 
+@contextlib.contextmanager
+def trial_folder() -> Iterator[Path]:
+    """A folder for the trials, which only one tune has: two would slow each other down.
+
+    Removes what a tune that was killed has left: its folder, and processes of its trial.
+    """
+    folder = CACHE.resolve() / "tune"
+    CACHE.mkdir(exist_ok=True)
+    with open(CACHE / "tune.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("another tune runs in this project; wait for its end") from None
+        trials.end_processes(str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def prepare_data(recipe: Recipe, hardware: Hardware, folder: Path) -> None:
     """Checks the input and prepares the data, which may take hours and so is no part of a trial.
 
     train.py says what is wrong; then this raises SystemExit.
     """
-    file, changes = folder / "recipe.yaml", {"output_dir": str(folder / "run"), "resume": "auto"}
-    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **changes)
-    file.write_text(text, encoding="utf-8")
+    file = folder / "recipe.yaml"
+    cfg = dataclasses.replace(recipe.cfg, output_dir=str(folder / "run"))
+    file.write_text(written.whole_recipe(cfg), encoding="utf-8")
     words = ["train.py", "--check", "--config", str(file), "--config_file", str(hardware.file)]
     say("checking the recipe and preparing the data")
     code = trials.run_program(words, hardware, folder)
@@ -126,7 +150,7 @@ def describe(
     section.conditions = {
         "device": hardware.device,
         "processes": processes,
-        "recipe": one_line(" ".join([str(recipe.path), *recipe.flags])),
+        "recipe": str(recipe),
     }
     section.facts = {
         **section.conditions,
@@ -150,7 +174,6 @@ def show_trial(
     changes = {
         **settings.fields,
         "output_dir": str(folder / "run"),
-        "resume": "auto",
         "max_steps": every * (warm_up + count) + 1,  # it is killed before the evaluation at the end
         "num_epochs": 0,
         "log_every": every,
@@ -160,7 +183,7 @@ def show_trial(
         "tracker": "none",
         "profile_steps": None,
     }
-    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **changes)
+    text = written.whole_recipe(dataclasses.replace(recipe.cfg, **changes))
     (folder / "recipe.yaml").write_text(text, encoding="utf-8")
     (folder / "hardware.yaml").write_text(yaml_for(hardware, settings), encoding="utf-8")
     print(f"{settings} ... ", end="", flush=True)
@@ -200,17 +223,16 @@ def add_results(section: Section, recipe: Recipe, tried: dict[Settings, Trial]) 
             gain = f"{trial.speed / plain.speed:.2f} times the speed{less}"
             section.lines.append(f"{settings}, compared with fp32: {gain}")
     section.figures.sort(key=lambda figure: figure.unit == "GB")  # speeds first
-    if tried and not any(trial.memory for trial in tried.values()):
+    if section.figures and not any(trial.memory for trial in tried.values()):
         section.lines.append("peak memory: train.py measures none on this device")
 
 
 def write_pair(recipe: Recipe, hardware: Hardware, chosen: Settings, trial: Trial) -> None:
     """Writes recipe and accelerate YAML of the best settings."""
     today = datetime.date.today().isoformat()
-    heading = f"{written.HEADING} tune on {today}: {describe_trial(recipe, trial)}\n# from "
+    heading = f"tune on {today}: {describe_trial(recipe, trial)}\n# from "
     keep = "\n# The next tune replaces it; to keep it, rename it."
-    words = one_line(" ".join([str(recipe.path), *recipe.flags]))
-    text = written.recipe_with(recipe.cfg, recipe.path, recipe.flags, **chosen.fields)
-    written.write_headed(RECIPE, heading + words + keep, text)
+    text = written.recipe_with(type(recipe.cfg), recipe.flags, **chosen.fields)
+    written.write_headed(RECIPE, f"{heading}{recipe}{keep}", text)
     text = yaml_for(hardware, chosen)
     written.write_headed(ACCELERATE, heading + one_line(hardware.file) + keep, text)
