@@ -278,7 +278,7 @@ def test_what_got_slower_is_named(alone, tiny, tmp_path):
     (tmp_path / "old.json").write_text(json.dumps(old))
     flags = ["--compare", tmp_path / "old.json", "--threshold", 0.9]
     printed, _ = launch(tiny, "cpu", tmp_path / "new", *flags, code=1)
-    assert re.search(r"data loader \(0\): \S+ -> \S+ samples/s, \d+% slower", printed)
+    assert re.search(r"data loader \(0\): \S+ samples/s, was \S+: \d+% slower", printed)
     assert "1 of 11 figures are more than 90% slower" in printed
 
 

@@ -102,6 +102,10 @@ def test_no_nvidia_smi_is_a_reason_and_no_crash(monkeypatch, tmp_path):
         {},
         "nvidia-smi: NVIDIA-SMI has failed because it has no driver",
     )
+    monkeypatch.setattr(check.torch.accelerator, "is_available", lambda: False)
+    assert check.no_gpu().startswith("torch sees no GPU; nvidia-smi: NVIDIA-SMI has failed")
+    program.write_text("#!/bin/sh\nprintf '\\377\\376 0, GPU'\n")
+    assert nvidia_smi.query() == ({}, "nvidia-smi lists no GPU")
 
 
 @pytest.mark.parametrize(
@@ -372,18 +376,24 @@ MODEL += "    return model\n"
 CALLS = "old, calls = loss_sum, []\ndef loss_sum(model, batch):\n    calls.append(1)\n"
 CALLS += "    if RANK == 1 and len(calls) >= {}: raise RuntimeError('broken')\n"
 CALLS += "    return old(model, batch)\n"
+UNUSED = "model.extra = torch.nn.Parameter(torch.ones(1))"
 FAULTS = {
     "loss": (LOSS.format("1.01"), "same loss and gradient: ", "process 1 on"),
     "nan": (LOSS.format("float('nan')"), "same loss and gradient: process 1 on", "loss nan"),
     "gradient": (
         MODEL.format("model[0].weight.register_hook(lambda g: g * 1.01)"),
         "gradients are added up: process 1 on",
-        "of 0.weight off by 0.01",
+        "of 0.weight is off by 0.01",
     ),
     "weights": (
         MODEL.format("model[3].bias.data += 1e-3"),
         "same weights at the start: ",
         "process 1 on",
+    ),
+    "unused": (
+        MODEL.replace("if RANK == 1: {}", UNUSED),
+        "gradients are added up: extra: no gradient comes",
+        "requires_grad_(False)",
     ),
     "shapes": (
         MODEL.format("model[0] = torch.nn.Linear(8, 32, bias=False)"),
@@ -405,6 +415,16 @@ def test_smoke_names_the_process_that_is_wrong(tiny, tmp_path, fault):
     line = next(each for each in out.splitlines() if each.startswith(f"failed: {check_name}"))
     assert words in line
     assert not list((tmp_path / "report").glob(".smoke*"))
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_no_files(tiny, tmp_path):
+    fault = "import os\n" + CALLS.replace("if RANK == 1 and", "if").format(4)
+    fault = fault.replace("raise RuntimeError('broken')", "os.kill(os.getpid(), 15)")
+    project = with_fault(tiny, tmp_path, fault)
+    codes, out, errors = run(project, 1, "smoke", "--report", str(tmp_path / "report"))
+    assert (codes, errors) == ({1}, "hardware.py: stopped by a signal\n"), out
+    assert not list((tmp_path / "report").iterdir())
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ and those of bench also to hardware.png.
 """
 
 import argparse
+import atexit
+import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -26,9 +29,10 @@ from machine.report import Section
 from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
 from training.ranks import Failed, Ranks, UserError, as_user_error, catch
-from training.shutdown import exit_code_for, exit_process
+from training.shutdown import NOT_MAIN, exit_code_for, exit_process, kill_workers
 
 TIMEOUT = 600  # seconds that a process waits for the others
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke, "tune": tune}
 
 
@@ -97,7 +101,8 @@ def finish(options: argparse.Namespace, section: Section, old: dict) -> int:
     if old:
         changes, worse = report.compare(section, old, options.threshold)
         say("\n".join([f"compared with {options.compare}:", *changes]))
-        say(f"{len(worse)} of {len(changes)} figures are more than {options.threshold:.0%} slower")
+        slower = f"more than {options.threshold:.0%} slower, or missing"
+        say(f"{len(worse)} of {len(changes)} figures are {slower}")
     return 1 if section.failures or worse else 0
 
 
@@ -116,6 +121,10 @@ def main() -> int:
         versions = startup.versions()
         device = versions.get("gpu", versions["cpu"])
         conditions = {"device": device, "processes": ranks.layout.processes}
+        if project:
+            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
+            recipe = one_line(" ".join([str(project.recipe), *project.flags]))
+            conditions |= {"recipe": recipe, "precision": precision}
         with ranks.fail_together(), as_user_error():
             if old and IS_MAIN:
                 report.check_comparable(options.verb, conditions, old)
@@ -127,15 +136,28 @@ def main() -> int:
         return ranks.from_main(code)
     except BaseException as error:
         error = ranks.name_missing(error) if ranks else error
+        if isinstance(error, KeyboardInterrupt):
+            error = SystemExit("stopped by a signal")
         code, line = exit_code_for(error)
         line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
-        if line and IS_MAIN:
+        if line and (IS_MAIN or NOT_MAIN in line):
             print(f"hardware.py: {one_line(line, 1000)}", file=sys.stderr)
         elif not line and not isinstance(error, SystemExit):
             traceback.print_exception(error)
         return code
 
 
+def stop(*_) -> None:
+    """Ends what runs at the first signal, so that it removes its files; ignores the others."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
     protect_output()
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+            signal.signal(number, stop)
+    atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
     exit_process(main())

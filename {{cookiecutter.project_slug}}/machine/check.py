@@ -103,9 +103,9 @@ def no_gpu() -> str:
     if torch.accelerator.is_available():
         return ""
     listed, problem = nvidia_smi.query()
-    if listed and not problem:
+    if listed:
         return f"nvidia-smi lists {len(listed)}, but torch sees none: {without_gpu()}"
-    return "torch sees no GPU"
+    return "torch sees no GPU" + (f"; {problem}" if problem != nvidia_smi.MISSING else "")
 
 
 def see_gpus() -> dict[str, Any]:
@@ -113,12 +113,14 @@ def see_gpus() -> dict[str, Any]:
     if torch.version.hip:
         return {"problem": "nvidia-smi knows no AMD GPUs; see amd-smi"}
     gpus, problem = nvidia_smi.query()
+    if problem:
+        return {"problem": problem}
     fields = ",".join(nvidia_smi.APPS)
     text, _ = nvidia_smi.call(f"--query-compute-apps={fields}", "--format=csv,noheader,nounits")
     apps = nvidia_smi.read_table(text, nvidia_smi.APPS)
     matrix, _ = nvidia_smi.call("topo", "-m")
     links = nvidia_smi.describe_links(matrix)
-    return {"gpus": gpus, "problem": problem, "apps": apps, "links": links}
+    return {"gpus": gpus, "apps": apps, "links": links}
 
 
 def complete(own: dict[str, Any], machine: dict[str, Any], everywhere: list[dict]) -> None:

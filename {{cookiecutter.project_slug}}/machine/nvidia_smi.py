@@ -25,6 +25,8 @@ SLOWED = {
     0x40: "too hot (hardware)",
     0x80: "power brake of the supply",
 }
+MISSING = "nvidia-smi is not installed"
+TIMEOUT = 30  # seconds; it hangs where a driver does
 LINKS = {
     "NV": "NVLink",
     "PIX": "one PCIe switch",
@@ -39,10 +41,14 @@ def call(*arguments: str) -> tuple[str, str]:
     """(what nvidia-smi printed, ""), or ("", why there is nothing)."""
     try:
         command = ["nvidia-smi", *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+        )
     except FileNotFoundError:
-        return "", "nvidia-smi is not installed"
-    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", MISSING
+    except subprocess.TimeoutExpired:
+        return "", f"nvidia-smi has not answered for {TIMEOUT} s"
+    except OSError as error:
         return "", f"nvidia-smi does not run: {error}"
     if result.returncode:  # it prints errors to either stream
         lines = (result.stdout + result.stderr).strip().splitlines()
@@ -55,9 +61,11 @@ def query() -> tuple[dict[str, dict[str, str]], str]:
     layout = "--format=csv,noheader,nounits"
     text, problem = call(f"--query-gpu={','.join(FIELDS)}", layout)
     gpus = {gpu["uuid"]: gpu for gpu in read_table(text, FIELDS) if gpu.get("uuid")}
+    if not gpus:
+        return {}, problem or "nvidia-smi lists no GPU"
     for name in REASONS:  # a driver refuses the whole query if it does not know a name
         text, unknown = call(f"--query-gpu=uuid,{name}", layout)
-        if gpus and not unknown:
+        if not unknown:
             for row in read_table(text, ("uuid", "reasons")):
                 gpus.get(row.get("uuid", ""), {}).update(row)
             break
@@ -66,7 +74,7 @@ def query() -> tuple[dict[str, dict[str, str]], str]:
         card = next((gpu for gpu in gpus.values() if gpu.get("index") == number), None)
         if card:
             gpus[instance] = {**card, "card": card["uuid"]}
-    return gpus, problem or ("" if gpus else "nvidia-smi lists no GPU")
+    return gpus, ""
 
 
 def read_table(text: str, names: tuple[str, ...]) -> list[dict[str, str]]:

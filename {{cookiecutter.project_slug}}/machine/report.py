@@ -160,9 +160,13 @@ def is_report(content: Any) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Creates the folder for hardware.json; raises OSError if nothing can be written there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()
+    """Creates the folder for hardware.json; raises ValueError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        reason = f"{error.strerror or error}; give a folder that can be written to"
+        raise ValueError(f"--report {folder}: {reason}") from None
 
 
 def save(folder: Path, section: Section) -> dict[str, Any]:
@@ -187,6 +191,8 @@ def save(folder: Path, section: Section) -> dict[str, Any]:
         content[section.verb] = section.as_json()
         replace_text(path, json.dumps(content, indent=1) + "\n")
         return content
+    except OSError as error:  # of a full disk: it names no file
+        raise ValueError(f"{path} is not written: {error.strerror or error}") from None
     finally:
         os.close(handle)
 
@@ -230,7 +236,7 @@ def is_compared(unit: str) -> bool:
 
 
 def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[str], list[str]]:
-    """(lines about all changes, those about figures that are slower by more than `limit`).
+    """(lines about all changes, those about figures that are slower by more than `limit`, or gone).
 
     `old` is the content of an older hardware.json. Raises ValueError for `check_comparable`.
     """
@@ -243,7 +249,7 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
     lines, worse = [], []
     for each in [figure for figure in section.figures if is_compared(figure.unit)]:
         was = before.pop((*each.key, each.unit), None)
-        where = "".join(f" ({part})" for part in (each.where, each.size) if part)
+        where = f" ({each.where})" if each.where else ""
         line = f"{each.name}{where}: {short(each.value)} {each.unit}"
         if was is None or not 0 < was < math.inf:
             lines.append(f"{line}, not in the older report")
@@ -254,7 +260,12 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
             ratio, change = 0.0, "which is no measurement"
         lines.append(f"{line}, was {short(was)}: {change}")
         worse += lines[-1:] if ratio < 1 - limit else []
-    lines += [f"{name}: only in the older report" for name, *_ in before]
+    missing = [
+        f"{name}{f' ({where})' if where else ''}: only in the older report"
+        for name, where, *_ in before
+    ]
+    lines += missing
+    worse += missing if section.verb != "tune" else []  # which tries other settings each time
     if not any(", was " in line for line in lines):
         raise ValueError(f"the older report has none of these figures of {section.verb}")
     return lines, worse

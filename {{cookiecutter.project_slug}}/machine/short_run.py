@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ def everyone(
     named = [f"{places.name(n, hosts)}: {text}" for text, n in texts.items() if text]
     if all(mine for text, mine, _ in found if text):
         raise UserError("; ".join(named if "" in texts else map(str, texts)))
-    raise (NoMemory if any(full for *_, full in found) else Wrong)("; ".join(named))
+    full = all(full for text, _, full in found if text)
+    raise (NoMemory if full else Wrong)("; ".join(named))
 
 
 def describe_error(error: Exception) -> str:
@@ -70,11 +71,14 @@ def describe_error(error: Exception) -> str:
     return f"raised {type(error).__name__}: {one_line(error)}{where}"
 
 
-def digests(named: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Type, shape and 16 hex digits of the SHA-256 of each tensor; of a DTensor, of this part."""
+def digests(named: dict[str, torch.Tensor], part: Callable = local) -> dict[str, str]:
+    """Type, shape and 16 hex digits of the SHA-256 of each tensor; of a DTensor, of this part.
+
+    If `part` is `whole`, all processes must call it: they gather one tensor after the other.
+    """
     found = {}
     for name, values in named.items():
-        values = local(values.detach())
+        values = part(values.detach())
         bits = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
         digest = hashlib.sha256(bits).hexdigest()[:16]
         found[name] = f"{values.dtype} {tuple(values.shape)} {digest}"
@@ -88,6 +92,8 @@ class ShortRun:
         self.project, self.cfg, self.ranks, self.hosts = project, project.cfg, ranks, hosts
         self.layout = project.layout
         self.finite: bool | None = None  # whether all steps were; None: none is done
+        self.unused: list[str] = []  # weights that got no gradient from this process alone
+        self.same = True  # whether all processes have the same weights, as far as is known
         self.state: weights.TrainingState | None = None  # of the model that is prepared
         with ranks.fail_together(), as_user_error():
             self.accelerator = device.make_accelerator(self.cfg)
@@ -154,11 +160,12 @@ class ShortRun:
             contract.check_loss(loss)
             (loss.float() * scale).backward()
             losses.append(loss.item())
-        gradients = {}
+        gradients, self.unused = {}, []
         for name, parameter in self.copy.model.named_parameters():
             if parameter.requires_grad:
+                self.unused += [name] if parameter.grad is None else []
                 values = parameter.detach() if parameter.grad is None else parameter.grad
-                values = values.cpu().double() / scale * (parameter.grad is not None)
+                values = values.cpu().float() / scale * (parameter.grad is not None)
                 gradients[weights.bare_name(name)] = values.numpy()
         return losses, gradients
 
@@ -180,23 +187,23 @@ class ShortRun:
             accelerator, self.ranks, self.module, self.cfg.exact, stopwatch
         )
         self.state = weights.TrainingState(accelerator, self.module, self.optimizer, settings)
-        self.before = digests(self.parameters())
+        self.before = digests(self.parameters(), whole)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The trained weights by their names in the task's model, whole on every process."""
+        """The weights by their names in the task's model, the frozen ones among them."""
         bare = weights.bare_model(self.accelerator, self.module)
-        named = {weights.bare_name(name): p for name, p in bare.named_parameters()}
-        return {name: whole(p.detach()) for name, p in named.items() if p.requires_grad}
+        return {weights.bare_name(name): p for name, p in bare.named_parameters()}
 
-    def summed(self) -> dict[str, torch.Tensor]:
-        """The gradients that each weight has now, without the factor of fp16's scaler."""
+    def summed(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The gradient that each weight has now, whole, without the factor of fp16's scaler.
+
+        One after the other: all of them may have no room. All processes must take them.
+        """
         scale = self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1
-        bare = weights.bare_model(self.accelerator, self.module)
-        return {
-            weights.bare_name(name): torch.zeros_like(p) if p.grad is None else p.grad / scale
-            for name, p in bare.named_parameters()
-            if p.requires_grad
-        }
+        for name, p in self.parameters().items():
+            if p.requires_grad:
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                yield name, whole(gradient.detach()).cpu().double().numpy() / scale
 
     def step(self, step: int, first: Callable = bool, last: Callable = bool) -> bool:
         """A step as in train.py; whether its gradient was finite, so that the weights changed.

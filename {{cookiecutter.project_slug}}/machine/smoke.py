@@ -218,7 +218,7 @@ def check_common(trial: ShortRun, folder: Path) -> str:
 
 def off_by(deviation: float) -> str:
     """A relative error in words."""
-    return f"off by {deviation:.2g} of its norm" if np.isfinite(deviation) else "is not finite"
+    return f"is off by {deviation:.2g} of its norm" if np.isfinite(deviation) else "is not finite"
 
 
 def check_gradients(trial: ShortRun, folder: Path) -> str:
@@ -227,6 +227,7 @@ def check_gradients(trial: ShortRun, folder: Path) -> str:
         numbered = [*zip(trial.plan.run(), trial.window, strict=True)]
         _, first = trial.everyone(trial.gradient_alone, numbered[:1])
         _, own = trial.everyone(trial.gradient_alone, numbered)
+        check_used(trial)
     trial.everyone(trial.prepare)
     deviation = {}  # of this process: before and after the exchange
     averaged, layout = trial.layout.averaged, trial.layout
@@ -235,16 +236,18 @@ def check_gradients(trial: ShortRun, folder: Path) -> str:
         """Compares this process's gradient, unless the exchange of the processes has begun."""
         begun = layout.sharded or len(trial.window) == 1
         if not (trial.alone or trial.cfg.exact or begun):
-            right = {name: values * averaged / trial.terms for name, values in first.items()}
-            deviation["own"] = deviate(trial.summed(), right)
+            deviation["own"] = deviate(
+                trial.summed(), lambda name: first[name] * (averaged / trial.terms)
+            )
 
     def after() -> None:
         """Compares the gradient of the step, whose parts are added up in float64."""
         if not (trial.alone or layout.deepspeed):
-            right = {
-                name: trial.ranks.sum_arrays(values * layout.leads) / trial.terms
-                for name, values in own.items()
-            }
+
+            def right(name: str) -> np.ndarray:
+                values = own[name].astype(np.float64) * layout.leads
+                return trial.ranks.sum_arrays(values) / trial.terms
+
             deviation["sum"] = deviate(trial.summed(), right)
 
     for _ in range(SCALES if trial.precision == "fp16" else 1):
@@ -273,18 +276,30 @@ def check_gradients(trial: ShortRun, folder: Path) -> str:
     return f"passed: off by {worst:.1g} at most (limit: {limits:g})"
 
 
-def deviate(found: dict[str, torch.Tensor], right: dict[str, np.ndarray]) -> tuple[float, str]:
-    """The largest relative error of a weight's gradient, and its name."""
-    norms = {name: np.linalg.norm(values) for name, values in right.items()}
-    floor = FLOOR * np.linalg.norm([*norms.values()]) + 1e-30
-    worst = (-1.0, "")
-    for name, values in right.items():
-        away = whole(found[name]).cpu().double().numpy() - values
-        away = float(np.linalg.norm(away) / max(norms[name], floor))
-        if np.isnan(away):
-            return away, name
-        worst = max(worst, (away, name))
-    return worst
+def check_used(trial: ShortRun) -> None:
+    """Raises Wrong if DDP would wait for the gradient of a weight that gets none."""
+    names = [*dict.fromkeys(name for each in trial.ranks.gather(trial.unused) for name in each)]
+    if names and PROCESSES > 1 and not (trial.cfg.exact or trial.layout.sharded):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise Wrong(
+            f"{names[0]}{more}: no gradient comes to these weights, and several processes wait for "
+            "it; call requires_grad_(False) on them in build_model of task.py"
+        )
+
+
+def deviate(
+    found: Iterator[tuple[str, np.ndarray]], right: Callable[[str], np.ndarray]
+) -> tuple[float, str]:
+    """The largest relative error of a weight's gradient, and its name; a NaN is the largest."""
+    names, errors, norms = [], [], []
+    for name, values in found:
+        expected = right(name)
+        names.append(name)
+        errors.append(np.linalg.norm(values - expected))
+        norms.append(np.linalg.norm(expected))
+    relative = np.array(errors) / (np.maximum(norms, FLOOR * np.linalg.norm(norms)) + 1e-30)
+    worst = relative.argmax()
+    return float(relative[worst]), names[worst]
 
 
 def check_steps(trial: ShortRun, folder: Path) -> str:
@@ -297,11 +312,12 @@ def check_steps(trial: ShortRun, folder: Path) -> str:
         raise Wrong("a step was skipped, since its gradient was not finite")
     if trial.layout.deepspeed:
         return "left out: DeepSpeed keeps the weights in parts of its own"
-    now = digests(trial.parameters())
+    now, trial.same = digests(trial.parameters(), whole), False
     check_same(trial, now, "weights")
+    trial.same = True
     if now == trial.before:
         raise Wrong(f"{STEPS} steps of the optimizer have changed no weight")
-    how = ", gathered from their parts" if trial.layout.sharded else ""
+    how = ", gathered from their parts," if trial.layout.sharded else ""
     return f"passed: the bytes of {len(now)} weights{how} after {STEPS} steps"
 
 
@@ -326,6 +342,8 @@ def check_saving(trial: ShortRun, folder: Path) -> str:
     ranks, state = trial.ranks, trial.state
     if state is None:
         return "left out: the model could not be prepared"
+    if not trial.same:
+        return "left out: a checkpoint has one copy of weights that are not the same"
 
     def see() -> None:
         if not agreement.appears(folder):
@@ -344,7 +362,7 @@ def check_saving(trial: ShortRun, folder: Path) -> str:
     size = sum(path.stat().st_size for path in folder.glob(tensor_files.NAMES)) / 1e6
     with torch.no_grad():  # all that the checkpoint has to bring back
         for name, values in before.items():
-            if name.startswith("state.") or isinstance(values, torch.nn.Parameter):
+            if name.startswith(("state.", "model.")):
                 local(values.detach()).zero_()
     manifest = {"optimizer": weights.settings_as_text(state.settings)}
     trial.everyone(state.load, folder, manifest, {})

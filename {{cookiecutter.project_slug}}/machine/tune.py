@@ -8,7 +8,6 @@ import fcntl
 import functools
 import re
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from training.shutdown import LAUNCHER_PID
 
 RECIPE, ACCELERATE = Path("configs/train/tuned.yaml"), Path("configs/accelerate/tuned.yaml")
 CACHE = Path(".cache")  # for the runs of trials; /tmp may be too small for the check of disks
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNTRIED = "all combinations, other YAMLs and numbers of processes, tf32, num_workers"
 
 
@@ -68,50 +66,30 @@ def read_recipe(config_class: type, task: Any, flags: list[str]) -> Recipe:
     return Recipe(cfg, path, flags, getattr(task, "UNIT", "samples"))
 
 
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Turns the first signal that asks to stop into a KeyboardInterrupt, and ignores others."""
-
-    def stop(*_) -> None:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        if before[number] != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run(options: argparse.Namespace, recipe: Recipe, old: dict[str, Any]) -> Section:
     """Tries settings out, and writes the best. Raises ValueError.
 
     `old`: the report to compare with, which must be of the same device, processes and recipe.
-    A signal ends the running trial; then it shows what it has measured, and raises SystemExit.
+    A signal, which hardware.py turns into KeyboardInterrupt, ends the running trial; then it shows
+    what it has measured, and raises SystemExit.
     """
     for path in (RECIPE, ACCELERATE):
         written.refuse_foreign(path)
     section, tried = Section("tune"), {}
-    with stopped_by_signals():
-        try:
-            hardware = trials.look_at_hardware(options.config_file)
-            space = find_space(recipe.cfg, hardware)
-            describe(section, options, recipe, hardware)
-            if old:
-                report.check_comparable("tune", section.conditions, old)
-            with trial_folder() as folder:
-                prepare_data(recipe, hardware, folder)
-                try_out = functools.partial(show_trial, options, recipe, hardware, folder)
-                chosen = search(try_out, space, tried)
-        except KeyboardInterrupt:
-            add_results(section, recipe, tried)
-            report.show(section)
-            raise SystemExit("stopped by a signal; no YAML was written") from None
+    try:
+        hardware = trials.look_at_hardware(options.config_file)
+        space = find_space(recipe.cfg, hardware)
+        describe(section, options, recipe, hardware)
+        if old:
+            report.check_comparable("tune", section.conditions, old)
+        with trial_folder() as folder:
+            prepare_data(recipe, hardware, folder)
+            try_out = functools.partial(show_trial, options, recipe, hardware, folder)
+            chosen = search(try_out, space, tried)
+    except KeyboardInterrupt:
+        add_results(section, recipe, tried)
+        report.show(section)
+        raise SystemExit("stopped by a signal; no YAML was written") from None
     add_results(section, recipe, tried)
     section.lines += [f"not tried: {line}" for line in [*space.skipped, UNTRIED]]
     if not chosen:
