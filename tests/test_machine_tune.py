@@ -177,6 +177,7 @@ time.sleep(99)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "speed", "problem"),
     [
