@@ -101,6 +101,7 @@ def test_what_the_counter_counts():
     assert counter.waits == 4
 
 
+@pytest.mark.slow
 def test_exact_is_measured_on_the_same_bytes(tmp_path):
     short = ["--sizes", "small", "--processes", 1, 2, "--memory", "--rounds", 1, "--steps", 1]
     report, printed = run("steps.py", tmp_path, *short, "--machines")
@@ -153,6 +154,7 @@ def check_rows(report, names):
         assert sum(found["kinds"].values()) < found["profiled_seconds"]
 
 
+@pytest.mark.slow
 def test_the_sweep_of_a_gpu_runs_on_a_cpu(tmp_path):
     tiny = ["--device", "cpu", "--steps", 2]
     report, printed = run("gpu.py", tmp_path, *tiny, "--rows", "baked, eager")
