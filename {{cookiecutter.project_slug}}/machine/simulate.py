@@ -135,7 +135,7 @@ def move_if_needed(module: torch.nn.Module, *args, **options) -> torch.nn.Module
     """In place of Module.to, which fails for such tensors: the module, if nothing changes."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(each.to(*args, **options) is not each for each in tensors):
-        raise NotImplementedError("build_model converts weights")
+        raise RuntimeError("build_model converts weights")
     return module
 
 
