@@ -1,6 +1,5 @@
 """The project that hardware.py measures: its recipe, task and data, without a run folder."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,6 @@ class Project:
     plan: StepPlan  # of a step on the processes that run now
     prepared: Any  # what task.prepare_data returned
     rows: SampleDataset  # of training
-
-    @functools.cached_property
-    def unit(self) -> str:
-        """Plural name of the loss terms, such as tokens."""
-        return getattr(self.task, "UNIT", "samples")
 
     def build_model(self) -> torch.nn.Module:
         """The task's model; the seed gives all processes the same one."""
