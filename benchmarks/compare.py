@@ -39,7 +39,7 @@ PREPARE = """
 import sys
 import numpy as np
 import task
-from training.batches import sample_ids
+from training.order import sample_ids
 from training.startup import read_config
 from train import Config
 cfg, _ = read_config(Config, "\\n\\n")

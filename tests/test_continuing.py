@@ -181,7 +181,7 @@ def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path
     assert [line["samples"] for line in lines(output, "loss")] == [38, 44, 50, 56]
     program = """
 import sys
-from training import batches as d
+from training import order as d
 ids = d.sample_ids(range(56), 37, 0)
 for step in range(4):
     part = ids[32 + 6 * step: 38 + 6 * step]

@@ -122,9 +122,9 @@ def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes):
     """The step before it is saved, although its data is fetched before that."""
-    batches = load_task("training.batches")
+    order = load_task("training.order")
     size, row = 1000, 5  # a row that the fingerprint of the data does not read
-    place = batches.sample_ids(range(size), size, 0).tolist().index(row)
+    place = order.sample_ids(range(size), size, 0).tolist().index(row)
     micro = 4 // processes
     rank = place % 8 * processes // 8  # the process that computes it
     flags = ["--task.samples", size, "--global_batch_size", 8, "--micro_batch_size", micro]

@@ -174,7 +174,7 @@ def test_evaluations_are_equal_with_exact_and_without(tiny, tmp_path):
 
 def sample_of(step):
     """The id of a sample of this step, among 200."""
-    return int(load_task("training.batches").sample_ids([8 * step - 3], 200, 0)[0])
+    return int(load_task("training.order").sample_ids([8 * step - 3], 200, 0)[0])
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):

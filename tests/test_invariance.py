@@ -1,12 +1,9 @@
 """The hardware does not change the result: numbers of runs that differ only in how they are cut."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
 
-from conftest import lines, load_task, read_weights, reseal
+from conftest import lines, read_weights, reseal
 
 DROPOUT = ["--task.dropout", 0.2]
 
@@ -99,66 +96,6 @@ def test_workers_change_no_digit(tiny, one, tmp_path):
     assert (one / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
 
 
-@pytest.fixture(scope="module")
-def batches():
-    """The module; it needs no task."""
-    return load_task("training.batches")
-
-
-def test_each_epoch_is_a_permutation_for_every_small_size(batches):
-    for size in range(1, 260):
-        for epoch in (0, 1, 10**12):
-            places = np.arange(epoch * size, (epoch + 1) * size, dtype=np.uint64)
-            ids = batches.sample_ids(places, size, seed=size)
-            assert sorted(ids.tolist()) == list(range(size))
-
-
-def test_blocks_give_the_ids_of_single_positions(batches):
-    """In any order, over the borders of blocks, far ahead, and back again."""
-    order, draw = batches.SampleOrder(100_003, seed=7), np.random.default_rng(0)
-    for first in [0, 8190, 3 * 8192 - 5, 10**12, 8190, *draw.integers(0, 10**6, 20).tolist()]:
-        for count in (0, 1, 32, 8192, 20_000):
-            positions = draw.permutation(np.arange(first, first + count))
-            expected = batches.sample_ids(positions, 100_003, 7)
-            assert order.ids(positions).tolist() == expected.tolist()
-
-
-def chi_square(counts):
-    """Of counts that are expected to be equal, in standard deviations of the statistic."""
-    counts = np.asarray(counts, float)
-    expected = counts.sum() / len(counts)
-    degrees = len(counts) - 1
-    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 10, 100])
-def test_orders_are_uniform_over_seeds(batches, size):
-    """First places, and differences between neighbours, of 20,000 seeds: below 5 sigma."""
-    seeds, places = 20_000, np.arange(size)
-    all_seeds = np.repeat(np.arange(seeds), size)
-    orders = batches.sample_ids(np.tile(places, seeds), size, all_seeds).reshape(seeds, size)
-    assert orders[7].tolist() == batches.sample_ids(places, size, 7).tolist()
-    assert chi_square(np.bincount(orders[:, 0], minlength=size)) < 5
-    steps = (orders[:, 1] - orders[:, 0]) % size
-    assert chi_square(np.bincount(steps, minlength=size)[1:]) < 5 if size > 2 else True
-    if size == 4:
-        ranks = orders @ [64, 16, 4, 1]
-        assert (
-            len(set(ranks.tolist())) == 24
-            and chi_square(np.unique(ranks, return_counts=True)[1]) < 5
-        )
-
-
-def test_neighbours_show_no_structure(batches):
-    """In one long epoch: each tenth of the differences between neighbours is as frequent."""
-    size = 100_000
-    ids = batches.sample_ids(np.arange(size), size, seed=1)
-    steps = np.diff(ids) % size
-    assert chi_square(np.bincount(steps * 100 // size, minlength=100)) < 5
-    pairs = (ids[:-1] * 10 // size) * 10 + ids[1:] * 10 // size
-    assert chi_square(np.bincount(pairs, minlength=100)) < 5
-
-
 def test_a_far_step_is_reached_without_reading_what_lies_before(tiny, tmp_path):
     """From step 10**6 on: the samples are those that the order gives, and nothing else is read."""
     output, flags = tmp_path / "run", ["--max_steps", 1_000_002, "--save_every", 0]
@@ -172,12 +109,12 @@ import sys, task
 read, original = [], task.Numbers.__getitem__
 task.Numbers.__getitem__ = lambda self, i: (read.append((self.first, i)), original(self, i))[1]
 import train
-from training import batches
+from training import order
 trained = lambda: [i for first, i in read if first == 0][-16:]
 train.shutdown.exit_process = lambda code: print(code, trained(), len(read))
 sys.argv = ["train.py", *sys.argv[1:]]
 train.shutdown.run(train.main, train.prepare)
-print(batches.sample_ids(range(8_000_000, 8_000_016), 37, 0).tolist())
+print(order.sample_ids(range(8_000_000, 8_000_016), 37, 0).tolist())
 """
     flags += ["--output_dir", output, "--accept_changes"]
     printed = tiny.run("python", "-c", program, *flags).stdout.splitlines()

@@ -247,8 +247,8 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, slowed, t
     output = tmp_path / "run"
     flags = ["--output_dir", output, *ASYNC, "--max_skipped_steps", 1, "--eval_every", 0]
     flags += ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
-    task = load_task("training.batches")
-    seen = [int(i) for i in task.sample_ids(range(4), 37, 0)]
+    order = load_task("training.order")
+    seen = [int(i) for i in order.sample_ids(range(4), 37, 0)]
     flags += ["--task.poisoned", seen[2]]
     printed = tiny.train(1, *flags, codes=[2], **slowed("time.sleep(2)"))
     assert "not finite in 1 steps in a row" in printed

@@ -719,7 +719,8 @@ def test_sorting_moves_rows_within_a_step_alone():
             ordered = sizes[rows.ids(window)].tolist()
             assert ordered == sorted(ordered)
     plans = [batches.StepPlan(32, 8, (1, 1, 1, 1), rank) for rank in range(4)]
-    evaluation = [list(batches.EvaluationSampler(plan, 50, rows.sort)) for plan in plans]
+    rows.order = None
+    evaluation = [list(batches.EvaluationSampler(plan, rows)) for plan in plans]
     assert [len(each) for each in evaluation] == [2] * 4 and evaluation[3][1] == [50]
     dealt = sum((part for each in evaluation for part in each), [])
     assert dealt[:-1] == rows.sort(range(50)) and sorted(dealt) == list(range(51))

@@ -237,15 +237,15 @@ def due(step: int, every: int, last: bool) -> bool:
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda: 0) -> tuple:
-    """The task's metrics over all of the loader's data, each sample counted once, and its sums.
+    """The scores of all of the loader's data, each sample counted once, and the task's sums.
 
     Returns (None, None) as soon as `stop()`, asked before each batch, is 1 on any process.
     """
     model.eval()
     sharding.SharedBuffers(model).share()
-    plan, eval_batches = loader.batch_sampler.plan, iter(loader)
-    totals = EvaluationSums(plan, accelerator.device)
-    for turn in range(len(loader)):
+    eval_batches = iter(loader)
+    totals = EvaluationSums(loader.batch_sampler.plans, accelerator.device)
+    for _ in range(len(loader)):
         fetched, problem = catch(next, eval_batches)
         (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
         if stopped:
@@ -254,12 +254,11 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch = send_to_device(fetched[0], accelerator.device, non_blocking=True)
         with device.eager(model), sharding.split_rows(accelerator, batch):
-            totals.add(plan.run().start + turn, model(task.eval_sums, batch))
-    totals = totals.total(ranks)
+            totals.add(model(task.eval_sums, batch))
+    sums = totals.total(ranks)
     model.train()
     with as_user_error():
-        metrics = contract.check_metrics(task.metrics(totals))
-    return {"eval_loss": metrics.pop("loss"), **metrics}, totals
+        return contract.score(task, sums, loader.dataset.sources)
 
 
 # ---- Export --------------------------------------------------------------------------------------
@@ -368,7 +367,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     eval_rows = SampleDataset(eval_data, task)
     last_sample = first_sample + max(max_steps - first_step, 0) * step_size
     train_sampler = StepBatchSampler(plan, first_sample, last_sample, train_rows.sort)
-    eval_sampler = EvaluationSampler(plan, len(eval_data), eval_rows.sort)
+    eval_sampler = EvaluationSampler(plan, eval_rows)
     workers = device.count_workers(cfg.num_workers, task, accelerator.device)
     loading = {"num_workers": workers, "pin_memory": accelerator.device.type == "cuda"}
     train_loader = batches.make_loader(train_rows, train_sampler, task, **loading)
@@ -516,7 +515,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                 end = samples - (step - note["step"]) * step_size
                 log.write({**note, "sample_ids": train_rows.ids(range(end - step_size, end))})
             line = {"step": step, "samples": samples, "epoch": samples / len(train_data)}
-            line |= {"loss": loss_mean, "lr": lr, "grad_norm": grad_norm, **meter.read()}
+            line |= {**train_rows.count_samples(samples), "loss": loss_mean, "lr": lr}
+            line |= {"grad_norm": grad_norm, **meter.read()}
             log.write(line)
             if meter.straggler:
                 log.write({"step": step, **meter.straggler})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from training import batches
+from training import batches, order
 from training.ranks import UserError
 
 CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_fraction=0.1)
@@ -19,19 +19,19 @@ CONFIG = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_l
 def test_each_epoch_visits_every_sample_once(size):
     for epoch in range(3):
         positions = np.arange(epoch * size, (epoch + 1) * size)
-        assert sorted(batches.sample_ids(positions, size, seed=7)) == list(range(size))
+        assert sorted(order.sample_ids(positions, size, seed=7)) == list(range(size))
 
 
 def test_the_order_depends_on_seed_and_epoch_and_not_on_how_it_is_asked_for():
-    first = batches.sample_ids(np.arange(500), 500, seed=0)
-    assert (first != batches.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
-    assert (first != batches.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
-    one_by_one = [batches.sample_ids([position], 500, seed=0)[0] for position in range(500)]
+    first = order.sample_ids(np.arange(500), 500, seed=0)
+    assert (first != order.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
+    assert (first != order.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
+    one_by_one = [order.sample_ids([position], 500, seed=0)[0] for position in range(500)]
     assert first.tolist() == one_by_one
 
 
 def test_a_far_position_of_a_huge_dataset_is_found():
-    ids = batches.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
+    ids = order.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
     assert len(set(ids.tolist())) == 512 and 0 <= ids.min() and ids.max() < 10**9
 
 
@@ -53,7 +53,8 @@ def test_any_cut_gives_a_step_the_same_positions(shares, micro):
 def test_an_evaluation_covers_every_sample_once_and_the_rest_is_filler(shares):
     """Six batches, the last of one row. All ranks get as many as the busiest."""
     plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
-    slices = [list(batches.EvaluationSampler(plan, 11)) for plan in plans]
+    rows = batches.SampleDataset(range(11))
+    slices = [list(batches.EvaluationSampler(plan, rows)) for plan in plans]
     assert len({*map(len, slices)}) == 1
     dealt = [part for each in slices for part in each if part != [11]]
     assert dealt == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]

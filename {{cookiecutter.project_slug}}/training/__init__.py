@@ -7,6 +7,7 @@ Start:
     accelerate_yaml  checks the accelerate YAML
 
 Steps:
+    order            which row each position of a run takes
     batches          the samples of a step, and how the processes share its micro-batches
     ranks            sums, messages and errors between the processes
     monitor          skipped steps, loss spikes, throughput

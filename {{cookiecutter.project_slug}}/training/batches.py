@@ -1,10 +1,9 @@
 """Chooses the samples of each step, and deals its micro-batches to the processes.
 
-Both are functions of the step and the seed. The samples of a run form one endless sequence.
-Position p is place p % N of epoch p // N, and each epoch is a permutation of the N samples, which
-is computed, not stored. Step s, counted from 1, takes the G samples of the global batch at the
-positions from (s - 1) * G up to s * G. Neither the micro-batch size, nor the number of processes,
-nor an interruption changes that. Epochs may end in the middle of a step, so no sample is left over.
+Both are functions of the step and the seed. The samples of a run form one endless sequence (see
+order.py). Step s, counted from 1, takes the G samples of the global batch at the positions from
+(s - 1) * G up to s * G. Neither the micro-batch size, nor the number of processes, nor an
+interruption changes that. Epochs may end in the middle of a step, so no sample is left over.
 """
 
 import functools
@@ -13,6 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from training import contract
+from training.order import SampleOrder, hash64
 from training.ranks import PendingSum, Ranks, UserError, catch
 from training.shutdown import ignore_signals
 
@@ -52,16 +53,10 @@ class StepPlan:
         first = sum(self.shares[:rank])
         return range(first, first + self.shares[rank])
 
-    def positions(self, positions: list[int], number: int) -> list[int]:
+    def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
         """Those of micro-batch `number`, of all the positions of a step."""
         first = number * self.micro_batch_size
         return positions[first : first + self.micro_batch_size]
-
-    def over(self, samples: int) -> "StepPlan":
-        """The plan of an evaluation of so many samples: one long step, in the same proportions."""
-        count = -(-samples // self.micro_batch_size)
-        shares = deal(count, self.shares)
-        return StepPlan(samples, self.micro_batch_size, shares, self.rank)
 
     def describe(self, ranks: str = "processes") -> str:
         """The samples of a step as a product, and what its factors count."""
@@ -165,71 +160,7 @@ def plan_step(
     return StepPlan(samples, size, shares, rank, in_turn=in_step and exact)
 
 
-# ---- Random numbers and the order of the samples -------------------------------------------------
-
-
-def hash64(*words) -> np.ndarray:
-    """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
-
-    Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
-    """
-    bits = np.zeros(1, np.uint64)
-    for word in words:
-        bits = (bits ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        bits = bits ^ (bits >> np.uint64(31))
-    return bits
-
-
-def sample_ids(positions, size: int, seed: int) -> np.ndarray:
-    """Sample ids at these positions of the run, for `size` samples: int64, shape of positions.
-
-    Position p is place p % size of epoch p // size. Each epoch has a permutation of its own: a
-    Feistel network over the pairs (p % a, p // a), where a * b just covers `size`. It is applied
-    again to the few values that fall outside (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002, their third method).
-    """
-    epochs, ids = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
-    a = np.uint64(math.isqrt(size - 1) + 1)
-    b = np.uint64(-(-size // int(a)))
-    keys = hash64(seed, epochs)
-    outside = np.ones(ids.shape, bool)
-    while outside.any():
-        right, left = np.divmod(ids[outside], a)
-        for turn in range(24):  # with 12, tiny data sets still showed a pattern
-            left = (left + hash64(keys[outside] + np.uint64(turn << 32) + right)) % a
-            left, right, a, b = right, left, b, a
-        ids[outside] = right * a + left
-        outside = ids >= size
-    return ids.astype(np.int64)
-
-
-class SampleOrder:
-    """`sample_ids` of one run, computed in blocks: thousands cost little more than one."""
-
-    block = 8192  # positions in a block
-
-    def __init__(self, size: int, seed: int):
-        self.size, self.seed = size, seed
-        self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
-
-    def ids(self, positions) -> np.ndarray:
-        """Sample ids at these positions: int64, shape of positions (N,)."""
-        positions = np.asarray(positions, np.uint64)
-        number, place = np.divmod(positions, np.uint64(self.block))
-        needed = np.unique(number).tolist() if len(positions) else []
-        if len(needed) > 2:
-            return sample_ids(positions, self.size, self.seed)
-        self.blocks = {n: self.blocks[n] for n in needed if n in self.blocks}
-        for n in needed:
-            if n not in self.blocks:
-                whole = np.arange(self.block, dtype=np.uint64) + np.uint64(n * self.block)
-                self.blocks[n] = sample_ids(whole, self.size, self.seed)
-        ids = np.empty(len(positions), np.int64)
-        for n in needed:
-            ids[number == n] = self.blocks[n][place[number == n]]
-        return ids
+# ---- Random numbers ------------------------------------------------------------------------------
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -266,7 +197,13 @@ class StepBatchSampler:
     within each step.
     """
 
-    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
+    def __init__(
+        self,
+        plan: StepPlan,
+        first: int,
+        last: int,
+        sort: Callable[[range], Sequence[int]] = lambda positions: positions,
+    ):
         self.plan, self.first, self.last, self.sort = plan, first, last, sort
 
     def __len__(self):
@@ -275,35 +212,53 @@ class StepBatchSampler:
     def __iter__(self):
         for begin in range(self.first, self.last, self.plan.samples):
             positions = self.sort(range(begin, begin + self.plan.samples))
-            yield from (self.plan.positions(positions, number) for number in self.plan.run())
+            run = self.plan.run()
+            yield from (list(self.plan.positions(positions, number)) for number in run)
 
 
 class EvaluationSampler:
     """Yields the batches of an evaluation that this rank computes, as lists of positions.
 
-    All ranks get as many as the busiest: a model that is sharded computes on all of them at once.
-    The added batches hold only the position `size`, whose row has no weight.
+    No batch has rows of two sources. All ranks get as many as the busiest: a model that is sharded
+    computes on all of them at once. The added batches hold only the position past the last row,
+    whose row has no weight.
     """
 
-    def __init__(self, plan: StepPlan, size: int, sort: Callable = list):
-        self.step_plan, self.size, self.sort = plan, size, sort
+    def __init__(self, plan: StepPlan, rows: "SampleDataset"):
+        self.step_plan, self.rows = plan, rows
 
     @property
-    def plan(self) -> StepPlan:
-        """The evaluation as one step, dealt as the training steps are now."""
-        return self.step_plan.over(self.size)
+    def plans(self) -> list[StepPlan]:
+        """The evaluation of each source as one step, dealt as the training steps are now.
+
+        The list of all batches is dealt at once, so some ranks may have none of a source.
+        """
+        size = self.step_plan.micro_batch_size
+        counts = [-(-rows // size) for rows in self.rows.source_sizes]
+        ends = [0, *accumulate(deal(sum(counts), self.step_plan.shares))]  # of the ranks' runs
+        plans, first = [], 0
+        for rows, count in zip(self.rows.source_sizes, counts, strict=True):
+            cuts = [min(max(end - first, 0), count) for end in ends]
+            shares = tuple(end - begin for begin, end in pairwise(cuts))
+            plans.append(StepPlan(rows, size, shares, self.step_plan.rank))
+            first += count
+        return plans
 
     def __len__(self):
-        return max(self.plan.shares)
+        return max(map(sum, zip(*(plan.shares for plan in self.plans), strict=True)))
 
     def first_batch(self) -> range:
-        """The positions of the first batch, as if `sort` changed nothing."""
-        return range(min(self.size, self.step_plan.micro_batch_size))
+        """The positions of the first batch, as if none were sorted."""
+        return range(min(self.rows.source_sizes[0], self.step_plan.micro_batch_size))
 
     def __iter__(self):
-        plan, positions = self.plan, self.sort(range(self.size))
-        yield from (plan.positions(positions, number) for number in plan.run())
-        yield from [[self.size]] * (max(plan.shares) - len(plan.run()))
+        fillers, first = len(self), 0
+        for plan in self.plans:
+            run, positions = plan.run(), range(first, first + plan.samples)
+            positions = self.rows.sort(positions) if run else positions
+            yield from (list(plan.positions(positions, number)) for number in run)
+            fillers, first = fillers - len(run), first + plan.samples
+        yield from [[first]] * fillers
 
 
 class SampleDataset(torch.utils.data.Dataset):
@@ -313,12 +268,14 @@ class SampleDataset(torch.utils.data.Dataset):
     generator, so the random numbers depend on no worker and no rank. Without a seed positions are
     sample ids, and a position past the end gives (-1, first row).
 
-    Without a task there is no `augment`, and `sort` changes nothing.
+    Without a task there is no `augment`, one source, and `sort` changes nothing.
     """
 
     def __init__(self, dataset: Any, task: Any = None, seed: int | None = None):
         self.dataset, self.seed = dataset, seed
-        self.order = None if seed is None else SampleOrder(len(dataset), seed)
+        self.sources = contract.list_sources(task, dataset, training=seed is not None)
+        self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
+        self.order = None if seed is None else SampleOrder(len(dataset), seed, self.sources)
         sizes = getattr(task, "sizes", None)
         self.sizes = np.asarray(sizes(dataset)) if sizes else None
         if sizes and self.sizes.shape != (len(dataset),):
@@ -331,16 +288,27 @@ class SampleDataset(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.dataset)
 
+    def __getstate__(self):
+        """For worker processes, which sort nothing: `sizes` may have a number for each row."""
+        return self.__dict__ | {"sizes": None}
+
     def ids(self, positions) -> list[int]:
         """The sample ids at these positions."""
         if self.order is None:
             return [p if p < len(self) else -1 for p in positions]
         return self.order.ids(positions).tolist()
 
-    def sort(self, positions) -> list[int]:
+    def count_samples(self, samples: int) -> dict[str, int]:
+        """For metrics.jsonl: how many of the first samples come from each of several sources."""
+        if len(self.sources) < 2:
+            return {}
+        counts = zip(self.sources, self.order.count(samples), strict=True)
+        return {f"samples/{source.name}": count for source, count in counts}
+
+    def sort(self, positions: range) -> Sequence[int]:
         """These positions by the sizes of their rows: micro-batches then need less padding."""
         if self.sizes is None:
-            return list(positions)
+            return positions
         order = np.argsort(self.sizes[self.ids(positions)], kind="stable")
         return np.asarray(positions)[order].tolist()
 
@@ -352,8 +320,7 @@ class SampleDataset(torch.utils.data.Dataset):
         else:
             rows = [self.dataset[i] for i in places]
         if self.augment:
-            epochs = np.asarray(positions) // len(self)
-            seeds = hash64(self.seed, epochs, ids).view(np.int64).tolist()
+            seeds = hash64(self.seed, self.order.passes(positions), ids).view(np.int64).tolist()
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
             rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
         return list(zip(ids, rows, strict=True))

@@ -7,14 +7,40 @@ names the function, its result, and the expected result.
 import contextlib
 import dataclasses
 import inspect
+import math
+import operator
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 Batch = dict[str, torch.Tensor]
-RESERVED = ("step", "eval_loss", "event")  # keys of metrics.jsonl that no score may have
+# Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
+RESERVED = ("step", "samples", "eval_loss", "event")
+LONGEST_PERIOD = 100_000  # largest sum of the weights of sources, for their table
+
+
+class Source(Protocol):
+    """A part of a dataset: rows that follow each other."""
+
+    name: str
+    """Its name in metrics.jsonl."""
+
+    rows: int
+    """Number of its rows. Those of all sources make up the dataset, in this order."""
+
+    weight: int
+    """Its share of the training samples is weight / the sum of all weights."""
+
+    shards: np.ndarray | None
+    """Number of rows of each shard, an int array, for rows that are best read shard by shard. None:
+    all rows are shuffled together."""
+
+    window: int
+    """Number of shards whose rows are shuffled together."""
 
 
 class Task(Protocol):
@@ -24,7 +50,7 @@ class Task(Protocol):
     process: all that later functions need, such as the folder of the prepared data. Nothing else is
     passed from one function to the next. Datasets are copied to worker processes.
 
-    Optional are UNIT, identity, digest, augment, sizes, report and check_shared_rows.
+    Optional are UNIT, identity, digest, sources, augment, sizes, report and check_shared_rows.
     """
 
     TaskConfig: type
@@ -78,6 +104,11 @@ class Task(Protocol):
         refused, unless the change is accepted. Without this function train.py compares the number
         of rows and 64 rows of each dataset, and does not notice other changes."""
 
+    def sources(self, dataset: Any) -> list[Source]:
+        """The parts that a dataset consists of. Training takes its samples from them in proportion
+        to their weights, and each passes over its own rows. Evaluation ignores the weights, and
+        also gives the scores of each. Without this function all rows are one source."""
+
     def augment(self, row: Any, generator: torch.Generator) -> Any:
         """The augmented row for training. Draw random numbers from this generator only: it belongs
         to the row and the epoch, so the result depends on no worker and no rank."""
@@ -101,7 +132,7 @@ class Task(Protocol):
 
 REQUIRED = """prepare_data datasets collate count build_model loss_sum eval_sums metrics
     export""".split()
-OPTIONAL = "identity digest augment sizes report check_shared_rows".split()
+OPTIONAL = "identity digest sources augment sizes report check_shared_rows".split()
 
 
 def check_functions(task: Any) -> None:
@@ -152,6 +183,75 @@ def check_datasets(data: Any) -> None:
         if not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
             raise ValueError(
                 f"task.datasets returns {describe_value(each)}; give datasets with len() and [i]"
+            )
+
+
+def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
+    """The sources of a dataset: empty if the task has no such function; raises ValueError.
+
+    Without `training`, those without rows are left out.
+    """
+    if not hasattr(task, "sources"):
+        return []
+    sources = task.sources(dataset)
+    fields = list(Source.__annotations__)
+    known = isinstance(sources, list | tuple) and len(sources)
+    if not known or not all(hasattr(each, field) for each in sources for field in fields):
+        raise ValueError(
+            f"task.sources returns {describe_value(sources)}; give a list of sources, each with "
+            f"{', '.join(fields)}"
+        )
+    for each in sources:
+        check_source(each)
+    name, times = Counter(each.name for each in sources).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"task.sources: {times} are called {name!r}; give each another name")
+    total = sum(each.rows for each in sources)
+    if total != len(dataset):
+        raise ValueError(
+            f"task.sources: {', '.join(f'{each.name} has {each.rows:,} rows' for each in sources)}"
+            f"; together {total:,}, but the dataset has {len(dataset):,}"
+        )
+    empty = [each.name for each in sources if not each.rows]
+    if empty and training:
+        raise ValueError(f"task.sources: {empty[0]!r} has no rows to train on; leave it out")
+    weights = [each.weight for each in sources]
+    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
+        raise ValueError(
+            f"task.sources: the weights {weights} have the sum "
+            f"{sum(weights) // math.gcd(*weights):,}; give smaller ones in about the same "
+            f"proportion, with a sum of at most {LONGEST_PERIOD:,}"
+        )
+    return [each for each in sources if each.rows]
+
+
+def check_source(source: Source) -> None:
+    """Raises ValueError unless a source has a name, whole numbers, and shards of all its rows."""
+    name = source.name
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ValueError(f"task.sources: a source cannot be called {name!r}; give another name")
+    for field, least in (("rows", 0), ("weight", 1), ("window", 1)):
+        value = getattr(source, field)
+        try:
+            right = operator.index(value) >= least
+        except TypeError:
+            right = False
+        if not right:
+            raise ValueError(
+                f"task.sources: the {field} of {name!r} is {describe_value(value)}; give a whole "
+                f"number, at least {least}"
+            )
+    if source.shards is not None:
+        shards = np.asarray(source.shards)
+        if shards.ndim != 1 or shards.dtype.kind not in "iu" or (shards < 0).any():
+            raise ValueError(
+                f"task.sources: the shards of {name!r} are {describe_value(source.shards)}; give "
+                "the number of rows of each, an int array"
+            )
+        if shards.sum() != source.rows:
+            raise ValueError(
+                f"task.sources: the shards of {name!r} have {shards.sum():,} rows, and it has "
+                f"{source.rows:,}"
             )
 
 
@@ -230,7 +330,7 @@ def check_metrics(metrics: Any) -> dict[str, float]:
             f"task.metrics returns {describe_value(metrics)}; give a dict of floats, with 'loss'"
         )
     for name, value in metrics.items():
-        if not isinstance(name, str) or name in RESERVED:
+        if not isinstance(name, str) or name.partition("/")[0] in RESERVED:
             raise ValueError(f"task.metrics: a score cannot be called {name!r}; give another name")
         try:
             numbers[name] = float(value)
@@ -239,6 +339,26 @@ def check_metrics(metrics: Any) -> dict[str, float]:
                 f"task.metrics: {name!r} is {describe_value(value)}; give a float"
             ) from None
     return numbers
+
+
+def score(task: Task, sums: list[Batch], sources: list[Source]) -> tuple[dict[str, float], Batch]:
+    """The scores of an evaluation, and its sums, from the sums of each source.
+
+    The task's "loss" is called eval_loss. Of several sources each has its scores too, such as
+    eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
+    """
+    total = {name: sum(each[name] for each in sums) for name in sums[0]}
+    scores = check_metrics(task.metrics(total))
+    scores = {"eval_loss": scores.pop("loss"), **scores}
+    own: dict[str, float] = {}
+    for each, source in zip(sums, sources, strict=False) if len(sums) > 1 else ():
+        try:
+            numbers = check_metrics(task.metrics(each))
+        except (ArithmeticError, ValueError):
+            numbers = dict.fromkeys(["loss", *scores], math.nan)
+        numbers["eval_loss"] = numbers.pop("loss")
+        own |= {f"{name}/{source.name}": number for name, number in numbers.items()}
+    return {**scores, **own}, total
 
 
 @torch.no_grad()

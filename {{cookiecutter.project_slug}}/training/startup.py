@@ -34,6 +34,7 @@ from training.batches import StepPlan
 from training.console import IS_MAIN, escaped, one_line
 from training.device import use_cpu
 from training.layout import Layout, this_layout
+from training.order import hash64
 from training.ranks import UserError
 
 ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
@@ -305,9 +306,21 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
     entries["validation"] = batches.fingerprint(eval_data, task)
     if hasattr(task, "digest"):
         entries["fingerprint"] = task.digest(cfg.task, prepared)
+    sources = contract.list_sources(task, train_data, training=True)
+    if len(sources) > 1 or any(each.shards is not None for each in sources):
+        entries["sources"] = "; ".join(map(describe_source, sources))
     identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
     manifest = {"config": resolved_config(cfg), "data": entries, "identity": identity}
     return {**manifest, "versions": versions()}
+
+
+def describe_source(source: contract.Source) -> str:
+    """What of a source determines the order of the samples, for manifests."""
+    text = f"{source.name}: weight {source.weight}, {source.rows} rows"
+    if source.shards is None:
+        return text
+    sizes = hash64(source.shards, range(len(source.shards))).sum()
+    return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
 
 
 def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:

@@ -308,27 +308,30 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
 
 
 class EvaluationSums:
-    """Sums a task's eval_sums over all batches of an evaluation, in float64."""
+    """Sums a task's eval_sums over the batches of each source, in float64."""
 
-    def __init__(self, plan: StepPlan, device: torch.device):
-        self.plan, self.tree = plan, TreeSum()
+    def __init__(self, plans: list[StepPlan], device: torch.device):
+        self.plans, self.trees = plans, [TreeSum() for _ in plans]
+        pairs = zip(self.trees, plans, strict=True)
+        self.places = ((tree, number) for tree, plan in pairs for number in plan.run())
         # Apple's GPUs have no float64.
         self.device = torch.device("cpu") if device.type == "mps" else device
         self.layouts: list[dict[str, tuple]] = []  # names and shapes; those of all batches agree
 
-    def add(self, number: int, sums: dict[str, torch.Tensor]) -> None:
-        """Adds the sums of batch `number`; one past this rank's run only shows the shapes."""
+    def add(self, sums: dict[str, torch.Tensor]) -> None:
+        """Adds the sums of the next batch; one past those of this rank only shows the shapes."""
         sums = dict(sorted(sums.items()))
         layout = {name: tuple(value.shape) for name, value in sums.items()}
         if layout not in self.layouts:
             self.layouts.append(layout)
         values = [value.to(self.device).double().reshape(-1) for value in sums.values()]
         self.values = torch.cat(values)
-        if number in self.plan.run() and len(self.layouts) == 1:
-            self.tree.add(number, [self.values])
+        tree, number = next(self.places, (None, 0))
+        if tree and len(self.layouts) == 1:
+            tree.add(number, [self.values])
 
-    def total(self, ranks: Ranks) -> dict[str, torch.Tensor]:
-        """The sums over all batches and processes, in CPU memory; all processes must call it.
+    def total(self, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+        """The sums of each source over all processes, in CPU memory; all processes must call it.
 
         Raises UserError if batches differ in the names or shapes of their sums.
         """
@@ -339,14 +342,18 @@ class EvaluationSums:
                     f"task.eval_sums returns {describe(first)} for one batch, and "
                     f"{describe(other)} for another; return the same for all"
                 )
-        if ranks.layout.cp > 1:  # each process has the sums of its parts of the rows
-            (total,) = self.tree.total() if self.tree.nodes else [torch.zeros_like(self.values)]
-            total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * ranks.layout.adds))
-        else:
-            (total,) = total_over_ranks(self.tree, self.plan, [self.values])
-        parts = total.cpu().split([math.prod(shape) for shape in first.values()])
-        named = zip(first.items(), parts, strict=True)
-        return {name: part.view(shape) for (name, shape), part in named}
+        totals = []
+        for plan, tree in zip(self.plans, self.trees, strict=True):
+            if ranks.layout.cp > 1:  # each process has the sums of its parts of the rows
+                (total,) = tree.total() if tree.nodes else [torch.zeros_like(self.values)]
+                total = ranks.sum_arrays(total.cpu().numpy() * ranks.layout.adds)
+                total = torch.from_numpy(total)
+            else:
+                (total,) = total_over_ranks(tree, plan, [self.values])
+            parts = total.cpu().split([math.prod(shape) for shape in first.values()])
+            named = zip(first.items(), parts, strict=True)
+            totals.append({name: part.view(shape) for (name, shape), part in named})
+        return totals
 
 
 def describe(layout: dict[str, tuple]) -> str:

@@ -1,0 +1,217 @@
+"""The order of the samples: which row each position of a run takes, as a function of the seed.
+
+Nothing is stored: any position is found at once, however far it is. The positions go round the
+sources of the data, in proportion to their weights. Each source passes over its own rows again and
+again, and each pass is a permutation of its own. Where the rows lie in shards that should be read
+one after the other, the shards are permuted, cut into windows, and the rows of each window
+permuted.
+"""
+
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from training.contract import Source
+
+
+def hash64(*words) -> np.ndarray:
+    """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
+
+    Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    bits = np.zeros(1, np.uint64)
+    for word in words:
+        bits = (bits ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return bits
+
+
+def permute(places, sizes, keys) -> np.ndarray:
+    """Places below `sizes`, permuted: each key has a permutation of the places below its size.
+
+    All are uint64. The result has the shape of `places`, to which the others are broadcast. It is a
+    Feistel network over the pairs (p % a, p // a), where a * b just covers the size. It is applied
+    again to the few values that fall outside (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002, their third method).
+    """
+    places = np.array(places, np.uint64)
+    sizes = np.broadcast_to(np.asarray(sizes, np.uint64), places.shape)
+    keys = np.broadcast_to(keys, places.shape)
+    widths = ceil_sqrt(sizes)
+    outside = np.ones(places.shape, bool)
+    while outside.any():
+        a, key = widths[outside], keys[outside]
+        b = (sizes[outside] + a - np.uint64(1)) // a
+        right, left = np.divmod(places[outside], a)
+        for turn in range(24):  # with 12, tiny data sets still showed a pattern
+            left = (left + hash64(key + np.uint64(turn << 32) + right)) % a
+            left, right, a, b = right, left, b, a
+        places[outside] = right * a + left
+        outside = places >= sizes
+    return places
+
+
+def ceil_sqrt(numbers: np.ndarray) -> np.ndarray:
+    """The square roots of numbers from 1 to 2^62, rounded up; exact, unlike those of floats."""
+    roots = np.sqrt(numbers.astype(np.float64)).astype(np.uint64)
+    roots -= roots * roots >= numbers
+    return roots + (roots * roots < numbers)
+
+
+def sample_ids(positions, size: int, seed) -> np.ndarray:
+    """Sample ids at these positions, for one source of `size` rows: int64, shape of positions.
+
+    Position p is place p % size of pass p // size, which has a permutation of its own.
+    """
+    passes, places = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
+    return permute(places, size, hash64(seed, passes)).astype(np.int64)
+
+
+class WindowedOrder:
+    """Rows of a source in shards; the arguments are those of contract.Source.
+
+    In each pass the shards are permuted and cut into windows of equal numbers of shards, at most
+    `window`. The rows of a window are permuted together.
+    """
+
+    def __init__(self, shards: np.ndarray, window: int, seed: int):
+        self.shards, self.seed = np.asarray(shards, np.int64), seed
+        self.starts = np.cumsum(self.shards) - self.shards  # first row of each shard
+        self.rows, self.windows = int(self.shards.sum()), -(-len(self.shards) // window)
+        cuts = np.arange(1, self.windows + 1) * len(self.shards) // self.windows
+        self.last_shards = cuts - 1  # of each window
+        self.passes = None  # those of the tables: the passes of the last call
+
+    def ids(self, places: np.ndarray) -> np.ndarray:
+        """The row at each place of the order of this source: int64, shape of places (N,)."""
+        passes, places = np.divmod(places.astype(np.int64), self.rows)
+        passes, turns = np.unique(passes, return_inverse=True)
+        self.lay_out(passes)
+        places += turns * self.rows  # as if the passes followed each other
+
+        # Permute the places within their windows.
+        number = np.searchsorted(self.window_ends, places, "right")
+        first = np.append(0, self.window_ends)[number]
+        keys = hash64(self.seed, passes[turns], number % self.windows)
+        size = self.window_ends[number] - first
+        places = first + permute(places - first, size, keys).astype(np.int64)
+
+        # Find their shards.
+        number = np.searchsorted(self.shard_ends, places, "right")
+        before = np.append(0, self.shard_ends)[number]
+        return self.starts[self.order[number]] + places - before
+
+    def lay_out(self, passes: np.ndarray) -> None:
+        """Tables of these passes, one after the other: their shards, and where each one ends."""
+        if np.array_equal(passes, self.passes):
+            return
+        self.passes, count = passes, len(self.shards)
+        order = sample_ids(passes[:, None] * count + np.arange(count), count, self.seed)
+        ends = np.cumsum(self.shards[order].ravel()).reshape(order.shape)
+        self.order, self.shard_ends = order.ravel(), ends.ravel()
+        self.window_ends = ends[:, self.last_shards].ravel()
+
+
+def mix(weights: Sequence[int]) -> np.ndarray:
+    """One period of a mixture: the source at each of its sum(weights) positions, int64.
+
+    After any number of positions each source has had its share to less than one sample: of k
+    sources to 1 - 1/(2k - 2) at most, which is the least that is always possible (Tijdeman, "The
+    chairman assignment problem", 1980). Any stretch of positions deviates by twice that at most, so
+    with two sources by one sample.
+
+    Turn j of a source may come when its share has grown to j + margin, and must before its share
+    exceeds j + 1 - margin. Among those that may, the one that must first is taken.
+    """
+    period, margin = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / this
+    turns = []
+    for source, weight in enumerate(weights):
+        for j in range(weight):
+            earliest = -(-(margin * j + 1) * period // (margin * weight))
+            latest = (margin * j + margin - 1) * period // (margin * weight) + 1
+            turns.append((earliest, latest, source))
+    turns.sort(reverse=True)
+    table, waiting = [], []
+    for position in range(1, period + 1):
+        while turns and turns[-1][0] <= position:
+            _, latest, source = turns.pop()
+            heapq.heappush(waiting, (latest, source))
+        table.append(heapq.heappop(waiting)[1])
+    return np.array(table)
+
+
+class SampleOrder:
+    """The order of one run, computed in blocks: thousands cost little more than one.
+
+    Without sources the rows are one source. Positions are those of the run, from 0 on.
+    """
+
+    block = 8192  # positions in a block
+
+    def __init__(self, rows: int, seed: int, sources: Sequence[Source] = ()):
+        sizes = [int(each.rows) for each in sources] or [rows]
+        weights = [int(each.weight) for each in sources] if len(sources) > 1 else [1]
+        weights = [weight // math.gcd(*weights) for weight in weights]
+        seeds = [seed] if len(sizes) == 1 else hash64(seed, range(len(sizes))).tolist()
+        self.sizes, self.weights = np.array(sizes, np.uint64), np.array(weights, np.uint64)
+        self.firsts = np.cumsum(sizes) - sizes  # first row of each source
+        self.mixture = mix(weights)
+        self.turns = np.zeros(len(self.mixture), np.uint64)  # earlier ones of the same source
+        for source, weight in enumerate(weights):
+            self.turns[self.mixture == source] = np.arange(weight)
+        self.orders = []
+        for size, own_seed, each in zip(sizes, seeds, sources or [None], strict=True):
+            windowed = each is not None and each.shards is not None
+            if windowed and len(each.shards) > each.window:
+                self.orders.append(WindowedOrder(each.shards, int(each.window), own_seed).ids)
+            else:
+                self.orders.append(functools.partial(sample_ids, size=size, seed=own_seed))
+        self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each position, and the place in its order: int64 and uint64 (N,)."""
+        periods, places = np.divmod(positions, np.uint64(len(self.mixture)))
+        sources = self.mixture[places.astype(np.int64)]
+        return sources, periods * self.weights[sources] + self.turns[places.astype(np.int64)]
+
+    def passes(self, positions) -> np.ndarray:
+        """How often the source of each position has given all of its rows before: uint64 (N,)."""
+        sources, places = self.locate(np.asarray(positions, np.uint64))
+        return places // self.sizes[sources]
+
+    def count(self, samples: int) -> list[int]:
+        """How many of the first samples of the run come from each source."""
+        periods, rest = divmod(samples, len(self.mixture))
+        counts = np.bincount(self.mixture[:rest], minlength=len(self.sizes)).tolist()
+        return [periods * int(w) + n for w, n in zip(self.weights, counts, strict=True)]
+
+    def ids(self, positions) -> np.ndarray:
+        """Sample ids at these positions: int64, shape of positions (N,)."""
+        positions = np.asarray(positions, np.uint64)
+        number, place = np.divmod(positions, np.uint64(self.block))
+        needed = np.unique(number).tolist() if len(positions) else []
+        if len(needed) > 2:
+            return self.compute(positions)
+        self.blocks = {n: self.blocks[n] for n in needed if n in self.blocks}
+        for n in needed:
+            if n not in self.blocks:
+                whole = np.arange(self.block, dtype=np.uint64) + np.uint64(n * self.block)
+                self.blocks[n] = self.compute(whole)
+        ids = np.empty(len(positions), np.int64)
+        for n in needed:
+            ids[number == n] = self.blocks[n][place[number == n]]
+        return ids
+
+    def compute(self, positions: np.ndarray) -> np.ndarray:
+        """`ids` without the blocks."""
+        ids = np.empty(len(positions), np.int64)
+        sources, places = self.locate(positions)
+        for source, (first, order) in enumerate(zip(self.firsts, self.orders, strict=True)):
+            own = sources == source
+            ids[own] = first + order(places[own])
+        return ids
