@@ -1,13 +1,52 @@
 """Which row each position of a run takes: permutations, mixtures, windows of shards."""
 
+import hashlib
+import itertools
 import math
+import pickle
+import tracemalloc
+from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import load_task
 
 order = load_task("training.order")
+batches = load_task("training.batches")
+contract = load_task("training.contract")
+
+
+class Source(NamedTuple):
+    name: str
+    rows: int
+    weight: int = 1
+    shards: np.ndarray | None = None
+    window: int = 1
+
+
+# ---- One source ----------------------------------------------------------------------------------
+
+
+def test_one_source_keeps_the_order_of_older_versions():
+    """Runs that older versions began continue bit for bit, with or without the function."""
+    for sources in ((), [Source("all", 37, 5)]):
+        one = order.SampleOrder(37, 5, sources)
+        assert one.ids(range(10**12, 10**12 + 6)).tolist() == [10, 14, 8, 9, 3, 18]
+    found = hashlib.sha256()
+    for size in (1, 2, 3, 37, 8193, 10**6 + 3, 10**9):
+        one = order.SampleOrder(size, 5)
+        for first in (0, 8000, 10**9, 10**12):
+            found.update(one.ids(range(first, first + 500)).tobytes())
+    assert found.hexdigest()[:16] == "ed781d96b6ae7c58"
+    rows = batches.SampleDataset(range(37), seed=3)
+    rows.augment = lambda row, generator: generator.initial_seed()
+    assert dict(rows.__getitems__([36, 37])) == {
+        26: 13302199687785192542,
+        14: 18324349750694920125,
+    }
 
 
 def test_each_epoch_is_a_permutation_for_every_small_size():
@@ -62,3 +101,216 @@ def test_neighbours_show_no_structure():
     assert chi_square(np.bincount(steps * 100 // size, minlength=100)) < 5
     pairs = (ids[:-1] * 10 // size) * 10 + ids[1:] * 10 // size
     assert chi_square(np.bincount(pairs, minlength=100)) < 5
+
+
+# ---- Several sources -----------------------------------------------------------------------------
+
+WEIGHTS = [
+    [1, 1], [2, 1], [1, 1000], [1000, 1], [49_999, 50_000], [1, 99_999], [6, 2, 2], [1, 1, 1, 997],
+    [3, 7, 11, 13, 17, 19, 23], [1, 2, 4, 8, 16, 32, 1000], [1] * 7, [1] * 40,
+]  # fmt: skip
+
+
+def deviations(weights):
+    """Each source's deviation from its share after 0, 1, ... samples of two periods, times D."""
+    table, period = np.tile(order.mix(weights), 2), sum(weights)
+    for source, weight in enumerate(weights):
+        taken = np.append(0, np.cumsum(table == source))
+        yield taken * period - np.arange(2 * period + 1) * weight
+
+
+def check_mixture(weights):
+    bound = sum(weights) * (1 - Fraction(1, 2 * len(weights) - 2))
+    for deviation in deviations(weights):
+        assert abs(deviation).max() <= bound < sum(weights)
+        assert deviation.max() - deviation.min() <= 2 * bound  # of any stretch
+
+
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+def test_each_source_has_its_share_to_less_than_one_sample(weights):
+    check_mixture(weights)
+
+
+@pytest.mark.parametrize("number, most", [(2, 24), (3, 9), (4, 6), (5, 4)])
+def test_so_it_is_for_all_small_weights(number, most):
+    for weights in itertools.product(range(1, most + 1), repeat=number):
+        check_mixture(weights)
+
+
+def test_samples_of_each_source_are_counted_anywhere_in_the_run():
+    sources = [Source("a", 10, 30), Source("b", 7, 10), Source("c", 1000, 50)]
+    one = order.SampleOrder(1017, 0, sources)
+    assert len(one.mixture) == 9  # the weights 3, 1 and 5
+    found, _ = one.locate(np.arange(2000, dtype=np.uint64))
+    for samples in (0, 1, 8, 9, 10, 123, 2000):
+        counts = np.bincount(found[:samples], minlength=3).tolist()
+        assert one.count(samples) == counts
+    assert one.count(9 * 10**15) == [3 * 10**15, 10**15, 5 * 10**15]
+
+
+def test_each_source_passes_over_its_own_rows():
+    """Its n-th pass, whenever that comes, has each of its rows once, in an order of its own."""
+    sources = [Source("a", 5, 3), Source("b", 8, 1), Source("c", 8, 1)]
+    one = order.SampleOrder(21, 7, sources)
+    for first in (0, 5 * 10**11):
+        positions = np.arange(first, first + 400, dtype=np.uint64)
+        ids, passes, (found, _) = one.ids(positions), one.passes(positions), one.locate(positions)
+        orders = {}
+        for source, (begin, end) in enumerate([(0, 5), (5, 13), (13, 21)]):
+            own = found == source
+            for number in np.unique(passes[own])[1:-1]:
+                turn = ids[own & (passes == number)].tolist()
+                assert sorted(turn) == list(range(begin, end))
+                orders[source, number] = [i - begin for i in turn]
+        assert len({*map(tuple, orders.values())}) > 40
+        pairs = [(turn, orders[2, n]) for (source, n), turn in orders.items() if source == 1]
+        assert len(pairs) > 5 and all(own != other for own, other in pairs)
+
+
+def test_random_numbers_of_a_row_belong_to_the_pass_over_its_source():
+    """A pass over a small source ends early: its rows come again, with other random numbers."""
+    sources = [Source("small", 4, 1), Source("large", 1000, 1)]
+    task = type("Task", (), {"sources": lambda dataset: sources})
+    rows = batches.SampleDataset(range(1004), task, seed=3)
+    rows.augment = lambda row, generator: generator.initial_seed()
+    drawn = [pair for pair in rows.__getitems__(range(80)) if pair[0] < 4]
+    assert len(drawn) == 40 and len({*drawn}) == 40
+
+
+# ---- Shards in windows ---------------------------------------------------------------------------
+
+SHARDS = [
+    ([4] * 12, 3), ([5, 3, 0, 4, 9, 1, 1, 0, 7, 2, 2], 4), ([1] * 100, 7), ([30, 1, 1, 1, 1], 1),
+    ([0, 0, 5, 0, 0, 6], 1), (np.full(1000, 97), 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shards, window", SHARDS, ids=lambda value: str(value)[:20])
+def test_a_pass_over_shards_takes_each_row_once_window_by_window(shards, window):
+    shards = np.array(shards)
+    size, names = int(shards.sum()), np.repeat(np.arange(len(shards)), shards)
+    one = order.SampleOrder(size, 3, [Source("all", size, 1, shards, window)])
+    orders = set()
+    for epoch in (0, 1, 2, 10**9):
+        ids = one.ids(range(epoch * size, (epoch + 1) * size))
+        assert sorted(ids.tolist()) == list(range(size))
+        orders.add(tuple(ids.tolist()))
+        laid = order.WindowedOrder(shards, window, 3)
+        laid.ids(np.array([epoch * size], np.uint64))
+        ends = laid.window_ends
+        assert len(ends) == -(-len(shards) // window)
+        touched = [{*names[part]} for part in np.split(ids, ends[:-1])]
+        assert all(len(each) <= window for each in touched)
+        assert sum(map(len, touched)) == np.count_nonzero(shards)  # none in two windows
+        shortest = int(np.diff(np.append(0, ends)).min())  # a stretch as long as one window
+        following = one.ids(range((epoch + 1) * size, (epoch + 2) * size))
+        visits = names[np.append(ids, following)]
+        starts = range(0, size, max(size // 200, 1))
+        assert all(len({*visits[i : i + shortest]}) <= 2 * window for i in starts)
+    assert len(orders) == 4
+
+
+def test_rows_of_a_window_are_shuffled_together():
+    """Neighbours lie in other shards of the window as often as chance has it."""
+    shards = np.full(1000, 100)
+    one = order.SampleOrder(100_000, 1, [Source("all", 100_000, 1, shards, 10)])
+    ids = one.ids(range(100_000))
+    same = (ids[1:] // 100 == ids[:-1] // 100).mean()
+    assert 0.09 < same < 0.11
+    assert chi_square(np.bincount(ids % 100 * 10 // 100 * 10 + np.arange(100_000) // 10_000)) < 5
+
+
+def test_one_window_over_all_shards_is_a_plain_shuffle():
+    shards = np.array([3, 4, 5])
+    one = order.SampleOrder(12, 1, [Source("all", 12, 1, shards, 3)])
+    assert one.ids(range(50)).tolist() == order.sample_ids(range(50), 12, 1).tolist()
+
+
+# ---- Any position, as fast as any other ----------------------------------------------------------
+
+MIXED = [
+    Source("a", 1000, 3), Source("b", 500_000, 1, np.full(500, 1000), 8), Source("c", 1, 1),
+    Source("d", 40, 2, np.arange(1, 9) + np.array([4, 0, 0, 0, 0, 0, 0, 0]), 2),
+]  # fmt: skip
+
+
+def test_blocks_give_the_ids_of_single_positions_of_sources():
+    total, draw = sum(each.rows for each in MIXED), np.random.default_rng(0)
+    one = order.SampleOrder(total, 7, MIXED)
+    one = pickle.loads(pickle.dumps(one))  # as for worker processes
+    for first in [0, 8190, 10**12, 8190, *draw.integers(0, 10**7, 5).tolist()]:
+        for count in (0, 1, 32, 20_000):
+            positions = draw.permutation(np.arange(first, first + count, dtype=np.uint64))
+            expected = order.SampleOrder(total, 7, MIXED).compute(positions)
+            assert one.ids(positions).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("kind", ["one source", "mixture", "shards"])
+def test_the_work_grows_neither_with_the_rows_nor_with_the_position(monkeypatch, kind):
+    """Counted: hashed numbers a block. For shards one table a pass comes on top."""
+    hashed, counts, hash64 = [], [], order.hash64
+
+    def counting(*words):
+        result = hash64(*words)
+        hashed.append(result.size)
+        return result
+
+    monkeypatch.setattr(order, "hash64", counting)
+    for size in (10**4, 10**6, 10**9):
+        sources = {
+            "one source": [],
+            "mixture": [Source("a", size // 2, 2), Source("b", size - size // 2, 1)],
+            "shards": [Source("a", size, 1, np.full(100, size // 100), 10)],
+        }[kind]
+        one = order.SampleOrder(size, 0, sources)
+        for first in (0, 10**6, 10**9, 10**12):
+            hashed.clear()
+            for begin in range(first, first + 8192 - first % 8192, 32):
+                one.ids(range(begin, begin + 32))
+            counts.append(sum(hashed) / 8192)
+    assert max(counts) < 60  # 24 rounds, and again for the few that fall outside
+
+
+class Claimed:
+    """Rows that are computed when they are read; `read` are those that were."""
+
+    def __init__(self, rows):
+        self.rows, self.read = rows, []
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return {"x": torch.tensor([i % 7.0])}
+
+
+class ClaimedTask:
+    count = staticmethod(lambda batch: len(batch["x"]))
+    collate = staticmethod(lambda rows: {"x": torch.stack([row["x"] for row in rows])})
+
+    def __init__(self, sizes=None, sources=None):
+        for name, function in (("sizes", sizes), ("sources", sources)):
+            if function:
+                setattr(self, name, function)
+
+
+@pytest.mark.parametrize("rows", [10**3, 10**9])
+def test_a_start_and_a_step_take_the_same_memory_for_any_number_of_rows(tmp_path, rows):
+    """Lengths of rows are a file (here an empty one), which is mapped and not read."""
+    lengths = np.memmap(tmp_path / "lengths", np.uint16, "w+", shape=(rows,))
+    half = [Source("a", rows // 2, 2), Source("b", rows // 2, 1)]
+    task, data = ClaimedTask(lambda dataset: lengths, lambda dataset: half), Claimed(rows)
+    tracemalloc.start()
+    batches.fingerprint(data, task)
+    train = batches.SampleDataset(data, task, seed=0)
+    assert np.shares_memory(train.sizes, lengths)
+    sampler = batches.StepBatchSampler(batches.StepPlan(64, 32, (2,)), 64, 10**12, train.sort)
+    loader = iter(batches.make_loader(train, sampler, task, 0, False))
+    assert len(data.read) <= 65
+    data.read.clear()
+    assert next(loader)[1][0] == 32 and next(loader)[1][0] == 32 and len(data.read) == 64
+    assert len(pickle.dumps(train)) < 500_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3_000_000

@@ -131,11 +131,10 @@ def main() -> int:
             # With the c10d rendezvous, launchers that restart would disagree about a shared store.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **os.environ,
-            # Checkpoints that the check has verified.
-            "VERIFIED_FILE": str(Path(folder, "verified")),
         }
         if {"--check", "--help", "-h"} & {*program}:  # nothing to launch
             return run_check(launcher, program, signals, env)
+        env["VERIFIED_FILE"] = str(Path(folder, "verified"))  # checkpoints, by the check
         waits, go = os.pipe()
         command = [sys.executable, "-c", LAUNCHER, str(report_file), str(waits)]
         run = subprocess.Popen(

@@ -191,7 +191,7 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
 
     Without `training`, those without rows are left out.
     """
-    if not hasattr(task, "sources"):
+    if not callable(getattr(task, "sources", None)):  # it may be a module of that name
         return []
     sources = task.sources(dataset)
     fields = list(Source.__annotations__)

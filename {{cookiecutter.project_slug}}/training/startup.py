@@ -37,6 +37,8 @@ from training.layout import Layout, this_layout
 from training.order import hash64
 from training.ranks import UserError
 
+TRIAL = 1000  # samples; a shorter run takes no time that is worth a line
+WORTH_A_LINE = 0.1  # share of the time that evaluation takes
 ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
@@ -89,7 +91,9 @@ class RunStart:
         if point.finished:
             start = "is finished"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
-        return f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
+        checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
+        launching = checkpoints.VERIFIED_FILE in os.environ  # the run prints the remarks itself
+        return "\n".join([*point.remarks * (not launching), checked])
 
 
 def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
@@ -285,6 +289,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             if cfg.exact:  # rounding is a part of the result
                 effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
             find_start(point, cfg, manifest, effects)
+            point.remarks += warn_of_evaluation(cfg, point, len(data[1]))
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
         if lock:
@@ -389,6 +394,25 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss = checkpoints.find_best(folder, manifest)
+
+
+def warn_of_evaluation(cfg: Any, point: StartPoint, rows: int) -> list[str]:
+    """A line if evaluating so many rows takes much of the time, else none.
+
+    The forward pass, which is all of an evaluation, is about a third of the work of a step.
+    """
+    steps = point.max_steps - point.saved.get("step", 0)
+    interval = max(min(cfg.eval_every or steps, steps), 1)
+    share = rows / (rows + 3 * interval * cfg.global_batch_size)
+    trial = steps * cfg.global_batch_size < TRIAL or cfg.eval_only or point.finished
+    if trial or share < WORTH_A_LINE:
+        return []
+    fewer = "evaluate on fewer rows"
+    if hasattr(cfg.task, "validation_rows"):
+        fewer = "lower task.validation_rows"
+    when = f"every {interval:,} steps" if interval < steps else "at the end"
+    change = f"raise eval_every, or {fewer}" if interval < steps else fewer
+    return [f"evaluation will take about {share:.0%} of the time, {rows:,} rows {when}: {change}"]
 
 
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:

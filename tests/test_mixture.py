@@ -1,0 +1,119 @@
+"""Runs on several sources: the same on any number of processes, continued, evaluated by source."""
+
+import json
+import shutil
+
+import pytest
+
+from conftest import digest, lines, served
+
+FLAGS = ["--task.samples", 60, "--task.held_out", 11, "--task.dropout", 0.2]
+# 60 rows to train on in three sources, the last in ten shards; 11 rows to evaluate on.
+SOURCES = """
+import task, numpy
+from types import SimpleNamespace
+def sources(dataset):
+    def source(name, rows, weight, shards=None):
+        shards = None if shards is None else numpy.array(shards)
+        return SimpleNamespace(name=name, rows=rows, weight=weight, shards=shards, window=3)
+    if len(dataset) == 11:
+        return [source("a", 5, 1), source("none", 0, 1), source("b/c", 6, 1)]
+    shards = [5, 1, 4, 6, 0, 4, 5, 5, 2, 8]
+    return [source("a", 7, WEIGHT), source("d", 13, 1), source("b/c", 40, 5, shards)]
+task.sources = sources
+"""
+BEFORE = SOURCES.replace("WEIGHT", "2")
+LAST = "checkpoints/step-00000012"
+KEYS = ("samples", "samples/a", "samples/d", "samples/b/c", "epoch", "batch_hash", "lr")
+
+
+@pytest.fixture(scope="module")
+def whole(quick, tmp_path_factory):
+    """An uninterrupted run of one process."""
+    output = tmp_path_factory.mktemp("mixture") / "whole"
+    quick("--output_dir", output, *FLAGS, before=BEFORE)
+    return output
+
+
+def check_same(one, other, rel=1e-6):
+    for mine, theirs in zip(lines(one, "loss"), lines(other, "loss"), strict=True):
+        assert [mine[key] for key in KEYS] == [theirs[key] for key in KEYS]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=rel)
+    for mine, theirs in zip(lines(one, "eval_loss"), lines(other, "eval_loss"), strict=True):
+        assert mine == pytest.approx(theirs, rel=rel)
+
+
+def test_metrics_tell_the_samples_and_the_loss_of_each_source(whole):
+    for line in lines(whole, "loss"):
+        samples = line["samples"]
+        assert line["samples/a"] + line["samples/d"] + line["samples/b/c"] == samples
+        assert abs(line["samples/a"] - samples * 2 / 8) < 1 and line["epoch"] == samples / 60
+        assert abs(line["samples/b/c"] - samples * 5 / 8) < 1
+    for line in lines(whole, "eval_loss"):
+        assert (line["rows"], line["rows/a"], line["rows/b/c"]) == (11, 5, 6)
+        assert line["eval_loss/a"] != line["eval_loss/b/c"] and "eval_loss/none" not in line
+        assert min(line["eval_loss/a"], line["eval_loss/b/c"]) < line["eval_loss"]
+        assert line["eval_loss"] < max(line["eval_loss/a"], line["eval_loss/b/c"])
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sources_are_the_same_on_any_number_of_processes(tiny, whole, tmp_path, processes):
+    with served(tiny, processes) as train:
+        train("--output_dir", tmp_path / "run", *FLAGS, before=BEFORE)
+    check_same(whole, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_exact_is_exact_for_sources(tiny, quick, tmp_path):
+    flags = [*FLAGS, "--exact", "true", "--micro_batch_size", 2]
+    quick("--output_dir", tmp_path / "1", *flags, before=BEFORE)
+    with served(tiny, 3) as train:
+        train("--output_dir", tmp_path / "3", *flags, before=BEFORE)
+    check_same(tmp_path / "1", tmp_path / "3", rel=0)
+
+
+def test_sources_are_continued_in_the_middle_of_a_pass(quick, whole, tmp_path):
+    """Step 4 is sample 32: in the fifth pass over a, and in a window of b/c."""
+    output, first = tmp_path / "run", "checkpoints/step-00000004"
+    shutil.copytree(whole / first, output / first)
+    quick("--output_dir", output, *FLAGS, before=BEFORE)
+    for mine, theirs in zip(lines(output, "loss"), lines(whole, "loss")[4:], strict=True):
+        assert [mine[key] for key in (*KEYS, "loss")] == [theirs[key] for key in (*KEYS, "loss")]
+    assert lines(output, "eval_loss") == lines(whole, "eval_loss")[1:]
+    assert digest(output / LAST) == digest(whole / LAST)
+
+
+def test_another_weight_or_source_is_another_result(quick, tmp_path):
+    """Whether a field of the config says it or the code of task.py."""
+    output = tmp_path / "run"
+    quick("--output_dir", output, *FLAGS, "--max_steps", 4, before=BEFORE)
+    flags = ["--output_dir", output, *FLAGS, "--max_steps", 4]
+    for old, new in (
+        ("7, 2", "7, 3"),
+        ("window=3", "window=2"),
+        ("[5, 1", "[1, 5"),
+        ('"d"', '"e"'),
+    ):
+        printed = quick(*flags, before=BEFORE.replace(old, new), codes=[2])
+        assert printed.count("\n") == 1 and "data sources: a: weight 2, 7 rows; d: " in printed
+    assert "data sources: " in quick(*flags, codes=[2])
+    assert "is finished" in quick(*flags, before=BEFORE)
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_source_is_that_of_an_evaluation_of_it_alone(tiny, quick, whole):
+    """To the last bit, also on several processes, of which some have no batch of a source."""
+    flags = ["--output_dir", whole, *FLAGS, "--eval_only", "--exact", "true"]
+    file, found = whole / "evaluation" / "metrics.json", {}
+    for name, part in (("a", "range(5)"), ("b/c", "range(5, 11)")):
+        before = "import task, torch; old = task.datasets; part = torch.utils.data.Subset; "
+        before += f"task.datasets = lambda *a: (old(*a)[0], part(old(*a)[1], {part}))"
+        quick(*flags, "--accept_changes", before=before)
+        found[name] = json.loads(file.read_text())
+    for processes in (1, 2, 3):
+        with served(tiny, processes) as train:
+            train(*flags, before=BEFORE)
+        line = json.loads(file.read_text())
+        for name, alone in found.items():
+            for key in ("eval_loss", "rows"):
+                assert line[f"{key}/{name}"] == alone[key]
