@@ -314,3 +314,87 @@ def test_a_start_and_a_step_take_the_same_memory_for_any_number_of_rows(tmp_path
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3_000_000
+
+
+# ---- What a task may give ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sources, said",
+    [
+        ([], "task.sources returns [], list; give a list of sources, each with name, rows, weight"),
+        (None, "task.sources returns None"),
+        (["a"], "each with name, rows, weight, shards, window"),
+        ([Source("a", 10)], "a has 10 rows; together 10, but the dataset has 12"),
+        ([Source("a", 6), Source("a", 6)], "task.sources: 2 are called 'a'; give each another"),
+        ([Source("a", 12), Source("b", 0)], "'b' has no rows to train on; leave it out"),
+        ([Source("a\nb", 12)], "a source cannot be called 'a\\nb'"),
+        ([Source("a", 12, 0)], "the weight of 'a' is 0, int; give a whole number, at least 1"),
+        ([Source("a", 12, 1.5)], "the weight of 'a' is 1.5, float; give a whole number"),
+        ([Source("a", 12, 1, None, 0)], "the window of 'a' is 0, int; give a whole number, at"),
+        ([Source("a", -1), Source("b", 13)], "the rows of 'a' is -1, int; give a whole number"),
+        ([Source("a", 12, 1, np.array([5, 6]))], "the shards of 'a' have 11 rows, and it has 12"),
+        ([Source("a", 12, 1, np.array([13, -1]))], "the shards of 'a' are array([13, -1]), nda"),
+        ([Source("a", 12, 1, np.array([[12]]))], "give the number of rows of each, an int array"),
+        ([Source("a", 12, 1, np.array([12.0]))], "give the number of rows of each, an int array"),
+        ([Source("a", 6, 99_999), Source("b", 6, 2)], "have the sum 100,001; give smaller ones"),
+    ],
+)  # fmt: skip
+def test_wrong_sources_are_one_line(sources, said):
+    task = type("Task", (), {"sources": lambda dataset: sources})
+    with pytest.raises(ValueError) as error:
+        contract.list_sources(task, range(12), training=True)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_count_by_their_ratio():
+    sources = [Source("a", 6, 4 * 10**9), Source("b", 6, 10**9)]
+    task = type("Task", (), {"sources": lambda dataset: sources})
+    found = contract.list_sources(task, range(12), training=True)
+    assert len(order.SampleOrder(12, 0, found).mixture) == 5
+
+
+def test_no_score_takes_the_name_of_a_value_of_metrics():
+    for name in ("step", "samples/a", "eval_loss/a"):
+        with pytest.raises(ValueError, match=f"a score cannot be called '{name}'"):
+            contract.check_metrics({"loss": 1.0, name: 2.0})
+
+
+def test_scores_that_a_source_has_too_few_rows_for_are_nan():
+    """Those of all rows are as ever; the losses of the sources make up the total."""
+
+    def metrics(sums):
+        return {"loss": sums["loss"] / sums["rows"], "half": 1 / (int(sums["rows"]) - 2)}
+
+    task = type("Task", (), {"metrics": metrics})
+    parts = [{"loss": torch.tensor(6.0), "rows": torch.tensor(n)} for n in (2.0, 4.0)]
+    scores, total = contract.score(task, parts, [Source("a", 2), Source("b", 4)])
+    assert total == {"loss": 12, "rows": 6}
+    assert (scores["eval_loss"], scores["half"], scores["eval_loss/b"]) == (2, 0.25, 1.5)
+    assert math.isnan(scores["eval_loss/a"]) and math.isnan(scores["half/a"])
+    assert contract.score(task, parts[1:], [])[0] == {"eval_loss": 1.5, "half": 0.5}
+
+
+@pytest.mark.parametrize("shares", [(1,), (2, 2), (1, 1, 1), (5, 2, 1), (1,) * 9])
+def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
+    """Three, none, one and two batches, dealt as one list; all ranks get as many."""
+    sources = [Source("a", 5), Source("none", 0), Source("b", 1), Source("c", 4)]
+    task = type("Task", (), {"sources": lambda dataset: sources})
+    rows = batches.SampleDataset(range(10), task)
+    plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
+    samplers = [batches.EvaluationSampler(plan, rows) for plan in plans]
+    dealt = [list(sampler) for sampler in samplers]
+    assert {*map(len, dealt)} == {*map(len, samplers)} == {max(batches.deal(6, shares))}
+    kept = [part for each in dealt for part in each if part != [10]]
+    assert kept == [[0, 1], [2, 3], [4], [5], [6, 7], [8, 9]]
+    for sampler, each in zip(samplers, dealt, strict=True):
+        assert sum(len(plan.run()) for plan in sampler.plans) == sum(p != [10] for p in each)
+
+
+def test_rows_are_sorted_within_their_source_of_an_evaluation():
+    sources = [Source("a", 5), Source("b", 4)]
+    task = type("Task", (), {"sources": lambda dataset: sources})
+    task.sizes = lambda dataset: [9, 3, 8, 4, 7, 1, 6, 2, 5]
+    rows = batches.SampleDataset(range(9), task)
+    sampler = batches.EvaluationSampler(batches.StepPlan(16, 3), rows)
+    assert list(sampler) == [[1, 3, 4], [2, 0], [5, 7, 8], [6]]

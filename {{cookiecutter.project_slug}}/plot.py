@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Container
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
@@ -108,16 +109,29 @@ def smooth(values: list[float]) -> list[float]:
     return means
 
 
+def is_of_source(key: str, names: Container[str]) -> bool:
+    """Whether this score of an evaluation with these scores is that of a single source."""
+    score = key.partition("/")[0]
+    return score != key and score in names
+
+
 def group_scores(evaluations: list[Rows]) -> list[list[str]]:
-    """The names of the runs' scores, a list for each panel: scores between 0 and 1, then others."""
-    inside, outside = [], []
-    for key in dict.fromkeys(key for evals in evaluations for row in evals.values() for key in row):
+    """The names of the runs' scores, a list for each panel: scores between 0 and 1, then others.
+
+    The last panel has the losses of single sources, eval_loss/NAME; their other scores are left
+    out.
+    """
+    inside, outside, losses = [], [], []
+    names = dict.fromkeys(key for evals in evaluations for row in evals.values() for key in row)
+    for key in names:
         if key not in NOT_SCORES and "baseline" not in key and not key.endswith("_per_second"):
             values = [v for evals in evaluations for v in column(evals, key) if not math.isnan(v)]
-            if values:
+            if values and is_of_source(key, names):
+                losses += [key] * key.startswith("eval_loss/")
+            elif values:
                 (inside if 0 <= min(values) <= max(values) <= 1 else outside).append(key)
     groups = [inside, outside] if inside else [outside[:1], outside[1:]]
-    return [keys[:MAX_LABELS] for keys in groups if keys]
+    return [keys[:MAX_LABELS] for keys in (*groups, losses) if keys]
 
 
 def read_settings(run: Path) -> dict[str, Any]:
@@ -277,8 +291,10 @@ def draw(runs: list[Path], output: Path) -> Path:
             loss_axes.annotate(final, end, (8, 0), va="center", color=style["color"], **text_style)
 
         # Collect the losses that need no learning, for one line each. An accuracy is not a loss.
-        for key in list(evals.values())[-1] if evals else ():
-            if key == "unigram_loss" or ("baseline" in key and "accuracy" not in key):
+        newest = list(evals.values())[-1] if evals else {}
+        for key in newest:
+            baseline = key == "unigram_loss" or ("baseline" in key and "accuracy" not in key)
+            if baseline and not is_of_source(key, newest):
                 baselines.add((one_line(key.replace("_", " "), 50), column(evals, key)[-1]))
 
     # Draw the baselines, then title and legends: above the panels, where they hide no curve.

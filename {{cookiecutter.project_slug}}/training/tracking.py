@@ -114,9 +114,14 @@ class Log:
         if self.pending and (due or self.bar.disable or waited > self.interval):
             due, self.pending, self.shown_at = self.pending + due, [], time.monotonic()
         for each in due:
-            values = {name: v for name, v in each.items() if name not in self.unshown}
+            values = {name: v for name, v in each.items() if self.is_shown(name, each)}
             texts = {n: v if isinstance(v, str) else f"{v:.5g}" for n, v in values.items()}
             say("  ".join(f"{name} {text}" for name, text in texts.items()))
+
+    def is_shown(self, name: str, line: dict) -> bool:
+        """Whether the screen shows this value of a line; of a single source it shows the loss."""
+        score = name.partition("/")[0]
+        return score not in self.unshown and (score in (name, "eval_loss") or score not in line)
 
     def track(self, values: dict, step: int) -> None:
         """Sends values to the tracker."""
