@@ -56,7 +56,8 @@ def test_metrics_tell_the_samples_and_the_loss_of_each_source(whole):
         assert line["eval_loss"] < max(line["eval_loss/a"], line["eval_loss/b/c"])
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_sources_are_the_same_on_any_number_of_processes(tiny, whole, tmp_path, processes):
     with served(tiny, processes) as train:
         train("--output_dir", tmp_path / "run", *FLAGS, before=BEFORE)
@@ -98,6 +99,10 @@ def test_another_weight_or_source_is_another_result(quick, tmp_path):
         assert printed.count("\n") == 1 and "data sources: a: weight 2, 7 rows; d: " in printed
     assert "data sources: " in quick(*flags, codes=[2])
     assert "is finished" in quick(*flags, before=BEFORE)
+    flags = ["--output_dir", output, *FLAGS, "--max_steps", 5, "--accept_changes"]
+    quick(*flags, before=BEFORE.replace("7, 2", "7, 3"))
+    (changed,), (*_, last) = lines(output, "changes"), lines(output, "loss")
+    assert "data sources: a: weight 2" in changed["changes"] and last["samples/a"] in (13, 14)
 
 
 @pytest.mark.slow
@@ -119,6 +124,7 @@ def test_the_loss_of_a_source_is_that_of_an_evaluation_of_it_alone(tiny, quick, 
                 assert line[f"{key}/{name}"] == alone[key]
 
 
+@pytest.mark.slow
 def test_the_share_of_evaluation_is_told_before_training(quick, tmp_path):
     """In the check and in the run, where it is more than a tenth, and the run is no trial."""
     said = "evaluation will take about 51% of the time, 100 rows every 4 steps: raise eval_every"

@@ -215,12 +215,12 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
     empty = [each.name for each in sources if not each.rows]
     if empty and training:
         raise ValueError(f"task.sources: {empty[0]!r} has no rows to train on; leave it out")
-    weights = [each.weight for each in sources]
-    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
+    weights = [int(each.weight) for each in sources]
+    period = sum(weights) // math.gcd(*weights)
+    if period > LONGEST_PERIOD:
         raise ValueError(
-            f"task.sources: the weights {weights} have the sum "
-            f"{sum(weights) // math.gcd(*weights):,}; give smaller ones in about the same "
-            f"proportion, with a sum of at most {LONGEST_PERIOD:,}"
+            f"task.sources: the weights {weights} repeat after {period:,} samples; give weights in "
+            f"about the same proportion with a sum of at most {LONGEST_PERIOD:,}"
         )
     return [each for each in sources if each.rows]
 

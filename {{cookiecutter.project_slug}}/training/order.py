@@ -73,18 +73,19 @@ def sample_ids(positions, size: int, seed) -> np.ndarray:
 
 
 class WindowedOrder:
-    """Rows of a source in shards; the arguments are those of contract.Source.
+    """The order of a source whose rows lie in shards; for the arguments see contract.Source.
 
     In each pass the shards are permuted and cut into windows of equal numbers of shards, at most
     `window`. The rows of a window are permuted together.
     """
 
     def __init__(self, shards: np.ndarray, window: int, seed: int):
-        self.shards, self.seed = np.asarray(shards, np.int64), seed
-        self.starts = np.cumsum(self.shards) - self.shards  # first row of each shard
-        self.rows, self.windows = int(self.shards.sum()), -(-len(self.shards) // window)
-        cuts = np.arange(1, self.windows + 1) * len(self.shards) // self.windows
-        self.last_shards = cuts - 1  # of each window
+        shards, self.seed = np.asarray(shards, np.int64), seed
+        starts = np.cumsum(shards) - shards
+        self.shards, self.starts = shards[shards > 0], starts[shards > 0]  # size and first row
+        self.rows, count = int(shards.sum()), len(self.shards)
+        self.windows = -(-count // window)
+        self.last_shards = np.arange(1, self.windows + 1) * count // self.windows - 1  # of each
         self.passes = None  # those of the tables: the passes of the last call
 
     def ids(self, places: np.ndarray) -> np.ndarray:
@@ -128,12 +129,12 @@ def mix(weights: Sequence[int]) -> np.ndarray:
     Turn j of a source may come when its share has grown to j + margin, and must before its share
     exceeds j + 1 - margin. Among those that may, the one that must first is taken.
     """
-    period, margin = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / this
+    period, parts = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / parts
     turns = []
     for source, weight in enumerate(weights):
         for j in range(weight):
-            earliest = -(-(margin * j + 1) * period // (margin * weight))
-            latest = (margin * j + margin - 1) * period // (margin * weight) + 1
+            earliest = -(-(parts * j + 1) * period // (parts * weight))
+            latest = (parts * j + parts - 1) * period // (parts * weight) + 1
             turns.append((earliest, latest, source))
     turns.sort(reverse=True)
     table, waiting = [], []
@@ -166,11 +167,11 @@ class SampleOrder:
             self.turns[self.mixture == source] = np.arange(weight)
         self.orders = []
         for size, own_seed, each in zip(sizes, seeds, sources or [None], strict=True):
-            windowed = each is not None and each.shards is not None
-            if windowed and len(each.shards) > each.window:
-                self.orders.append(WindowedOrder(each.shards, int(each.window), own_seed).ids)
-            else:
+            shards = None if each is None else each.shards
+            if shards is None or np.count_nonzero(shards) <= each.window:
                 self.orders.append(functools.partial(sample_ids, size=size, seed=own_seed))
+            else:
+                self.orders.append(WindowedOrder(shards, int(each.window), own_seed).ids)
         self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
