@@ -31,7 +31,10 @@ KEYS = ("samples", "samples/a", "samples/d", "samples/b/c", "epoch", "batch_hash
 def whole(quick, tmp_path_factory):
     """An uninterrupted run of one process."""
     output = tmp_path_factory.mktemp("mixture") / "whole"
-    quick("--output_dir", output, *FLAGS, before=BEFORE)
+    printed = quick("--output_dir", output, *FLAGS, before=BEFORE)
+    # On the screen each source has its loss alone.
+    assert "eval_loss/b/c 1" in printed and "rows 11  " in printed
+    assert "rows/a" not in printed and "samples/a" not in printed
     return output
 
 

@@ -195,9 +195,13 @@ def scored(**scores):
         ({"accuracy": (0.5, 0.6), "bleu": (3, 30), "chrf": (20, 50)}, ["accuracy", "scores"]),
         ({"perplexity": (None, "x"), "baseline_accuracy": (0, 1), "ok": (True, False)}, []),
         ({"accuracy": (0.5, math.nan), "$\\frac_{\udcff": (1e300, 1)}, ["scores"]),
+        (
+            {"loss/a": (1, 2), "f1": (0, 1), "f1/a": (0, 1), "eval_loss/a": (3, 1), "f1/b": (9, 9)},
+            ["f1", "loss/a", "eval loss/a"],
+        ),
         ({f"score {i}": (0, 1 / (i + 1)) for i in range(99)}, ["scores"]),
     ],
-    ids=["classes", "texts", "numbers", "mixed", "none", "odd", "many"],
+    ids=["classes", "texts", "numbers", "mixed", "none", "odd", "sources", "many"],
 )
 def test_scores_have_panels(tmp_path, monkeypatch, scores, panels):
     run = write(tmp_path / "a", scored(**scores))
