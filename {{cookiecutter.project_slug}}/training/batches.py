@@ -197,13 +197,7 @@ class StepBatchSampler:
     within each step.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        first: int,
-        last: int,
-        sort: Callable[[range], Sequence[int]] = lambda positions: positions,
-    ):
+    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
         self.plan, self.first, self.last, self.sort = plan, first, last, sort
 
     def __len__(self):
