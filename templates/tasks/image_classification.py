@@ -10,9 +10,9 @@ train.py calls these functions. training/contract.py says what each gets and ret
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
-returned: here, the folder of the prepared data. examples/task.py is a whole task around a plain
-nn.Module.
+and, if they are there: identity, digest, sources, augment, sizes, report. `prepared` is what
+prepare_data returned: here, the folder of the prepared data. examples/task.py is a whole task
+around a plain nn.Module.
 """
 
 import json
@@ -28,9 +28,11 @@ import torch.nn.functional as F
 from tasklib import cache, classification, demo_data, fields, image_data, images, labels, pretrained
 from tasklib.fields import ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.image_data import StoredSquares
+from tasklib.image_streams import StreamedSquares, prepare_index
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, check_data_config, hold_out
+from tasklib.sources import DataConfig, Source, check_data_config, hold_out
+from tasklib.streaming import StreamFields, check_streaming, sources_of
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
 
@@ -46,7 +48,7 @@ Crop = number_type("Crop", float, 0.01, 1)
 
 
 @dataclass
-class TaskConfig(DataConfig, ModelConfig):
+class TaskConfig(DataConfig, StreamFields, ModelConfig):
     data: str = "digits"
     """Images to train on: digits (1,797 of 8 x 8 pixels, inside scikit-learn), a folder with a
     folder of images for each class (cats/1.jpg), a .jsonl, .csv, ... file whose rows name an
@@ -90,6 +92,7 @@ class TaskConfig(DataConfig, ModelConfig):
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that exclude each other, before anything is read."""
     check_data_config(cfg, ["digits"])
+    check_streaming(cfg, ["digits"])
     new, vit, digits = not cfg.model_name_or_path, cfg.architecture == "vit", cfg.data == "digits"
     patch = cfg.patch_size if vit and new else 1
     unit = cfg.num_heads if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
@@ -118,6 +121,8 @@ def check_config(cfg: TaskConfig) -> None:
 def prepare_data(cfg: TaskConfig) -> Path:
     """Decodes the images, once. Returns the folder of the prepared data."""
     check_config(cfg)
+    if cfg.streaming:
+        return prepare_index(cfg)
     return cache.prepare_once(
         cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
     )
@@ -194,9 +199,17 @@ def digest(cfg: TaskConfig, prepared: Path) -> str:
     return cache.content_digest(prepared)
 
 
-def datasets(cfg: TaskConfig, prepared: Path) -> tuple[StoredSquares, StoredSquares]:
-    view = load_view(cfg, prepared)
-    return StoredSquares(prepared, "train", view), StoredSquares(prepared, "validation", view)
+def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
+    """StoredSquares or StreamedSquares: rows of one kind."""
+    parts, view = ("train", "validation"), load_view(cfg, prepared)
+    if cfg.streaming:
+        settings = (cfg, stored_side(cfg), view)
+        return tuple(StreamedSquares(prepared, part, *settings) for part in parts)
+    return tuple(StoredSquares(prepared, part, view) for part in parts)
+
+
+def sources(dataset: Any) -> list[Source]:
+    return sources_of(dataset)
 
 
 def load_view(cfg: TaskConfig, prepared: Path | None = None) -> dict[str, Any]:

@@ -12,12 +12,24 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tasklib import hub, tables
 from tasklib.fields import NOTHING, Fraction, check_fields, check_ignored_fields, local_path
 from tasklib.messages import one_line
 from tasklib.tables import TABLES, Columns, Row
+
+
+class Source(NamedTuple):
+    """A part of a dataset, as train.py orders its samples: see training/contract.py."""
+
+    name: str
+    rows: int
+    weight: int
+    shards: np.ndarray | None  # rows of each shard; None: all rows are shuffled together
+    window: int  # shards whose rows are shuffled together
 
 
 @dataclass

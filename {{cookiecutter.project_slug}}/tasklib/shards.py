@@ -1,0 +1,552 @@
+"""Shards: large files of rows, on a disk or an object store, read by (shard, row).
+
+A shard is a WebDataset .tar, an .mds of MosaicML's streaming, or a .parquet. A reader takes a local
+file and gives the values of any row by their roles (image, text, label, ...) at the cost of one
+read. A .tar and an .mds are read as they are. A .parquet can only be decoded in row groups, so its
+columns are first unpacked into an Arrow file, and a compressed .mds into a plain one.
+"""
+
+import io
+import json
+import mmap
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from tasklib.files import PERMANENT_ERRORS
+from tasklib.messages import one_line
+from tasklib.sources import IncompleteRow, describe_skipped
+
+# fsspec and pyarrow take 0.2 s to import: they wait for the functions that need them.
+
+WAITS = (0.5, 2, 8)  # seconds before a store is asked again
+DIGESTS = ("ETag", "etag", "md5Hash", "content_hash", "blob_id")  # of a file's content, by stores
+TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated")
+ENDINGS = {".tar": "tar", ".mds": "mds", ".parquet": "parquet"}
+ARCHIVES = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+COMPRESSIONS = {"zstd": "zstd", "gz": "gzip"}  # of MDS, by pyarrow's names
+# Members of a .tar that have a role where none is named after the column.
+MEMBERS = {
+    "image": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
+    "text": ("txt",),
+    "label": ("cls",),
+}
+KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")  # of a member: that of its row, and what it holds
+
+Columns = dict[str, str | list[str]]  # for each role its column, or several
+
+
+class Shard(NamedTuple):
+    """A shard in its store."""
+
+    name: str  # below the data, the same on every machine
+    path: str
+    size: int  # bytes
+    tag: str  # changes with the content, as far as the store tells
+    kind: str  # tar, mds or parquet
+    facts: dict[str, Any]  # of an .mds: its entry of index.json
+
+
+# ---- Stores --------------------------------------------------------------------------------------
+
+
+def is_url(data: str) -> bool:
+    return "://" in data
+
+
+def open_store(data: str) -> tuple[Any, str]:
+    """The fsspec filesystem of a path or URL, and the path in it. Raises ValueError."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(os.path.expanduser(data))
+    except (ImportError, ValueError) as error:  # an unknown protocol, or a package is missing
+        raise ValueError(f"cannot open {one_line(data, 100)}: {one_line(error)}") from None
+
+
+def ask_store(what: str, function: Callable, *arguments: Any, **options: Any) -> Any:
+    """The result of a call to a store, which is repeated when it fails for a moment.
+
+    Raises ValueError for what will fail again, and ConnectionError after the last attempt.
+    """
+    for wait in (*WAITS, None):
+        try:
+            return function(*arguments, **options)
+        except FileNotFoundError:
+            raise ValueError(f"{what}: there is no such file") from None
+        except (PermissionError, ValueError, NotImplementedError) as error:
+            raise ValueError(f"{what}: {one_line(error)}") from None
+        except Exception as error:  # each store has its own
+            if isinstance(error, OSError) and error.errno in PERMANENT_ERRORS:
+                raise  # of the local disk: full, for example
+            if wait is None:
+                number = len(WAITS) + 1
+                problem = f"the store failed {number} times, the last time with {one_line(error)}"
+                raise ConnectionError(f"{what}: {problem}") from None
+            time.sleep(wait)
+
+
+def list_shards(data: str, field: str) -> list[Shard]:
+    """The shards at a path or URL, by name: a file, all files below a folder, or a pattern such as
+    train-{000..127}.tar.
+
+    Raises ValueError if there are none, if they are of several kinds, or if an MDS lacks one.
+    """
+    where = f"task.{field}: {one_line(data, 100)}"
+    found: dict[str, dict] = {}
+    paths = expand_braces(data)
+    for path in paths:
+        store, root = open_store(path)
+        what = f"task.{field}: {one_line(path, 100)}"
+        if not root.endswith(tuple(ENDINGS)):
+            index = f"{root.rstrip('/')}/index.json"
+            if ask_store(what, store.exists, index):
+                return list_mds(store, root.rstrip("/"), where)
+            found |= ask_store(what, store.find, root, detail=True)
+        else:
+            found[root] = ask_store(what, store.info, root)
+    folder = os.path.dirname(root) if root in found else root.rstrip("/")
+    shards, others = [], Counter()
+    for path, info in sorted(found.items()):
+        name = path.removeprefix(folder).lstrip("/")
+        ending = os.path.splitext(path)[1].lower()
+        if any(part.startswith((".", "_")) for part in name.split("/")):
+            continue  # hidden, or a mark such as _SUCCESS
+        if path.endswith(ARCHIVES):
+            raise ValueError(
+                f"task.{field}: {one_line(path, 100)} is compressed as a whole, so that its rows "
+                "cannot be read one by one: unpack it to .tar"
+            )
+        if ending in (".tar", ".parquet"):
+            shards.append(Shard(name, path, info["size"], tag_of(info), ENDINGS[ending], {}))
+        else:
+            others[ending or "no ending"] += 1
+    if not shards:
+        raise ValueError(
+            f"{where}: no shards{describe_skipped(others)}; task.streaming reads .tar and .parquet "
+            "files, or a folder with the index.json of MDS"
+        )
+    kinds = sorted({shard.kind for shard in shards})
+    if len(kinds) > 1:
+        raise ValueError(f"{where}: holds shards of several kinds, {' and '.join(kinds)}: give one")
+    return shards
+
+
+def list_mds(store: Any, root: str, where: str) -> list[Shard]:
+    """The shards that the index.json of an MDS names."""
+    content = ask_store(where, store.cat_file, f"{root}/index.json")
+    try:
+        entries = json.loads(content)["shards"]
+        facts = [{**entry, **(entry["zip_data"] or entry["raw_data"])} for entry in entries]
+        shards = [
+            Shard(each["basename"], f"{root}/{each['basename']}", each["bytes"], "", "mds", entry)
+            for each, entry in zip(facts, entries, strict=True)
+        ]
+        formats = {entry["format"] for entry in entries}
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{where}/index.json is not the index of an MDS: write it anew") from None
+    if formats != {"mds"}:
+        names = one_line(", ".join(map(str, formats)), 60) or "none"
+        raise ValueError(f"{where} has shards of the format {names}, not mds")
+    listed = ask_store(where, store.find, root, detail=True)
+    for number, shard in enumerate(shards):
+        info = listed.get(shard.path)
+        if listed and not info:
+            raise ValueError(f"{where}: the shard {one_line(shard.name, 60)} is missing")
+        if info and info["size"] != shard.size:
+            raise ValueError(
+                f"{where}: the shard {one_line(shard.name, 60)} has {info['size']:,} bytes, and "
+                f"index.json says {shard.size:,}: copy it again"
+            )
+        shards[number] = shard._replace(tag=tag_of(info or {}))
+    return shards
+
+
+def expand_braces(data: str) -> list[str]:
+    """The paths of a pattern such as a-{000..127}.tar; of another path, itself."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", data)
+    if not match:
+        return [data]
+    first, last = match.groups()
+    numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    paths = (data[: match.start()] + number + data[match.end() :] for number in numbers)
+    return [each for path in paths for each in expand_braces(path)]
+
+
+def tag_of(info: dict) -> str:
+    """What a store says that changes with the content of a file; empty: nothing."""
+    return next((f"{name} {info[name]}" for name in (*DIGESTS, *TIMES) if info.get(name)), "")
+
+
+# ---- Bringing a shard here -----------------------------------------------------------------------
+
+
+def is_packed(shard: Shard) -> bool:
+    """Whether a shard must be unpacked before its rows can be read one by one."""
+    return shard.kind == "parquet" or bool(shard.facts.get("zip_data"))
+
+
+def local_size(shard: Shard) -> int:
+    """Bytes of a shard whose rows can be read; of a .parquet, about those."""
+    return shard.facts["raw_data"]["bytes"] if shard.kind == "mds" else shard.size
+
+
+def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
+    """Writes a shard to a local file as its reader needs it: downloaded, unpacked.
+
+    `data`: the path or URL that names the store. Raises ValueError and ConnectionError.
+    """
+    what = f"cannot read {one_line(shard.path, 150)}"
+    store = open_store(data)[0]
+    if shard.kind == "parquet":
+        ask_store(what, unpack_parquet, store, shard, target, columns)
+        return
+    packed = target.with_suffix(".packed") if is_packed(shard) else target
+
+    def download() -> None:
+        store.get_file(shard.path, str(packed))
+        check_size(packed, shard.size)
+
+    try:
+        ask_store(what, download)
+        if packed != target:
+            ask_store(what, unpack_mds, packed, shard, target)
+    finally:
+        if packed != target:
+            packed.unlink(missing_ok=True)
+
+
+def check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size
+    if size != expected:
+        raise OSError(f"it has {size:,} bytes instead of {expected:,}")
+
+
+def unpack_mds(packed: Path, shard: Shard, target: Path) -> None:
+    import pyarrow
+
+    algorithm = shard.facts["compression"].partition(":")[0]
+    if algorithm not in COMPRESSIONS:
+        names = " and ".join(COMPRESSIONS)
+        raise ValueError(f"its compression is {one_line(algorithm, 40)}; only {names} are read")
+    with pyarrow.OSFile(str(packed)) as file, open(target, "wb") as out:
+        with pyarrow.CompressedInputStream(file, COMPRESSIONS[algorithm]) as stream:
+            shutil.copyfileobj(stream, out, 2**20)
+    check_size(target, shard.facts["raw_data"]["bytes"])
+
+
+def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> None:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    names = names_of(columns)
+    with store.open(shard.path, "rb") as file, ParquetFile(file) as table:
+        check_names(table.schema_arrow.names, columns)
+        schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
+        with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
+            for batch in table.iter_batches(1024, columns=names):
+                writer.write_batch(batch.select(names))
+
+
+def read_footer(
+    store: Any, path: str, columns: Columns, wanted: Columns
+) -> tuple[int, int, list[dict]]:
+    """Rows of a .parquet, about the bytes of its columns unpacked, and the wanted columns' values.
+
+    Raises ValueError for a missing column.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    with store.open(path, "rb") as file, ParquetFile(file) as table:
+        check_names(table.schema_arrow.names, columns)
+        facts, names = table.metadata, {*names_of(columns)}
+        groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        chunks = [each for each in chunks if each.path_in_schema.split(".")[0] in names]
+        size = sum(each.total_uncompressed_size for each in chunks)
+        values = table.read(names_of(wanted)).to_pylist() if wanted else []
+        return facts.num_rows, size, values
+
+
+# ---- Columns -------------------------------------------------------------------------------------
+
+
+def names_of(columns: Columns) -> list[str]:
+    """The columns of all roles, each once."""
+    names = [[each] if isinstance(each, str) else each for each in columns.values()]
+    return list(dict.fromkeys(name for some in names for name in some))
+
+
+def check_names(existing: list[str], columns: Columns) -> None:
+    """Raises ValueError for a missing column."""
+    for role, names in columns.items():
+        for name in names_of({role: names}):
+            if name not in existing:
+                shown, field = one_line(", ".join(existing), 100), f"{role}_column"
+                field += "s" * (not isinstance(names, str))
+                raise ValueError(
+                    f"no column {one_line(name, 60)} among {shown}; name the right one with "
+                    f"--task.{field}"
+                )
+
+
+def by_role(columns: Columns, value_of: Callable[[str, str], Any]) -> dict[str, Any]:
+    """The value of each role; of several columns a dict. `value_of` takes a role and a column."""
+    return {
+        role: value_of(role, names)
+        if isinstance(names, str)
+        else {name: value_of(role, name) for name in names}
+        for role, names in columns.items()
+    }
+
+
+# ---- WebDataset ----------------------------------------------------------------------------------
+
+
+def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]]:
+    """For each row of a .tar: its first byte, its key, and the values of these columns.
+
+    Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
+    ValueError for a damaged or truncated archive, and for a row with two members of one name.
+    """
+    wanted = {*names_of(columns), "json", *(end for role in columns for end in MEMBERS[role])}
+    key, begin, names, members = None, 0, set(), {}
+    with file, tarfile.open(fileobj=file, mode="r:") as archive:
+        while member := archive.next():
+            archive.members = []  # it would keep all
+            match = KEY.fullmatch(member.name) if member.isreg() else None
+            if not match:
+                continue
+            row, name = match[1], match[2].lower()
+            if row != key:
+                if key is not None:
+                    yield begin, key, by_role(columns, tar_values(members))
+                key, begin, names, members = row, member.offset, set(), {}
+            if name in names:
+                raise ValueError(f"the row {one_line(key, 60)} has two members {one_line(name)}")
+            if name == "jsonl":
+                raise ValueError(
+                    f"{one_line(member.name, 60)} holds several rows; write a .json member for each"
+                )
+            names.add(name)
+            if name in wanted:
+                members[name] = archive.extractfile(member).read()
+        end = archive.offset
+        archive.fileobj.seek(end)
+        if archive.fileobj.read(512).strip(b"\0"):  # tarfile takes a damaged header for the end
+            raise ValueError(f"the header at byte {end:,} is damaged")
+    if key is not None:
+        yield begin, key, by_role(columns, tar_values(members))
+    yield end, "", {}
+
+
+def tar_values(members: dict[str, bytes]) -> Callable[[str, str], Any]:
+    """Looks up the value of a role's column in the members of a row; None: there is none."""
+    values = json.loads(members["json"]) if "json" in members else {}
+
+    def value_of(role: str, column: str) -> Any:
+        if column in values:
+            return values[column]
+        name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
+        if name is None or role == "image":
+            return members.get(name)
+        text = members[name].decode()
+        return text if role == "text" else text.strip()
+
+    return value_of
+
+
+class TarReader:
+    """Rows of a .tar; `bounds`: the first byte of each, and the end of the last."""
+
+    def __init__(self, file: BinaryIO, columns: Columns, bounds: np.ndarray):
+        self.file, self.columns, self.bounds = file, columns, bounds
+
+    def read(self, row: int) -> dict[str, Any]:
+        begin, end = (int(each) for each in self.bounds[row : row + 2])
+        content = os.pread(self.file.fileno(), end - begin, begin)
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
+            named = ((KEY.fullmatch(each.name), each) for each in archive if each.isreg())
+            members = {m[2].lower(): archive.extractfile(each).read() for m, each in named if m}
+        return by_role(self.columns, tar_values(members))
+
+    def close(self) -> None:
+        self.file.close()
+
+
+# ---- MDS -----------------------------------------------------------------------------------------
+
+
+def decode_mds(encoding: str, data: bytes) -> Any:
+    """A value of an MDS. Images stay encoded. Raises ValueError for an encoding that is not read:
+    pickles could run code.
+    """
+    name, _, form = encoding.partition(":")
+    if name in ("bytes", "jpeg", "png"):
+        return data
+    if name in ("str", "str_int", "str_float"):
+        text = data.decode()
+        return text if name == "str" else int(text) if name == "str_int" else float(text)
+    if name == "json":
+        return json.loads(data)
+    if name == "int" or re.fullmatch(r"(u?int|float)\d+", name):
+        return np.frombuffer(data, np.int64 if name == "int" else name)[0].item()
+    if name == "pil":
+        from PIL import Image
+
+        width, height, length = np.frombuffer(data, np.uint32, 3).tolist()
+        mode = data[12 : 12 + length].decode()
+        return Image.frombytes(mode, (width, height), data[12 + length :])
+    if name == "ndarray":
+        return decode_array(form, data)
+    raise ValueError(f"the encoding {one_line(encoding, 40)} of MDS is not read")
+
+
+def decode_array(form: str, data: bytes) -> np.ndarray:
+    """An array of an MDS. `form`: its type and shape; those that it leaves out begin the data."""
+    dtype, _, shape = form.partition(":")
+    types = {8 * 2**i + k: f"{kind}{8 * 2**i}" for i in range(4) for k, kind in enumerate(FLAVOURS)}
+    at = 0
+    if not dtype:
+        dtype, at = types[data[0]], 1
+    sizes = [int(each) for each in shape.split(",")] if shape else []
+    if not shape:
+        axes, width = data[at] >> 2, 2 ** (data[at] % 4)
+        sizes = np.frombuffer(data, f"<u{width}", axes, at + 1).tolist()
+        at += 1 + axes * width
+    return np.frombuffer(data, dtype, offset=at).reshape(sizes)
+
+
+FLAVOURS = ("uint", "int", "float")
+
+
+class MdsReader:
+    """Rows of an uncompressed .mds; `facts`: its entry of index.json."""
+
+    def __init__(self, file: BinaryIO, columns: Columns, facts: dict[str, Any]):
+        self.file, self.columns, self.facts = file, columns, facts
+
+    def read(self, row: int) -> dict[str, Any]:
+        file = self.file.fileno()
+        begin, end = np.frombuffer(os.pread(file, 8, 4 * (row + 1)), np.uint32).tolist()
+        data, at = os.pread(file, end - begin, begin), 0
+        names, sizes = self.facts["column_names"], list(self.facts["column_sizes"])
+        for i, size in enumerate(sizes):
+            if not size:
+                sizes[i] = int(np.frombuffer(data, np.uint32, 1, at)[0])
+                at += 4
+        ends = np.cumsum([at, *sizes]).tolist()
+        if ends[-1] != len(data):
+            raise ValueError("its sizes do not add up: the shard is damaged")
+        parts = {n: data[ends[i] : ends[i + 1]] for i, n in enumerate(names)}
+        encodings = dict(zip(names, self.facts["column_encodings"], strict=True))
+        return by_role(self.columns, lambda _, name: decode_mds(encodings[name], parts[name]))
+
+    def close(self) -> None:
+        self.file.close()
+
+
+# ---- Parquet -------------------------------------------------------------------------------------
+
+
+class ArrowReader:
+    """Rows of the Arrow file that a .parquet was unpacked into, memory-mapped."""
+
+    def __init__(self, file: BinaryIO, columns: Columns):
+        import pyarrow
+
+        with file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.columns = columns
+        self.table = pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all()
+
+    def read(self, row: int) -> dict[str, Any]:
+        return by_role(self.columns, lambda _, name: self.table.column(name)[row].as_py())
+
+    def close(self) -> None:
+        self.table = None
+
+
+def open_reader(
+    file: BinaryIO, shard: Shard, columns: Columns, bounds: np.ndarray | None = None
+) -> "TarReader | MdsReader | ArrowReader":
+    """The reader of a local file that `bring` wrote, or that needs no unpacking."""
+    if shard.kind == "tar":
+        return TarReader(file, columns, bounds)
+    if shard.kind == "mds":
+        return MdsReader(file, columns, shard.facts)
+    return ArrowReader(file, columns)
+
+
+# ---- Index ---------------------------------------------------------------------------------------
+
+
+class ShardIndex(NamedTuple):
+    """What is known of a shard before training."""
+
+    bounds: np.ndarray | None  # of a .tar, int64 (rows + 1,); otherwise empty
+    rows: int
+    names: dict[str, int]  # of labels, with the number of their rows
+    incomplete: int  # rows without a label
+    first: str  # the first of them, and why
+    bytes: int  # of the local file
+
+
+def index_shard(
+    shard: Shard,
+    data: str,
+    columns: Columns,
+    open_local: Callable[[Shard], BinaryIO],
+    label_names: Callable[[dict], list[str]] | None,
+) -> ShardIndex:
+    """Counts the rows of a shard and, where a function gives the names of a row's labels, those.
+
+    `open_local` opens a shard on this machine, where it may have to be copied first.
+    Raises ValueError for a shard that cannot be read, and ConnectionError.
+    """
+    what = f"cannot read {one_line(shard.path, 150)}"
+    wanted = {role: names for role, names in columns.items() if role == "label" and label_names}
+    counts, incomplete, first = Counter(), 0, ""
+
+    def count(place: object, values: dict) -> None:
+        nonlocal incomplete, first
+        try:
+            counts.update(label_names(values))
+        except IncompleteRow as error:
+            incomplete, first = incomplete + 1, first or f"row {place}: {error}"
+        except ValueError as error:
+            raise ValueError(f"row {place}: {error}") from None
+
+    bounds, size, values = [], shard.size, []
+    try:
+        if shard.kind == "tar":
+            for begin, key, value in walk_tar(open_local(shard), wanted):
+                bounds.append(begin)
+                if key and wanted:
+                    count(one_line(key, 100), value)
+            rows = len(bounds) - 1
+        elif shard.kind == "mds":
+            check_names(shard.facts["column_names"], columns)
+            rows, size = shard.facts["samples"], shard.facts["raw_data"]["bytes"]
+            if wanted:
+                reader = MdsReader(open_local(shard), wanted, shard.facts)
+                values = [reader.read(row) for row in range(rows)]
+                reader.close()
+        else:
+            store = open_store(data)[0]
+            rows, size, listed = ask_store(what, read_footer, store, shard.path, columns, wanted)
+            values = [by_role(wanted, lambda _, name: each[name]) for each in listed]  # noqa: B023
+        for row, value in enumerate(values):
+            count(row, value)
+    except (ValueError, tarfile.TarError, EOFError) as error:
+        text = one_line(error)
+        raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None
+    return ShardIndex(np.array(bounds, np.int64), rows, dict(counts), incomplete, first, size)
