@@ -10,9 +10,9 @@ train.py calls these functions. training/contract.py says what each gets and ret
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
-returned: here, the folder of the prepared data. examples/task.py is a whole task around a plain
-nn.Module.
+and, if they are there: identity, digest, sources, augment, sizes, report. `prepared` is what
+prepare_data returned: here, the folder of the prepared data. examples/task.py is a whole task
+around a plain nn.Module.
 """
 
 import json
@@ -29,7 +29,9 @@ from tasklib.attention import always_mask
 from tasklib.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.labels import MULTI, NUMBER, SINGLE
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, check_data_config
+from tasklib.sources import DataConfig, Source, check_data_config
+from tasklib.streaming import StreamFields, check_streaming, sources_of
+from tasklib.text_streams import StreamedTexts, check_text_streaming, prepare_index
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the functions that need them.
 
@@ -47,7 +49,7 @@ EncoderVocabulary = number_type("EncoderVocabulary", int, 260, 2**20)
 
 
 @dataclass
-class TaskConfig(DataConfig, ModelConfig):
+class TaskConfig(DataConfig, StreamFields, ModelConfig):
     data: str = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
     .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
@@ -90,6 +92,8 @@ class TaskConfig(DataConfig, ModelConfig):
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that exclude each other, before anything is read."""
     check_data_config(cfg, ["stdlib"])
+    check_streaming(cfg, ["stdlib"])
+    check_text_streaming(cfg)
     single, stdlib = cfg.problem_type == SINGLE, cfg.data == "stdlib"
     columns = labels.split_names(cfg.label_columns)
     distinct = len({*columns} - {""}) == len(columns) > 1
@@ -129,6 +133,8 @@ def prepare_data(cfg: TaskConfig) -> Path:
     """Splits and tokenises the rows, once. Returns the folder of the prepared data."""
     check_config(cfg)
     text_data.check_model(cfg)
+    if cfg.streaming:
+        return prepare_index(cfg)
     return cache.prepare_once(
         cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
     )
@@ -193,15 +199,24 @@ def digest(cfg: TaskConfig, prepared: Path) -> str:
 
 
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
-    """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding."""
+    """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding. Or
+    such rows read from shards."""
     from datasets import load_from_disk
 
+    if cfg.streaming:
+        return StreamedTexts(prepared, "train", cfg), StreamedTexts(prepared, "validation", cfg)
     train, validation = (load_from_disk(prepared / part) for part in ("train", "validation"))
     return train.with_format("numpy"), validation.with_format("numpy")
 
 
+def sources(dataset: Any) -> list[Source]:
+    return sources_of(dataset)
+
+
 def sizes(dataset: Any) -> np.ndarray:
-    """Tokens of each row, int (N,)."""
+    """Tokens of each row, int (N,); 0 where rows are not read before training."""
+    if isinstance(dataset, StreamedTexts):
+        return np.broadcast_to(0, len(dataset))
     return dataset["length"][:]
 
 

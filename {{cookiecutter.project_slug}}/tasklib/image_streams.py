@@ -34,7 +34,8 @@ def prepare_index(cfg: Any) -> Path:
         return [path]
 
     shaped_by = [image_data.check_image_row, class_of, prepare_index]
-    return streaming.prepare(cfg, columns_of(cfg), [], shaped_by, class_of, build)
+    known = streaming.read_classes(cfg)
+    return streaming.prepare(cfg, columns_of(cfg), known, [], shaped_by, class_of, build)
 
 
 class StreamedSquares(streaming.ShardRows):

@@ -113,6 +113,7 @@ class Indexed(NamedTuple):
 def prepare(
     cfg: Any,
     columns: Columns,
+    known: list[str],
     settings: list,
     shaped_by: list[ModuleType | Callable],
     label_names: Callable[[dict], list[str]] | None,
@@ -120,14 +121,15 @@ def prepare(
 ) -> Path:
     """The folder with the index of all shards, made once, as `cache.prepare_once` does.
 
-    `label_names` gives the names of the labels in a row's values; None: rows have none. `build`
-    gets the folder and the names in the training shards, or those of cfg.classes. It adds files of
-    the task, and returns those that the digest covers. Raises ValueError and ConnectionError.
+    `known`: the names of the labels; if it is empty, a pass over the shards finds them, with
+    `label_names`, which gives the names in a row's values. `build` gets the folder and the names.
+    It adds files of the task, and returns those that the digest covers. `settings` and `shaped_by`
+    are those of `cache.cache_folder`. Raises ValueError and ConnectionError.
     """
-    given = {*read_classes(cfg)}
+    given = {*known}
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
     listed = {name: shards.list_shards(getattr(cfg, name), name) for name in fields}
-    settings = [columns, sorted(given), *settings]
+    settings = [columns, known, *settings]
     folder = cache.cache_folder(cfg, settings, listed, [shards, build_index, *shaped_by])
 
     def build_all(folder: Path) -> dict[str, str]:
