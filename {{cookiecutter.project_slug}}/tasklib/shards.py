@@ -341,7 +341,10 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
                 members[name] = archive.extractfile(member).read()
         end = archive.offset
         archive.fileobj.seek(end)
-        if archive.fileobj.read(512).strip(b"\0"):  # tarfile takes a damaged header for the end
+        mark = archive.fileobj.read(512)  # tarfile takes a damaged header for the end
+        if len(mark) < 512:
+            raise ValueError("it has no end mark: it is truncated")
+        if mark.strip(b"\0"):
             raise ValueError(f"the header at byte {end:,} is damaged")
     if key is not None:
         yield begin, key, by_role(columns, tar_values(members))

@@ -19,10 +19,11 @@ import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -39,6 +40,7 @@ from tasklib.sources import IncompleteRow, Source
 Window = number_type("Window", int, 1, 1_000_000)
 Gigabytes = number_type("Gigabytes", float, 0.001, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
+COPIES = 4  # that a process makes at a time
 MOST_OPEN = 256  # shards in a process
 
 # ---- Fields --------------------------------------------------------------------------------------
@@ -210,17 +212,18 @@ def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
 
     Whole shards are held out, of which no more rows are used than the fields allow.
     """
-    total = sum(each.rows for each in found)
-    wanted = max(1, round(cfg.validation_fraction * total))
+    filled = [each for each in found if each.rows]
+    filled.sort(key=lambda each: hashlib.sha256(each.shard.name.encode()).digest())
+    wanted = max(1, round(cfg.validation_fraction * sum(each.rows for each in filled)))
     held, rows = set(), 0
-    for each in sorted(found, key=lambda e: hashlib.sha256(e.shard.name.encode()).digest()):
-        if rows < wanted and each.rows:
+    for each in filled[:-1]:
+        if rows < wanted:
             held.add(each.shard.name)
             rows += each.rows
-    if rows == total:
+    if filled and not held:
         raise ValueError(
-            f"task.data: {one_line(cfg.data, 100)} has {len(found)} shard{'s'[: len(found) > 1]}, "
-            "of which none can be held out; give --task.validation_data"
+            f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "
+            "be held out; give --task.validation_data"
         )
     return held, min(wanted, rows)
 
@@ -283,8 +286,8 @@ def write_part(
         names |= {name: shard.path for name in index.names}
         # Times change where files are copied; their content may not.
         tag = shard.tag if shard.tag.startswith(shards.DIGESTS) else ""
-        line = [part, shard.name, shard.size, tag, index.rows, sorted(index.names.items())]
-        digest.update(json.dumps(line).encode() + index.bounds.tobytes())
+        line = [part, shard.name, shard.size, tag, shard.facts, *index[1:3]]
+        digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
     bounds.flush()
     return names
 
@@ -393,7 +396,7 @@ class ShardRows(torch.utils.data.Dataset):
         self.columns, self.cache = columns, ShardCache(cfg, facts["data"], columns)
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
-        self.pool, self.owner = None, 0
+        self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
         self.copied = self.cache.is_copied(self.shards[0])
         self.check_room()
 
@@ -428,12 +431,13 @@ class ShardRows(torch.utils.data.Dataset):
     def fetch(self, ids: Iterable[int]) -> None:
         """Copies the shards of these rows in the background."""
         if self.owner != os.getpid():  # a fork has no threads
-            self.pool, self.owner = ThreadPoolExecutor(2), os.getpid()
+            self.queue, self.owner = SimpleQueue(), os.getpid()
+            for _ in range(COPIES):
+                Thread(target=copy_shards, args=(self.cache, self.queue), daemon=True).start()
         for number in {self.locate(i)[0] for i in ids} - self.asked.keys():
             self.asked[number] = None
-            # An error shows when the row is read.
-            self.pool.submit(self.cache.bring, self.shards[number], int(self.bytes[number]))
-        while len(self.asked) > 4 * self.cfg.shuffle_window:
+            self.queue.put((self.shards[number], int(self.bytes[number])))
+        while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
 
     def locate(self, i: int) -> tuple[int, int]:
@@ -487,7 +491,16 @@ class ShardRows(torch.utils.data.Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, ids: list[int]) -> list:
+        if self.copied:
+            self.fetch(ids)
         return [self.read(i) for i in ids]
+
+
+def copy_shards(store: ShardCache, queue: SimpleQueue) -> None:
+    """Copies the shards of a queue, for ever. An error shows when a row of the shard is read."""
+    while True:
+        with contextlib.suppress(Exception):
+            store.bring(*queue.get())
 
 
 def sources_of(dataset: Any) -> list[Source]:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from training import contract
 from training.order import SampleOrder, hash64
-from training.ranks import PendingSum, Ranks, UserError, catch
+from training.ranks import PendingSum, Ranks, UserError, as_user_error, catch
 from training.shutdown import ignore_signals
 
 Batch = dict[str, torch.Tensor]
@@ -270,6 +270,9 @@ class SampleDataset(torch.utils.data.Dataset):
         self.sources = contract.list_sources(task, dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
         self.order = None if seed is None else SampleOrder(len(dataset), seed, self.sources)
+        self.ahead = getattr(dataset, "ahead", 0)
+        if self.order and self.ahead:  # an order keeps the tables of its last call
+            self.later = SampleOrder(len(dataset), seed, self.sources)
         sizes = getattr(task, "sizes", None)
         self.sizes = np.asarray(sizes(dataset)) if sizes else None
         if sizes and self.sizes.shape != (len(dataset),):
@@ -309,10 +312,13 @@ class SampleDataset(torch.utils.data.Dataset):
     def __getitems__(self, positions: list[int]) -> list[tuple]:
         ids = self.ids(positions)
         places = [max(i, 0) for i in ids]
-        if hasattr(self.dataset, "__getitems__"):  # Hugging Face datasets read many rows at once
-            rows = self.dataset.__getitems__(places)
-        else:
-            rows = [self.dataset[i] for i in places]
+        with as_user_error():
+            if self.order and self.ahead:
+                self.dataset.fetch(self.later.ids(np.asarray(positions) + self.ahead).tolist())
+            if hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
+                rows = self.dataset.__getitems__(places)
+            else:
+                rows = [self.dataset[i] for i in places]
         if self.augment:
             seeds = hash64(self.seed, self.order.passes(positions), ids).view(np.int64).tolist()
             generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -430,14 +436,18 @@ def first_batches(rows: SampleDataset, sampler: EvaluationSampler, task: Any) ->
 
 
 def fingerprint(dataset: Any, task: Any) -> str:
-    """16 hex digits for the data: the number of rows, and the content of 64 evenly spread rows.
+    """16 hex digits for the data: the number of rows, and the content of 64 evenly spread rows, of
+    the first shard where there are shards.
 
     The names, types, shapes and bytes of the tensors of the task's batch count. A change of another
     row goes unnoticed, unless the task has the function `digest`.
     """
     collate = make_collate(task)
-    ids = sorted({i * (len(dataset) - 1) // 63 for i in range(64)})
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
+    size, shards = len(dataset), rows.sources and rows.sources[0].shards
+    if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
+        size = max(int(shards[0]), 1)
+    ids = sorted({i * (size - 1) // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     try:
         digest = hash_batch(len(dataset), collate(samples)[0])

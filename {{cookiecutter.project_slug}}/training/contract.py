@@ -70,7 +70,10 @@ class Task(Protocol):
 
     def datasets(self, cfg: Any, prepared: Any) -> tuple[Any, Any]:
         """(train, validation), map-style datasets with len(), [i] and optionally the faster
-        __getitems__([i, j, ...]). Row i must be the same in every process and every run."""
+        __getitems__([i, j, ...]). Row i must be the same in every process and every run. A training
+        dataset that fetches its rows from afar may have a number `ahead`: with each batch its
+        fetch([i, j, ...]) gets the rows that come so many samples later, and must not wait for
+        them. A row that cannot be read raises ValueError, or ConnectionError if that may pass."""
 
     def collate(self, rows: list) -> Batch:
         """A batch: a dict of CPU tensors whose first dimension is B = len(rows)."""

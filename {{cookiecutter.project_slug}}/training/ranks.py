@@ -30,9 +30,23 @@ from training.run_folder import PERMANENT_ERRORS, REMOVED
 class UserError(ValueError):
     """An error that the user has to correct: printed as one line, exit code 2."""
 
+    def __init__(self, text: str):
+        super().__init__(last_line(text))
+
 
 class Failed(RuntimeError):
-    """An error that ended another process of the run: printed as one line, exit code 1."""
+    """An error that ended another process of the run, or that may pass: printed as one line, exit
+    code 1."""
+
+    def __init__(self, text: str):
+        super().__init__(last_line(text))
+
+
+def last_line(text: str) -> str:
+    """The text of an error. A DataLoader gives an error anew, with the traceback of its worker."""
+    if "in DataLoader worker process" not in text:
+        return text
+    return re.sub(r"^[\w.]+: ", "", text.strip().splitlines()[-1])
 
 
 @contextlib.contextmanager
@@ -47,6 +61,8 @@ def as_user_error() -> Iterator[None]:
     except (ValueError, OverflowError, RecursionError) as error:
         raise UserError(str(error)) from error
     except OSError as error:
+        if type(error) is ConnectionError:  # a task's words; Python's own errors are subclasses
+            raise Failed(str(error)) from error
         # Other errors may be temporary. They count as crashes, which launchers retry.
         if error.errno not in PERMANENT_ERRORS or error.strerror == REMOVED:
             raise

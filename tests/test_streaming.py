@@ -1,0 +1,569 @@
+"""Rows read from shards: every format gives the same rows, the index is made once, the copies on
+this disk stay bounded, and the promises of prepared data hold.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import tarfile
+import time
+
+import fsspec
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from PIL import Image
+from pyarrow import parquet
+
+from conftest import bake, digest, lines, load_task, trained, wait_until
+
+images = load_task("image_classification")
+texts = load_task("text_classification")
+shards = load_task("tasklib.shards")
+streaming = load_task("tasklib.streaming")
+batches = load_task("training.batches")
+
+TINY = ["--task.hidden_size", 64, "--task.num_layers", 1, "--task.patch_size", 16]
+SHORT = ["--global_batch_size", 16, "--micro_batch_size", 4, "--warmup_steps", 2, "--log_every", 1]
+SHORT += ["--task.flip", "true", "--task.streaming", "true", "--task.shuffle_window", 2, *TINY]
+
+
+class CountingStore(LocalFileSystem):
+    """Local files as a store: counts what it is asked for, and fails as often as it is told."""
+
+    protocol = "counting"
+    copied: list[str] = []
+    failures: list[Exception] = []
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("counting://"))
+
+    def get_file(self, path, target, **options):
+        if self.failures:
+            raise self.failures.pop()
+        self.copied.append(os.path.basename(path))
+        return super().get_file(path, target, **options)
+
+
+fsspec.register_implementation("counting", CountingStore)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch):
+    """A store of local files: a path behind counting://."""
+    monkeypatch.setattr(CountingStore, "copied", [])
+    monkeypatch.setattr(CountingStore, "failures", [])
+    monkeypatch.setattr(shards, "WAITS", (0, 0))
+    return CountingStore
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Settings of a very small task, with the data given as keywords."""
+
+    def make(data, **fields):
+        small = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_layers": 1}
+        small |= {"min_crop": 1.0, "cache_dir": str(tmp_path / "cache"), "shuffle_window": 2}
+        return images.TaskConfig(data=str(data), **{"streaming": True, **small, **fields})
+
+    return make
+
+
+# ---- Shards --------------------------------------------------------------------------------------
+
+
+def pictures(number, seed=0, side=10):
+    """(encoded image, class) of so many rows."""
+    rng = np.random.default_rng(seed)
+    for i in range(number):
+        file = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (side, side + 2, 3), np.uint8)).save(file, "PNG")
+        yield file.getvalue(), ("cat", "dog", "owl")[i % 3]
+
+
+def write_tar(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def write_mds(folder, parts, encodings, compression=None):
+    """An MDS of these rows, dicts of encoded values, as MosaicML's MDSWriter lays it out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries, names = [], sorted(encodings)
+    for number, rows in enumerate(parts):
+        head = {"column_names": names, "column_encodings": [encodings[n] for n in names]}
+        head |= {"column_sizes": [8 if encodings[n] == "int" else None for n in names]}
+        head |= {"compression": compression, "format": "mds", "version": 2}
+        samples = []
+        for row in rows:
+            sizes = [len(row[n]) for n in names if encodings[n] != "int"]
+            samples.append(np.array(sizes, np.uint32).tobytes() + b"".join(row[n] for n in names))
+        config = json.dumps(head).encode()
+        ends = np.cumsum([0, *map(len, samples)]) + 4 + 4 * (len(rows) + 1) + len(config)
+        content = np.uint32(len(rows)).tobytes() + ends.astype(np.uint32).tobytes() + config
+        content += b"".join(samples)
+        name = f"shard.{number:05}.mds"
+        entry = {**head, "samples": len(rows), "zip_data": None, "hashes": [], "size_limit": 2**26}
+        entry["raw_data"] = {"basename": name, "bytes": len(content), "hashes": {}}
+        if compression:
+            content, name = pyarrow.Codec("zstd").compress(content, asbytes=True), name + ".zstd"
+            entry["zip_data"] = {"basename": name, "bytes": len(content), "hashes": {}}
+        (folder / name).write_bytes(content)
+        entries.append(entry)
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
+    return folder
+
+
+def write_images(folder, kind, counts=(7, 5, 6), seed=0, side=10):
+    """Shards with so many rows each, of one kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts, first = [], 0
+    for number, count in enumerate(counts):
+        parts.append([*pictures(count, [seed, number], side)])
+    if kind.startswith("mds"):
+        encoded = [[{"image": i, "label": c.encode()} for i, c in part] for part in parts]
+        forms = {"image": "png", "label": "str"}
+        return write_mds(folder, encoded, forms, "zstd:3" if kind == "mds.zstd" else None)
+    for number, part in enumerate(parts):
+        path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
+        if kind == "parquet":
+            rows = [{"image": {"bytes": i, "path": None}, "label": c} for i, c in part]
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+        elif kind == "tar.json":
+            pairs = ((i, json.dumps({"label": c}).encode()) for i, c in part)
+            write_tar(path, members(pairs, ("png", "json"), first))
+        else:
+            pairs = ((i, c.encode()) for i, c in part)
+            write_tar(path, members(pairs, ("png", "cls"), first))
+        first += len(part)
+    return folder
+
+
+def members(rows, endings, first=0):
+    for i, row in enumerate(rows, first):
+        yield from ((f"{i:06}.{end}", part) for end, part in zip(endings, row, strict=True))
+
+
+def expected(cfg, counts=(7, 5, 6), seed=0):
+    """The rows that `write_images` writes, as a task should give them."""
+    square = load_task("tasklib.images").square
+    names, side = ["cat", "dog", "owl"], images.stored_side(cfg)
+    parts = [pictures(count, [seed, number]) for number, count in enumerate(counts)]
+    return [(square(image, side), names.index(name)) for part in parts for image, name in part]
+
+
+def equal(rows, others):
+    return len(rows) == len(others) and all(
+        (row[0] == other[0]).all() and row[1] == other[1]
+        for row, other in zip(rows, others, strict=True)
+    )
+
+
+def read(dataset):
+    return [dataset[i] for i in range(len(dataset))]
+
+
+KINDS = ["tar", "tar.json", "mds", "mds.zstd", "parquet"]
+
+
+@pytest.mark.parametrize("scheme", ["", "counting://"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_gives_the_same_rows(config, tmp_path, kind, scheme):
+    held = write_images(tmp_path / "held", kind, (4,), seed=1)
+    data = write_images(tmp_path / "rows", kind)
+    cfg = config(f"{scheme}{data}", validation_data=f"{scheme}{held}")
+    prepared = images.prepare_data(cfg)
+    train, validation = images.datasets(cfg, prepared)
+    assert equal(read(train), expected(cfg)) and equal(read(validation), expected(cfg, (4,), 1))
+    (source,) = images.sources(train)
+    assert [*source.shards] == [7, 5, 6] and (source.rows, source.window) == (18, 2)
+    again = pickle.loads(pickle.dumps(train))
+    assert equal(again.__getitems__([17, 0, 9]), [train[17], train[0], train[9]])
+    assert len(pickle.dumps(train)) < 3000
+    assert json.loads((prepared / "labels.json").read_text()) == ["cat", "dog", "owl"]
+
+
+def test_digest_depends_on_content_and_not_on_place_or_time(config, tmp_path):
+    def content(folder, **fields):
+        cfg = config(folder, **fields)
+        return images.digest(cfg, images.prepare_data(cfg))
+
+    first = content(write_images(tmp_path / "a", "tar"))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    os.utime(tmp_path / "b" / "part-000.tar", (1, 1))
+    assert content(tmp_path / "b") == first == content(f"counting://{tmp_path / 'a'}")
+    assert content(write_images(tmp_path / "c", "tar", (7, 5, 5))) != first
+    assert content(tmp_path / "a", validation_fraction=0.9) != first
+
+
+def test_odd_members_of_archives(config, tmp_path):
+    """Long names, folders, links, hidden files; endings in capitals; a row with other members."""
+    rows, folder = [*pictures(6)], tmp_path / "rows"
+    folder.mkdir()
+    for number, form in enumerate((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
+        with tarfile.open(folder / f"{number}.tar", "w", format=form) as archive:
+            archive.addfile(tarfile.TarInfo("./._000.png"))
+            link = tarfile.TarInfo("link.png")
+            link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(link)
+            for i, (image, name) in enumerate(rows):
+                key = f"{'folder/' * 30}é.d/{i}"
+                for end, part in (("PNG", image), ("txt", b"?"), ("seg.png", b"-"), ("cls", name)):
+                    part = part.encode() if end == "cls" else part
+                    info = tarfile.TarInfo(f"{key}.{end}")
+                    info.size = len(part)
+                    archive.addfile(info, io.BytesIO(part))
+    cfg = config(folder, validation_fraction=0.4)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    square = load_task("tasklib.images").square
+    names = ["cat", "dog", "owl"]
+    assert equal(read(train), [(square(i, train.side), names.index(n)) for i, n in rows])
+
+
+def test_mds_types():
+    """Values as MosaicML's encodings write them."""
+    array = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    assert shards.decode_mds("int", np.int64(-3).tobytes()) == -3
+    assert shards.decode_mds("uint8", b"\7") == 7 and shards.decode_mds("str_int", b"12") == 12
+    assert shards.decode_mds("float32", np.float32(0.5).tobytes()) == 0.5
+    assert shards.decode_mds("json", b'{"a": [1]}') == {"a": [1]}
+    head = bytes([16, 2 << 2, 2, 3])  # uint16, two sizes of one byte
+    for form, data in (("", head), (":uint16", head[1:]), (":uint16:2,3", b"")):
+        found = shards.decode_mds(f"ndarray{form}", data + array.tobytes())
+        assert found.dtype == np.uint16 and (found == array).all()
+    with pytest.raises(ValueError, match="the encoding pkl of MDS is not read"):
+        shards.decode_mds("pkl", pickle.dumps(1))
+
+
+# ---- Index ---------------------------------------------------------------------------------------
+
+
+def test_index_goes_on_where_it_was_and_names_a_changed_shard(
+    config, tmp_path, monkeypatch, capsys
+):
+    data, seen, index = write_images(tmp_path / "rows", "tar", (3,) * 6), [], shards.index_shard
+    cfg = config(data)
+
+    def fail_at(number):
+        def counted(shard, *arguments):
+            if len(seen) == number:
+                raise RuntimeError("interrupted")
+            seen.append(shard.name)
+            return index(shard, *arguments)
+
+        monkeypatch.setattr(streaming, "THREADS", 1)
+        monkeypatch.setattr(shards, "index_shard", counted)
+
+    fail_at(4)
+    with pytest.raises(RuntimeError):
+        images.prepare_data(cfg)
+    fail_at(99)
+    first = images.prepare_data(cfg)
+    assert sorted(seen) == [f"part-{i:03}.tar" for i in range(6)]  # each once
+    assert images.prepare_data(cfg) == first and len(seen) == 6
+    capsys.readouterr()
+    write_images(tmp_path / "other", "tar", (4,), seed=5)
+    shutil.copy(tmp_path / "other" / "part-000.tar", data / "part-002.tar")
+    second = images.prepare_data(cfg)
+    assert seen[6:] == ["part-002.tar"] and second != first
+    assert f"{data}/part-002.tar has changed: indexing it again" in capsys.readouterr().out
+    assert images.digest(cfg, second) != images.digest(cfg, first)
+    for record in (tmp_path / "cache" / "shard_index").iterdir():  # damaged
+        record.write_bytes(record.read_bytes()[:200])
+    shutil.rmtree(second)
+    assert images.digest(cfg, images.prepare_data(cfg)) == images.digest(cfg, second)
+    assert len(seen) == 13
+
+
+def test_given_classes_spare_the_pass_over_the_labels(config, tmp_path, store):
+    data = f"counting://{write_images(tmp_path / 'rows', 'mds', (3,) * 4)}"
+    names = tmp_path / "names.txt"
+    names.write_text("owl\ncat\n\ndog\n")
+    for given in (str(names), "cat, dog,owl"):
+        prepared = images.prepare_data(config(data, classes=given))
+        assert json.loads((prepared / "labels.json").read_text()) == ["cat", "dog", "owl"]
+    assert store.copied == []
+    cfg = config(data, classes="cat,dog")
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    with pytest.raises(ValueError, match=r"shard.00\d+.mds, row 2: the label owl is none of task"):
+        read(train)
+    store.copied.clear()
+    shutil.rmtree(tmp_path / "cache" / "shards")
+    images.prepare_data(config(data))
+    assert sorted(store.copied) == [f"shard.{i:05}.mds" for i in range(4)]
+
+
+def test_whole_shards_are_held_out(config, tmp_path):
+    data = write_images(tmp_path / "rows", "tar", (10,) * 10)
+    held = {}
+    for fraction in (0.02, 0.1, 0.35):
+        cfg = config(data, validation_fraction=fraction)
+        train, validation = images.datasets(cfg, images.prepare_data(cfg))
+        assert len(validation) == round(100 * fraction)
+        held[fraction] = {shard.name for shard in validation.shards}
+        assert not held[fraction] & {shard.name for shard in train.shards}
+        assert len(train) == 100 - 10 * len(held[fraction])
+        assert len({*map(validation.locate, range(len(validation)))}) == len(validation)
+    assert len(held[0.1]) == 1 and len(held[0.35]) == 4 and held[0.02] == held[0.1] < held[0.35]
+    assert images.sources(validation)[0].shards is None
+    with pytest.raises(ValueError, match="has rows in one shard alone, so that none can be held"):
+        images.prepare_data(config(data / "part-001.tar"))
+
+
+# ---- Copies on this machine ----------------------------------------------------------------------
+
+
+def in_order(dataset, seed=0, passes=1):
+    """The rows of a training, as train.py reads them."""
+    rows = batches.SampleDataset(dataset, images, seed)
+    rows.augment = None
+    return rows, range(0, passes * len(dataset), 4)
+
+
+def test_reads_stay_in_a_window_and_copies_stay_bounded(config, tmp_path, store):
+    """Each shard is copied once a pass, and the folder never holds more than the field allows."""
+    data = write_images(tmp_path / "rows", "tar", (12,) * 12, side=80)
+    size = (data / "part-000.tar").stat().st_size
+    cfg = config(f"counting://{data}", shard_cache_gb=5.5 * size / 1e9)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    for file in (tmp_path / "cache" / "shards").glob("*.tar"):
+        file.unlink()
+    store.copied.clear()
+    rows, starts = in_order(train)
+    opened, used = [], []
+    for start in starts:
+        found = rows.__getitems__(range(start, min(start + 4, len(train))))
+        opened.append({train.locate(i)[0] for i, _ in found})
+        files = (tmp_path / "cache" / "shards").iterdir()
+        used.append(sum(f.stat().st_size for f in files if f.suffix in (".tar", ".room")))
+        time.sleep(0.01)
+    assert max(used) <= 5.5 * size
+    seen = [number for numbers in opened for number in numbers]
+    for number in seen:  # a window has 2 shards, thus 6 batches
+        places = [i for i, numbers in enumerate(opened) if number in numbers]
+        assert places[-1] - places[0] <= 6
+    expected = {shard.name for shard in train.shards}
+    assert {*store.copied} == expected and len(store.copied) <= len(expected) + 2  # the next pass
+
+
+def test_next_window_is_fetched_ahead(config, tmp_path, store):
+    data = write_images(tmp_path / "rows", "tar", (12,) * 12)
+    cfg = config(f"counting://{data}")
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    shutil.rmtree(tmp_path / "cache" / "shards")
+    store.copied.clear()
+    rows, starts = in_order(train)
+    for start in starts[:5]:  # of the first window, of 24 rows
+        found = rows.__getitems__(range(start, start + 4))
+    deadline = time.monotonic() + 10
+    while len(store.copied) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    later = {train.locate(i)[0] for i in rows.ids(range(24, 48))}
+    assert {train.shards[n].name for n in later} <= {*store.copied}
+    assert len(store.copied) == 4 and found
+
+
+def read_all(dataset, seed, queue):
+    rows, starts = in_order(dataset, seed)
+    found = [row for start in starts for row in rows.__getitems__(range(start, start + 4))]
+    queue.put({i: int(row[0].sum()) for i, row in found})
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_processes_share_the_copies(config, tmp_path, kind):
+    """Four processes, each in an order of its own, and room for a third of the shards."""
+    data = write_images(tmp_path / "rows", kind, (12,) * 13, side=80)
+    cfg = config(f"file://{data}", validation_fraction=0.05)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    cfg.shard_cache_gb = float(4.5 * train.bytes.max() / 1e9)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    wanted = {i: int(row[0].sum()) for i, row in enumerate(read(train))}
+    fork = multiprocessing.get_context("fork")
+    queue = fork.Queue()
+    started = [fork.Process(target=read_all, args=(train, seed, queue)) for seed in range(4)]
+    for each in started:
+        each.start()
+    assert [queue.get(timeout=60) for _ in started] == [wanted] * 4
+    for each in started:
+        each.join()
+    files = [*(tmp_path / "cache" / "shards").iterdir()]
+    assert not any(file.suffix in (".partial", ".packed") for file in files)
+
+
+def test_workers_read_the_same_rows(config, tmp_path):
+    data = write_images(tmp_path / "rows", "tar", (12,) * 4)
+    cfg = config(f"file://{data}")
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    rows = batches.SampleDataset(train, images, 0)
+    sampler = batches.StepBatchSampler(batches.StepPlan(8, 4, (2,)), 0, 40)
+    found = []
+    for workers in (0, 2):
+        loader = batches.make_loader(rows, sampler, images, workers, False)
+        found.append([batch["pixel_values"] for batch, _ in loader])
+    assert all(map(torch.equal, *found)) and len(found[0]) == 10
+
+
+# ---- What goes wrong -----------------------------------------------------------------------------
+
+
+def test_store_that_fails_for_a_moment(config, tmp_path, store):
+    cfg = config(f"counting://{write_images(tmp_path / 'rows', 'tar')}")
+    store.failures += [OSError("reset"), RuntimeError("503 Slow Down")]
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    assert not store.failures and len(read(train)) + 5 <= 18 + 5
+    shutil.rmtree(tmp_path / "cache" / "shards")
+    store.failures += [OSError("connection reset by peer")] * 40
+    train = pickle.loads(pickle.dumps(train))
+    with pytest.raises(ConnectionError) as error:
+        train.cache.bring(train.shards[0])
+    text = "the store failed 3 times, the last time with connection reset by peer"
+    assert str(error.value) == f"cannot read {train.shards[0].path}: {text}"
+    store.failures.clear()
+    store.failures += [PermissionError("403 Forbidden")]
+    with pytest.raises(ValueError, match="cannot read .*: 403 Forbidden"):
+        train.cache.bring(train.shards[0])
+    assert not [*(tmp_path / "cache" / "shards").glob("*.room")]
+
+
+def cut(path, share=0.3):
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "problem"),
+    [
+        ("tar", "part-001.tar", "it is truncated"),
+        ("mds", "shard.00001.mds", "bytes, and index.json says"),
+        ("mds.zstd", "shard.00001.mds.zstd", "bytes, and index.json says"),
+        ("parquet", "part-001.parquet", "Parquet magic bytes not found in footer"),
+    ],
+)
+def test_truncated_shards_are_named(config, tmp_path, kind, name, problem):
+    data = write_images(tmp_path / "rows", kind)
+    cut(data / name)
+    with pytest.raises(ValueError) as error:
+        images.prepare_data(config(data))
+    assert name in str(error.value) and problem in str(error.value)
+    assert str(error.value).startswith("task.data: ") and "\n" not in str(error.value)
+
+
+def test_missing_shards_are_named(config, tmp_path):
+    data = write_images(tmp_path / "mds", "mds")
+    (data / "shard.00002.mds").unlink()
+    with pytest.raises(ValueError, match="mds: the shard shard.00002.mds is missing"):
+        images.prepare_data(config(data))
+    data = write_images(tmp_path / "tar", "tar")
+    pattern = f"{data}/part-{{000..003}}.tar"
+    with pytest.raises(ValueError, match="part-003.tar: there is no such file"):
+        images.prepare_data(config(pattern))
+    cfg = config(pattern.replace("003", "002"), validation_fraction=0.3)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    assert len(train.shards) == 2
+    for shard in train.shards:
+        os.unlink(shard.path)
+    with pytest.raises(ValueError, match=r"cannot read .*tar: it is no longer there"):
+        train[0]
+
+
+def test_damaged_archives_and_rows(config, tmp_path):
+    data = write_images(tmp_path / "rows", "tar", (8,) * 3)
+    content = bytearray((data / "part-001.tar").read_bytes())
+    with tarfile.open(data / "part-001.tar") as archive:
+        members = archive.getmembers()
+    broken = content[:]
+    broken[members[6].offset + 150] ^= 1  # of the header's checksum
+    (data / "part-001.tar").write_bytes(broken)
+    with pytest.raises(ValueError, match=r"part-001.tar: the header at byte \d[\d,]+ is damaged"):
+        images.prepare_data(config(data))
+    content[members[6].offset_data : members[6].offset_data + 20] = b"x" * 20  # of an image
+    (data / "part-001.tar").write_bytes(content)
+    cfg = config(data, validation_data=str(data / "part-000.tar"))
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    with pytest.raises(ValueError, match="cannot read .*part-001.tar, row 3: its format is none"):
+        train[8 + 3]
+    cfg = config(data, validation_data=str(data / "part-000.tar"), corrupt="skip")
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    assert equal([train[8 + 3]], [train[8 + 4]])  # the next row in its place
+
+
+def test_rows_without_a_label(config, tmp_path, capsys):
+    (tmp_path / "rows").mkdir()
+    for number in range(2):
+        rows = [(i, b"" if n == "owl" else n.encode()) for i, n in pictures(4, number)]
+        write_tar(tmp_path / "rows" / f"{number}.tar", members(rows, ("png", "cls")))
+    with pytest.raises(ValueError, match="0.tar, row 000002: the label is empty; 2 such rows; --t"):
+        images.prepare_data(config(tmp_path / "rows"))
+    cfg = config(tmp_path / "rows", incomplete_rows="skip")
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    assert "the next row of the shard replaces each" in capsys.readouterr().out
+    assert equal([train[2]], [train[3]])
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "problem"),
+    [
+        (lambda path: write_tar(path / "a.tar.gz", []), {}, "unpack it to .tar"),
+        (lambda path: None, {}, "no shards; task.streaming reads .tar and .parquet"),
+        (lambda path: (path / "a.csv").write_text("a"), {}, r"no shards \(skipped 1 other file: 1"),
+        (lambda path: (path / "index.json").write_text("{}"), {}, "is not the index of an MDS"),
+        (
+            lambda path: [write_images(path, kind) for kind in ("tar", "parquet")],
+            {},
+            "several kinds, parquet and tar: give one",
+        ),
+        (lambda path: write_tar(path / "a.tar", []), {}, "task.data: no rows in"),
+        (
+            lambda path: write_tar(path / "a.tar", [("1.jsonl", b"{}")]),
+            {},
+            "1.jsonl holds several rows; write a .json member for each",
+        ),
+        (
+            lambda path: write_tar(path / "a.tar", [("1.cls", b"a"), ("1.cls", b"b")]),
+            {},
+            "a.tar: the row 1 has two members cls",
+        ),
+        (lambda path: (path / "a.tar").write_text("no archive"), {}, "a.tar: "),
+        (
+            lambda path: write_images(path, "parquet"),
+            {"label_column": "kind"},
+            "no column kind among image, label; name the right one with --task.label_column",
+        ),
+        (lambda path: write_images(path, "tar"), {"classes": "cat"}, "two or more names"),
+        (
+            lambda path: write_images(path, "parquet", (400,) * 5),
+            {"shard_cache_gb": 0.001},
+            "task.shard_cache_gb is 0.001, but two windows of 2 shards take 0.00",
+        ),
+    ],
+)
+def test_data_that_cannot_be_streamed(config, tmp_path, make, fields, problem):
+    (tmp_path / "rows").mkdir()
+    make(tmp_path / "rows")
+    cfg = config(tmp_path / "rows", **fields)
+    with pytest.raises(ValueError, match=problem) as error:
+        images.datasets(cfg, images.prepare_data(cfg))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"data": "s3://bucket/x", "streaming": False}, "is a URL; --task.streaming true reads"),
+        ({"data": "digits"}, "digits is not a folder or URL of shards"),
+        ({"data": "owner/name"}, "give the URL of its files, hf://datasets/owner/name"),
+        ({"data": "x.tar", "streaming": False, "classes": "a,b"}, "unless task.streaming is true"),
+        ({"data": "ftx://x/y.tar"}, "cannot open ftx://x/y.tar: Protocol not known: ftx"),
+    ],
+)
+def test_fields_that_do_not_go_together(config, fields, problem):
+    with pytest.raises(ValueError, match=problem):
+        images.prepare_data(config(**{"shuffle_window": 8, **fields}))
