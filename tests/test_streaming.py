@@ -2,6 +2,7 @@
 this disk stay bounded, and the promises of prepared data hold.
 """
 
+import functools
 import io
 import json
 import multiprocessing
@@ -567,3 +568,213 @@ def test_data_that_cannot_be_streamed(config, tmp_path, make, fields, problem):
 def test_fields_that_do_not_go_together(config, fields, problem):
     with pytest.raises(ValueError, match=problem):
         images.prepare_data(config(**{"shuffle_window": 8, **fields}))
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    return bake(tmp_path_factory.mktemp("streams"), task="image_classification", tracker="none")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Eight shards of .tar, seen as a store, of which one is held out."""
+    folder = write_images(tmp_path_factory.mktemp("shelf") / "rows", "tar", (11, 9) * 4)
+    return f"file://{folder}"
+
+
+def losses(output):
+    return [(line["step"], line["loss"], line["batch_hash"]) for line in lines(output, "loss")]
+
+
+@pytest.mark.slow
+def test_processes_and_kills_change_nothing(project, shelf):
+    """As for prepared data: 1, 2 and 4 processes; killed between two checkpoints and continued."""
+    flags = [*SHORT, "--task.data", shelf, "--max_steps", 12, "--save_every", 4]
+    flags += ["--task.cache_dir", ".cache/shelf", "--keep_checkpoints", 0]
+    found = {}
+    for processes in (1, 2, 4):
+        output = project.path / "runs" / f"shelf-{processes}"
+        project.train(processes, *flags, "--output_dir", output)
+        found[processes] = losses(output)
+        for one, other in zip(found[1], found[processes], strict=True):
+            assert one[::2] == other[::2] and one[1] == pytest.approx(other[1], rel=1e-5)
+        (score,) = lines(output, "eval_loss")
+        (first,) = lines(project.path / "runs" / "shelf-1", "eval_loss")
+        assert score["accuracy"] == first["accuracy"]
+    for processes, workers in ((2, 0), (1, 2)):
+        output = project.path / "runs" / f"killed-{processes}"
+        more = [*flags, "--output_dir", output, "--num_workers", workers]
+        runs = project.start(processes, *more)
+        wait_until(functools.partial(trained, output, 6), runs[0])
+        for run in runs:
+            run.kill()
+            run.wait()
+        project.train(processes, *more)
+        whole = project.path / "runs" / f"shelf-{processes}"
+        last = "checkpoints/step-00000012"
+        assert digest(whole / last) == digest(output / last)
+
+
+@pytest.mark.slow
+def test_streaming_equals_prepared(tmp_path):
+    """The same rows in the same order give the same losses to the last bit."""
+    project = bake(tmp_path, task="image_classification", tracker="none")
+    data = write_images(tmp_path / "rows", "parquet", (30, 20))
+    held = write_images(tmp_path / "held", "parquet", (10,), seed=1)
+    with open(project.path / "task.py", "a", encoding="utf-8") as file:
+        file.write("\n\ndel sources  # prepared rows have no windows\n")
+    flags = [*SHORT, "--task.data", data, "--task.validation_data", held, "--max_steps", 8]
+    project.train(1, *flags, "--output_dir", "runs/streamed")
+    flags = [*flags, "--task.streaming", "false", "--task.shuffle_window", 8]
+    project.train(1, *flags, "--output_dir", "runs/prepared")
+    runs = [project.path / "runs" / name for name in ("streamed", "prepared")]
+    assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == 8
+    scores = [lines(run, "eval_loss")[0] for run in runs]
+    assert scores[0]["eval_loss"] == scores[1]["eval_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unreadable_rows_end_a_run_with_one_line(project, tmp_path, workers):
+    data = write_images(tmp_path / "rows", "tar", (11, 9) * 4)
+    held = write_images(tmp_path / "held", "tar", (5,), seed=1)
+    for file in sorted(data.iterdir())[1:]:  # the first is read at the start
+        with tarfile.open(file) as archive:
+            member = archive.getmember(archive.getnames()[8])
+        with open(file, "r+b") as shard:
+            shard.seek(member.offset_data)
+            shard.write(b"x" * 20)
+    flags = [*SHORT, "--task.data", data, "--task.validation_data", held]
+    output = project.path / "runs" / f"damaged-{workers}"
+    flags += ["--num_workers", workers, "--output_dir", output, "--max_steps", 12]
+    printed = project.train(1, *flags, codes=[2])
+    assert "Traceback" not in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("train.py: ")]
+    assert line.startswith(f"train.py: cannot read {data}/part-00") and ".tar, row 4: its" in line
+    printed = project.train(1, *flags, "--task.corrupt", "skip", "--accept_changes", "true")
+    assert len(lines(output, "loss")) >= 12
+
+
+@pytest.mark.slow
+def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
+    """Exit code 1, for launchers that try again; the same command goes on."""
+    project = bake(tmp_path, task="image_classification", tracker="none")
+    data = write_images(tmp_path / "rows", "tar", (11, 9) * 4)
+    store = """
+import os
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from tasklib import shards
+
+class Failing(LocalFileSystem):
+    protocol = "failing"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("failing://"))
+
+    def get_file(self, path, target, **options):
+        if os.path.exists("down") and "part-000" not in path:
+            raise OSError("503 Slow Down")
+        return super().get_file(path, target, **options)
+
+fsspec.register_implementation("failing", Failing)
+shards.WAITS = (0.01, 0.01)
+"""
+    with open(project.path / "task.py", "a", encoding="utf-8") as file:
+        file.write(store)
+    flags = [*SHORT, "--task.data", f"failing://{data}", "--max_steps", 12, "--save_every", 2]
+    whole = project.path / "runs" / "whole"
+    project.train(1, *flags, "--output_dir", whole)
+    shutil.rmtree(project.path / ".cache" / "data" / "shards")
+    (project.path / "down").touch()
+    output = project.path / "runs" / "again"
+    printed = project.train(2, *flags, "--output_dir", output, codes=[1])
+    text = "the store failed 3 times, the last time with 503 Slow Down; the same command continues"
+    assert text in printed and "Traceback" not in printed
+    (project.path / "down").unlink()
+    project.train(1, *flags, "--output_dir", output)
+    assert losses(output) == losses(whole)
+
+
+TEXT = ["--task.max_length", 16, "--task.hidden_size", 32, "--task.num_heads", 2]
+TEXT += ["--task.vocab_size", 400, "--global_batch_size", 16, "--micro_batch_size", 16]
+WORDS = "red green blue dog cat house tree sun moon sea".split()
+
+
+def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
+    """Texts of some words; the label says whether there is a dog."""
+    folder.mkdir(parents=True)
+    rng, parts = np.random.default_rng(seed), []
+    for count in counts:
+        some = [" ".join(rng.choice(WORDS, rng.integers(3, 9))) for _ in range(count)]
+        parts.append([{"text": text, "label": "dog" if "dog" in text else "no"} for text in some])
+    if kind == "mds":
+        encoded = [[{n: v.encode() for n, v in row.items()} for row in rows] for rows in parts]
+        return write_mds(folder, encoded, {"text": "str", "label": "str"}, "zstd")
+    for number, rows in enumerate(parts):
+        path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
+        if kind == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif kind == "tar.json":
+            write_tar(path, members([[json.dumps(row).encode()] for row in rows], ["json"]))
+        else:
+            pairs = [[v.encode() for v in row.values()] for row in rows]
+            write_tar(path, members(pairs, ("txt", "cls")))
+    return folder
+
+
+def test_texts_of_every_format(tmp_path):
+    found = []
+    for kind in ("parquet", "mds", "tar", "tar.json"):
+        fields = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 300, "streaming": True}
+        data, held = (write_texts(tmp_path / kind / name, kind) for name in ("rows", "held"))
+        fields |= {"max_length": 16, "validation_data": str(held)}
+        cfg = texts.TaskConfig(data=str(data), **fields)
+        prepared = texts.prepare_data(cfg)
+        train, validation = texts.datasets(cfg, prepared)
+        rows = train.__getitems__(range(90))
+        found.append([{n: v.tolist() for n, v in row.items()} for row in rows])
+        assert found[-1] == found[0] and len(validation) == 90
+        assert json.loads((prepared / "names.json").read_text()) == ["dog", "no"]
+        assert texts.sizes(train).shape == (90,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"problem_type": "regression"}, "task.problem_type is 'regression' but must be another"),
+        ({"class_weights": "balanced"}, "task.class_weights is 'balanced' but must be none, while"),
+        (
+            {
+                "problem_type": "multi_label_classification",
+                "label_columns": "a,b",
+                "classes": "a,b",
+            },
+            "task.classes is 'a,b' but must be empty",
+        ),
+    ],
+)
+def test_texts_that_need_all_rows_first(tmp_path, fields, problem):
+    cfg = texts.TaskConfig(data=str(tmp_path), streaming=True, **fields)
+    with pytest.raises(ValueError, match=problem):
+        texts.prepare_data(cfg)
+
+
+@pytest.mark.slow
+def test_streamed_texts_equal_prepared_ones(tmp_path):
+    project = bake(tmp_path, task="text_classification", tracker="none")
+    data = write_texts(tmp_path / "rows", "parquet")
+    held = write_texts(tmp_path / "held", "parquet", (20,), seed=1)
+    with open(project.path / "task.py", "a", encoding="utf-8") as file:
+        file.write("\n\ndel sources, sizes  # prepared rows have no windows, and are sorted\n")
+    flags = [*TEXT, "--task.data", data, "--task.validation_data", held, "--max_steps", 8]
+    flags += ["--log_every", 1, "--warmup_steps", 2]
+    project.train(1, *flags, "--task.streaming", "true", "--output_dir", "runs/streamed")
+    project.train(1, *flags, "--output_dir", "runs/prepared")
+    runs = [project.path / "runs" / name for name in ("streamed", "prepared")]
+    assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == 8
+    assert lines(runs[0], "eval_loss")[0] == lines(runs[1], "eval_loss")[0]
