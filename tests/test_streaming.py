@@ -439,6 +439,22 @@ def cut(path, share=0.3):
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
 
+def test_an_archive_that_is_cut_anywhere(tmp_path):
+    """Either all rows are found, or an error says that it is truncated."""
+    path = write_images(tmp_path / "rows", "tar", (4,)) / "part-000.tar"
+    content = path.read_bytes()
+    shard = shards.list_shards(str(path), "data")[0]
+    found = []
+    for size in range(0, len(content), 256):
+        path.write_bytes(content[:size])
+        try:
+            index = shards.index_shard(shard, "", {}, lambda _: open(path, "rb"), None)
+            found.append(index.rows)
+        except ValueError as error:
+            assert "part-000.tar" in str(error)
+    assert {*found} == {4} and len(found) < 40
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "problem"),
     [
@@ -534,6 +550,21 @@ def test_rows_without_a_label(config, tmp_path, capsys):
         ),
         (lambda path: (path / "a.tar").write_text("no archive"), {}, "a.tar: "),
         (
+            lambda path: write_tar(path / "a.tar", [("1.png", b"a"), ("1.json", b"[1]")]),
+            {},
+            "a.tar: row 1: its .json member is not an object",
+        ),
+        (
+            lambda path: write_tar(path / "a.tar", [("1.png", b"a"), ("1.json", b"{")]),
+            {},
+            "a.tar: row 1: Expecting property name",
+        ),
+        (
+            lambda path: write_images(path, "tar"),
+            {"cache_dir": "rows/cache"},
+            "task.cache_dir: rows/cache lies in task.data",
+        ),
+        (
             lambda path: write_images(path, "parquet"),
             {"label_column": "kind"},
             "no column kind among image, label; name the right one with --task.label_column",
@@ -546,7 +577,8 @@ def test_rows_without_a_label(config, tmp_path, capsys):
         ),
     ],
 )
-def test_data_that_cannot_be_streamed(config, tmp_path, make, fields, problem):
+def test_data_that_cannot_be_streamed(config, tmp_path, monkeypatch, make, fields, problem):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "rows").mkdir()
     make(tmp_path / "rows")
     cfg = config(tmp_path / "rows", **fields)

@@ -126,6 +126,8 @@ def list_shards(data: str, field: str) -> list[Shard]:
                 "cannot be read one by one: unpack it to .tar"
             )
         if ending in (".tar", ".parquet"):
+            if info.get("size") is None:
+                raise ValueError(f"{where}: the store does not tell the size of {one_line(path)}")
             shards.append(Shard(name, path, info["size"], tag_of(info), ENDINGS[ending], {}))
         else:
             others[ending or "no ending"] += 1
@@ -328,7 +330,7 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
             row, name = match[1], match[2].lower()
             if row != key:
                 if key is not None:
-                    yield begin, key, by_role(columns, tar_values(members))
+                    yield begin, key, read_members(key, members, columns)
                 key, begin, names, members = row, member.offset, set(), {}
             if name in names:
                 raise ValueError(f"the row {one_line(key, 60)} has two members {one_line(name)}")
@@ -347,13 +349,23 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
         if mark.strip(b"\0"):
             raise ValueError(f"the header at byte {end:,} is damaged")
     if key is not None:
-        yield begin, key, by_role(columns, tar_values(members))
+        yield begin, key, read_members(key, members, columns)
     yield end, "", {}
+
+
+def read_members(key: str, members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
+    """The values of a row; raises ValueError with its key."""
+    try:
+        return by_role(columns, tar_values(members))
+    except ValueError as error:
+        raise ValueError(f"row {one_line(key, 100)}: {one_line(error)}") from None
 
 
 def tar_values(members: dict[str, bytes]) -> Callable[[str, str], Any]:
     """Looks up the value of a role's column in the members of a row; None: there is none."""
     values = json.loads(members["json"]) if "json" in members else {}
+    if not isinstance(values, dict):
+        raise ValueError("its .json member is not an object")
 
     def value_of(role: str, column: str) -> Any:
         if column in values:

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from tasklib import cache, hub, shards
 from tasklib.fields import NOTHING, check_fields, check_ignored_fields, local_path, number_type
+from tasklib.files import flush
 from tasklib.messages import one_line
 from tasklib.shards import Columns, Shard, ShardIndex
 from tasklib.sources import IncompleteRow, Source
@@ -129,6 +130,8 @@ def prepare(
     are those of `cache.cache_folder`. Raises ValueError and ConnectionError.
     """
     given = {*known}
+    if not shards.is_url(cfg.data):
+        cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
     listed = {name: shards.list_shards(getattr(cfg, name), name) for name in fields}
     settings = [columns, known, *settings]
@@ -347,6 +350,7 @@ class ShardCache:
         self.make_room(room, size)
         try:
             shards.bring(shard, self.data, partial, self.columns)
+            flush(partial)  # a power cut must not leave half a copy
             partial.replace(path)
         finally:
             for each in (room, partial):
