@@ -119,7 +119,7 @@ def prepare(
     known: list[str],
     settings: list,
     shaped_by: list[ModuleType | Callable],
-    label_names: Callable[[dict], list[str]] | None,
+    label_names: Callable[[dict], list[str]],
     build: Callable[[Path, set[str]], list[Path]],
 ) -> Path:
     """The folder with the index of all shards, made once, as `cache.prepare_once` does.
