@@ -2,21 +2,18 @@
 it answers to bad input.
 """
 
-import importlib.util
 import io
 import json
 import pickle
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from conftest import ROOT, bake, lines, parse_error
+from conftest import bake, lines, load_task, parse_error
 
-SOURCE = ROOT / "templates" / "tasks" / "image_classification.py"
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
 TINY = ["--task.hidden_size", "64", "--task.num_layers", "1", "--task.patch_size", "16"]
 SHORT = ["--global_batch_size", "16", "--warmup_steps", "2", "--log_every", "1", *TINY]
@@ -31,19 +28,9 @@ def baked(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def task(baked):
+def task():
     """The task file, with the modules of the project that it imports."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(baked.path))
-    spec = importlib.util.spec_from_file_location("image_classification", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["image_classification"] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(baked.path))
-    for name in set(sys.modules) - before:
-        if str(baked.path) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
+    return load_task("image_classification")
 
 
 @pytest.fixture
