@@ -266,11 +266,11 @@ def status(output):
     return json.loads((output / "status.json").read_text())
 
 
-def wait_until(condition, run, seconds=60):
-    """Waits for something that a run does."""
+def wait_until(condition, run=None, seconds=60):
+    """Waits for something, which a run does if one is given."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert run.poll() is None, run.stdout.read()
+        assert run is None or run.poll() is None, run.stdout.read()
         assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.01)
 
