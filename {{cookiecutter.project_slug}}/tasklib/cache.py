@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from tasklib.messages import one_line
 from tasklib.sources import DataConfig
 
 STARTED = time.time()
+MANY_FILES = 1000  # in a tree: more of them count by their folders
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
 
@@ -103,6 +105,11 @@ def hash_input_files(
     Data on the Hub counts by its commit, which is checked here. Skipped files are counted, so that
     a new one is reported. `more`: files beside the data, such as a tokenizer. `shipped`: the files,
     if `data` names data that the task brings along.
+
+    More than 1,000 files count by their folders (`hash_folder`): a start then lists folders, and
+    asks about no file. It cannot see a file that was overwritten in place (`cp` over it, `>>`,
+    `rsync --inplace`), since its folder keeps its times. It sees files that were added, removed,
+    renamed or replaced, and reads a folder again after `touch FOLDER`.
     """
     found, skipped, given = [*more, *(shipped or [])], [], []
     if shipped is None and hub.is_hub_name(cfg.data):
@@ -113,7 +120,14 @@ def hash_input_files(
     if cfg.validation_data:
         given.append(("validation_data", cfg.validation_data))
     for name, path in given:
-        paths, others = sources.find_files(path, endings, name)
+        paths, folders, number, others = [], [], 0, Counter()
+        for folder, names, skipped_here in sources.walk(path, endings, name):
+            others += skipped_here
+            number += len(names)
+            folders += [Path(folder)] * bool(names)
+            if number <= MANY_FILES:
+                paths += [Path(folder, each) for each in names]
+        paths = folders if number > MANY_FILES else sorted(paths)
         found += paths or sources.list_files(path, endings, name)  # raises, with the reason
         skipped.append(others)
     return [*hash_files(found, cfg).items(), *(sorted(each.items()) for each in skipped)]
@@ -180,6 +194,32 @@ def hash_file(path: Path | str) -> tuple[str, list[int]]:
     return digest.hexdigest(), file_stamp(status)
 
 
+def read_stamp(path: str) -> list[int]:
+    """The stamp of a file. A folder's size is the number of its entries. Raises OSError."""
+    status = os.stat(path)
+    stamp = file_stamp(status)
+    return [len(os.listdir(path)), *stamp[1:]] if stat.S_ISDIR(status.st_mode) else stamp
+
+
+def hash_folder(path: str, hash_one: Callable, settled: int) -> tuple[str, list[int]]:
+    """A digest of the names and contents of a folder's own files, and its stamp.
+
+    Hidden files and folders inside do not count. `hash_one` is `hash_file`, or answers like it. The
+    stamp is empty if a file changed after the time `settled`, in ns, or cannot be read.
+    """
+    stamp, total = read_stamp(path), hashlib.sha256()  # a later change makes another stamp
+    newest = 0
+    with os.scandir(path) as entries:
+        names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
+    for start in range(0, len(names), 10_000):
+        some = names[start : start + 10_000]
+        hashed = map_in_threads(hash_one, [os.path.join(path, name) for name in some])
+        for name, (digest, file_stamp) in zip(some, hashed, strict=True):
+            total.update(f"{digest} {name}\0".encode(errors="surrogateescape"))
+            newest = max(newest, file_stamp[2] if file_stamp else settled)
+    return total.hexdigest(), stamp if newest < settled else []
+
+
 def map_in_threads(function: Callable, items: list) -> list:
     """[function(item) for item in items], in threads: hashing and reading release the GIL."""
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
@@ -189,12 +229,14 @@ def map_in_threads(function: Callable, items: list) -> list:
 def hash_files(
     paths: Iterable[Path], cfg: DataConfig, missing: str | None = None
 ) -> dict[str, str]:
-    """SHA-256 of each file by its path. `missing`: the digest of an unreadable file; None: raise.
+    """SHA-256 of each file or folder (`hash_folder`) by its path.
 
-    A memo in the cache folder spares reading files whose size, times and inode are the same. A file
-    that changed less than two seconds before it was read is not in the memo: another change might
-    leave the same times. Of processes that start together, the first reads and the others wait for
-    its memo; if the memo cannot be written, each reads. Raises ValueError for an unreadable file.
+    `missing`: the digest of an unreadable one; None: raise ValueError.
+
+    A memo in the cache folder spares reading what has the same size, times and inode. What changed
+    less than two seconds before it was read is not in the memo: another change might leave the same
+    times. Of processes that start together, the first reads and the others wait for its memo; if
+    the memo cannot be written, each reads.
     """
     cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
 
@@ -204,13 +246,13 @@ def hash_files(
             saved = memo.get(os.path.abspath(name))
             if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
                 with contextlib.suppress(OSError, ValueError):  # hash_or_raise reports it
-                    if file_stamp(os.stat(name)) == saved[:4]:
+                    if read_stamp(name) == saved[:4]:
                         digests[name] = saved[4]
         return digests
 
-    def hash_or_raise(name: str) -> tuple[str, list[int]]:
+    def hash_or_raise(name: str, read: Callable = hash_file) -> tuple[str, list[int]]:
         try:
-            return hash_file(name)
+            return read(name)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             if missing is not None:
                 return missing, []
@@ -225,17 +267,22 @@ def hash_files(
             with contextlib.suppress(OSError, NotImplementedError):  # a read-only disk
                 stack.enter_context(file_lock(cache / "digests.lock"))
                 digests = read_memo()
-            now, new = time.time_ns(), [name for name in names if name not in digests]
-            hashed = dict(zip(new, map_in_threads(hash_or_raise, new), strict=True))
+            settled = time.time_ns() - 2_000_000_000
+            new = [name for name in names if name not in digests]
+            folders = {name for name in new if os.path.isdir(name)}
+            files = [name for name in new if name not in folders]
+            hashed = dict(zip(files, map_in_threads(hash_or_raise, files), strict=True))
+            read = functools.partial(hash_folder, hash_one=hash_or_raise, settled=settled)
+            hashed |= {name: hash_or_raise(name, read) for name in folders}
             digests |= {name: digest for name, (digest, _) in hashed.items()}
-            settled = {
+            known = {
                 os.path.abspath(name): [*stamp, digest]
                 for name, (digest, stamp) in hashed.items()
-                if stamp and now - stamp[2] > 2_000_000_000
+                if stamp and stamp[2] < settled
             }
-            if settled:
+            if known:
                 memo = read_json_object(cache / "digests.json")
-                try_write_json(cache / "digests.json", memo | settled)
+                try_write_json(cache / "digests.json", memo | known)
     return {name: digests[name] for name in names}
 
 

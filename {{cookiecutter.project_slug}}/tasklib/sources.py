@@ -7,7 +7,6 @@ them; afterwards they are not read again (see cache.py).
 import hashlib
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -104,51 +103,86 @@ def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[P
 
 
 def find_files(data: str, endings: Iterable[str], field: str) -> tuple[list[Path], Counter]:
-    """The files with these endings, sorted, and the number of other files by their endings.
-
-    Hidden files do not count: notebooks and file managers keep copies in them.
-    """
-    root = local_path(data, field)
+    """The files with these endings, sorted, and the number of other files by their endings."""
     found: list[Path] = []
     others: Counter = Counter()
+    for folder, names, skipped in walk(data, endings, field):
+        found += [Path(folder, name) for name in names]
+        others += skipped
+    return sorted(found), others
+
+
+def walk(data: str, endings: Iterable[str], field: str) -> Iterator[tuple[str, list[str], Counter]]:
+    """Each folder from `data` down: its path, the sorted names of its files with these endings, and
+    the number of its other files by their endings. A file is all of its folder.
+
+    Lists folders, and asks the system about no file. Hidden files do not count: notebooks and file
+    managers keep copies in them. Raises ValueError for what is unreachable.
+    """
+    root = local_path(data, field)
     folders: dict[tuple[int, int], str] = {}  # by device and inode, to notice links
-    to_visit = [str(root)] if data else []
+    to_visit = [str(root)] if data and os.path.lexists(root) else []
+    if to_visit and not is_folder(root, field):
+        folder, name = os.path.split(to_visit.pop())
+        yield folder, *choose_files(folder, [name], endings, field)
     while to_visit:
         path = to_visit.pop()
-        shown = f"task.{field}: {one_line(path, 100)}"
+        files, below, shown = [], [], f"task.{field}: {one_line(path, 100)}"
         try:
             status = os.stat(path)
-            if stat.S_ISDIR(status.st_mode):
-                names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-                to_visit += [os.path.join(path, name) for name in names]
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if not entry.name.startswith("."):
+                        (below if is_folder(entry, field) else files).append(entry.name)
         except OSError as error:
-            if path == str(root) and not os.path.lexists(path):
-                break
-            problem = "is a broken link" if os.path.islink(path) else "cannot be read"
-            raise ValueError(f"{shown} {problem} ({error.strerror}): fix or remove it") from None
-        if stat.S_ISDIR(status.st_mode):
-            first = folders.setdefault((status.st_dev, status.st_ino), path)
-            if first != path:
-                problem = f"the same folder as {one_line(first, 100)}"
-                if path.startswith(os.path.join(first, "")):
-                    problem = f"a link to a folder above itself, {one_line(first, 100)}"
-                raise ValueError(f"{shown} is {problem}: remove one")
-        elif not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{shown} is neither file nor folder: remove it")
-        elif tables.file_ending(Path(path)) not in endings:
-            others["".join(Path(path).suffixes[-2:])[-20:] or "no ending"] += 1
-        elif path != path.encode(errors="replace").decode():
+            problem = f"cannot be read ({error.strerror}): fix or remove it"
+            raise ValueError(f"{shown} {problem}") from None
+        first = folders.setdefault((status.st_dev, status.st_ino), path)
+        if first != path:
+            problem = f"the same folder as {one_line(first, 100)}"
+            if path.startswith(os.path.join(first, "")):
+                problem = f"a link to a folder above itself, {one_line(first, 100)}"
+            raise ValueError(f"{shown} is {problem}: remove one")
+        to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
+        yield path, *choose_files(path, sorted(files), endings, field)
+
+
+def is_folder(path: Path | os.DirEntry, field: str) -> bool:
+    """Whether it is a folder, not a file. Raises ValueError for what is neither, or unreachable."""
+    shown = f"task.{field}: {one_line(os.fspath(path), 100)}"
+    try:
+        if path.is_dir() or path.is_file():
+            return path.is_dir()
+        os.stat(path)
+    except OSError as error:
+        problem = "is a broken link" if os.path.islink(path) else "cannot be read"
+        raise ValueError(f"{shown} {problem} ({error.strerror}): fix or remove it") from None
+    raise ValueError(f"{shown} is neither file nor folder: remove it")
+
+
+def choose_files(
+    folder: str, names: list[str], endings: Iterable[str], field: str
+) -> tuple[list[str], Counter]:
+    """The names with these endings, and the number of the others by their endings."""
+    chosen, others = [], Counter()
+    for name in names:
+        if tables.file_ending(name) not in endings:
+            others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
+            continue
+        path = os.path.join(folder, name)
+        if not path.isascii() and path != path.encode(errors="replace").decode():
+            shown = f"task.{field}: {one_line(path, 100)}"
             raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
-        else:
-            found.append(Path(path))
-    return sorted(found), others
+        chosen.append(name)
+    return chosen, others
 
 
 def describe_skipped(others: Counter) -> str:
     """The number of skipped files by ending, as part of a sentence; empty: none."""
     if not others:
         return ""
-    endings = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in others.most_common(10))
+    most = sorted(others.items(), key=lambda each: (-each[1], each[0]))[:10]
+    endings = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in most)
     number = sum(others.values())
     return f" (skipped {number:,} other file{'s' * (number > 1)}: {endings})"
 
@@ -157,7 +191,7 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
     """Prints the files beside the data that are not read, for example with a misspelt ending."""
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     for name, data in (("data", local), ("validation_data", cfg.validation_data)):
-        if others := find_files(data, endings, name)[1]:
+        if others := sum((each for *_, each in walk(data, endings, name)), Counter()):
             print(f"Preparing data: {one_line(data, 100)}{describe_skipped(others)}", flush=True)
 
 

@@ -10,6 +10,7 @@ import csv
 import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
@@ -28,10 +29,11 @@ SEPARATOR_NAMES = {",": "commas", "\t": "tabs"}
 MAX_EXPANSION = 200  # largest allowed ratio of content to compressed file; text reaches about 10
 
 
-def file_ending(path: Path) -> str:
+def file_ending(path: Path | str) -> str:
     """A file's ending in lower case. A compressed file has the inner one: .csv for rows.CSV.GZ."""
-    ending, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
-    return inner if ending in COMPRESSIONS and inner in (".txt", *TABLES[:-1]) else ending
+    stem, ending = os.path.splitext(str(path).lower())
+    inner = os.path.splitext(stem)[1] if ending in COMPRESSIONS else ""
+    return inner if inner in (".txt", *TABLES[:-1]) else ending
 
 
 def read_rows(
