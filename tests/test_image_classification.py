@@ -316,7 +316,7 @@ def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, mo
         return task.prepared_folder(cfg)
 
     same = [key(changed) for changed in (None, task.loss_sum, task.classification)]
-    others = [key(changed) for changed in (task.build_data, task.images, task.demo_data)]
+    others = [key(changed) for changed in (task.build_data, task.images, task.digit_rows)]
     assert len({*same}) == 1 and len({*same, *others}) == 4
 
 

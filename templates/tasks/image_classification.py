@@ -25,13 +25,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasklib import cache, classification, demo_data, fields, image_data, images, labels, pretrained
-from tasklib.fields import ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
-from tasklib.image_data import StoredSquares
+from tasklib import cache, classification, fields, image_data, image_store, images, pretrained
+from tasklib.demo_data import digit_rows
+from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
+from tasklib.image_store import StoredImages
 from tasklib.image_streams import StreamedSquares, prepare_index
-from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Source, check_data_config, hold_out
+from tasklib.sources import DataConfig, Source, check_data_config
 from tasklib.streaming import StreamFields, check_streaming, sources_of
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
@@ -66,6 +66,10 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     stored_size: StoredSide = 0
     """Side in pixels of the square that is cut from the middle of each image and kept in cache_dir;
     0: that of the model, or a seventh more if crops are random."""
+    decoded_gb: fields.Gigabytes = field(default=20, metadata=NOTHING)
+    """Most gigabytes of decoded squares in cache_dir; each takes 3 x stored_size^2 bytes. Where all
+    take more, none is kept, and each image is decoded whenever it is used: the same training, which
+    needs more num_workers. Another value prepares the data again."""
     min_crop: Crop = 0.8
     """Smallest share of the square's area that a random crop keeps in training; 1: no crops."""
     flip: bool = False
@@ -134,8 +138,10 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     Images that a table names are not among the files: `build_data` returns their digests.
     """
     settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt, cfg.background]
+    settings.append(cfg.decoded_gb)
     used = [] if cfg.data == "digits" else cache.hash_input_files(cfg, image_data.ENDINGS)
-    return cache.cache_folder(cfg, settings, used, [demo_data, image_data, images, build_data])
+    code = [digit_rows, image_data, image_store, image_store.pieces, images, build_data]
+    return cache.cache_folder(cfg, settings, used, code)
 
 
 def stored_side(cfg: TaskConfig) -> int:
@@ -144,50 +150,22 @@ def stored_side(cfg: TaskConfig) -> int:
 
 
 def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
-    """Writes images.npy (N, side, side, 3), labels.npy (N,), labels.json, and the row numbers of
-    each part.
+    """Writes the images, labels.npy (N,), labels.json, and the row numbers of each part.
 
     Returns the digest of these, and those of the images that tables name.
     """
-    digits, data = cfg.data == "digits", one_line(cfg.data, 100)
-    train, given = image_data.read_rows(cfg, demo_data.digit_rows() if digits else None)
-    field = "validation_data" if cfg.validation_data else "validation_split"
-    rows = train + (given or [])
-    names = [row["label"] for row, _ in rows]
-    known = sorted({*names[: len(train)]})
-    labels.check_known(given or [], known, field)
-    named = image_data.hash_named_images(cfg, rows, digits)
-    side = stored_side(cfg)
-    print(
-        f"Preparing data: {len(rows):,} images of {data}, {len(known):,} classes; "
-        f"{len(rows) * side * side * 3 / 1e6:,.1f} MB in {one_line(folder.parent, 100)}",
-        flush=True,
-    )
-    hashes = image_data.store_squares(train, given or [], folder / "images.npy", side, cfg)
-    readable = [number for number, digest in enumerate(hashes) if digest]
-    parts = [n for n in readable if n < len(train)], [n for n in readable if n >= len(train)]
-    classes = sorted({names[number] for number in parts[0]})
-    if len(classes) < 2:
-        raise ValueError(
-            f"task.data: {data} has {len(parts[0])} images of {len(classes)} classes "
-            f"({one_line(', '.join(classes), 60) or 'none'}); give at least two classes"
-        )
-    labels.check_known([rows[number] for number in parts[1]], classes, field)
-    if given is None:
-        fraction = cfg.validation_fraction
-        parts = hold_out(parts[0], fraction, lambda n: hashes[n], lambda n: names[n])
-    if not parts[1]:
-        raise ValueError(
-            f"task.validation_data: no images to evaluate on among the {len(rows)} of {data}; give "
-            "--task.validation_data PATH"
-        )
-    place = {name: i for i, name in enumerate(classes)}
-    arrays = {"labels": np.array([place.get(name, -1) for name in names], np.int64)}
-    arrays |= {"train": np.sort(parts[0]), "validation": np.sort(parts[1])}
+    shipped = digit_rows() if cfg.data == "digits" else None
+    train, given = image_data.read_rows(cfg, shipped)
+    found = image_store.ImageList(folder, train, given or [], cfg)
+    named = image_data.hash_named_images(cfg, found.places, found.paths())
+    hashes = image_store.store_images(found, stored_side(cfg), cfg)
+    arrays, names = image_store.choose_parts(found, hashes, given is None, cfg)
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
-    (folder / "labels.json").write_text(json.dumps(classes), encoding="utf-8")
-    arrays["images"] = np.array(hashes, "S64")
+    (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
+    arrays["images"] = image_store.hex_digests(hashes)
+    if (folder / "images.npy").exists():
+        found.sources.remove()
     return {"content": cache.hash_columns({"images": arrays}), "named": named}
 
 
@@ -200,12 +178,12 @@ def digest(cfg: TaskConfig, prepared: Path) -> str:
 
 
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
-    """StoredSquares or StreamedSquares: rows of one kind."""
+    """StoredImages or StreamedSquares: rows of one kind."""
     parts, view = ("train", "validation"), load_view(cfg, prepared)
     if cfg.streaming:
         settings = (cfg, stored_side(cfg), view)
         return tuple(StreamedSquares(prepared, part, *settings) for part in parts)
-    return tuple(StoredSquares(prepared, part, view) for part in parts)
+    return tuple(StoredImages(prepared, part, view) for part in parts)
 
 
 def sources(dataset: Any) -> list[Source]:
@@ -329,7 +307,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Pat
 
 
 @torch.no_grad()
-def draw_samples(model: Any, dataset: StoredSquares, names: list[str], path: Path) -> Path:
+def draw_samples(model: Any, dataset: StoredImages, names: list[str], path: Path) -> Path:
     """Sixteen of 256 validation images with their answers, wrong ones first."""
     chosen = np.random.default_rng(0).permutation(len(dataset))[:256]  # rows may be sorted by class
     rows, answers = [dataset[i] for i in chosen], []

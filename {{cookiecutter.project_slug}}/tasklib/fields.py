@@ -38,6 +38,7 @@ Fraction.__doc__ = "a number, above 0 and below 1"  # error messages show it
 Layers = number_type("Layers", int, 1, 1000)
 Heads = number_type("Heads", int, 1, 1024)
 Width = number_type("Width", int, 1, 65_536)
+Gigabytes = number_type("Gigabytes", float, 0, 1_000_000)
 
 
 def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:

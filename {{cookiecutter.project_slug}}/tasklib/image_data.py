@@ -1,22 +1,15 @@
-"""Labelled images: read from folders of classes, tables or the Hub, and stored as squares."""
+"""Labelled images, read from folders of classes, tables or the Hub."""
 
-import dataclasses
-import hashlib
-import math
+import io
 import os
-import shutil
-from collections.abc import Iterable
-from multiprocessing.pool import ThreadPool
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from PIL import Image, UnidentifiedImageError
-from tqdm import tqdm
+from PIL import Image
 
 from tasklib import cache, hub, pretrained, sources, tables
-from tasklib.images import is_transparent, open_for_square, square
+from tasklib.fields import local_path
 from tasklib.messages import one_line
 from tasklib.tables import TABLES, Row
 
@@ -26,27 +19,35 @@ ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".
 # ---- Reading -------------------------------------------------------------------------------------
 
 
-def read_rows(cfg: Any, shipped: Iterable[Row] | None = None) -> tuple[list[Row], list[Row] | None]:
+def read_rows(
+    cfg: Any, shipped: Iterable[Row] | None = None
+) -> tuple[Iterator[Row], Iterator[Row] | None]:
     """Rows of an image and a label, to train on and, where some are given, to evaluate on.
 
-    `shipped`: rows in place of those of cfg.data. Raises ValueError for a row without an image or a
-    class, unless cfg.incomplete_rows is skip.
+    They are read one by one: encoded images of all rows may not fit into memory. `shipped`: rows in
+    place of those of cfg.data. Raises ValueError for a row without an image or a class, unless
+    cfg.incomplete_rows is skip.
     """
-    columns = {"image": cfg.image_column, "label": cfg.label_column}
-    validation = None
+    columns, field = {"image": cfg.image_column, "label": cfg.label_column}, given_field(cfg)
     sources.print_skipped_files(cfg, readable_endings(cfg.data), shipped=shipped is not None)
+    on_hub, validation = shipped is None and hub.is_hub_name(cfg.data), None
     if shipped is not None:
-        train = list(shipped)
-    elif hub.is_hub_name(cfg.data):
-        hub_only = dataclasses.replace(cfg, validation_data="")  # it may be a folder of images
-        train, validation = sources.read_splits(hub_only, columns)
+        train = iter(shipped)
+    elif on_hub:
+        train = hub.read_hub_rows(cfg, cfg.data_split, columns, "data_split")
     else:
         train = read_local_rows(cfg.data, columns, "data")
     if cfg.validation_data:
-        validation = read_local_rows(cfg.validation_data, columns, "validation_data")
-    field = "validation_data" if cfg.validation_data else "validation_split"
-    train = sources.keep_valid_rows(train, cfg, "data", check_image_row)
-    return train, validation and sources.keep_valid_rows(validation, cfg, field, check_image_row)
+        validation = read_local_rows(cfg.validation_data, columns, field)
+    elif cfg.validation_split and on_hub:
+        validation = hub.read_hub_rows(cfg, cfg.validation_split, columns, field)
+    train = sources.valid_rows(train, cfg, "data", check_image_row)
+    return train, validation and sources.valid_rows(validation, cfg, field, check_image_row)
+
+
+def given_field(cfg: Any) -> str:
+    """The field that names validation rows, if one does."""
+    return "validation_data" if cfg.validation_data else "validation_split"
 
 
 def check_image_row(row: dict) -> None:
@@ -60,7 +61,7 @@ def check_image_row(row: dict) -> None:
             raise sources.IncompleteRow(f"the {role} is empty")
     if not isinstance(label, (str, int)):
         raise ValueError(f"the label is {one_line(repr(label), 60)}; give text or a whole number")
-    if not isinstance(image, (str, bytes, Path, Image.Image)):
+    if not isinstance(image, (str, bytes, Image.Image)):
         raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
     row["label"] = str(label)
 
@@ -72,18 +73,27 @@ def readable_endings(data: str) -> tuple[str, ...]:
     return tuple(each for each in ENDINGS if not (in_folder and each == ".json"))
 
 
-def read_local_rows(data: str, columns: dict[str, str], field: str) -> list[Row]:
+def read_local_rows(data: str, columns: dict[str, str], field: str) -> Iterator[Row]:
     """The rows of the tables at a path; without a table, the images in its folders of classes."""
-    files = sources.list_files(data, readable_endings(data), field)
-    listed = [file for file in files if tables.file_ending(file) in TABLES]
-    if listed:
-        return [row for table in listed for row in read_image_table(table, columns, field)]
-    return read_class_folders(Path(data).expanduser(), files, field)
+    endings = readable_endings(data)
+    folders = [(folder, names) for folder, names, _ in sources.walk(data, endings, field) if names]
+    tables_here = [
+        Path(folder, name)
+        for folder, names in folders
+        for name in names
+        if tables.file_ending(name) in TABLES
+    ]
+    if tables_here:
+        for table in sorted(tables_here):
+            yield from read_image_table(table, columns, field)
+    elif folders:
+        yield from read_class_folders(Path(data).expanduser(), folders, field)
+    else:
+        sources.list_files(data, endings, field)  # raises, with the reason
 
 
-def read_image_table(table: Path, columns: dict[str, str], field: str) -> list[Row]:
+def read_image_table(table: Path, columns: dict[str, str], field: str) -> Iterator[Row]:
     """The rows of a table. Paths of images are relative to its folder."""
-    rows = []
     for row, place in tables.read_rows(table, columns, field):
         image = row["image"]
         if isinstance(image, dict) and not image.get("bytes"):
@@ -93,47 +103,77 @@ def read_image_table(table: Path, columns: dict[str, str], field: str) -> list[R
             path = os.path.join(table.parent, image)
             if "\0" in image or (os.path.exists(path) and not os.path.isfile(path)):
                 raise ValueError(f"task.{field}: cannot read {place}: it is not a file")
-            image = Path(path)
-        rows.append(({**row, "image": image}, place))
-    return rows
+            image = path
+        yield {**row, "image": image}, place
 
 
-def read_class_folders(root: Path, files: list[Path], field: str) -> list[Row]:
+def read_class_folders(
+    root: Path, folders: list[tuple[str, list[str]]], field: str
+) -> Iterator[Row]:
     """A row for each image; its label is the name of its folder.
 
     Raises ValueError for an image elsewhere, and for a folder of parts such as train and val.
     """
-    rows: list[Row] = []
-    for file in files:
-        folders = file.relative_to(root).parts[:-1]
-        if len(folders) == 1 and not folders[0].startswith("."):  # not .ipynb_checkpoints
-            rows.append(({"image": file, "label": folders[0]}, one_line(file, 200)))
-        elif len(folders) == 2 and {*os.listdir(root)} & {"train", "training"}:
+    for folder, names in folders:
+        parts = Path(folder).relative_to(root).parts
+        file = Path(folder, names[0])
+        if len(parts) == 2 and {*os.listdir(root)} & {"train", "training"}:
             inside = one_line(root, 100)
             raise ValueError(
                 f"task.{field}: {inside} has parts, not classes, as {one_line(file, 150)} shows; "
                 f"give each: --task.data {inside}/train --task.validation_data {inside}/val"
             )
-        elif not any(folder.startswith(".") for folder in folders):
+        if len(parts) != 1:
             raise ValueError(
                 f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
                 f"be {one_line(root / 'CLASS' / file.name, 150)}"
             )
-    return rows
+        for name in names:
+            path = os.path.join(folder, name)
+            yield {"image": path, "label": parts[0]}, one_line(path, 200)
 
 
-def hash_named_images(cfg: Any, rows: list[Row], is_shipped: bool) -> dict[str, str]:
+def encode_image(image: Any) -> tuple[bytes, bool]:
+    """The path of an image, or its encoded bytes, and whether it is a path."""
+    if isinstance(image, dict):  # as the Hub has them
+        image = image.get("bytes") or image["path"]
+    if isinstance(image, str):
+        return os.fsencode(image), True
+    if isinstance(image, Image.Image):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        image = file.getvalue()
+    return image, False
+
+
+def place_of(path: str) -> tuple[str, bool]:
+    """The folder of an image, and whether it is a file that counts as data of its folder."""
+    folder, name = os.path.split(path)
+    return folder, tables.file_ending(name) in ENDINGS and not name.startswith(".")
+
+
+def hash_named_images(
+    cfg: Any, places: dict[tuple[str, bool], int], paths: Iterable[str]
+) -> dict[str, str]:
     """Digests of the images that tables name, by path; "": unreadable.
 
-    `cache.hash_input_files` finds all other files of the data.
+    `places`: the number of images for each `place_of`. Those among the data are found by
+    `cache.hash_input_files`. Where many are named, most of their folder, it counts as a whole.
     """
-    listed: set[Path] = set()
+    among = set()
     for name in ("data", "validation_data"):
-        data = getattr(cfg, name)
-        if data and not (name == "data" and (is_shipped or hub.is_hub_name(data))):
-            listed.update(sources.list_files(data, ENDINGS, name))
-    paths = [row["image"] for row, _ in rows if isinstance(row["image"], Path)]
-    return cache.hash_files([path for path in paths if path not in listed], cfg, missing="")
+        root = getattr(cfg, name)
+        if os.path.isdir(local_path(root, name)) and (root or name != "validation_data"):
+            among |= {os.path.realpath(folder) for folder, *_ in sources.walk(root, ENDINGS, name)}
+    whole, single = set(), set()
+    for (folder, counts), number in places.items():
+        if counts and os.path.realpath(folder) in among:
+            continue
+        many = number > cache.MANY_FILES and 2 * number > len(os.listdir(folder or "."))
+        (whole if counts and many else single).add((folder, counts))
+    named = [Path(folder) for folder, _ in whole]
+    named += [Path(path) for path in paths if place_of(path) in single] if single else []
+    return cache.hash_files(named, cfg, missing="")
 
 
 # ---- Pretrained models ---------------------------------------------------------------------------
@@ -162,92 +202,3 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
     if processor.get("do_normalize"):
         return side, processor["image_mean"], processor["image_std"]
     return side, [0.0] * 3, [1.0] * 3
-
-
-# ---- Storing -------------------------------------------------------------------------------------
-
-
-def store_squares(
-    train: list[Row], validation: list[Row], path: Path, side: int, cfg: Any
-) -> list[str]:
-    """Writes the images of all rows to a .npy, uint8 (N, side, side, 3).
-
-    Returns the SHA-256 of each square; "": the image cannot be read, and cfg.corrupt is skip.
-    Raises ValueError for such an image otherwise, and where the disk has no room.
-    """
-    rows = train + validation
-    shape = (len(rows), side, side, 3)
-    check_disk(path.parent, math.prod(shape))
-    squares = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-    transparent = np.zeros(len(rows), bool)
-
-    def store(number: int) -> tuple[str, str]:
-        """The hash of the square, and the reason why there is none."""
-        try:
-            image = open_for_square(rows[number][0]["image"], side)
-            transparent[number] = is_transparent(image)
-            squares[number] = square(image, side, cfg.background)
-        except UnidentifiedImageError:
-            return "", "not an image"
-        except Exception as error:  # each decoder has its own
-            return "", one_line(error)
-        return hashlib.sha256(squares[number]).hexdigest(), ""
-
-    with ThreadPool(min(os.cpu_count() or 1, 32)) as pool:  # decoders release the GIL
-        stored = pool.imap(store, range(len(rows)), chunksize=16)
-        results = list(tqdm(stored, "images", len(rows), leave=False, disable=None))
-    hashes = [key for key, _ in results]
-    problems = [f"{rows[n][1]}: {problem}" for n, (_, problem) in enumerate(results) if problem]
-    if problems and cfg.corrupt == "skip":
-        for problem in problems[:10]:
-            print(f"left out: {one_line(problem)}")
-        if problems[10:]:
-            print(f"and {len(problems) - 10:,} more", flush=True)
-    elif problems:
-        field = "validation_data" if all(hashes[: len(train)]) else "data"
-        raise ValueError(
-            f"task.{field}: cannot read {problems[0]}; of {len(rows):,} images {len(problems):,} "
-            "cannot be read; --task.corrupt skip leaves them out"
-        )
-    readable = [number for number, key in enumerate(hashes) if key]
-    if number := transparent[readable].sum():
-        print(
-            f"Preparing data: {number:,} of {len(readable):,} images are transparent: put on "
-            f"{cfg.background}",
-            flush=True,
-        )
-    return hashes
-
-
-def check_disk(folder: Path, size: int) -> None:
-    """Raises ValueError unless the disk has room for so many bytes."""
-    needed, free = size / 1e6, shutil.disk_usage(folder).free / 1e6
-    if needed > free:
-        raise ValueError(
-            f"task.cache_dir: the images take {needed:,.1f} MB, and the disk of "
-            f"{one_line(folder.parent, 100)} has {free:,.1f} MB left; name another, or lower "
-            "--task.stored_size"
-        )
-
-
-class StoredSquares(torch.utils.data.Dataset):
-    """The stored images of a part, from a memory map that the processes of a machine share.
-
-    Row i is the image, uint8 (side, side, 3), its class, and `view`, the same object for all rows.
-    """
-
-    def __init__(self, folder: Path, part: str, view: dict[str, Any]):
-        self.arguments, self.view = (folder, part, view), view
-        self.images = np.load(folder / "images.npy", mmap_mode="r")
-        self.labels = np.load(folder / "labels.npy")
-        self.numbers = np.load(folder / f"{part}.npy")
-
-    def __reduce__(self):  # pickled, a memory map would become a copy of all images
-        return StoredSquares, self.arguments
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, int, dict]:
-        number = self.numbers[i]
-        return self.images[number], int(self.labels[number]), self.view

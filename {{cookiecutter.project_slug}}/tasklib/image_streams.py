@@ -39,7 +39,7 @@ def prepare_index(cfg: Any) -> Path:
 
 
 class StreamedSquares(streaming.ShardRows):
-    """The images of a part: rows like those of image_data.StoredSquares, decoded when read."""
+    """The images of a part: rows like those of image_store.StoredImages, decoded when read."""
 
     def __init__(self, folder: Path, part: str, cfg: Any, side: int, view: dict[str, Any]):
         super().__init__(folder, part, cfg, columns_of(cfg))

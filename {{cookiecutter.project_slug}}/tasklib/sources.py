@@ -250,12 +250,20 @@ class IncompleteRow(ValueError):
 def keep_valid_rows(
     rows: list[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
 ) -> list[Row]:
+    """`valid_rows` as a list."""
+    return list(valid_rows(rows, cfg, field, check_row))
+
+
+def valid_rows(
+    rows: Iterable[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
+) -> Iterator[Row]:
     """The rows that `check_row` accepts, perhaps changed by it. Raises ValueError for another row.
 
     With cfg.incomplete_rows skip, rows that raise IncompleteRow are counted and left out.
     """
-    valid, skipped = [], []
+    number, skipped, first = 0, 0, ""
     for row, place in rows:
+        number += 1
         try:
             check_row(row)
         except ValueError as error:
@@ -263,13 +271,13 @@ def keep_valid_rows(
             if not incomplete or cfg.incomplete_rows == "refuse":
                 hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
                 raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
-            skipped.append(f"{place}: {error}")
+            skipped += 1
+            first = first or f"{place}: {error}"
         else:
-            valid.append((row, place))
+            yield row, place
     if skipped:
-        number = f"{len(skipped):,} incomplete rows of {len(rows):,}"
-        print(f"Preparing data: left out {number}, the first: {skipped[0]}", flush=True)
-    return valid
+        text = f"{skipped:,} incomplete rows of {number:,}, the first: {first}"
+        print(f"Preparing data: left out {text}", flush=True)
 
 
 def hold_out(

@@ -32,14 +32,20 @@ import torch
 from tqdm import tqdm
 
 from tasklib import cache, hub, shards
-from tasklib.fields import NOTHING, check_fields, check_ignored_fields, local_path, number_type
+from tasklib.fields import (
+    NOTHING,
+    Gigabytes,
+    check_fields,
+    check_ignored_fields,
+    local_path,
+    number_type,
+)
 from tasklib.files import flush
 from tasklib.messages import one_line
 from tasklib.shards import Columns, Shard, ShardIndex
 from tasklib.sources import IncompleteRow, Source
 
 Window = number_type("Window", int, 1, 1_000_000)
-Gigabytes = number_type("Gigabytes", float, 0.001, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 MOST_OPEN = 256  # shards in a process

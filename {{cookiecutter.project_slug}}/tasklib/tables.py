@@ -83,7 +83,8 @@ def _read_parquet(
         existing = table.schema_arrow.names
         check_columns(existing, columns, optional)
         names = existing if columns is None else column_names(columns)
-        for batch in table.iter_batches(columns=[name for name in names if name in existing]):
+        columns_here = [name for name in names if name in existing]
+        for batch in table.iter_batches(256, columns=columns_here):  # rows: they may hold images
             for row in batch.to_pylist():
                 number += 1
                 yield select_columns(row, columns), f"{where}, row {number}"
