@@ -2,15 +2,19 @@
 it answers to bad input.
 """
 
+import errno
 import io
 import json
+import os
 import pickle
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._utils import ExceptionWrapper
 
 from conftest import bake, lines, load_task, parse_error
 
@@ -318,6 +322,222 @@ def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, mo
     same = [key(changed) for changed in (None, task.loss_sum, task.classification)]
     others = [key(changed) for changed in (task.build_data, task.images, task.digit_rows)]
     assert len({*same}) == 1 and len({*same, *others}) == 4
+
+
+# ---- Decoded, or from the files ------------------------------------------------------------------
+
+
+@pytest.fixture
+def later(task, monkeypatch):
+    """Lets the two seconds pass within which what changed is not in the memo of digests."""
+    now = task.cache.time.time_ns
+    monkeypatch.setattr(task.cache.time, "time_ns", lambda: now() + 3_000_000_000)
+
+
+def content_of(task, cfg):
+    """The digest of the data, its folder, and all rows of both parts."""
+    prepared = task.prepare_data(cfg)
+    parts = task.datasets(cfg, prepared)
+    rows = [[(part[i][0].tobytes(), part[i][1]) for i in range(len(part))] for part in parts]
+    return task.digest(cfg, prepared), prepared, rows
+
+
+@pytest.mark.parametrize("kind", ["digits", "folders", "skip", *KINDS])
+def test_rows_are_the_same_decoded_and_from_the_files(task, config, tmp_path, kind, capsys):
+    fields = {"stored_size": 9, "corrupt": "skip" if kind == "skip" else "refuse"}
+    data = "digits"
+    if kind in ("folders", "skip"):
+        data = folders(tmp_path / "a", 12, ("png", "jpg", "webp", "gif"))
+        (data / "red" / "0.png").write_bytes(icon(5, "RGBA"))
+    elif kind in KINDS:
+        data = table(tmp_path, kind, 12)
+    if kind == "skip":
+        (data / "blue" / "0.png").write_bytes(b"no image")
+        (data / "red" / "11.gif").write_bytes(b"no image")
+    if kind == "digits":
+        fields["corrupt"] = "refuse"
+    kept = content_of(task, config(data, **fields))
+    printed = capsys.readouterr().out
+    decoded = content_of(task, config(data, decoded_gb=0, **fields))
+    assert kept[0] == decoded[0] and kept[2] == decoded[2] and kept[1] != decoded[1]
+    assert ("left out" in printed) == (kind == "skip")
+    assert "are more than task.decoded_gb, 0: decoded whenever they" in capsys.readouterr().out
+    assert {path.name for path in kept[1].iterdir()} == {
+        "images.npy", "labels.json", "labels.npy", "train.npy", "validation.npy", "index",
+    }  # fmt: skip
+    assert not (decoded[1] / "images.npy").exists()
+    train, _ = task.datasets(config(data, decoded_gb=0, **fields), decoded[1])
+    assert len(pickle.dumps(train)) < 10_000
+    again = pickle.loads(pickle.dumps(train))
+    assert [again[i][0].tobytes() for i in range(3)] == [row for row, _ in kept[2][0][:3]]
+
+
+def test_the_limit_is_the_size_of_the_squares(task, config, tmp_path):
+    root = folders(tmp_path / "a")  # 24 squares of 8 x 8 x 3 bytes
+    for limit, kept in ((24 * 192 / 1e9, True), (24 * 192 / 1e9 - 1e-12, False)):
+        prepared = task.prepare_data(config(root, decoded_gb=limit))
+        assert (prepared / "images.npy").exists() == kept
+
+
+def test_encoded_images_lie_in_files_of_bounded_size(task, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(task.image_store.pieces, "FILE_SIZE", 1000)
+    path = table(tmp_path, "parquet of bytes", 12)
+    images = {file.read_bytes() for file in (tmp_path / "images").rglob("*.png")}
+    shutil.rmtree(tmp_path / "images")  # the table has them
+    prepared = task.prepare_data(config(path, decoded_gb=0))
+    stored = [file.stat().st_size for file in prepared.glob("sources-*.bin")]
+    assert len(stored) > 5 and max(stored) <= 1000 and sum(stored) == sum(map(len, images))
+    found = task.image_store.pieces.Pieces(prepared, "sources")
+    assert {found[i] for i in range(len(found))} == images
+
+
+@pytest.mark.parametrize("damage", ["gone", "other", "half"])
+def test_an_image_that_changes_during_training_is_named(task, config, tmp_path, damage):
+    from training import batches
+
+    cfg = config(folders(tmp_path / "a"), decoded_gb=0)
+    train, _ = task.datasets(cfg, task.prepare_data(cfg))
+    rows = batches.SampleDataset(train, task, seed=0)
+    path = next(p for p in map(train.originals.place, train.numbers) if "green" in p)
+    content = (tmp_path / path).read_bytes()
+    if damage == "gone":
+        (tmp_path / path).unlink()
+    elif damage == "other":
+        picture(COLORS["green"], 77).save(path)
+    else:
+        (tmp_path / path).write_bytes(content[: len(content) // 2])
+    positions = list(range(len(train)))
+    with pytest.raises(batches.UserError) as error:
+        rows.__getitems__(positions)
+    said = str(error.value)
+    assert said.startswith(f"task.data: {path}: ") and "\n" not in said
+    assert said.endswith("; put back the image that was prepared, and the same command continues")
+    worker = ExceptionWrapper(error._excinfo, where="in DataLoader worker process 0")
+    with pytest.raises(batches.UserError, match=f"^{re.escape(said)}$"):  # without its traceback
+        worker.reraise()
+    (tmp_path / path).write_bytes(content)
+    assert len(rows.__getitems__(positions)) == len(train)
+
+
+def test_a_failing_disk_is_no_fault_of_the_data(task, config, tmp_path, monkeypatch):
+    cfg = config(folders(tmp_path / "a"), decoded_gb=0)
+    train, _ = task.datasets(cfg, task.prepare_data(cfg))
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(task.image_store, "square", fail)
+    with pytest.raises(OSError, match="Input/output error"):  # a crash, which is tried again
+        train[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_images_are_held_out_as_other_rows_are(task, seed):
+    random = np.random.default_rng(seed)
+    count, groups = random.integers(1, 200, 2)
+    known = random.integers(0, 256, (groups, 32)).astype(np.uint8)
+    hashes, classes = known[random.integers(0, groups, count)], random.integers(0, 9, count)
+    fraction = random.choice([0.01, 0.1, 0.5, 0.9])
+    chosen = task.image_store.hold_out(hashes, classes, fraction)
+    keys = [each.tobytes().hex() for each in hashes]
+    parts = task.image_data.sources.hold_out(
+        range(count), fraction, lambda i: keys[i], lambda i: classes[i]
+    )
+    assert np.flatnonzero(~chosen).tolist() == sorted(parts[0])
+    assert np.flatnonzero(chosen).tolist() == sorted(parts[1])
+
+
+def test_a_disk_that_gets_full_is_no_fault_of_an_image(task, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(task.image_store.os, "pwrite", lambda *_: 0)
+    with pytest.raises(ValueError, match="^task.cache_dir: cannot write .*: No space left"):
+        task.prepare_data(config(folders(tmp_path / "a"), corrupt="skip"))
+
+
+# ---- Many files ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(task, monkeypatch):
+    """The paths whose status was asked for, and those of files that were read."""
+    stat, read, paths = os.stat, task.cache.hash_file, {"stat": [], "read": []}
+
+    def noted_stat(path, *arguments, **fields):
+        paths["stat"].append(str(path))
+        return stat(path, *arguments, **fields)
+
+    def noted_read(path):
+        paths["read"].append(str(path))
+        return read(path)
+
+    monkeypatch.setattr(os, "stat", noted_stat)
+    monkeypatch.setattr(task.cache, "hash_file", noted_read)
+
+    def take(below):
+        found = {}
+        for name, all_of_them in paths.items():
+            found[name] = [p for p in all_of_them if p.startswith(str(below)) and p[-4:] == ".png"]
+            all_of_them.clear()
+        return found
+
+    return take
+
+
+@pytest.mark.parametrize("kind", ["folders", "csv"])
+def test_a_ready_cache_asks_about_no_file_of_many(
+    task, config, tmp_path, later, asked, monkeypatch, kind
+):
+    monkeypatch.setattr(task.cache, "MANY_FILES", 10)
+    data = folders(tmp_path / "a", 20) if kind == "folders" else table(tmp_path, "csv", 20)
+    images = tmp_path / ("a" if kind == "folders" else "images")
+    cfg = config(data)
+    first = task.prepare_data(cfg)
+    assert len({*asked(images)["read"]}) == 60
+    assert task.prepare_data(cfg) == first and asked(images) == {"stat": [], "read": []}
+    assert len(json.loads((tmp_path / "cache" / "digests.json").read_text())) < 10
+
+    digest = task.digest(cfg, first)
+    (images / "red" / ".note").write_text("hidden")
+    assert task.digest(cfg, task.prepare_data(cfg)) == digest
+    read = asked(images)["read"]
+    assert len(read) == 20 and all("red" in path for path in read)  # of one folder alone
+    assert task.prepare_data(cfg) == first
+
+    picture(COLORS["blue"], 99).save(images / "new.png")
+    (images / "new.png").replace(images / "red" / "3.png")
+    changed = task.prepare_data(cfg)
+    assert task.digest(cfg, changed) != digest
+    new = task.digest(cfg, changed)
+    picture(COLORS["blue"], 98).save(images / "red" / "3.png")  # in place: not seen
+    assert task.digest(cfg, task.prepare_data(cfg)) == new
+    os.utime(images / "red")
+    assert task.digest(cfg, task.prepare_data(cfg)) not in (digest, new)
+    (images / "red" / "4.png").rename(images / "red" / "44.png")
+    if kind == "folders":
+        assert len({task.prepared_folder(cfg), first, changed}) == 3
+    else:
+        with pytest.raises(ValueError, match="red/4.png: .Errno 2. No such file"):
+            task.prepare_data(cfg)
+
+
+def test_folders_that_have_just_changed_are_read_again(task, config, tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(task.cache, "MANY_FILES", 10)
+    root = folders(tmp_path / "a", 20)
+    cfg = config(root)
+    first = task.prepared_folder(cfg)
+    asked(root)
+    picture(COLORS["blue"], 99).save(root / "red" / "3.png")  # in place, a moment later
+    assert task.prepared_folder(cfg) != first and len(asked(root)["read"]) == 60
+
+
+def test_a_folder_of_which_a_table_names_little_is_not_read(
+    task, config, tmp_path, later, asked, monkeypatch
+):
+    monkeypatch.setattr(task.cache, "MANY_FILES", 10)
+    path = table(tmp_path, "csv", 20)
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:16]) + "images/red/1.png,x")
+    task.prepare_data(config(path))
+    assert len({*asked(tmp_path / "images" / "red")["read"]}) == 1
+    assert len({*asked(tmp_path / "images" / "green")["read"]}) == 0
 
 
 # ---- Batches -------------------------------------------------------------------------------------

@@ -149,30 +149,33 @@ def walk(data: str, endings: Iterable[str], field: str) -> Iterator[tuple[str, l
 
 def is_folder(path: Path | os.DirEntry, field: str) -> bool:
     """Whether it is a folder, not a file. Raises ValueError for what is neither, or unreachable."""
-    shown = f"task.{field}: {one_line(os.fspath(path), 100)}"
+    problem = "is neither file nor folder: remove it"
     try:
-        if path.is_dir() or path.is_file():
-            return path.is_dir()
+        if path.is_file():
+            return False
+        if path.is_dir():
+            return True
         os.stat(path)
     except OSError as error:
         problem = "is a broken link" if os.path.islink(path) else "cannot be read"
-        raise ValueError(f"{shown} {problem} ({error.strerror}): fix or remove it") from None
-    raise ValueError(f"{shown} is neither file nor folder: remove it")
+        problem += f" ({error.strerror}): fix or remove it"
+    raise ValueError(f"task.{field}: {one_line(os.fspath(path), 100)} {problem}")
 
 
 def choose_files(
     folder: str, names: list[str], endings: Iterable[str], field: str
 ) -> tuple[list[str], Counter]:
     """The names with these endings, and the number of the others by their endings."""
-    chosen, others = [], Counter()
+    chosen, others, plain = [], Counter(), tuple(endings)
     for name in names:
-        if tables.file_ending(name) not in endings:
+        if not name.lower().endswith(plain) and tables.file_ending(name) not in plain:
             others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
             continue
-        path = os.path.join(folder, name)
-        if not path.isascii() and path != path.encode(errors="replace").decode():
-            shown = f"task.{field}: {one_line(path, 100)}"
-            raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
+        if not (name.isascii() and folder.isascii()):
+            path = os.path.join(folder, name)
+            if path != path.encode(errors="replace").decode():
+                shown = f"task.{field}: {one_line(path, 100)}"
+                raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
         chosen.append(name)
     return chosen, others
 
