@@ -128,8 +128,8 @@ def free_port() -> int:
 # ---- The work ------------------------------------------------------------------------------------
 
 
-def bake(folder: Path) -> Path:
-    """A project of the default answers."""
+def bake(folder: Path, **answers: str) -> Path:
+    """A project of the default answers but for these."""
     from cookiecutter.main import cookiecutter
 
     elsewhere = {"replay_dir": str(folder), "cookiecutters_dir": str(folder)}
@@ -141,7 +141,7 @@ def bake(folder: Path) -> Path:
             no_input=True,
             output_dir=str(folder),
             default_config=elsewhere,
-            extra_context={"tracker": "none"},
+            extra_context={"tracker": "none", **answers},
         )
     )
 

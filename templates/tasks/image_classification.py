@@ -220,10 +220,11 @@ def collate(rows: list[Row]) -> Batch:
     view = rows[0][2]
     side = view["side"]
     squares = [image if len(image) == side else images.resize(image, side) for image, _, _ in rows]
-    pixels = torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2) / 255
-    mean, std = (torch.tensor(view[name])[:, None, None] for name in ("mean", "std"))
+    pixels = torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
     layout = torch.channels_last if view["channels_last"] else torch.contiguous_format
-    pixels = ((pixels - mean) / std).contiguous(memory_format=layout)
+    pixels = pixels.contiguous(memory_format=layout).float()  # moved while they are bytes
+    mean, std = (torch.tensor(view[name])[:, None, None] for name in ("mean", "std"))
+    pixels = pixels.div_(255).sub_(mean).div_(std)
     return {"pixel_values": pixels, "labels": torch.tensor([label for _, label, _ in rows])}
 
 
