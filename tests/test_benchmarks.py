@@ -68,6 +68,17 @@ def test_all_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
     assert set(report["starts"]) == {*PEERS, compare.LAUNCHED}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="torchvision is missing")
+def test_all_loaders_give_batches_of_images(tmp_path):
+    flags = ["--images", 80, "--rounds", 2, "--batches", 1, "--workers", 0, 1]
+    report, printed = run("images.py", tmp_path, *flags)
+    for rates in report["rates"].values():
+        assert len(rates) == 4
+        assert all(len(each["rate"]) == 2 and min(each["rate"]) > 0 for each in rates.values())
+    assert printed.count("| project, ") == printed.count("| ImageFolder, ") == 2
+
+
 @pytest.mark.parametrize(
     "change",
     [{"tokens": 511}, {"gflop": 1.1}, {"losses": [7.0, 6.5, 6.01]}, {"losses": [7.0]}],

@@ -650,6 +650,8 @@ BAD = [
         "line 1: 1.png: the label is empty",
     ),
     ("a.csv", {"a.csv": "file,label\n1.png,a\n"}, "--task.image_column"),
+    ("a.csv", {"a.csv": "image,label\n"}, "a.csv has 0 images of 0 classes (none); give at least"),
+    ("a.csv", {"a.csv": "image,label\n" + "no/1.png,a\nno/2.png,b\n" * 600}, "no/1.png: [Errno 2]"),
     ("a.csv", {"a.csv": "image,label\nno.png,a\nno.png,b\n"}, "line 2: no.png: [Errno 2]"),
     (
         "a.jsonl",
@@ -817,7 +819,7 @@ def runs(baked, tmp_path_factory):
         "alone": CUT,
         "workers": [*CUT, "--num_workers", "2"],
         "whole": CONTINUED,
-        "half": CONTINUED,
+        "half": [*CONTINUED, "--task.decoded_gb", "0"],  # the other setting, the same run
         "norms": [*SHORT, "--max_steps", "2", model, folder / "resnet", "--task.data", colors],
     }
     before = {"half": half.replace("NAMES", "('whole', 'half')")}

@@ -163,14 +163,15 @@ def hash_named_images(
     among = set()
     for name in ("data", "validation_data"):
         root = getattr(cfg, name)
-        if os.path.isdir(local_path(root, name)) and (root or name != "validation_data"):
+        if root and os.path.isdir(local_path(root, name)):
             among |= {os.path.realpath(folder) for folder, *_ in sources.walk(root, ENDINGS, name)}
     whole, single = set(), set()
     for (folder, counts), number in places.items():
         if counts and os.path.realpath(folder) in among:
             continue
-        many = number > cache.MANY_FILES and 2 * number > len(os.listdir(folder or "."))
-        (whole if counts and many else single).add((folder, counts))
+        many = counts and number > cache.MANY_FILES and os.path.isdir(folder or ".")
+        many = many and 2 * number > len(os.listdir(folder or "."))
+        (whole if many else single).add((folder, counts))
     named = [Path(folder) for folder, _ in whole]
     named += [Path(path) for path in paths if place_of(path) in single] if single else []
     return cache.hash_files(named, cfg, missing="")

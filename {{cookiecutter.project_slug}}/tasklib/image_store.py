@@ -22,13 +22,14 @@ from PIL import UnidentifiedImageError
 from tqdm import tqdm
 
 from tasklib import labels, pieces
-from tasklib.files import PERMANENT_ERRORS
 from tasklib.image_data import encode_image, given_field, place_of
 from tasklib.images import is_transparent, open_for_square, square
 from tasklib.messages import one_line
 from tasklib.tables import Row
 
 BLOCK = 10_000  # images that wait for a thread at once
+# Other errors of the operating system may pass. Decoders raise OSError without a number.
+FAULTS_OF_FILES = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
 SHOWN = 10  # images that are named where many cannot be read
 
 
@@ -309,8 +310,9 @@ class StoredImages(torch.utils.data.Dataset):
         try:
             pixels = square(self.originals[number], **self.settings)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno not in (None, *PERMANENT_ERRORS):
-                raise  # the disk's fault, which may pass
+            passing = isinstance(error, OSError) and error.errno not in FAULTS_OF_FILES
+            if passing or isinstance(error, MemoryError):
+                raise
             problem = getattr(error, "strerror", None) or one_line(error)
         else:
             if hashlib.sha256(pixels).digest() == self.hashes[number].tobytes():

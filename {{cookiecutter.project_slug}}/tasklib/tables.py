@@ -79,7 +79,8 @@ def _read_parquet(
     from pyarrow.parquet import ParquetFile
 
     where, number = place[0], 0
-    with ParquetFile(path) as table:
+    # Otherwise memory grows with the file, or with its largest group of rows.
+    with ParquetFile(path, pre_buffer=False, buffer_size=2**20) as table:
         existing = table.schema_arrow.names
         check_columns(existing, columns, optional)
         names = existing if columns is None else column_names(columns)
