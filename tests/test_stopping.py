@@ -134,7 +134,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(tiny, tmp_path, har
     for process in processes[1:]:
         process.send_signal(signal.SIGTERM)
     printed = end(run, processes)
-    said = "train.py: stopped before the first step: there is nothing to save"
+    said = "train.py: stopped before the first step; the same command starts again"
     assert not (output / "checkpoints").exists() and printed.count("train.py: ") <= 1
     assert (said in printed) == ("train.py: " in printed)  # by the main process, if it has begun
 

@@ -123,15 +123,35 @@ def run(main, prepare) -> None:
             state, reason = "stopped" if code == STOPPED else "failed", line or repr(error)
             written, _ = catch(run_folder.write_final_status, start.output, state, reason, code)
             speaks = written is not False
-        if line and speaks:
-            print(f"train.py: {one_line(line, 1000)}", file=sys.stderr)
-        if not line and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
+        if speaks or not line:
+            report(error, line, "train.py")
     stop.training = True  # from here on a signal is only recorded
     join_background_save()
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
+
+
+def run_alone(main) -> None:
+    """Exits with 0 after main(), or with the code of its error: for a program without a run."""
+    protect_output()
+    StopRequest()
+    code = 0
+    try:
+        raise_open_files_limit()
+        as_user_error()(main)()
+    except BaseException as error:
+        code, line = exit_code_for(error)
+        report(error, line, Path(sys.argv[0]).name)
+    exit_process(code)
+
+
+def report(error: BaseException, line: str | None, program: str) -> None:
+    """Prints the line about an error, or without one its traceback."""
+    if line:
+        print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
+    elif not isinstance(error, SystemExit):
+        traceback.print_exception(error)
 
 
 def join_background_save() -> None:
@@ -162,7 +182,7 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
     if is_out_of_memory(error):
         return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
     if isinstance(error, SystemExit) and error.code == STOPPED:
-        return STOPPED, "stopped before the first step: there is nothing to save"
+        return STOPPED, "stopped before the first step; the same command starts again"
     if isinstance(error, SystemExit):
         return (1, error.code) if isinstance(error.code, str) else (error.code or 0, None)
     return 1, None
