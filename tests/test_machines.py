@@ -91,6 +91,9 @@ def without_namespaces():
     return ""
 
 
+LAUNCH = ("python", "launch.py")
+
+
 class Machines:
     """node0 and node1. Their interface eth0 joins them; what is sent through dead0 is lost."""
 
@@ -111,15 +114,15 @@ class Machines:
     def ip(*words):
         subprocess.run(["ip", *words], check=True, capture_output=True)
 
-    def start(self, i, project, *flags, folder=None, interface="eth0"):
-        """launch.py on a machine; `folder`: what lies there in the place of the project."""
+    def start(self, i, project, *flags, folder=None, interface="eth0", launcher=LAUNCH):
+        """A launcher on a machine; `folder`: what lies there in the place of the project."""
         enter = (
             'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" "$3" && cd "$3" && shift 3 '
             '&& exec "$@"'
         )
         command = ["ip", "netns", "exec", self.names[i], "unshare", "--uts", "--mount"]
         command += ["sh", "-c", enter, "sh", f"node{i}", folder or project.path, project.path]
-        command += ["python", "launch.py", "--config_file", "configs/accelerate/cpu_multi.yaml"]
+        command += [*launcher, "--config_file", "configs/accelerate/cpu_multi.yaml"]
         command += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", i]
         command += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29500"]
         command += ["train.py", *latest(flags)]

@@ -25,8 +25,10 @@ import time
 from pathlib import Path
 
 import psutil
+import yaml
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
 STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
 # Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
 # Its imports take as long as those of the check; it waits for a byte to say that all is well.
@@ -52,9 +54,28 @@ def read_options(launcher: list[str]) -> argparse.Namespace:
     """The launcher's options that matter here; None for those that are not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config_file", default="")
-    for name in ("num_processes", "num_machines", "main_process_ip", "max_restarts"):
+    parser.add_argument("--rdzv_backend", "--rdzv-backend", default="static")
+    for name in ("num_processes", "max_restarts", *PLACE):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     return parser.parse_known_args(launcher)[0]
+
+
+def find_meeting(launcher: list[str]) -> dict[str, str]:
+    """Where the checks of several machines wait for each other: an environment variable of theirs.
+
+    Empty for one machine, and under c10d, where machines may come at any time.
+    """
+    given, settings = vars(read_options(launcher)), {}
+    if given["config_file"]:
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # the check reports it
+            settings = yaml.safe_load(Path(given["config_file"]).read_text(encoding="utf-8"))
+    settings = settings if isinstance(settings, dict) else {}
+    place = [given[name] or settings.get(name) for name in PLACE]
+    with contextlib.suppress(ValueError, TypeError):  # this too
+        machines, rank, port = int(place[0] or 1), int(place[1] or 0), int(place[2] or 29500)
+        if machines > 1 and 0 <= rank < machines and place[3] and given["rdzv_backend"] == "static":
+            return {"LAUNCH_MEETING": f"{rank} {machines} {place[3]} {port}"}
+    return {}
 
 
 def run_check(launcher: list[str], program: list[str], signals: list[int], env: dict) -> int:
@@ -143,7 +164,7 @@ def main() -> int:
             preexec_fn=ignore_sigint,
             pass_fds=[waits],
         )
-        code = run_check(launcher, program, signals, env)
+        code = run_check(launcher, program, signals, {**env, **find_meeting(launcher)})
         if code:
             run.kill()
             run.wait()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ class TaskConfig:
     """Time to read a validation row."""
     prepare_seconds: float = 0.0
     """Time to prepare the data."""
+    prepare_host: str = ""
+    """The host on which prepare_data takes this time, and fails; empty: all."""
     hang_at: int = -1
     """Sample id at which a process stops answering."""
     signal_at: int = field(default=-1, metadata={"changes": "nothing"})
@@ -85,8 +88,9 @@ def fail(cfg: TaskConfig, where: str, now: bool = True) -> None:
 
 
 def prepare_data(cfg: TaskConfig) -> None:
-    fail(cfg, "prepare_data")
-    time.sleep(cfg.prepare_seconds)
+    if cfg.prepare_host in ("", socket.gethostname()):
+        time.sleep(cfg.prepare_seconds)
+        fail(cfg, "prepare_data")
 
 
 def datasets(cfg: TaskConfig, prepared: None) -> tuple:

@@ -5,6 +5,7 @@ Start:
     startup          all that happens before the model is built: config, data, where to start
     config           reads the recipe and the flags; reports mistakes in one line
     accelerate_yaml  checks the accelerate YAML
+    meeting          waits for processes that still prepare data
 
 Steps:
     order            which row each position of a run takes

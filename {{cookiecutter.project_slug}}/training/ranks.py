@@ -115,17 +115,17 @@ SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the b
 class Ranks:
     """All processes of the run. They exchange small values in CPU memory, through gloo.
 
-    Create it after data preparation, which may take longer than the timeout: the processes meet
-    here for the first time.
+    Create it after data preparation, which may take longer than the timeout. `store`: where the
+    processes have met; None: here.
     """
 
-    def __init__(self, timeout: int):
+    def __init__(self, timeout: int, store: dist.Store | None = None):
         self.group, self.layout = None, this_layout()
         limit = datetime.timedelta(seconds=timeout)
-        place = restart_store()
+        place = {} if store else restart_store()
         if PROCESSES > 1:
             with as_failure():
-                store, addresses = network.try_cpus(timeout, place.get("store"))
+                store, addresses = network.try_cpus(timeout, store or place.get("store"))
             place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
         try:
             if place and self.layout.deepspeed:  # it takes no store, but a group that exists

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from training import run_folder
+from training import meeting, run_folder
 from training.console import IS_MAIN, one_line, protect_output
 from training.ranks import (
     PROCESSES,
@@ -32,8 +32,8 @@ from training.ranks import (
     is_out_of_memory,
 )
 
+STOPPED = meeting.STOPPED
 NOT_MAIN = "no answer from process 0"
-STOPPED = 75  # exit code: stopped on request; the same command continues
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -99,22 +99,23 @@ class StopRequest:
 def run(main, prepare) -> None:
     """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
-    `prepare` runs before the processes meet; it returns a `startup.RunStart`. A failure is written
-    to status.json of the run, unless that file belongs to another run.
+    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see meeting.py. A
+    failure is written to status.json of the run, unless that file belongs to another run.
     """
     protect_output()
     write_exit_code("")  # torchelastic may have restarted this process: that of the last is over
-    stop, start, ranks = StopRequest(), None, None
+    stop, start, ranks, others = StopRequest(), None, None, None
+    error = None
     try:
         raise_open_files_limit()
-        start, problem = catch(as_user_error()(prepare))
-        ranks, missing = catch(Ranks, start.cfg.timeout if start else 600)
-        if missing:
-            raise problem or missing
-        ranks.raise_everywhere(problem)
+        others = meeting.join()
+        start = as_user_error()(prepare)()
+        store = others.wait(start.cfg.timeout) if others else None
+        ranks = Ranks(start.cfg.timeout, store)
         code = main(start, ranks, stop)
-    except BaseException as error:
+    except BaseException as caught:
         stop.training = True  # ignore the signal that the launcher sends when a process has failed
+        error = others.reason(caught) if others else caught
         error = ranks.name_missing(error) if ranks else error
         code, line = exit_code_for(error)
         # If the main process is the one that does not answer, another process prints the line.
@@ -126,6 +127,8 @@ def run(main, prepare) -> None:
         if speaks or not line:
             report(error, line, "train.py")
     stop.training = True  # from here on a signal is only recorded
+    if error and others:
+        others.leave(error, stop.requested)
     join_background_save()
     if IS_MAIN and start:
         start.lock.release()
