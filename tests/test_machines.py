@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from conftest import latest, lines, load_task
@@ -63,17 +66,31 @@ def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
     assert "has the interfaces " in printed and "Traceback" not in printed
 
 
-@pytest.mark.parametrize("machine, said", [(0, "Timed out"), (1, "timed out")])
-def test_launchers_that_do_not_meet_say_so(tiny, tmp_path, machine, said):
-    """The other one does not start. Each waits 10 minutes, unless it is told otherwise."""
+def start_alone(tiny, machine, *options):
+    """launch.py on one of two machines, while the other one does not start; code, line, port."""
     (port,) = free_ports(1)
     launcher = f"launch.py --num_machines 2 --machine_rank {machine} --main_process_port {port} "
-    launcher += "--main_process_ip 127.0.0.1 --rdzv_conf timeout=5"
-    run = tiny.launch(launcher, "cpu_multi", "--output_dir", tmp_path / "run")
+    launcher += f"--main_process_ip 127.0.0.1 {' '.join(options)}"
+    run = tiny.launch(launcher, "cpu_multi", "--output_dir", tiny.path / "alone", "--timeout", 5)
     printed = run.communicate(timeout=120)[0]
-    (line,) = [line for line in printed.splitlines() if line.startswith("launch.py: ")]
-    assert run.returncode == 1 and "Traceback" not in printed, printed
-    assert "launchers of the machines did not meet: " in line and said in line
+    (line,) = [line for line in printed.splitlines() if ".py: " in line]
+    assert "Traceback" not in printed
+    return run.returncode, line, port
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_that_does_not_start_is_named(tiny, machine):
+    code, line, port = start_alone(tiny, machine)
+    said = f"waited 5 s for all machines to begin, which meet at 127.0.0.1:{port}: no word from "
+    assert code == 1 and line.startswith(f"train.py: {said}machine {1 - machine}; "), line
+
+
+def test_launchers_that_do_not_meet_say_so(tiny):
+    """With c10d, where machines come at any time: the one that keeps the list does not start."""
+    options = ["--rdzv_backend", "c10d", "--rdzv_conf", "is_host=0,read_timeout=5"]
+    code, line, _ = start_alone(tiny, 1, *options)
+    said = "launch.py: the launchers of the machines did not meet: "
+    assert code == 1 and line.startswith(said) and "timed out" in line, line
 
 
 # ---- Two machines --------------------------------------------------------------------------------
@@ -141,12 +158,24 @@ class Machines:
         runs = [
             self.start(i, project, *flags, folder=folders[i], interface=interface) for i in range(2)
         ]
+        return self.end(runs)
+
+    def end(self, runs):
+        """Exit codes and output of runs on both, once they have ended."""
         try:
             printed = [run.communicate(timeout=300)[0] for run in runs]
         finally:
             for run in runs:
                 run.kill()
         return [run.returncode for run in runs], printed
+
+    def programs(self, i, *words):
+        """The processes on a machine with these words in their command line."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.names[i]], check=True, capture_output=True, text=True
+        ).stdout.split()
+        found = [psutil.Process(int(pid)) for pid in pids]
+        return [each for each in found if {*words} <= {*each.cmdline()}]
 
     def clean(self):
         for name in self.names:
@@ -172,6 +201,11 @@ def machines():
 def copy(tiny, tmp_path):
     """Another copy of the tiny project."""
     return shutil.copytree(tiny.path, tmp_path / "copy")
+
+
+def wait_for_line(run, text):
+    """Waits until a run prints this."""
+    assert any(text in line for line in iter(run.stdout.readline, "")), f"no {text}"
 
 
 def own_lines(printed):
@@ -225,3 +259,97 @@ def test_a_broken_network_is_a_line(tiny, machines, tmp_path, interface, address
     assert "reach the main process at 10.77.0.1:29500, but not each other" in line
     assert f"node1 at {interface} {address}" in line
     assert f"GLOO_SOCKET_IFNAME is {interface}" in line
+
+
+# ---- One machine prepares longer than the timeout ------------------------------------------------
+
+ACCELERATE = ("accelerate", "launch", "--quiet")
+SLOW = ["--timeout", 10, "--task.prepare_seconds", 30, "--task.prepare_host"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [LAUNCH, ACCELERATE])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_machine_that_is_ready_waits_for_one_that_prepares(
+    tiny, machines, tmp_path, launcher, slow
+):
+    flags = ["--output_dir", tmp_path / "run", *SLOW, f"node{slow}"]
+    runs = [machines.start(i, tiny, *flags, launcher=launcher) for i in range(2)]
+    codes, printed = machines.end(runs)
+    assert codes == [0, 0], printed
+    waits = 2 if launcher == LAUNCH else 1  # its check waits too
+    line = f"waiting for node{slow}, which prepares data\n"
+    assert [text.count(line) for text in printed] == [waits * (i != slow) for i in range(2)]
+    assert len(lines(tmp_path / "run", "loss")) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [LAUNCH, ACCELERATE])
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_mistake_on_one_machine_ends_the_preparation_of_the_other(
+    tiny, machines, tmp_path, launcher, wrong
+):
+    flags = ["--output_dir", tmp_path / "run", *SLOW, f"node{1 - wrong}"]
+    flags += ["--task.prepare_seconds", 1000]
+    mistakes = [["--max_steps", -1] if i == wrong else [] for i in range(2)]
+    start = time.monotonic()
+    runs = [machines.start(i, tiny, *flags, *mistakes[i], launcher=launcher) for i in range(2)]
+    codes, printed = machines.end(runs)
+    assert time.monotonic() - start < 90
+    said = "command line: max_steps: expected a whole number, at least 0; got '-1'"
+    if launcher == LAUNCH:
+        other = f"train.py: node{wrong}: {said}"
+        assert codes == [2, 2] and own_lines(printed[wrong : wrong + 1]) == [f"train.py: {said}"]
+        assert own_lines(printed[1 - wrong :][:1]) == [other]
+    else:  # one line from process 0
+        (line,) = own_lines(printed)
+        assert line == f"train.py: {f'process {wrong} on node{wrong}: ' * wrong}{said}"
+        assert codes == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_check_that_is_killed_ends_that_of_the_other_machine(tiny, machines, tmp_path, killed):
+    """While it prepares; the kernel closes its connections, unless the machine has lost power."""
+    flags = ["--output_dir", tmp_path / "run", *SLOW, f"node{killed}"]
+    flags += ["--task.prepare_seconds", 1000]
+    runs = [machines.start(i, tiny, *flags) for i in range(2)]
+    wait_for_line(runs[1 - killed], "waiting for ")
+    (check,) = machines.programs(killed, "train.py", "--check")
+    check.kill()
+    codes, printed = machines.end(runs)
+    (line,) = own_lines(printed)
+    assert codes[1 - killed] == 1 and codes[killed] not in (0, 2, 75), printed
+    where = "waited 10 s for a sign of life from machine 1 on node1"
+    assert ("lost the connection to machine 0 at 10.77.0.1:29500" if killed == 0 else where) in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_signal_to_one_machine_stops_the_other(tiny, machines, tmp_path, stopped):
+    flags = ["--output_dir", tmp_path / "run", *SLOW, "node0", "--task.prepare_seconds", 1000]
+    runs = [machines.start(i, tiny, *flags) for i in range(2)]
+    wait_for_line(runs[1], "waiting for ")
+    start = time.monotonic()
+    (launcher,) = machines.programs(stopped, "launch.py")
+    launcher.terminate()
+    codes, printed = machines.end(runs)
+    assert codes == [75, 75] and time.monotonic() - start < 30, printed
+
+
+@pytest.mark.slow
+def test_machines_with_other_data_in_their_own_caches_are_named(project, machines, tmp_path):
+    """Each prepares its copy of the text, and one of them is older."""
+    copies = [shutil.copytree(project.path, tmp_path / f"copy{i}") for i in range(2)]
+    for i in range(2):
+        text = "The quick brown fox jumps over the lazy dog.\n\n" * 2000
+        (copies[i] / "text.txt").write_text(text + "This end is older.\n" * i)
+    flags = ["--output_dir", tmp_path / "run", "--config", "configs/train/smoke.yaml"]
+    flags += ["--task.data", "text.txt", "--tracker", "none"]
+    codes, printed = machines.end(
+        [machines.start(i, project, *flags, folder=copies[i]) for i in range(2)]
+    )
+    (line,) = own_lines(printed)
+    assert codes == [2, 2], printed
+    assert re.search("data fingerprint is [0-9a-f]{64} on node0 and [0-9a-f]{64} on node1", line)
+    assert not [*(tmp_path / "run").glob("checkpoints/*")]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from training.ranks import PROCESSES, Failed, UserError, restart_store
 
 STOPPED = 75  # exit code: stopped on request; the same command continues
-BEAT = 5  # seconds between two signs of life
+BEAT = 2  # seconds between two signs of life
 GRACE = 10  # seconds in which others find the same error by themselves, or learn that all stop
 LINGER = 60  # seconds for which a process that failed tries to tell the others
 FIRST_LINE, NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
@@ -60,7 +60,10 @@ class Meeting:
         self.unit, self.rank, self.size, self.address = unit, rank, size, address
         self.serves, self.store, self.line = serves, store, None
         self.began = self.answered = time.monotonic()  # when the store has answered last
+        # The others that this process watches: the first all of them, the others the first.
+        self.watched = [each for each in range(size) if rank == 0 or each == 0 if each != rank]
         self.alive: dict[int, tuple[int, float]] = {}  # signs of life so far, and when one came
+        self.hosts: dict[int, str] = {}
         self.ready = self.left = 0  # number of processes
         self.problems: list[dict] = []  # of all processes
         self.lost = ""  # why there is no connection any more
@@ -92,7 +95,7 @@ class Meeting:
         """Opens the store, and a connection that ends when the process ends in which it lies."""
         while not self.serves and not self.line:
             try:
-                self.line = socket.create_connection(self.address, timeout=BEAT)
+                self.line = socket.create_connection(self.address, timeout=5)
                 self.line.setblocking(False)
             except OSError:  # that process, or its name, is not there yet
                 time.sleep(0.5)
@@ -113,10 +116,12 @@ class Meeting:
             lines = self.store.get("problems").decode().splitlines()
             self.problems = [json.loads(line) for line in lines]
         now = self.answered = time.monotonic()
-        for rank in range(self.size) if self.rank == 0 else [0]:  # the first watches all others
+        for rank in self.watched:
             beats, since = self.alive.get(rank, (0, 0))
             if now - since > BEAT and (count := self.store.add(f"beats/{rank}", 0)) > beats:
                 self.alive[rank] = count, now
+                if not beats:
+                    self.hosts[rank] = self.store.get(f"host/{rank}").decode()
 
     def interrupt(self) -> None:
         """Ends the preparation of this process, in vain since another one has failed."""
@@ -161,8 +166,8 @@ class Meeting:
                 raise self.told()
             if now - max(began, self.answered) > timeout:
                 raise Failed(self.describe_silence(timeout, 0))
-            for rank in range(self.size) if self.rank == 0 else [0]:
-                if now - max(began, self.alive.get(rank, (0, 0))[1]) > timeout:
+            for rank in self.watched:
+                if now - max(began, self.alive.get(rank, (0, 0))[1]) > timeout + 2 * BEAT:
                     raise Failed(self.describe_silence(timeout, rank))
             if now > line_due:
                 self.calls.put(self.say_who_is_late)
@@ -191,8 +196,9 @@ class Meeting:
 
     def describe_silence(self, timeout: int, rank: int) -> str:
         """One line about a process that gives no sign of life."""
-        if rank in self.alive:
-            return f"waited {timeout} s for a sign of life from {self.unit} {rank}"
+        if rank in self.hosts:
+            name = f"{self.unit} {rank} on {self.hosts[rank]}"
+            return f"waited {timeout} s for a sign of life from {name}"
         where = "{}:{}".format(*self.address)
         plural = "processes" if self.unit == "process" else "machines"
         return (
