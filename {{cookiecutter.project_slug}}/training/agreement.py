@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from training.checkpoints import flatten
-from training.console import IS_MAIN
+from training.console import IS_MAIN, one_line
 from training.ranks import PROCESSES, Ranks, UserError, as_user_error
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -61,6 +61,8 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
         for rank, (_, each) in enumerate(everywhere):
             places.setdefault(each.get(name, "missing"), []).append(rank)
         if len(places) > 1:
+            if name.startswith("data "):  # a digest
+                places = {one_line(value, 20): ranks for value, ranks in places.items()}
             differences.append(f"{name} is {describe_places(places, everywhere)}")
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     raise UserError(
