@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -555,3 +556,76 @@ def test_images_that_a_table_names_are_looked_at(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="^task.data: cannot read .*3.png"):
         digest()
     server.close()
+
+
+# ---- The lock ------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+sys.path[:0] = {paths}
+from pathlib import Path
+from tasklib import cache
+with cache.file_lock(Path({path!r})):
+    print("held", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock at tmp_path / "lock"."""
+    program = HOLD.format(paths=PATHS, path=str(tmp_path / "lock"))
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def wait_for_lock(path, after, action):
+    """Waits for a lock; `action()` happens so many seconds later. Gives the seconds it took."""
+    timer, start = threading.Timer(after, action), time.monotonic()
+    timer.start()
+    with cache.file_lock(path):
+        timer.join()
+        return time.monotonic() - start
+
+
+@pytest.mark.parametrize("seconds, lines", [(0.5, 1), (30, 0)])
+def test_whoever_waits_for_a_lock_says_once_for_whom(
+    holder, tmp_path, capsys, monkeypatch, seconds, lines
+):
+    monkeypatch.setattr(cache, "LOCK_SECONDS", seconds)
+    assert 1.5 < wait_for_lock(tmp_path / "lock", 1.5, holder.kill) < 10
+    line = f"waiting for process {holder.pid} on {socket.gethostname()}, which prepares the same "
+    assert capsys.readouterr().out == lines * f"{line}data\n"
+
+
+def test_a_lock_that_a_lost_machine_keeps_can_be_deleted(holder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.5)
+    path = tmp_path / "lock"
+    path.write_text("process 7 on node1")
+    assert wait_for_lock(path, 1.5, path.unlink) < 10 and holder.poll() is None
+    assert capsys.readouterr().out == (
+        f"waiting for process 7 on node1, which prepares the same data; if that is gone, delete "
+        f"{path}\n"
+    )
+
+
+def test_a_disk_without_locks_is_named(cfg, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(cache.fcntl, "flock", flock)
+    with pytest.raises(ValueError, match="^task.cache_dir: cannot write .*: this disk has no file"):
+        prepare(cfg)
+
+
+def test_a_child_that_outlives_the_preparation_does_not_keep_the_lock(tmp_path):
+    with cache.file_lock(tmp_path / "lock"):
+        if (fork := os.fork()) == 0:
+            time.sleep(1000)
+    try:
+        assert wait_for_lock(tmp_path / "lock", 0, lambda: None) < 1
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import dis
 import errno
+import fcntl
 import functools
 import hashlib
 import inspect
@@ -17,11 +18,11 @@ import socket
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from tasklib.sources import DataConfig
 
 STARTED = time.time()
 MANY_FILES = 1000  # in a tree: more of them count by their folders
+LOCK_SECONDS = 5  # of waiting for a lock until it is said
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
 
@@ -264,7 +266,7 @@ def hash_files(
     digests = read_memo()
     if len(digests) < len(names):
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError, NotImplementedError):  # a read-only disk
+            with contextlib.suppress(OSError):  # a read-only disk
                 stack.enter_context(file_lock(cache / "digests.lock"))
                 digests = read_memo()
             settled = time.time_ns() - 2_000_000_000
@@ -286,12 +288,58 @@ def hash_files(
     return {name: digests[name] for name in names}
 
 
-def file_lock(path: Path) -> Any:
-    """A context manager: a lock between processes. Raises OSError if its file is not writable."""
-    from filelock import FileLock
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Holds a lock between processes, also those of other machines that share the disk.
 
+    The kernel frees it when its holder ends, however that ends. Whoever waits for longer than some
+    seconds says so once, and for whom. Raises OSError if the file cannot be written or locked.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(path)
+    start, said, pause = time.monotonic(), False, 0.02
+    while True:
+        with open(path, "a+", encoding="utf-8", errors="replace") as file:
+            if try_lock(file):
+                if not os.fstat(file.fileno()).st_nlink:
+                    continue  # somebody has deleted the file, and others lock a new one
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+                try:
+                    yield
+                finally:
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a child may have the file open
+                return
+            file.seek(0)
+            holder = one_line(file.read(200), 100) or "another process"
+        if not said and time.monotonic() - start > LOCK_SECONDS:
+            said = True
+            say_lock_waits(path, holder)
+        time.sleep(pause)
+        pause = min(2 * pause, 1)
+
+
+def try_lock(file: TextIO) -> bool:
+    """Locks an open file, unless another process holds it. Raises OSError if there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            reason = "this disk has no file locks; give a folder on another one"
+            raise OSError(error.errno, reason, file.name) from None
+        raise
+    return True
+
+
+def say_lock_waits(path: Path, holder: str) -> None:
+    """Says, on one process of this machine, for whom it waits."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        # Another machine that was switched off keeps its lock on some network disks.
+        elsewhere = not holder.endswith(f" on {socket.gethostname()}")
+        advice = f"; if that is gone, delete {one_line(path, 200)}" if elsewhere else ""
+        print(f"waiting for {holder}, which prepares the same data{advice}", flush=True)
 
 
 def try_write_json(path: Path, value: dict) -> None:
@@ -324,7 +372,7 @@ def prepare_once(
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(file_lock(folder.with_suffix(".lock")))
-        except (OSError, NotImplementedError) as error:
+        except OSError as error:
             if not find_fault(folder, cfg):  # intact, on a read-only disk
                 return folder
             raise write_error(folder, error) from None
