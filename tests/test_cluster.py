@@ -202,9 +202,9 @@ def submit(slurm, clustered, tmp_path):
     """Gives a function that submits cluster/slurm.sbatch as it is: the job, and what it prints."""
     jobs = []
 
-    def submit(*flags, **env):
+    def submit(*flags, options=(), **env):
         env = clustered.env(HARDWARE="cpu_multi", MAIN="127.0.0.1", **env)
-        options = ["--cpus-per-task=1", "--gpus-per-node=1", "--time=30"]
+        options = ["--cpus-per-task=1", "--gpus-per-node=1", "--time=30", *options]
         output = tmp_path / f"job{len(jobs)}.txt"
         command = ["sbatch", "--parsable", *options, f"--output={output}", "cluster/slurm.sbatch"]
         jobs.append(slurm.run(*command, *flags, cwd=clustered.path, **env))
@@ -262,6 +262,23 @@ def test_slurm_does_not_repeat_what_the_user_must_correct(slurm, submit, tmp_pat
     fields, text = slurm.job(job), printed.read_text()
     assert (fields["ExitCode"], fields["Restarts"]) == ("2:0", "0"), text
     assert text.count("max_steps") == 2 and "Traceback" not in text  # on each machine
+
+
+@pytest.mark.slow
+def test_slurm_prepares_before_it_trains(slurm, submit, clustered, tmp_path):
+    """The two commands at the top of the file: the second job waits for the first."""
+    text = (clustered.path / "cluster" / "slurm.sbatch").read_text()
+    command, dependency = re.search(r'--wrap "(.+)"\)\n.*--dependency "(\w+):\$job"', text).groups()
+    prepared = tmp_path / "prepared.txt"
+    options = ["--parsable", "--cpus-per-task=1", f"--output={prepared}", "--wrap"]
+    command += " --task.prepare_seconds 5"
+    first = slurm.run("sbatch", *options, command, cwd=clustered.path, **clustered.env())
+    flags = ["--output_dir", tmp_path / "run"]
+    second, printed = submit(*flags, options=[f"--dependency={dependency}:{first}"])
+    assert slurm.job(second)["JobState"] == "PENDING"
+    wait_for_job(slurm, second, ended, printed)
+    assert slurm.job(second)["JobState"] == "COMPLETED", printed.read_text()
+    assert prepared.read_text() == "prepared: 37 rows to train on, 11 to evaluate on\n"
 
 
 @pytest.mark.slow

@@ -485,6 +485,14 @@ def test_train_takes_hardware_recipe_and_flags(ready):
     )
 
 
+def test_prepare_takes_recipe_and_flags_and_looks_for_no_gpu(ready):
+    ready.gpus(AMPERE)
+    result = ready.run("make", "--silent", "prepare", "RECIPE=smoke", "ARGS=--task.data corpus")
+    words = "prepare.py --config configs/train/smoke.yaml --task.data corpus"
+    assert result.stdout.split() == words.split()
+    assert not (ready.folder / "log.smi").exists()
+
+
 @pytest.mark.parametrize("target", ["test", "lint"])
 def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target):
     scripts = ready.folder / ".venv" / "bin"

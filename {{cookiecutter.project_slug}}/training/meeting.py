@@ -143,7 +143,8 @@ class Meeting:
         begun = [rank for rank in late if self.store.check([f"host/{rank}"])]
         hosts = dict.fromkeys(self.store.get(f"host/{rank}").decode() for rank in begun)
         absent = [str(rank) for rank in late if rank not in begun]
-        waits = [f"{enumerate_some([*hosts])}, which prepares data"] if hosts else []
+        verb = "prepares" if len(hosts) == 1 else "prepare"
+        waits = [f"{enumerate_some([*hosts])}, which {verb} data"] if hosts else []
         waits += [f"{self.unit} {enumerate_some(absent)} to begin"] if absent else []
         if waits and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"waiting for {', and for '.join(waits)}", flush=True)
