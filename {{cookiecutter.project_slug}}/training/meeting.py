@@ -60,8 +60,7 @@ class Meeting:
         self.unit, self.rank, self.size, self.address = unit, rank, size, address
         self.serves, self.store, self.line = serves, store, None
         self.began = self.answered = time.monotonic()  # when the store has answered last
-        # The others that this process watches: the first all of them, the others the first.
-        self.watched = [each for each in range(size) if rank == 0 or each == 0 if each != rank]
+        self.watched = [0] if rank else range(1, size)  # those that must give signs of life
         self.alive: dict[int, tuple[int, float]] = {}  # signs of life so far, and when one came
         self.hosts: dict[int, str] = {}
         self.ready = self.left = 0  # number of processes
@@ -87,18 +86,24 @@ class Meeting:
                 with contextlib.suppress(queue.Empty):
                     self.calls.get(timeout=pause)()
                     pause = 0.01
-        except (dist.DistError, OSError) as error:
+        except Exception as error:  # of the network, or of the store
             self.lost = str(error).partition("\n")[0]
             self.interrupt()
 
     def connect(self) -> None:
-        """Opens the store, and a connection that ends when the process ends in which it lies."""
+        """Opens the store. `line` ends when the process ends in which the store lies.
+
+        Only machines keep it: thousands of processes would use up the files of that process.
+        """
         while not self.serves and not self.line:
             try:
                 self.line = socket.create_connection(self.address, timeout=5)
                 self.line.setblocking(False)
             except OSError:  # that process, or its name, is not there yet
                 time.sleep(0.5)
+        if self.line and self.unit == "process":
+            self.line.close()
+            self.line = None
         self.store = self.store or dist.TCPStore(
             *self.address, is_master=self.serves, timeout=OPERATION, wait_for_workers=False
         )
@@ -133,9 +138,10 @@ class Meeting:
             self.interrupted, self.preparing = True, False
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
-    def say_ready(self) -> None:
-        self.store.set(f"ready/{self.rank}", "")
-        self.store.add("ready", 1)
+    def count(self, name: str) -> None:
+        """Counts this process as ready, or as having left: once, even if it was restarted."""
+        if self.store.add(f"{name}/{self.rank}", 1) == 1:
+            self.store.add(name, 1)
 
     def say_who_is_late(self) -> None:
         """Prints for which hosts this process waits, once for each machine."""
@@ -158,7 +164,7 @@ class Meeting:
         seconds.
         """
         self.preparing = False
-        self.calls.put(self.say_ready)
+        self.calls.put(lambda: self.count("ready"))
         began, pause = time.monotonic(), 0.01
         line_due = began + FIRST_LINE
         while self.ready < self.size:
@@ -182,10 +188,10 @@ class Meeting:
 
     def free_port(self) -> None:
         """Waits until the first process has ended, so that the launchers can meet at its port."""
-        self.calls.put(lambda: self.store.add("left", 1))
-        deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline:
-            if self.left == self.size if self.serves else self.lost:
+        self.calls.put(lambda: self.count("left"))
+        deadline = time.monotonic() + LINGER
+        while time.monotonic() < deadline and not self.lost:
+            if self.serves and self.left == self.size:
                 break
             time.sleep(0.02)
 
@@ -214,7 +220,7 @@ class Meeting:
             return SystemExit(STOPPED)
         if not failed:
             where = "{}:{}".format(*self.address)
-            return Failed(f"lost the connection to {self.unit} 0 at {where}: {self.lost}")
+            return Failed(f"no connection to {self.unit} 0 at {where}: {self.lost}")
         lines: dict[str, str] = {}
         for each in failed:
             lines.setdefault(each["text"], each["who"])
@@ -234,7 +240,7 @@ class Meeting:
         self.preparing = False
         if not self.problems and not self.lost:
             self.calls.put(lambda: self.store.append("problems", self.describe(error)))
-        self.calls.put(lambda: self.store.add("left", 1))
+        self.calls.put(lambda: self.count("left"))
         began, said = time.monotonic(), self.unit == "process"
         while self.left < self.size and not self.lost and (stopped or not stop()):
             waited = time.monotonic() - began
