@@ -765,11 +765,16 @@ def test_make_train_prints_that_line_alone(project, tmp_path):
         assert said in result.stderr and result.stderr.count("\n") == 1
     machines = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_machines", "2"]
     machines += ["--num_processes=4"]
-    for address, code in (([], 2), (["--main-process-ip", "10.0.0.1"], 0)):
-        words = [*machines, *address, "train.py", "--check", "--output_dir", "runs/machines"]
+    address = ["--main-process-ip", "10.0.0.1"]
+    for more, code, said in [
+        ([], 2, "give main_process_ip"),
+        ([*address, "--machine_rank", "2"], 2, "machine_rank is 2; give the number of this"),
+        (address, 0, ""),
+    ]:  # fmt: skip
+        words = [*machines, *more, "train.py", "--check", "--output_dir", "runs/machines"]
         result = project.run("python", "launch.py", *words, check=False)
-        assert result.returncode == code, result.stderr
-        assert ("give main_process_ip" in result.stderr) == bool(code)
+        assert result.returncode == code and said in result.stderr, result.stderr
+        assert result.stderr.count("\n") == bool(code)
     result = project.run("python", "launch.py", "--config_file", CPU, check=False)
     assert result.returncode == 1 and "name a program, such as train.py" in result.stderr
 

@@ -93,6 +93,37 @@ def test_launchers_that_do_not_meet_say_so(tiny):
     assert code == 1 and line.startswith(said) and "timed out" in line, line
 
 
+PLACE = "num_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 7\n"
+
+
+@pytest.mark.parametrize(
+    "text, options, meeting",
+    [
+        (PLACE, "", "1 2 10.0.0.1 7"),
+        (PLACE, "--machine_rank=0 --main-process-port 8", "0 2 10.0.0.1 8"),
+        (PLACE, "--num_machines 4 --rdzv_backend static --main_process_ip a", "1 4 a 7"),
+        ("main_process_ip: a\n", "--num-machines 2 --machine-rank 1", "1 2 a 29500"),
+        ("", "--num_machines 2 --main_process_ip a", "0 2 a 29500"),
+        (PLACE, "--num_machines 1", None),
+        (PLACE, "--rdzv_backend c10d", None),
+        (PLACE, "--machine_rank 2", None),  # what is wrong is said by the check
+        (PLACE, "--machine_rank x", None),
+        (PLACE, "--main_process_port 0", None),
+        ("num_machines: 2\n", "", None),
+        ("- 1\n", "", None),
+        ("{", "", None),
+        (None, "", None),
+    ],
+)
+def test_where_the_checks_of_several_machines_meet(tmp_path, text, options, meeting):
+    """As accelerate does it: options of the launcher override the YAML."""
+    file = tmp_path / "hardware.yaml"
+    if text is not None:
+        file.write_text(text)
+    found = load_task("launch").find_meeting(["--config_file", str(file), *options.split()])
+    assert found == ({"LAUNCH_MEETING": meeting} if meeting else {})
+
+
 # ---- Two machines --------------------------------------------------------------------------------
 
 

@@ -72,8 +72,10 @@ def find_meeting(launcher: list[str]) -> dict[str, str]:
     settings = settings if isinstance(settings, dict) else {}
     place = [given[name] or settings.get(name) for name in PLACE]
     with contextlib.suppress(ValueError, TypeError):  # this too
-        machines, rank, port = int(place[0] or 1), int(place[1] or 0), int(place[2] or 29500)
-        if machines > 1 and 0 <= rank < machines and place[3] and given["rdzv_backend"] == "static":
+        machines, rank = int(place[0] or 1), int(place[1] or 0)
+        port = 29500 if place[2] is None else int(place[2])
+        static = given["rdzv_backend"] == "static"
+        if static and machines > 1 and 0 <= rank < machines and place[3] and port:
             return {"LAUNCH_MEETING": f"{rank} {machines} {place[3]} {port}"}
     return {}
 
@@ -81,8 +83,8 @@ def find_meeting(launcher: list[str]) -> dict[str, str]:
 def run_check(launcher: list[str], program: list[str], signals: list[int], env: dict) -> int:
     """Runs the program with --check; its exit code, or STOPPED after a signal.
 
-    The numbers of processes and machines, and the address of machine 0, are passed on, since the
-    launcher is not there to do it.
+    The numbers of processes and machines, that of this machine, and the address of machine 0 are
+    passed on, since the launcher is not there to do it.
     """
     known = read_options(launcher)
     command = [sys.executable, *program]
@@ -93,6 +95,7 @@ def run_check(launcher: list[str], program: list[str], signals: list[int], env: 
     passed = {
         "LAUNCH_PROCESSES": known.num_processes,
         "LAUNCH_MACHINES": known.num_machines,
+        "LAUNCH_MACHINE_RANK": known.machine_rank,
         "LAUNCH_MAIN_PROCESS_IP": known.main_process_ip,
     }
     passed = {name: value for name, value in passed.items() if value is not None}

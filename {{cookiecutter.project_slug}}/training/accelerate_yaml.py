@@ -395,6 +395,12 @@ def read_hardware(path: Path) -> Layout:
         raise ValueError(
             f"{path}: num_machines is {machines}; give main_process_ip, the address of machine 0"
         )
+    rank = str(os.environ.get("LAUNCH_MACHINE_RANK", hardware.machine_rank))
+    if machines > 1 and not (re.fullmatch("[0-9]{1,6}", rank) and int(rank) < machines):
+        raise ValueError(
+            f"machine_rank is {one_line(rank, 60)}; give the number of this machine, 0 to "
+            f"{machines - 1}"
+        )
     if hardware.num_machines > 1 and hardware.main_process_port == 0:
         raise ValueError(
             f"{path}: main_process_port is 0, for which each machine picks another one; give a "

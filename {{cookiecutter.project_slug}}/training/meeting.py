@@ -241,7 +241,7 @@ class Meeting:
         if not self.problems and not self.lost:
             self.calls.put(lambda: self.store.append("problems", self.describe(error)))
         self.calls.put(lambda: self.count("left"))
-        began, said = time.monotonic(), self.unit == "process"
+        began, said = time.monotonic(), self.unit == "process" or patience == GRACE
         while self.left < self.size and not self.lost and (stopped or not stop()):
             waited = time.monotonic() - began
             if waited > patience:
