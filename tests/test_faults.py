@@ -4,6 +4,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import time
 
 import pytest
 import torch
@@ -419,6 +421,27 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny, tmp_path, hang_at
     assert printed.count("train.py: ") == 1 and "Traceback" not in printed
     if hang_at:
         assert "no answer from process 1" in status(tmp_path / "run")["reason"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_process_that_dies_while_it_prepares_is_named_by_another(tiny, tmp_path, dead):
+    """The first holds the store; of the other only the signs of life end."""
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--timeout", 5, "--task.prepare_seconds"]
+    runs = []
+    for rank, env in enumerate(tiny.envs(2)):
+        command = ["python", "train.py", *map(str, flags), "1000" if rank == dead else "0"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        runs.append(subprocess.Popen(command, cwd=tiny.path, env=env, **pipes))
+    time.sleep(10)
+    runs[dead].kill()
+    try:
+        printed = runs[1 - dead].communicate(timeout=60)[0]
+    finally:
+        runs[1 - dead].kill()
+    said = ["no connection to process 0 at 127", "waited 5 s for a sign of life from process 1 on "]
+    assert f"train.py: {said[dead]}" in printed and runs[1 - dead].returncode == 1
 
 
 def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):

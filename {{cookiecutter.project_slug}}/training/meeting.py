@@ -67,6 +67,7 @@ class Meeting:
         self.problems: list[dict] = []  # of all processes
         self.lost = ""  # why there is no connection any more
         self.preparing, self.interrupted, self.over = True, False, False
+        self.speaks = False  # whether this process reports for the first one, which is gone
         self.calls: queue.SimpleQueue[Callable] = queue.SimpleQueue()  # for the thread
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -203,6 +204,7 @@ class Meeting:
 
     def describe_silence(self, timeout: int, rank: int) -> str:
         """One line about a process that gives no sign of life."""
+        self.speaks = rank == 0 and self.rank == 1
         if rank in self.hosts:
             name = f"{self.unit} {rank} on {self.hosts[rank]}"
             return f"waited {timeout} s for a sign of life from {name}"
@@ -219,6 +221,7 @@ class Meeting:
         if not failed and self.problems:
             return SystemExit(STOPPED)
         if not failed:
+            self.speaks = self.rank == 1
             where = "{}:{}".format(*self.address)
             return Failed(f"no connection to {self.unit} 0 at {where}: {self.lost}")
         lines: dict[str, str] = {}

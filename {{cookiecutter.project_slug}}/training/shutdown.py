@@ -119,7 +119,7 @@ def run(main, prepare) -> None:
         error = ranks.name_missing(error) if ranks else error
         code, line = exit_code_for(error)
         # If the main process is the one that does not answer, another process prints the line.
-        speaks = IS_MAIN or NOT_MAIN in (line or "")
+        speaks = IS_MAIN or NOT_MAIN in (line or "") or bool(others and others.speaks)
         if speaks and start:
             state, reason = "stopped" if code == STOPPED else "failed", line or repr(error)
             written, _ = catch(run_folder.write_final_status, start.output, state, reason, code)
