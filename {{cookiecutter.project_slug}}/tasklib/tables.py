@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasklib.messages import one_line
 
@@ -27,6 +27,66 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # for all but .parquet, which co
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SEPARATOR_NAMES = {",": "commas", "\t": "tabs"}
 MAX_EXPANSION = 200  # largest allowed ratio of content to compressed file; text reaches about 10
+BLOCK = 1 << 20  # bytes of a .txt file that are read at once
+SEARCHED = 1 << 16  # bytes in which a place is looked for where a .txt file may be cut
+
+
+# ---- Parts of files ------------------------------------------------------------------------------
+
+
+class Span(NamedTuple):
+    """A part of a file: the rows that begin in it.
+
+    `start` and `stop` are bytes of the content, decompressed; of .parquet, row groups. `lines` is
+    the number of lines, of .parquet rows, before the part; None: unknown, and `start` may be
+    anywhere in a line.
+    """
+
+    start: int = 0
+    stop: int | None = None  # None: to the end
+    lines: int | None = 0
+
+
+WHOLE = Span()
+
+
+class Line:
+    """The place of a line that is counted from the start of a part; str() counts those before."""
+
+    def __init__(self, path: Path, start: int, number: int):
+        self.path, self.start, self.number = path, start, number
+
+    def __str__(self) -> str:
+        with open_at(self.path) as file:
+            before = sum(iter_counts(file, self.start))
+        return f"{one_line(self.path, 200)}, line {before + self.number}"
+
+
+def iter_counts(file: io.BufferedReader, size: int) -> Iterator[int]:
+    """The number of line ends in each block of the next `size` bytes."""
+    while size > 0 and (block := file.read(min(size, BLOCK))):
+        size -= len(block)
+        yield block.count(b"\n")
+
+
+class Cursor:
+    """How far a file has been read: the place for messages, and where the next row begins."""
+
+    def __init__(self, path: Path, span: Span):
+        self.path, self.span, self.where = path, span, one_line(path, 200)
+        self.place: Any = self.where  # of the last entry that was read
+        self.offset = self.first = span.start  # before the next row, and before the first
+        self.lines = span.lines or 0
+
+    def read_lines(self, file: io.BufferedReader) -> Iterator[bytes]:
+        """The lines that begin in the part; each becomes the place."""
+        stop = self.span.stop
+        while (stop is None or self.offset < stop) and (line := file.readline()):
+            self.offset, self.lines = self.offset + len(line), self.lines + 1
+            self.place = f"{self.where}, line {self.lines}"
+            if self.span.lines is None:
+                self.place = Line(self.path, self.first, self.lines)
+            yield line
 
 
 def file_ending(path: Path | str) -> str:
@@ -37,127 +97,194 @@ def file_ending(path: Path | str) -> str:
 
 
 def read_rows(
-    path: Path, columns: Columns | None, field: str = "data", optional: Container[str] = ()
+    path: Path,
+    columns: Columns | None,
+    field: str = "data",
+    optional: Container[str] = (),
+    span: Span = WHOLE,
+    cursor: Cursor | None = None,
 ) -> Iterator[Row]:
-    """The rows of one file. `columns` maps each role to its column.
+    """The rows of one file, or of a part of it. `columns` maps each role to its column.
 
     A role with several columns gets a dict of their values; an optional role without its column
     gets None. If `columns` is None, all columns are read under their own names. A .txt file is one
-    row: its text, and the name of its folder as the label. Raises ValueError with the place.
+    row: its text, and the name of its folder as the label. A `cursor` of the caller tells where the
+    next row begins. Raises ValueError with the place.
     """
-    where, ending = one_line(path, 200), file_ending(path)
-    place = [where]  # of the last entry that was read, for messages
+    cursor, ending = cursor or Cursor(path, span), file_ending(path)
     try:
         if ending == ".parquet":
-            yield from _read_parquet(path, columns, optional, place)
-            return
-        with open_decompressed(path) as file:
+            yield from _read_parquet(columns, optional, cursor)
+        elif ending in SEPARATORS:
+            yield from _read_csv(SEPARATORS[ending], columns, optional, cursor)
+        elif ending == ".jsonl":
+            yield from _read_jsonl(columns, optional, cursor)
+        else:
+            with open_at(path) as file:
+                content = file.read()
             if ending == ".txt":
-                row = {"text": file.read().decode(), "label": path.absolute().parent.name}
-                yield {role: replace_surrogates(row.get(role)) for role in columns or row}, where
-            elif ending in SEPARATORS:
-                yield from _read_csv(file, SEPARATORS[ending], columns, optional, place)
+                row = {"text": content.decode(), "label": path.absolute().parent.name}
+                row = {role: replace_surrogates(row.get(role)) for role in columns or row}
+                yield row, cursor.where
             else:
-                yield from _read_json(file, ending, columns, optional, place)
+                yield from _read_json(content, columns, optional, cursor)
     except MemoryError:
         raise
     except Exception as error:  # each library has its own
-        at, problem = place[0], one_line(error)
-        if isinstance(error, UnicodeDecodeError):
-            if at == where:
-                at = f"{where}, line {error.object.count(10, 0, error.start) + 1}"
-            problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
-        elif isinstance(error, json.JSONDecodeError):
-            at = f"{where}, line {error.lineno}" if at == where else at
-            problem = f"invalid JSON at column {error.colno}: {error.msg}"
-        raise ValueError(f"task.{field}: cannot read {at}: {problem}") from None
+        raise _read_error(error, field, cursor) from None
+
+
+def _read_error(error: Exception, field: str, cursor: Cursor) -> ValueError:
+    at, problem = cursor.place, one_line(error)
+    if isinstance(error, UnicodeDecodeError):
+        if at == cursor.where:
+            at = f"{at}, line {error.object.count(10, 0, error.start) + 1}"
+        problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
+    elif isinstance(error, json.JSONDecodeError):
+        at = f"{at}, line {error.lineno}" if at == cursor.where else at
+        problem = f"invalid JSON at column {error.colno}: {error.msg}"
+    return ValueError(f"task.{field}: cannot read {at}: {problem}")
 
 
 def _read_parquet(
-    path: Path, columns: Columns | None, optional: Container[str], place: list[str]
+    columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
     from pyarrow.parquet import ParquetFile
 
-    where, number = place[0], 0
+    start, stop, number = cursor.span.start, cursor.span.stop, cursor.lines
     # Otherwise memory grows with the file, or with its largest group of rows.
-    with ParquetFile(path, pre_buffer=False, buffer_size=2**20) as table:
+    with ParquetFile(cursor.path, pre_buffer=False, buffer_size=2**20) as table:
         existing = table.schema_arrow.names
         check_columns(existing, columns, optional)
         names = existing if columns is None else column_names(columns)
-        columns_here = [name for name in names if name in existing]
-        for batch in table.iter_batches(256, columns=columns_here):  # rows: they may hold images
+        groups = range(start, table.num_row_groups if stop is None else stop)
+        names = [name for name in names if name in existing]
+        for batch in table.iter_batches(256, row_groups=groups, columns=names):
             for row in batch.to_pylist():
                 number += 1
-                yield select_columns(row, columns), f"{where}, row {number}"
+                yield select_columns(row, columns), f"{cursor.where}, row {number}"
 
 
 def _read_csv(
-    file: io.BufferedReader,
-    usual: str,
-    columns: Columns | None,
-    optional: Container[str],
-    place: list[str],
+    usual: str, columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    where, last_line = place[0], 0
-
-    def decode_lines() -> Iterator[str]:
-        """Lines with their own line ends; `place` follows."""
-        lines = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-        for number, line in enumerate(lines, 1):
-            place[0] = f"{where}, line {number}"
-            yield line if line.isascii() else line.encode(errors="surrogateescape").decode()
-
-    csv.field_size_limit(2**31 - 1)
-    lines = decode_lines()
-    header = next(lines, "")
-    if re.fullmatch(r'"?sep=."?\s*', header):  # Excel's hint; the separator is detected anyway
-        header = next(lines, "")
+    where, header, at_header = cursor.where, "", Cursor(cursor.path, WHOLE)
+    with open_at(cursor.path) as file:
+        try:
+            for header in _decode_lines(file, at_header):
+                # Excel's hint is no header; the separator is detected anyway.
+                if not re.fullmatch(r'"?sep=."?\s*', header):
+                    break
+        except UnicodeDecodeError:
+            cursor.place = at_header.place
+            raise
+    if not cursor.offset:  # a part begins where a row does
+        cursor.offset, cursor.lines = at_header.offset, at_header.lines
     required = {role: name for role, name in (columns or {}).items() if role not in optional}
     mark = detect_separator(header, usual, {*column_names(required)})
-    if mark != usual and columns is not None:
+    if mark != usual and columns is not None and not cursor.span.start:
         found, expected = (SEPARATOR_NAMES.get(each, each) for each in (mark, usual))
         print(
             f"Preparing data: {where}: the fields seem to be separated by {found}, not by "
             f"{expected}",
             flush=True,
         )
-    table = csv.DictReader(itertools.chain([header], lines), strict=True, delimiter=mark)
-    try:
-        check_columns(table.fieldnames or [], columns, optional)
-        for row in table:
-            if None in row or None in row.values():
-                extra, expected = row.pop(None, []), len(table.fieldnames)
-                number = len(extra) + sum(value is not None for value in row.values())
-                raise ValueError(f"the first line has {expected} fields, this one {number}")
-            yield select_columns(row, columns), place[0]
-            last_line = table.line_num
-    except csv.Error as error:
-        if "unexpected end of data" not in str(error):
-            raise
-        place[0] = f"{where}, line {last_line + 1}"
-        raise ValueError('a " is opened and never closed') from None
+    csv.field_size_limit(2**31 - 1)
+    last_line = cursor.lines
+    with open_at(cursor.path, cursor) as file:
+        lines = itertools.chain([header], _decode_lines(file, cursor))
+        table = csv.DictReader(lines, strict=True, delimiter=mark)
+        try:
+            check_columns(table.fieldnames or [], columns, optional)
+            for row in table:
+                if None in row or None in row.values():
+                    extra, expected = row.pop(None, []), len(table.fieldnames)
+                    number = len(extra) + sum(value is not None for value in row.values())
+                    raise ValueError(f"the first line has {expected} fields, this one {number}")
+                yield select_columns(row, columns), cursor.place
+                last_line = cursor.lines
+        except csv.Error as error:
+            if "unexpected end of data" not in str(error):
+                raise
+            cursor.place = f"{where}, line {last_line + 1}"
+            raise ValueError('a " is opened and never closed') from None
+
+
+def _decode_lines(file: io.BufferedReader, cursor: Cursor) -> Iterator[str]:
+    """Lines of the part with their own line ends; the cursor follows."""
+    for line in cursor.read_lines(file):
+        # Old programs end a line with \r alone, and the csv module refuses it inside one.
+        for part in re.split(rb"(?<=\r)(?!\n)", line) if b"\r" in line[:-2] else [line]:
+            if part:
+                yield part.decode()
+
+
+def _read_jsonl(columns: Columns | None, optional: Container[str], cursor: Cursor) -> Iterator[Row]:
+    with open_at(cursor.path, cursor) as file:
+        # Split as bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
+        for line in cursor.read_lines(file):
+            if line.strip():
+                yield from _json_row(json.loads(line), columns, optional, cursor.place)
 
 
 def _read_json(
-    file: io.BufferedReader,
-    ending: str,
-    columns: Columns | None,
-    optional: Container[str],
-    place: list[str],
+    content: bytes, columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    where = place[0]
-    # Split as bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
-    entries = parse_json_rows(file.read()) if ending == ".json" else file
-    for number, entry in enumerate(entries, 1):
+    for number, entry in enumerate(parse_json_rows(content), 1):
         is_line = isinstance(entry, bytes)
-        place[0] = f"{where}, {'line' if is_line else 'row'} {number}"
-        if is_line and not entry.strip():
-            continue
-        row = json.loads(entry) if is_line else entry
-        if not isinstance(row, dict):
-            raise ValueError(f"not an object: {row!r:.60}")
-        check_columns(list(row), columns, optional)
-        yield select_columns(row, columns), place[0]
+        cursor.place = f"{cursor.where}, {'line' if is_line else 'row'} {number}"
+        if not is_line or entry.strip():
+            row = json.loads(entry) if is_line else entry
+            yield from _json_row(row, columns, optional, cursor.place)
+
+
+def _json_row(
+    row: Any, columns: Columns | None, optional: Container[str], place: Any
+) -> Iterator[Row]:
+    if not isinstance(row, dict):
+        raise ValueError(f"not an object: {row!r:.60}")
+    check_columns(list(row), columns, optional)
+    yield select_columns(row, columns), place
+
+
+def read_text(path: Path, field: str, span: Span) -> Iterator[str]:
+    """A part of a .txt file in blocks of about 1 MB, which end where a word ends.
+
+    A part begins at the first such place after its start, and ends at the first one after its stop,
+    so that parts that meet in the file leave nothing out. Raises ValueError with the place.
+    """
+    cursor, data, offset = Cursor(path, span), b"", span.start
+    try:
+        with open_at(path, cursor) as file:
+            if offset:
+                data = file.read(SEARCHED)
+                cut = find_cut(data)
+                data, offset = data[cut:], offset + cut
+            while span.stop is None or offset < span.stop:
+                left = BLOCK if span.stop is None else span.stop - offset
+                size = left if left <= BLOCK + SEARCHED else BLOCK
+                data += file.read(max(size + SEARCHED - len(data), 0))
+                if not data:
+                    return
+                cut = min(size + find_cut(data[size : size + SEARCHED]), len(data))
+                try:
+                    text = data[:cut].decode()
+                except UnicodeDecodeError as error:
+                    cursor.place = Line(path, offset, data.count(b"\n", 0, error.start) + 1)
+                    raise
+                yield text
+                data, offset = data[cut:], offset + cut
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise _read_error(error, field, cursor) from None
+
+
+def find_cut(data: bytes) -> int:
+    """The first place after a line's end, else before a space, else before a character."""
+    found = re.search(rb"(?<=\n)(?=\S)", data) or re.search(rb"(?<=\S)(?=\s)", data)
+    found = found or re.search(rb"(?=[\x00-\x7f\xc0-\xff])", data)
+    return found.start() if found else 0
 
 
 def parse_json_rows(content: bytes) -> list:
@@ -192,7 +319,7 @@ def read_first_row(path: Path) -> dict | None:
     A .json file that begins with a list of small objects is not read to its end.
     """
     if file_ending(path) == ".json":
-        with contextlib.suppress(ValueError), open_decompressed(path) as file:
+        with contextlib.suppress(ValueError), open_at(path) as file:
             text = file.read(2**20).decode(errors="ignore").lstrip()
             if text.startswith("["):
                 row = json.JSONDecoder().raw_decode(text[1:].lstrip())[0]
@@ -234,17 +361,52 @@ class Decompressed(io.RawIOBase):
         return number
 
 
+# The compressed file that was read last, and how far: the next part may begin where it ended.
+_half_read: dict[Path, tuple[io.BufferedReader, int]] = {}
+
+
 @contextlib.contextmanager
-def open_decompressed(path: Path) -> Iterator[io.BufferedReader]:
+def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedReader]:
+    """The content of a file, from the offset of a cursor on, or without one from its start.
+
+    The cursor of a part of unknown lines is moved to the first line that begins in the part.
+    """
+    compressed, offset = path.suffix.lower() in COMPRESSIONS, cursor.offset if cursor else 0
+    with contextlib.ExitStack() as stack:
+        file, reached = _half_read.pop(path, (None, 0)) if offset else (None, 0)
+        if file is None or reached > offset:
+            file, reached = open_decompressed(path), 0
+        stack.callback(file.close)
+        if not compressed:
+            file.seek(offset - reached, os.SEEK_CUR)
+        else:
+            while reached < offset and (block := file.read(min(BLOCK, offset - reached))):
+                reached += len(block)
+        if cursor and offset and cursor.span.lines is None and file_ending(path) == ".jsonl":
+            file.seek(-1, os.SEEK_CUR)
+            cursor.offset += len(file.readline()) - 1
+            cursor.first = cursor.offset
+        yield file
+        if compressed and cursor and cursor.span.stop is not None:
+            _half_read.clear()
+            _half_read[path] = (file, cursor.offset)
+            stack.pop_all()
+
+
+def open_decompressed(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed, without the byte order mark that some programs write."""
     compressed = path.suffix.lower() in COMPRESSIONS
-    with io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb") as file:
+    file = io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb")
+    try:
         start = file.peek(3)[:3]
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise ValueError("it is UTF-16; save it as UTF-8")
         if start == codecs.BOM_UTF8:
             file.read(3)
-        yield file
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 # ---- Columns -------------------------------------------------------------------------------------
