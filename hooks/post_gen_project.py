@@ -1,8 +1,8 @@
 """Drop what the task has no use for, and what tools left behind; print what to do next."""
 
+import ast
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -65,10 +65,11 @@ def drop_clusters(folder):
 
 def imported(files):
     """The modules of tasklib that these files import."""
-    text = "\n".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
-    names = re.findall(r"^ *from tasklib import (.+)$", text, re.MULTILINE)
-    found = {word.strip() for line in names for word in line.split(",")}
-    return found | set(re.findall(r"^ *from tasklib\.(\w+) import", text, re.MULTILINE))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    found = {each.name for node in nodes if node.module == "tasklib" for each in node.names}
+    modules = [node.module or "" for node in nodes]
+    return found | {name.split(".")[1] for name in modules if name.startswith("tasklib.")}
 
 
 def say(text):

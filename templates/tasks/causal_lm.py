@@ -10,28 +10,49 @@ train.py calls these functions. training/contract.py says what each gets and ret
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, augment, sizes, report, check_shared_rows. `prepared` is
-what prepare_data returned: here, the folder of the prepared data. examples/task.py is a whole task
-around a plain nn.Module.
+and, if they are there: identity, digest, augment, sizes, sources, report, check_shared_rows.
+`prepared` is what prepare_data returned: here, the folder of the prepared data. examples/task.py is
+a whole task around a plain nn.Module.
 """
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from tasklib import cache, chats, demo_data, fields, layouts, next_token, packing, pretrained, text
+from tasklib import (
+    cache,
+    chats,
+    corpus,
+    demo_data,
+    fields,
+    layouts,
+    next_token,
+    packing,
+    pretrained,
+    text,
+    token_rows,
+    units,
+)
 from tasklib.attention import restored
 from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
-from tasklib.layouts import ENDINGS, Layout
+from tasklib.layouts import ENDINGS
 from tasklib.lora import LoraFields, add_adapters, check_adapters
+from tasklib.messages import one_line
 from tasklib.packing import IGNORE_INDEX
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, check_data_config
+from tasklib.sources import (
+    DataConfig,
+    Source,
+    WeightedData,
+    check_data_config,
+    data_as_text,
+    split_data,
+)
+from tasklib.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
@@ -48,11 +69,12 @@ LossChunk = number_type("LossChunk", int, 16, 2**30)
 
 @dataclass
 class TaskConfig(DataConfig, LoraFields, ModelConfig):
-    data: str = "pydoc"
+    data: str | list[dict[str, str | int]] = "pydoc"
     """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
     text, a folder of such files, or a data set on the Hub. Or data that every machine has: pydoc
     (Python's manual, 0.4 MB), stdlib (Python's own source, 5 MB), docstrings (prompts or chats:
-    what does this function do?)."""
+    what does this function do?). Several with their weights: a.jsonl:2,b.jsonl:1, or a list of
+    {path: a.jsonl, weight: 2}."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
     """What a row is. text: a text. prompt: a prompt and its completion; the loss is that of the
     completion. chat: messages with role and content (ShareGPT: from and value), or instruction,
@@ -105,8 +127,10 @@ def uses_best_fit(cfg: TaskConfig) -> bool:
 
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    check_data_config(cfg, demo_data.TEXTS)
-    layouts.check_layout_fields(cfg)
+    cfg.data = data_as_text(cfg.data)
+    for _, own in by_source(cfg):
+        check_data_config(own, demo_data.TEXTS)
+        layouts.check_layout_fields(own)
     check_adapters(cfg)
     stream = cfg.rows in ("auto", "text")
     apart = cfg.attn_implementation != "flash_attention_2" or not uses_best_fit(cfg)
@@ -129,6 +153,11 @@ def check_config(cfg: TaskConfig) -> None:
 # ---- Data ----------------------------------------------------------------------------------------
 
 
+def by_source(cfg: TaskConfig) -> list[tuple[WeightedData, TaskConfig]]:
+    """Each source that cfg.data names, and the config with its data alone."""
+    return [(each, replace(cfg, data=each.data)) for each in split_data(cfg.data)]
+
+
 def prepare_data(cfg: TaskConfig) -> Path:
     """Splits, tokenises and packs the rows, once; the folder of the result.
 
@@ -136,13 +165,28 @@ def prepare_data(cfg: TaskConfig) -> Path:
     """
     check_config(cfg)
     pretrained.check_unread(cfg)
-    layout = layouts.recognize_layout(cfg)
-    cfg.rows = layout.kind
+    data = [(each, own, layouts.recognize_layout(own)) for each, own in by_source(cfg)]
+    kinds = {layout.kind: own.data for _, own, layout in data}
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
+        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
+    (cfg.rows,) = kinds
     check_config(cfg)
-    max_text_length(cfg)
-    return cache.prepare_once(
-        cfg, lambda: prepared_folder(cfg, layout), lambda folder: build_data(cfg, layout, folder)
-    )
+    longest = max_text_length(cfg)
+
+    def build(folder: Path) -> dict[str, Any]:
+        ends = {"last": [END_OF_TEXT]}
+        return corpus.build(
+            cfg,
+            data,
+            folder,
+            lambda texts: text.learn_vocabulary(texts, cfg.vocab_size, folder, **ends),
+            lambda: load_tokenizer(cfg, folder),
+            longest,
+            uses_best_fit(cfg),
+        )
+
+    return cache.prepare_once(cfg, lambda: prepared_folder(cfg, data), build, goes_on=True)
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
@@ -154,12 +198,15 @@ def digest(cfg: TaskConfig, folder: Path) -> str:
     return cache.content_digest(folder)
 
 
-def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
-    """Memory-mapped rows of context_length tokens; validation rows have two more columns."""
-    from datasets import load_from_disk
+def datasets(cfg: TaskConfig, folder: Path) -> tuple[TokenRows, TokenRows]:
+    """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
+    weights = {each.data: each.weight for each, _ in by_source(cfg)}
+    return TokenRows(folder, "train", weights), TokenRows(folder, "validation", weights)
 
-    parts = [load_from_disk(folder / part) for part in ("train", "validation")]
-    return parts[0].with_format("torch"), parts[1].with_format("torch")
+
+def sources(dataset: TokenRows) -> list[Source]:
+    """The sources in cfg.data, which train.py mixes by their weights."""
+    return dataset.sources
 
 
 def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
@@ -178,13 +225,12 @@ def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
     fields.check_fields(cfg, rules)
 
 
-def collate(rows: list[Batch]) -> Batch:
+def collate(rows: list[dict]) -> Batch:
     """input_ids and labels, int64 (B, context_length): each label is the token after its input.
 
     Rows packed by best_fit have position_ids too, which begin again at 0 with each text.
     """
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return {n: v if v.is_floating_point() else v.long() for n, v in batch.items()}
+    return token_rows.stack(rows)
 
 
 def count(batch: Batch) -> int:
@@ -215,7 +261,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
         pretrained.suppress_unused(model, tokenizer)
-    most_texts = packing.load_most_texts(folder)
+    most_texts = token_rows.read_facts(folder)["most_texts"]
     if most_texts:
         packing.check_model_separates_texts(model)
     next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_texts)
@@ -286,15 +332,19 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
 # ---- Preparation ---------------------------------------------------------------------------------
 
 
-def prepared_folder(cfg: TaskConfig, layout: Layout) -> Path:
+def prepared_folder(cfg: TaskConfig, data: list) -> Path:
     """The folder of the prepared data, named by all that shapes it: settings, files and code."""
     names = "context_length packing too_long vocab_size model_name_or_path revision".split()
-    settings = [layout.kind, layout.columns, *(getattr(cfg, name) for name in names)]
+    settings = [getattr(cfg, name) for name in names]
+    settings += [(own.data, layout.kind, layout.columns) for _, own, layout in data]
     files = [*pretrained.used_files(cfg), *filter(None, [chats.template_path(cfg)])]
-    shipped = demo_data.text_files(cfg.data)
-    used = cache.hash_input_files(cfg, ENDINGS, *files, shipped=shipped)
-    code = (chats, demo_data, layouts, packing, text, build_data)
-    return cache.cache_folder(cfg, settings, used, code)
+    used = [
+        cache.hash_input_files(own, ENDINGS, *files, shipped=demo_data.text_files(own.data))
+        for _, own, _ in data
+    ]
+    code = (chats, corpus, demo_data, layouts, packing, text, token_rows, units)
+    unweighted = replace(cfg, data=",".join(own.data for _, own, _ in data))
+    return cache.cache_folder(unweighted, settings, used, code)
 
 
 @cache.once_per_folder
@@ -320,41 +370,3 @@ def max_text_length(cfg: TaskConfig) -> int:
     fits, wanted = uses_best_fit(cfg) or cfg.context_length <= limit, f"at most {limit}"
     fields.check_fields(cfg, [("context_length", fits, f"{wanted}, which the model can see")])
     return min(limit, cfg.context_length)
-
-
-def build_data(cfg: TaskConfig, layout: Layout, folder: Path) -> dict[str, str]:
-    """Saves the packed rows of both parts, and the vocabulary of a new model; their digest."""
-    from datasets import Dataset, disable_progress_bars
-
-    train, validation = layouts.read_rows(cfg, layout)
-    if not cfg.model_name_or_path:
-        texts = layouts.row_texts(train)
-        text.learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
-    tokenizer, length, parts = load_tokenizer(cfg, folder), cfg.context_length, {}
-    for part, rows in (("train", train), ("validation", validation)):
-        tokens = layouts.tokenize_rows(rows, cfg.rows, tokenizer)
-        if uses_best_fit(cfg):
-            longest = max_text_length(cfg)
-            parts[part] = packing.pack_best_fit(tokens, length, longest, cfg.too_long, part)
-        else:
-            parts[part] = packing.pack_stream(tokens, length, cfg.data)
-    used, labels = (parts["train"][name] for name in ("used", "labels"))
-    size = f"{len(labels):,} rows of {length} tokens to train on"
-    useful = f"{used.sum() / labels.size:.1%} of them useful, the rest padding"
-    print(f"Prepared: {size}, {useful}", flush=True)
-
-    packing.save_most_texts(parts, folder)
-    content = cache.hash_columns(parts)  # without logarithms: machines round their last bit apart
-    frequency = 1 + np.bincount(labels[labels != IGNORE_INDEX], minlength=len(tokenizer))
-    nats, labels = -np.log(frequency / frequency.sum()), parts["validation"]["labels"]
-    for name, values in (("bytes", text.token_bytes(tokenizer)), ("unigram_loss", nats)):
-        parts["validation"][name] = np.where(labels == IGNORE_INDEX, 0, values[labels]).sum(1)
-    disable_progress_bars()
-    for part, columns in parts.items():
-        del columns["used"]
-        Dataset.from_dict(columns).save_to_disk(folder / part)
-    shown = [] if cfg.rows == "text" else validation[:2]
-    questions = [layouts.question_tokens(row, cfg.rows, tokenizer) for row, _ in shown]
-    prompts = {f"held out {number}": tokens for number, tokens in enumerate(questions, 1)}
-    (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
-    return {"content": content}

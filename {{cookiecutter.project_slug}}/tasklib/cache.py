@@ -356,14 +356,18 @@ def try_write_json(path: Path, value: dict) -> None:
 
 
 def prepare_once(
-    cfg: DataConfig, name_folder: Callable[[], Path], build: Callable[[Path], dict]
+    cfg: DataConfig,
+    name_folder: Callable[[], Path],
+    build: Callable[[Path], dict],
+    goes_on: bool = False,
 ) -> Path:
     """The prepared folder that `name_folder` names; `build(folder)` fills it if it is not intact.
 
     `build` returns {"content": `hash_columns(...)`, "named": digests of input files that are not
     part of the key} for the index, which is written last. Safe for processes that start together:
     one builds, the others wait; if it fails, all raise its error. Leftovers of killed processes do
-    not count, and the next process removes them.
+    not count, and the next process removes them; or, if `build` goes on from them, it gets them,
+    and also a folder with a damaged file.
     """
     start, folder = time.time(), name_folder()
     if is_verified(folder) and not find_fault(folder, cfg):
@@ -383,21 +387,28 @@ def prepare_once(
         if isinstance(failure.get("at"), float) and failure["at"] > start:
             raise ValueError(str(failure.get("problem")))
         try:
-            remove(unfinished)
+            if not goes_on:
+                remove(unfinished)
             if os.path.lexists(folder):
                 print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
+            if os.path.lexists(folder) and goes_on and folder.is_dir():
+                remove(unfinished)
+                folder.rename(unfinished)
+                remove(unfinished / INDEX)
+            elif os.path.lexists(folder):
                 discarded = folder.with_suffix(f".discarded-{os.getpid()}")
                 remove(discarded)
                 folder.rename(discarded)  # before deleting: another run may have it open
                 remove(discarded)
-            unfinished.mkdir()
+            unfinished.mkdir(exist_ok=True)
             facts = build(unfinished)
             if name_folder() != folder:
                 raise ValueError("task.data: files changed during the preparation: start again")
             commit_folder(folder, unfinished, facts)
             remove(failed)
         except BaseException as error:
-            remove(unfinished)  # frees a full disk
+            if not goes_on or type(error) is ValueError:
+                remove(unfinished)  # frees a full disk
             if isinstance(error, MemoryError):
                 problem = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
                 error = ValueError(f"task.data: {problem}: give fewer rows ({one_line(error, 60)})")
@@ -437,11 +448,14 @@ def write_error(folder: Path, error: Exception) -> ValueError:
 def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     """Turns a filled folder into prepared data. Files, index and names reach the disk in turn.
 
-    The index holds the size and SHA-256 of each file, and its own SHA-256.
+    The index holds the size and SHA-256 of each file, and its own SHA-256. `facts["hashed"]` has
+    those of files that are on the disk already.
     """
+    files = dict(facts.pop("hashed", {}))
     paths = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    paths = [path for path in paths if path.relative_to(unfinished).as_posix() not in files]
     hashed = map_in_threads(lambda path: (flush(path), hash_file(path))[1], paths)
-    files = {
+    files |= {
         path.relative_to(unfinished).as_posix(): [stamp[0], digest]
         for path, (digest, stamp) in zip(paths, hashed, strict=True)
     }

@@ -77,26 +77,37 @@ def check_commit(cfg: Any) -> None:
 def read_hub_rows(
     cfg: Any, split: str, columns: Columns, field: str, optional: Container[str] = ()
 ) -> Iterator[Row]:
-    """The rows of a split, as `tables.read_rows` gives them.
+    """The rows of a split, as `tables.read_rows` gives them."""
+    dataset = open_columns(cfg, split, columns, field, optional)
+    yield from read_range(dataset, columns, f"{cfg.data}, split {split}", 0, len(dataset))
 
-    Class numbers become class names where the data set has names. Images stay encoded bytes.
-    """
+
+def open_columns(
+    cfg: Any, split: str, columns: Columns, field: str, optional: Container[str] = ()
+) -> Any:
+    """These columns of a split, memory-mapped. Images stay encoded bytes."""
     import datasets
 
     dataset = load_hub_split(cfg, split, field)
-    place = one_line(f"{cfg.data}, split {split}", 200)
     try:
         check_columns(dataset.column_names, columns, optional)
     except ValueError as error:
+        place = one_line(f"{cfg.data}, split {split}", 200)
         raise ValueError(f"task.data: {place}: {error}") from None
     existing = {*dataset.column_names}
     dataset = dataset.select_columns([n for n in column_names(columns) if n in existing])
     for column in dataset.column_names:  # decoded images of all rows would not fit into memory
         if type(dataset.features[column]).__name__ == "Image":
             dataset = dataset.cast_column(column, datasets.Image(decode=False))
+    return dataset
+
+
+def read_range(dataset: Any, columns: Columns, place: str, start: int, stop: int) -> Iterator[Row]:
+    """The rows from `start` up to `stop`; class numbers become names where the data has names."""
+    place = one_line(place, 200)
     features = {c: dataset.features[c] for c in dataset.column_names}
     class_names = {c: getattr(getattr(f, "feature", f), "names", None) for c, f in features.items()}
-    for number, row in enumerate(dataset):
+    for number, row in enumerate(dataset.select(range(start, stop)), start):
         for column, names in class_names.items():
             if names and isinstance(row[column], list):
                 row[column] = [names[i] for i in row[column]]

@@ -5,7 +5,7 @@ They are recognised by their columns, read, checked, divided, and tokenised.
 
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from tasklib import chats, demo_data, sources, text
@@ -120,53 +120,33 @@ def describe_columns(layout: Layout) -> str:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def read_rows(cfg: Any, layout: Layout) -> tuple[list[Row], list[Row]]:
-    """All rows to train and to evaluate on, checked. Prints their number.
+def row_check(kind: str) -> Callable[[dict], str | None]:
+    """What makes a row usable, in place, or raises ValueError; "tools" for a chat with tools."""
 
-    A single text keeps its end for validation. Raises ValueError for data without text, and for
-    rows of which none can be held out.
-    """
-    kind, data = layout.kind, one_line(cfg.data, 100)
-    shipped = demo_data.text_rows(cfg.data, kind) if cfg.data in demo_data.TEXTS else None
-    train, validation = sources.read_splits(cfg, layout.columns, ENDINGS, shipped, OPTIONAL)
-    check_row = chats.normalize_chat if kind == "chat" else check_text
-    field = "validation_data" if cfg.validation_data else "validation_split"
-    train = sources.keep_valid_rows(train, cfg, "data", check_row)
-    validation = validation and sources.keep_valid_rows(validation, cfg, field, check_row)
-    if not train or validation == []:
-        empty = field if train else "data"
-        raise ValueError(f"task.{empty}: there is no text in {one_line(getattr(cfg, empty), 100)}")
-    rows = [*train, *(validation or [])]
-    tools = sum("tools" in row for row, _ in rows)
-    if cfg.tools_column not in ("", "tools") and not tools:
+    def check(row: dict) -> str | None:
+        (chats.normalize_chat if kind == "chat" else check_text)(row)
+        return "tools" if "tools" in row else None
+
+    return check
+
+
+def describe_input(cfg: Any, layout: Layout, rows: int, tools: int) -> None:
+    """Prints the number of rows, and which columns are read."""
+    if cfg.tools_column not in ("", "tools") and layout.kind == "chat" and not tools:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
     print(
-        f"Preparing data: {len(rows):,} {PLURALS[kind]} of {data}"
+        f"Preparing data: {rows:,} {PLURALS[layout.kind]} of {one_line(cfg.data, 100)}"
         + f", {tools:,} with tools" * bool(tools)
         + describe_columns(layout),
         flush=True,
     )
-    if validation is not None:
-        sources.warn_of_overlap(map(row_key, train), map(row_key, validation))
-        return train, validation
-    if len(train) == 1 and kind == "text":
-        row, place = train[0]
-        end = int(len(row["text"]) * (1 - cfg.validation_fraction))
-        return [({"text": row["text"][:end]}, place)], [({"text": row["text"][end:]}, place)]
-    if len(train) == 1:
-        raise ValueError(f"task.data: {data} has one row; add rows, to hold one out")
-    train, validation = sources.hold_out(train, cfg.validation_fraction, row_key)
-    if not validation:
-        raise ValueError(f"task.data: all rows of {data} are equal; add others, to hold some out")
-    return train, validation
 
 
-def row_key(row: Row) -> str:
+def key_of(row: dict) -> str:
     """Text that equal rows share; a text is its own key."""
-    values = row[0]
     # Parquet has dates, which JSON has not.
-    return values["text"] if "text" in values else json.dumps(values, default=str)
+    return row["text"] if "text" in row else json.dumps(row, default=str)
 
 
 def check_text(row: dict) -> None:
@@ -178,23 +158,20 @@ def check_text(row: dict) -> None:
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 
 
-def row_texts(rows: list[Row]) -> Iterator[str]:
-    """All text in the rows, for a vocabulary to be learnt from."""
-    for row, _ in rows:
-        yield from chats.chat_texts(row) if "messages" in row else row.values()
+def texts_of(row: dict) -> Iterable[str]:
+    """All text of a row, for a vocabulary to be learnt from."""
+    return chats.chat_texts(row) if "messages" in row else row.values()
 
 
 # ---- Tokens --------------------------------------------------------------------------------------
 
 
 def tokenize_rows(rows: list[Row], kind: str, tokenizer: Any) -> list[Tokens]:
-    """The texts of the rows as tokens: loss terms are whole texts, completions, or answers."""
+    """Prompts or chats as tokens: loss terms are completions, or answers."""
     shown: set = set()  # parts of chats that the template was found to show
     tokens = []
     for row, place in rows:
-        if kind == "text":
-            tokens.append(text.tokenize_document(row["text"], tokenizer))
-        elif kind == "prompt":
+        if kind == "prompt":
             tokens.append(tokenize_prompt(row, tokenizer))
         else:
             texts = chats.render_chat(row, place, tokenizer, shown)

@@ -16,9 +16,25 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tasklib import hub, tables
-from tasklib.fields import NOTHING, Fraction, check_fields, check_ignored_fields, local_path
+from tasklib.fields import (
+    NOTHING,
+    Fraction,
+    check_fields,
+    check_ignored_fields,
+    local_path,
+    number_type,
+)
 from tasklib.messages import one_line
 from tasklib.tables import TABLES, Columns, Row
+
+ValidationRows = number_type("ValidationRows", int, 1, 10**12)
+
+
+class WeightedData(NamedTuple):
+    """One of several sources of data, and its share of the samples of a step."""
+
+    data: str
+    weight: int
 
 
 class Source(NamedTuple):
@@ -51,6 +67,9 @@ class DataConfig:
     validation_fraction: Fraction = 0.1
     """Fraction of the training rows held out for evaluation. A hash of each row's content decides,
     so the choice is the same on every machine, and equal rows stay on one side."""
+    validation_rows: ValidationRows = 1000
+    """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
+    a tenth of the time of 100 steps of 32 samples."""
     incomplete_rows: Literal["refuse", "skip"] = "refuse"
     """Rows without a text, label or answer: end the run, or count and skip them."""
     cache_dir: str = field(default=".cache/data", metadata=NOTHING)
@@ -77,9 +96,51 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
             ("data_config data_split data_revision", on_hub, no_hub),
             ("validation_split", on_hub, no_hub),
             ("validation_split", split, "beside task.validation_data"),
-            ("validation_fraction", held_out, "when validation rows are given"),
+            ("validation_fraction validation_rows", held_out, "when validation rows are given"),
         ],
     )
+
+
+# ---- Several sources -----------------------------------------------------------------------------
+
+
+def data_as_text(data: str | list[dict]) -> str:
+    """`data` as text: a list of {path, weight} becomes PATH:WEIGHT,PATH:WEIGHT.
+
+    Raises ValueError for other entries.
+    """
+    if isinstance(data, str):
+        return data
+    for each in data:
+        whole = isinstance(each.get("weight", 1), int) and isinstance(each.get("path"), str)
+        if not whole or {*each} - {"path", "weight"} or "," in each["path"]:
+            raise ValueError(
+                f"task.data: an entry is {one_line(each, 100)}; give a path, without a comma, and "
+                "a whole weight: {path: a.jsonl, weight: 2}"
+            )
+    return ",".join(f"{each['path']}:{each.get('weight', 1)}" for each in data)
+
+
+def split_data(data: str) -> list[WeightedData]:
+    """The sources that `data` names, as a.jsonl:2,b.jsonl; a weight that is not given is 1.
+
+    Raises ValueError for a weight below 1, and for a source that is named twice.
+    """
+    if os.path.lexists(local_path(data, "data")) or not re.search(r",|:\d+$", data):
+        return [WeightedData(data, 1)]
+    found = []
+    for part in data.split(","):
+        name, weight = re.fullmatch(r"(.*?)(?::(\d+))?", part.strip(), re.DOTALL).groups()
+        if not name or weight is not None and int(weight) < 1:
+            raise ValueError(
+                f"task.data: one of its sources is {one_line(repr(part), 60)}; give each as "
+                "PATH:WEIGHT, with a whole weight of at least 1"
+            )
+        found.append(WeightedData(name, int(weight or 1)))
+    names = [each.data for each in found]
+    if len({*names}) < len(names):
+        raise ValueError(f"task.data: {one_line(data, 100)} names a source twice; add its weights")
+    return found
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -318,9 +379,12 @@ def hold_out(
 def warn_of_overlap(train: Iterable[str], validation: Iterable[str]) -> None:
     """Prints the number of validation rows that are training rows too; rows are given by keys."""
     known, validation = {*train}, [*validation]
-    number = sum(each in known for each in validation)
+    say_overlap(sum(each in known for each in validation), len(validation))
+
+
+def say_overlap(number: int, total: int) -> None:
     if number:
-        text = f"{number:,} of {len(validation):,} validation rows are training rows too"
+        text = f"{number:,} of {total:,} validation rows are training rows too"
         print(f"Preparing data: {text}: evaluation will look better than it is", flush=True)
 
 

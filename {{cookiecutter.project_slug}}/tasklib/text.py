@@ -135,18 +135,30 @@ def begin_tokens(tokenizer: Any) -> list[int]:
     return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
 
 
-def tokenize_document(text: str, tokenizer: Any) -> Tokens:
-    """A whole text between special tokens; all of its tokens are loss terms.
-
-    It begins with the begin-of-text token, or with the end-of-text token where there is none. Text
-    that spells a special token stays text.
-    """
+def tokenize_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """The token ids of texts, without special tokens: text that spells one stays text."""
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    tokens = array("i", begin_tokens(tokenizer) or [tokenizer.eos_token_id])
-    for start in range(0, len(text), BLOCK):
-        tokens.extend(tokenizer(text[start : start + BLOCK], **options).input_ids)
-    tokens.append(tokenizer.eos_token_id)
-    return tokens, array("b", [1]) * len(tokens)
+    blocks, owners = [], []
+    for owner, each in enumerate(texts):
+        start = 0
+        while len(each) - start > BLOCK:
+            cut = cut_before(each, start + BLOCK)
+            blocks.append(each[start:cut])
+            owners.append(owner)
+            start = cut
+        blocks.append(each[start:])
+        owners.append(owner)
+    found: list[list[int]] = [[] for _ in texts]
+    encoded = tokenizer(blocks, return_attention_mask=False, **options).input_ids
+    for owner, ids in zip(owners, encoded, strict=True):
+        found[owner] += ids
+    return found
+
+
+def cut_before(text: str, place: int) -> int:
+    """A place before a space, at most 1,000 characters before this one, or this one."""
+    found = text.rfind(" ", place - 1000, place)
+    return found if found > 0 else place
 
 
 def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> Tokens:
