@@ -69,7 +69,7 @@ LossChunk = number_type("LossChunk", int, 16, 2**30)
 
 @dataclass
 class TaskConfig(DataConfig, LoraFields, ModelConfig):
-    data: str | list[dict[str, str | int]] = "pydoc"
+    data: str | list[dict[str, Any]] = "pydoc"
     """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
     text, a folder of such files, or a data set on the Hub. Or data that every machine has: pydoc
     (Python's manual, 0.4 MB), stdlib (Python's own source, 5 MB), docstrings (prompts or chats:
