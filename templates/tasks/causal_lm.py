@@ -200,7 +200,7 @@ def digest(cfg: TaskConfig, folder: Path) -> str:
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[TokenRows, TokenRows]:
     """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
-    weights = {each.data: each.weight for each, _ in by_source(cfg)}
+    weights = {each.name: each.weight for each, _ in by_source(cfg)}
     return TokenRows(folder, "train", weights), TokenRows(folder, "validation", weights)
 
 

@@ -106,7 +106,9 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[I
                 cfg.incomplete_rows == "skip",
                 "Reading data",
             )
-            inputs.append(Input(each.data, own, layout, name, held, notes))
+            given = held and not on_hub
+            label = Path(own.validation_data).name if given else each.name
+            inputs.append(Input(label, own, layout, name, held, notes))
             if notes.skipped:
                 what = f"{notes.skipped:,} incomplete rows of {notes.skipped + notes.rows:,}"
                 print(f"Preparing data: left out {what}, the first: {notes.first}", flush=True)
@@ -171,9 +173,10 @@ def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
             if start >= place:
                 parts.append([piece._replace(held=True)])
             elif stop is None or stop > place:
-                parts.append([piece._replace(span=tables.Span(start, place, piece.span.lines))])
-                rest = tables.Span(place, stop, None)
-                parts.append([piece._replace(span=rest, held=True)])
+                before, after = tables.Span(start, place, piece.span.lines), tables.Span(place, stop)
+                half = piece.size // 2
+                parts.append([piece._replace(span=before, size=half)])
+                parts.append([piece._replace(span=after, size=half, held=True)])
             else:
                 parts.append([piece])
         each.notes.units[:] = parts
@@ -193,7 +196,7 @@ def write_unit(
     facts: dict[str, Any] = {"texts": 0, "tokens": 0, "held_texts": 0, "held": 0, "questions": []}
     facts |= {"long": 0, "empty": 0, "used": 0, "most_texts": 0}
     for rows, is_held, ends, size in batches_of(source, unit, held, share):
-        facts["held_texts" if is_held else "texts"] += len(rows) * ends[1]
+        facts["held_texts" if is_held else "texts"] += len(rows) * ends[0]
         tokens = plan.tokenize(rows, source.layout.kind, ends)
         if is_held:
             wanted = 2 * (source.layout.kind != "text") - len(facts["questions"])
@@ -340,9 +343,10 @@ def finish(
                 block.tofile(folder / files[0][0])
             name, rows, files = list_rows(each, source, files, folder, plan, "validation")
             rows = min(rows, max(1, validation_rows // len(trains)))
-            number = sum(done[i]["held_texts"] for i in held)
+            number = max(sum(done[i]["held_texts"] for i in held), 1)
             of = "" if len(trains) == 1 else f" of {one_line(name, 60)}"
-            print(f"Held out{of}: {rows:,} rows, from {number:,} texts", flush=True)
+            texts = f"{number:,} text{'s' * (number > 1)}"
+            print(f"Held out{of}: {rows:,} rows, from {texts}", flush=True)
             parts["validation"].append([name, rows, files])
         most_texts = max([most_texts, *(done[i]["most_texts"] for i in own)])
     if not parts["validation"]:
@@ -410,6 +414,6 @@ def say_prepared(source: Input, totals: dict, rows: int, plan: Plan, part: str) 
     print(
         f"Prepared: {rows:,} rows of {plan.length} tokens to {purpose} on, "
         f"{used / max(size, 1):.1%} of them useful, the rest padding; "
-        f"{totals['texts']:,} texts of {used / max(totals['texts'], 1):,.0f} tokens",
+        f"{used:,} tokens, {used / max(totals['texts'], 1):,.0f} in a text",
         flush=True,
     )

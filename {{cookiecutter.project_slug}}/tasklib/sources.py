@@ -35,6 +35,7 @@ class WeightedData(NamedTuple):
 
     data: str
     weight: int
+    name: str  # short, for metrics
 
 
 class Source(NamedTuple):
@@ -127,8 +128,8 @@ def split_data(data: str) -> list[WeightedData]:
     Raises ValueError for a weight below 1, and for a source that is named twice.
     """
     if os.path.lexists(local_path(data, "data")) or not re.search(r",|:\d+$", data):
-        return [WeightedData(data, 1)]
-    found = []
+        return [WeightedData(data, 1, data)]
+    found: list[tuple[str, int]] = []
     for part in data.split(","):
         name, weight = re.fullmatch(r"(.*?)(?::(\d+))?", part.strip(), re.DOTALL).groups()
         if not name or weight is not None and int(weight) < 1:
@@ -136,11 +137,13 @@ def split_data(data: str) -> list[WeightedData]:
                 f"task.data: one of its sources is {one_line(repr(part), 60)}; give each as "
                 "PATH:WEIGHT, with a whole weight of at least 1"
             )
-        found.append(WeightedData(name, int(weight or 1)))
-    names = [each.data for each in found]
-    if len({*names}) < len(names):
+        found.append((name, int(weight or 1)))
+    paths = [path for path, _ in found]
+    if len({*paths}) < len(paths):
         raise ValueError(f"task.data: {one_line(data, 100)} names a source twice; add its weights")
-    return found
+    names = [Path(path).name for path in paths]
+    names = names if len({*names}) == len(names) else paths
+    return [WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
 
 
 # ---- Files ---------------------------------------------------------------------------------------
