@@ -173,7 +173,8 @@ def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
             if start >= place:
                 parts.append([piece._replace(held=True)])
             elif stop is None or stop > place:
-                before, after = tables.Span(start, place, piece.span.lines), tables.Span(place, stop)
+                before = tables.Span(start, place, piece.span.lines)
+                after = tables.Span(place, stop)
                 half = piece.size // 2
                 parts.append([piece._replace(span=before, size=half)])
                 parts.append([piece._replace(span=after, size=half, held=True)])
