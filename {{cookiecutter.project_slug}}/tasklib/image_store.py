@@ -232,7 +232,8 @@ def choose_parts(
         )
     images.check_classes(parts[1], names, given_field(cfg))
     if split:
-        held_out = hold_out(hashes[parts[0]], images.classes[parts[0]], cfg.validation_fraction)
+        fraction = min(cfg.validation_fraction, cfg.validation_rows / max(len(parts[0]), 1))
+        held_out = hold_out(hashes[parts[0]], images.classes[parts[0]], fraction)
         parts = [parts[0][~held_out], parts[0][held_out]]
     if not len(parts[1]):
         raise ValueError(

@@ -224,6 +224,7 @@ def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
     filled = [each for each in found if each.rows]
     filled.sort(key=lambda each: hashlib.sha256(each.shard.name.encode()).digest())
     wanted = max(1, round(cfg.validation_fraction * sum(each.rows for each in filled)))
+    wanted = min(wanted, cfg.validation_rows)
     held, rows = set(), 0
     for each in filled[:-1]:
         if rows < wanted:
