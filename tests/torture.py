@@ -3,11 +3,15 @@
 Every figure is counted here and now; whatever does not hold ends the program with an assertion.
 """
 
+import hashlib
 import itertools
+import json
 import os
 import random
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -107,6 +111,53 @@ def exact_chains(tiny, folders, kills, draw):
     return tried, survived
 
 
+def preparation_kills(folders, kills, draw):
+    """Kills the preparation of 24 MB of text at random moments, until it ends or five times.
+
+    A chain counts when the prepared files have the bytes of an undisturbed preparation. Gives kills
+    tried, and kills survived.
+    """
+    project = bake(folders.mktemp("prepare"), tracker="none")
+    rows, words = folders.mktemp("rows") / "rows.jsonl", (project.path / "README.md").read_text()
+    words = words.split()
+    with open(rows, "w") as file:
+        while file.tell() < 24_000_000:
+            text = " ".join(draw.choices(words, k=draw.randint(20, 400)))
+            file.write(json.dumps({"text": text}) + "\n")
+
+    def start(cache):
+        flags = ["--task.data", rows, "--task.cache_dir", cache]
+        command = [sys.executable, "prepare.py", *map(str, flags)]
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=project.path, env=project.env(), **options)
+
+    def digests(cache):
+        (folder,) = (each for each in cache.iterdir() if each.is_dir())
+        files = sorted(each for each in folder.iterdir() if each.name != "index")
+        return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+
+    undisturbed, began = folders.mktemp("undisturbed"), time.monotonic()
+    assert start(undisturbed).wait() == 0
+    whole, tried, survived = time.monotonic() - began, 0, 0
+    while tried < kills:
+        cache, chain, ended = folders.mktemp("cache"), 0, False
+        while chain < 5 and tried < kills and not ended:
+            run = start(cache)
+            try:
+                ended = run.wait(draw.uniform(0.3, 1) * whole) == 0
+            except subprocess.TimeoutExpired:
+                run.send_signal(signal.SIGKILL)
+                run.wait()
+                chain, tried = chain + 1, tried + 1
+        run = start(cache)
+        assert run.wait() == 0, run.stderr.read()
+        assert digests(cache) == digests(undisturbed)
+        survived += chain
+        shutil.rmtree(cache)
+        print(f"kills of preparations: {survived} of {tried} survived", file=sys.stderr, flush=True)
+    return tried, survived
+
+
 def written(output):
     """The training lines of a run that may not have begun."""
     return lines(output, "loss") if (output / "metrics.jsonl").exists() else []
@@ -170,6 +221,7 @@ def main():
             tiny, folders, max(5, kills // 3), random.Random(seed), *BACKGROUND
         )
         changes, same = exact_chains(tiny, folders, max(5, kills // 3), random.Random(seed))
+        stops, prepared = preparation_kills(folders, max(5, kills // 3), random.Random(seed))
         stopped = stop_signals(tiny, folders, rounds=max(1, kills // 50))
         exits = clean_exits(tiny, folders, 50)
     finally:
@@ -177,7 +229,7 @@ def main():
     print(
         f"{survived} of {tried} kills survived, {intact} of {begun} with saves in the background, "
         f"{same} of {changes} after which exact went on with another number of processes, "
-        f"{points} of {points} crash points, "
+        f"{prepared} of {stops} kills of preparations, {points} of {points} crash points, "
         f"{damages} of {damages} kinds of damage detected and 0 false alarms of 100, "
         f"{stopped} of {stopped} stop signals honoured, {exits} of {exits} clean exits; "
         f"{statistics.median(seconds):.1f} s from a kill to the next new step (median of "
