@@ -42,8 +42,9 @@ def read_back(task, cfg):
     parts = task.datasets(cfg, prepared)
     texts = []
     for part in parts:
-        labels = torch.cat([part[i]["labels"] for i in range(len(part))])
-        tokens = torch.cat([part[0]["input_ids"][:1], labels[labels != IGNORE_INDEX]])
+        rows = task.collate([part[i] for i in range(len(part))])
+        learnt = rows["labels"][rows["labels"] != IGNORE_INDEX]
+        tokens = torch.cat([rows["input_ids"][0, :1], learnt])
         texts.append(tokenizer.decode(tokens))
     return texts, parts
 
@@ -219,7 +220,8 @@ def test_a_killed_preparation_leaves_nothing_that_counts(task, config, tmp_path)
     shutil.rmtree(folder)
     leftover = folder.with_suffix(".unfinished")
     leftover.mkdir()
-    (leftover / "tokenizer.json").write_text("half of")
+    for name in ("tokenizer.partial", "000000.tokens", "000000.partial"):
+        (leftover / name).write_text("half of")
     (train, _), _ = read_back(task, cfg)
     assert len(documents(train)) == 54 and not leftover.exists()
 
@@ -936,15 +938,16 @@ def test_tool_calls_that_are_left_out_only_beside_content_are_noticed(drop):
 def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
     """Preparation counts, also where it stands in task.py; the loss does not."""
     cfg, source = config("pydoc"), task.cache.read_source
-    layout = layouts.recognize_layout(cfg)
+    data = [(each, own, layouts.recognize_layout(own)) for each, own in task.by_source(cfg)]
 
     def key(changed):
         mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
         monkeypatch.setattr(task.cache, "read_source", mark)
-        return task.prepared_folder(cfg, layout)
+        return task.prepared_folder(cfg, data)
 
     before = key(None)
     assert key(task.loss_sum) == key(task.report) == before
     shaping = (task.text, task.packing, task.chats, task.layouts, task.demo_data)
-    for each in (*shaping, task.build_data, task.load_tokenizer):
+    shaping += (task.corpus, task.token_rows, task.units)
+    for each in (*shaping, task.load_tokenizer, task.max_text_length, task.uses_best_fit):
         assert key(each) != before

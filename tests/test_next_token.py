@@ -253,15 +253,12 @@ def test_where_texts_begin():
     assert seen == [[*range(10)], [10], [11, 12], [*range(32)], [16]]
 
 
-def test_the_largest_number_of_texts_in_a_row(tmp_path):
+def test_the_largest_number_of_texts_in_a_row():
     texts = [([5] * (size + 1), [1] * (size + 1)) for size in (8, 1, 1, 1, 1, 3)]
-    parts = {"train": packing.pack_best_fit(texts, 8, 8, "split", "train")}
-    parts["validation"] = packing.pack_best_fit(texts[:1], 8, 8, "split", "validation")
-    packing.save_most_texts(parts, tmp_path)
-    assert packing.load_most_texts(tmp_path) == 5
-    stream = {"train": packing.pack_stream([([5] * 20, [1] * 20)], 8, "x")}
-    packing.save_most_texts(stream, tmp_path)
-    assert packing.load_most_texts(tmp_path) == 0
+    facts = dict.fromkeys(("long", "empty", "used", "most_texts"), 0)
+    block = packing.pack_best_fit(texts, 8, 8, "split", "<u2", facts)
+    assert facts == {"long": 0, "empty": 0, "used": 15, "most_texts": 5}
+    assert block.shape == (2, 3, 8) and (block[:, 1] == 5).sum() == 15
 
 
 def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):

@@ -342,7 +342,8 @@ def prepared_folder(cfg: TaskConfig, data: list) -> Path:
         cache.hash_input_files(own, ENDINGS, *files, shipped=demo_data.text_files(own.data))
         for _, own, _ in data
     ]
-    code = (chats, corpus, demo_data, layouts, packing, text, token_rows, units)
+    code = [chats, corpus, demo_data, layouts, packing, text, token_rows, units]
+    code += [load_tokenizer, max_text_length, uses_best_fit]
     unweighted = replace(cfg, data=",".join(own.data for _, own, _ in data))
     return cache.cache_folder(unweighted, settings, used, code)
 

@@ -391,16 +391,16 @@ def prepare_once(
                 remove(unfinished)
             if os.path.lexists(folder):
                 print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
-            if os.path.lexists(folder) and goes_on and folder.is_dir():
+            if goes_on and drop_damaged(folder):
                 remove(unfinished)
                 folder.rename(unfinished)
-                remove(unfinished / INDEX)
             elif os.path.lexists(folder):
                 discarded = folder.with_suffix(f".discarded-{os.getpid()}")
                 remove(discarded)
                 folder.rename(discarded)  # before deleting: another run may have it open
                 remove(discarded)
             unfinished.mkdir(exist_ok=True)
+            remove(unfinished / INDEX)
             facts = build(unfinished)
             if name_folder() != folder:
                 raise ValueError("task.data: files changed during the preparation: start again")
@@ -452,8 +452,7 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     those of files that are on the disk already.
     """
     files = dict(facts.pop("hashed", {}))
-    paths = sorted(path for path in unfinished.rglob("*") if path.is_file())
-    paths = [path for path in paths if path.relative_to(unfinished).as_posix() not in files]
+    paths = [unfinished / name for name in sorted(folder_stamps(unfinished)) if name not in files]
     hashed = map_in_threads(lambda path: (flush(path), hash_file(path))[1], paths)
     files |= {
         path.relative_to(unfinished).as_posix(): [stamp[0], digest]
@@ -479,6 +478,23 @@ def read_index(folder: Path) -> dict:
     if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != own:
         raise ValueError("has a damaged index")
     return json.loads(text)
+
+
+def drop_damaged(folder: Path) -> bool:
+    """Deletes the files of a prepared folder that its index does not vouch for.
+
+    False: nothing is known of them, as there is no intact index.
+    """
+    try:
+        files = read_index(folder)["files"]
+    except (OSError, ValueError):
+        return False
+    for name in folder_stamps(folder).keys() - {INDEX}:
+        with contextlib.suppress(OSError):  # it cannot be read
+            if name in files and hash_file(folder / name)[0] == files[name][1]:
+                continue
+        remove(folder / name)
+    return True
 
 
 def folder_stamps(folder: Path) -> dict[str, list[int]]:

@@ -168,6 +168,9 @@ def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
         if not pieces[0].is_text:
             continue
         place, parts = int(share * pieces[0].path.stat().st_size), []
+        for piece in pieces[1:]:  # no part may be so short that no place to cut is found in it
+            if abs(piece.span.start - place) < 2 * tables.SEARCHED:
+                place = piece.span.start
         for piece in pieces:
             start, stop = piece.span.start, piece.span.stop
             if start >= place:
@@ -237,8 +240,7 @@ def batches_of(
     sizes = {False: 0, True: 0}
     for piece in unit:
         if piece.is_text:
-            first = next(tables.read_text(piece.path, piece.field, tables.Span(0, BATCH)), "")
-            is_held = piece.held or units.hash_of(first) in held
+            is_held = piece.held or piece.hash_of_text() in held
             blocks = piece.read({"text": "text"}, ())
             begins, block = not piece.span.start, next(blocks, None)
             while block:
@@ -360,11 +362,12 @@ def finish(
     rows = {"length": plan.length, "dtype": plan.dtype, "packed": plan.best_fit}
     rows |= {"parts": parts, "most_texts": most_texts}
     (folder / token_rows.FACTS).write_text(json.dumps(rows), encoding="utf-8")
-    for scanned in folder.glob("scan-*"):
+    for scanned in [*folder.glob("scan-*"), *folder.glob(".*.trash")]:
         remove(scanned)
     files = {name: value for facts in done for name, value in facts["files"].items()}
     named = {name: digest for name, (_, digest) in files.items() if not name.endswith("counts")}
-    content = json.dumps([sorted(named.items()), rows], sort_keys=True)
+    unnamed = {part: [each[1:] for each in several] for part, several in parts.items()}
+    content = json.dumps([sorted(named.items()), {**rows, "parts": unnamed}], sort_keys=True)
     return {"content": hashlib.sha256(content.encode()).hexdigest(), "hashed": files}
 
 

@@ -27,7 +27,7 @@ from tasklib.fields import (
 from tasklib.messages import one_line
 from tasklib.tables import TABLES, Columns, Row
 
-ValidationRows = number_type("ValidationRows", int, 1, 10**12)
+ValidationRows = number_type("ValidationRows", int, 1, 10**9)
 
 
 class WeightedData(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 
 from tasklib import pretrained
 from tasklib.child import run_in_child
+from tasklib.files import flush
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
 from tasklib.sources import break_long_words
@@ -109,7 +110,10 @@ def train_and_save(
             pair=f"{begin} $A {end} $B:1 {end and f'{end}:1'}".strip(),
             special_tokens=[(name, tokenizer.token_to_id(name)) for name in {begin, end} - {""}],
         )
-    tokenizer.save(str(path))
+    partial = path.with_suffix(".partial")
+    tokenizer.save(str(partial))
+    flush(partial)
+    partial.rename(path)
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:

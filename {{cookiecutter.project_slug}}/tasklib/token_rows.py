@@ -42,7 +42,9 @@ class UnitWriter:
     def append(self, kind: str, values: np.ndarray) -> None:
         """Adds values to the file UNIT.kind."""
         if kind not in self.files:
-            self.files[kind] = open(self.folder / f"{self.name}.{kind}", "wb")
+            path = self.folder / f"{self.name}.{kind}"
+            path.unlink(missing_ok=True)  # another run may have mapped it
+            self.files[kind] = open(path, "wb")
             self.digests[kind] = hashlib.sha256()
         data = np.ascontiguousarray(values)
         self.files[kind].write(data)

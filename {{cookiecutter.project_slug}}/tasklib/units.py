@@ -24,6 +24,7 @@ from tasklib.workers import Tell, do_units
 SMALLEST, LARGEST = 4_000_000, 32_000_000  # bytes of a unit
 SAMPLE = 50_000_000  # bytes of text that a vocabulary is learnt from
 CUT_BY_BYTES = (".jsonl", ".txt")
+NOTE = [("hash", "<u8"), ("size", "<i8")]  # of a row; the size in bytes
 
 
 # ---- Pieces --------------------------------------------------------------------------------------
@@ -43,6 +44,10 @@ class Piece(NamedTuple):
     def is_text(self) -> bool:
         """Whether it is a part of one long text."""
         return self.path is not None and self.span != tables.WHOLE and ends_txt(self.path)
+
+    def hash_of_text(self) -> int:
+        """Of a long text, which counts by its beginning."""
+        return hash_of(next(tables.read_text(self.path, self.field, Span(0, tables.BLOCK)), ""))
 
     def read(
         self, columns: Columns, optional: Container[str], cursor: Cursor | None = None
@@ -173,7 +178,7 @@ class Notes:
     files: list[Path] = field(default_factory=list)  # hashes and sizes of the rows
 
     def hashes(self) -> Iterator[np.ndarray]:
-        """Arrays with the fields hash, uint64, and size, in bytes."""
+        """Arrays of NOTE."""
         for file in self.files:
             yield np.load(file, mmap_mode="r")
 
@@ -216,7 +221,9 @@ def scan(
             for index, piece in enumerate(units[number]):
                 cursor = Cursor(piece.path, piece.span) if piece.path else None
                 cuts = cursor and piece.span == tables.WHOLE and not ends_txt(piece.path)
-                begun, seen, is_first = Span(), 0, not piece.span.start
+                begun, seen = Span(), 0
+                if piece.is_text and not piece.span.start:
+                    noted.append((piece.hash_of_text(), piece.path.stat().st_size))
                 for row, place in piece.read(columns, optional, cursor):
                     try:
                         counts[None if piece.is_text else check(row)] += 1
@@ -231,9 +238,8 @@ def scan(
                         continue
                     text = key(row)
                     size, hashed = len(text.encode()), hash_of(text)
-                    if is_first or not piece.is_text:  # a long text counts by its beginning
-                        noted.append((hashed, min(size, 2**32 - 1)))
-                        is_first = False
+                    if not piece.is_text:
+                        noted.append((hashed, size))
                     facts["size"] += size
                     if texts and hashed >= (1 - share) * 2**64:
                         line = json.dumps([hashed, [*texts(row)]], ensure_ascii=False)
@@ -246,8 +252,9 @@ def scan(
                         begun = Span(cursor.offset, None, cursor.lines)
                 if begun.start:
                     facts["cuts"].append([index, begun.start, None, begun.lines])
-        notes = np.array(noted, [("hash", "<u8"), ("size", "<u4")])
-        np.save(folder / f"{number:06}.npy", notes)
+        np.save(folder / f"{number:06}.npy", np.array(noted, NOTE))
+        for ending in ("npy", "sample"):
+            flush(folder / f"{number:06}.{ending}")
         facts["rows"] = len(noted)
         facts["counts"] = {name: count for name, count in counts.items() if name}
         write_json(done, facts)
@@ -300,7 +307,7 @@ def hold_out(notes: Notes, fraction: float, most: float, size_of_row: bool) -> s
         limit = min(1, 2 * fraction)
     while True:
         chosen = [part[part["hash"] < limit * 2**64] for part in notes.hashes()]
-        rows = np.concatenate([*chosen, np.zeros(0, [("hash", "<u8"), ("size", "<u4")])])
+        rows = np.concatenate([*chosen, np.zeros(0, NOTE)])
         if limit == 1 or len(rows) > fraction * notes.rows:
             break
         limit = min(1, 2 * limit)
