@@ -20,7 +20,7 @@ from tasklib.token_rows import UnitWriter, read_unit
 from tasklib.units import Notes, Unit
 from tasklib.workers import Tell, do_units
 
-BYTES_A_TOKEN = 3  # assumed, where the tokens are not known yet
+BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
 BATCH = 1_000_000  # characters that are tokenised in one call
 
 

@@ -1,0 +1,599 @@
+"""Texts that are prepared in units: the same bytes on any number of cores, after any interruption.
+
+Units have a few kB here, so that little data makes many of them.
+"""
+
+import contextlib
+import csv
+import errno
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from conftest import ROOT, SOURCE, load_task
+
+cache, corpus, tables, text, token_rows, units, workers = (
+    load_task(f"tasklib.{name}")
+    for name in ("cache", "corpus", "tables", "text", "token_rows", "units", "workers")
+)
+IGNORE_INDEX = -100
+WORDS = "the quick brown fox jumps over a lazy dog and runs far away".split()
+UNIT = 3000  # bytes
+KINDS = ("jsonl", "csv", "parquet", "json", "jsonl.gz", "jsonl.zst", "csv.gz", "tsv")
+
+
+def make_texts(number, seed=0):
+    """Different texts of a few words, with a comma, a quote and sometimes a line break in them."""
+    draw = random.Random(seed)
+    return [
+        f'{i}, "{seed}" ' + " ".join(draw.choices(WORDS, k=10)) + "\nü end." * (i % 3 == 0)
+        for i in range(number)
+    ]
+
+
+TEXTS = make_texts(300)
+
+
+@pytest.fixture
+def task():
+    return load_task("causal_lm")
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Changes the size of units; a few kB at first."""
+
+    def change(size, searched=64):
+        monkeypatch.setattr(units, "SMALLEST", size)
+        monkeypatch.setattr(units, "LARGEST", size)
+        monkeypatch.setattr(tables, "BLOCK", 1024 if searched == 64 else 1 << 20)
+        monkeypatch.setattr(tables, "SEARCHED", searched)
+
+    change(UNIT)
+    return change
+
+
+@pytest.fixture
+def config(task, tmp_path):
+    def make(data, where="cache", **fields):
+        small = {"context_length": 32, "vocab_size": 300, "hidden_size": 16, "num_layers": 1}
+        small |= {"num_heads": 2, "cache_dir": str(tmp_path / where)}
+        return task.TaskConfig(data=str(data), **{**small, **fields})
+
+    return make
+
+
+def write(path, texts=TEXTS):
+    """The texts as a file whose kind is that of its name."""
+    name, rows = path.name, [{"text": each} for each in texts]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if name.endswith(".parquet"):
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pa.parquet.write_table(pa.table({"text": texts}), path, row_group_size=20)
+    elif ".csv" in name or ".tsv" in name:
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(path, "wt", newline="", encoding="utf-8") as file:
+            table = csv.writer(file, delimiter="\t" if ".tsv" in name else ",")
+            table.writerows([["text"], *([each] for each in texts)])
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows))
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif name.endswith(".zst"):
+        import pyarrow as pa
+
+        with pa.CompressedOutputStream(str(path), "zstd") as stream:
+            stream.write(lines.encode())
+    elif name.endswith(".txt"):
+        path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    else:
+        path.write_text(lines)
+    return path
+
+
+def contents(folder):
+    """The bytes of each file of a prepared folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def times(folder, names="0*"):
+    """When each file of the units was written; a file that is replaced has another inode."""
+    found = {path.name: path.stat() for path in folder.glob(names)}
+    return {name: (status.st_mtime_ns, status.st_ino) for name, status in found.items()}
+
+
+def finished(folder):
+    """The units that are done, with the times of their files."""
+    numbers = [path.stem for path in folder.glob("[0-9]*.json")]
+    return {name: at for n in numbers for name, at in times(folder, f"{n}.*").items()}
+
+
+def number_of_units(folder):
+    return len([*folder.glob("[0-9]*.json")])
+
+
+def labels(task, cfg):
+    """All labels that count, of training and of validation."""
+    folder = task.prepare_data(cfg)
+    found = []
+    for part in task.datasets(cfg, folder):
+        rows = task.collate([part[i] for i in range(len(part))])
+        found.append(rows["labels"][rows["labels"] != IGNORE_INDEX])
+    return folder, *found
+
+
+def documents(task, cfg):
+    """The texts of both parts."""
+    folder, *parts = labels(task, cfg)
+    decode = task.load_tokenizer(cfg, folder).decode
+    return [[each for each in decode(part).split("<|endoftext|>") if each] for part in parts]
+
+
+def in_child(function):
+    """Calls a function in a process group of its own; the group's id, and how the process ended."""
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            os.setsid()
+            function()
+            os._exit(0)
+        os._exit(1)
+    return child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_group():
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+# ---- The same bytes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"packing": "best_fit"}, {"rows": "chat", "messages_column": "talk"}],
+    ids=["stream", "best_fit", "chats"],
+)
+def test_any_number_of_processes_writes_the_same_bytes(task, config, tmp_path, monkeypatch, fields):
+    data = write(tmp_path / "a.jsonl")
+    if "rows" in fields:
+        talks = [[{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}]
+                 for t in TEXTS]  # fmt: skip
+        data.write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
+    found = []
+    for number in (1, 2, 4):
+        monkeypatch.setattr(workers, "count_cores", lambda number=number: number)
+        folder = task.prepare_data(config(data, f"cache{number}", **fields))
+        assert number_of_units(folder) > 5
+        found.append(contents(folder))
+    assert found[0] == found[1] == found[2]
+
+
+def test_every_kind_of_file_gives_the_same_tokens_in_one_unit_or_many(
+    task, config, tmp_path, small_units
+):
+    small_units(10**9)
+    wanted = labels(task, config(write(tmp_path / "whole.jsonl"), "whole"))
+    assert number_of_units(wanted[0]) == 1
+    small_units(UNIT)
+    for kind in KINDS:
+        folder, *found = labels(task, config(write(tmp_path / f"a.{kind}"), kind))
+        assert number_of_units(folder) > 4 or kind == "json", kind
+        assert all(torch.equal(*pair) for pair in zip(found, wanted[1:], strict=True)), kind
+
+
+def test_a_long_text_in_pieces_is_that_text(task, config, tmp_path, small_units):
+    data = write(tmp_path / "a.txt")
+    small_units(10**9, 1 << 16)
+    whole, *wanted = labels(task, config(data, "whole"))
+    for size in (700, 1500, UNIT):
+        small_units(size)
+        folder, *found = labels(task, config(data, f"cut{size}"))
+        assert number_of_units(folder) > number_of_units(whole) + 4
+        decode = task.load_tokenizer(config(data, "whole"), whole).decode
+        text = decode(torch.cat(found)).replace("<|endoftext|>", "")
+        assert text == data.read_text(encoding="utf-8"), size
+        share = [len(part) / len(torch.cat(found)) for part in (found[1], wanted[1])]
+        assert share == pytest.approx([0.1, 0.1], abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "csv.gz", "jsonl.zst", "parquet", "tsv"])
+def test_pieces_have_the_rows_and_places_of_the_whole_file(tmp_path, kind):
+    path, columns = write(tmp_path / f"a.{kind}"), {"text": "text"}
+    pieces = units.split_file(path, "data", UNIT, True)
+    given = units.group(pieces, UNIT)
+    check = lambda row: None  # noqa: E731
+    notes = units.scan(
+        given, tmp_path / "scan", columns, (), check, lambda row: row["text"], None, False, "x"
+    )
+    found = [
+        (row["text"], str(place))
+        for unit in notes.units
+        for piece in unit
+        for row, place in piece.read(columns, ())
+    ]
+    whole = [(row["text"], str(place)) for row, place in tables.read_rows(path, columns)]
+    assert len(notes.units) > 4 and found == whole and [text for text, _ in found] == TEXTS
+
+
+# ---- Interruptions -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_kills_at_every_moment_leave_the_bytes_of_an_undisturbed_run(
+    task, config, tmp_path, monkeypatch, cores
+):
+    """Each start is killed a little later than the one before, when something reaches the disk."""
+    monkeypatch.setattr(workers, "count_cores", lambda: cores)
+    data = write(tmp_path / "a.jsonl", TEXTS[:200])
+    wanted = task.prepare_data(config(data, "calm"))
+    cfg = config(data, "torn")
+    folder = tmp_path / "torn" / wanted.name
+    unfinished = folder.with_suffix(".unfinished")
+    fsync, left = os.fsync, multiprocessing.Value("i", 0)
+
+    def kill_in_time(handle):
+        with left.get_lock():
+            left.value -= 1
+        if left.value == 0:
+            kill_group()
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", kill_in_time)
+    done = {}
+    for start in range(60):
+        left.value = 2 + start
+        _, code = in_child(lambda: task.prepare_data(cfg))
+        if not code:
+            break
+        assert code == -signal.SIGKILL
+        before, done = done, finished(folder if folder.exists() else unfinished)
+        assert before.items() <= done.items()  # what is done is not written again
+    assert 5 < start < 59 and number_of_units(wanted) > 4 and done
+    monkeypatch.undo()
+    assert contents(folder) == contents(wanted) and done.items() <= times(folder).items()
+    assert not unfinished.exists() and not [*folder.parent.glob("*.trash")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_at_every_commit(task, config, tmp_path, monkeypatch, moment):
+    monkeypatch.setattr(workers, "count_cores", lambda: 2)
+    data = write(tmp_path / "a.jsonl", TEXTS[:200])
+    wanted = task.prepare_data(config(data, "calm"))
+    commit, number = token_rows.UnitWriter.commit, number_of_units(wanted)
+    unfinished = tmp_path / "torn" / f"{wanted.name}.unfinished"
+    for unit in range(number):
+
+        def commit_and_die(self, facts, unit=unit):
+            if moment == "after" or int(self.name) != unit:
+                commit(self, facts)
+            if int(self.name) == unit:
+                kill_group()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(token_rows.UnitWriter, "commit", commit_and_die)
+            _, code = in_child(lambda: task.prepare_data(config(data, "torn")))
+        # A unit that the other process had finished is not done again, and nothing kills.
+        assert code == -signal.SIGKILL or not unfinished.exists() or code == 0
+    done = finished(unfinished)
+    folder = task.prepare_data(config(data, "torn"))
+    assert contents(folder) == contents(wanted) and done.items() <= times(folder).items()
+
+
+def test_processes_end_when_the_one_that_started_them_is_killed(
+    task, config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(workers, "count_cores", lambda: 2)
+    data, commit = write(tmp_path / "a.jsonl"), token_rows.UnitWriter.commit
+    parent = multiprocessing.Value("i", 0)
+
+    def commit_and_kill(self, facts):
+        commit(self, facts)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent.value, signal.SIGKILL)
+        time.sleep(0.05)
+
+    def start():
+        parent.value = os.getpid()
+        task.prepare_data(config(data))
+
+    monkeypatch.setattr(token_rows.UnitWriter, "commit", commit_and_kill)
+    group, code = in_child(start)
+    assert code == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("place", ["append", "notes"])
+def test_a_full_disk_is_one_line_and_keeps_what_is_done(task, config, tmp_path, monkeypatch, place):
+    data = write(tmp_path / "a.jsonl")
+    wanted = task.prepare_data(config(data, "calm"))
+    append, write_json = token_rows.UnitWriter.append, units.write_json
+
+    def full_append(self, kind, values):
+        if int(self.name) >= 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+        append(self, kind, values)
+
+    def full_json(path, value):
+        if path.stem >= "000003":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_json(path, value)
+
+    with monkeypatch.context() as patch:
+        if place == "append":
+            patch.setattr(token_rows.UnitWriter, "append", full_append)
+        else:
+            patch.setattr(units, "write_json", full_json)
+        with pytest.raises(ValueError) as error:
+            task.prepare_data(config(data, "full"))
+    said = str(error.value)
+    assert said.startswith("task.cache_dir: cannot write ") and "\n" not in said
+    assert said.endswith("No space left on device")
+    unfinished = tmp_path / "full" / f"{wanted.name}.unfinished"
+    where = unfinished if place == "append" else unfinished / "scan-0"
+    done = finished(where)
+    assert {name[:6] for name in done} == {"000000", "000001", "000002"}
+    kept = {}
+    with monkeypatch.context() as patch:  # a look before the notes are removed
+        patch.setattr(corpus, "remove", lambda path: kept.update(times(path)))
+        patch.setattr(cache, "commit_folder", lambda *_: None)
+        task.prepare_data(config(data, "full"))
+    found = kept if place == "notes" else times(unfinished)
+    assert done.items() <= found.items()
+    folder = task.prepare_data(config(data, "full"))
+    assert contents(folder) == contents(wanted)
+
+
+def test_a_killed_process_is_said_and_what_is_done_is_kept(task, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "count_cores", lambda: 1)
+    data, commit = write(tmp_path / "a.jsonl"), token_rows.UnitWriter.commit
+
+    def die(self, facts):
+        if self.name == "000002":
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(self, facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_rows.UnitWriter, "commit", die)
+        with pytest.raises(ValueError, match="ended with SIGKILL, perhaps for lack of memory"):
+            task.prepare_data(config(data))
+    (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
+    done = finished(unfinished)
+    assert {name[:6] for name in done} == {"000000", "000001"}
+    folder = task.prepare_data(config(data))
+    assert done.items() <= times(folder).items()
+
+
+# ---- Damage --------------------------------------------------------------------------------------
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = [
+    ("000002.tokens", flip),
+    ("000002.tokens", lambda path: os.truncate(path, path.stat().st_size - 2)),
+    ("000002.tokens", lambda path: path.unlink()),
+    ("000001.json", flip),
+    ("tokenizer.json", flip),
+    ("rows.json", flip),
+    ("000009.odd", lambda path: path.write_text("not ours")),
+]
+
+
+@pytest.mark.parametrize("name, damage", DAMAGES)
+def test_what_is_damaged_is_named_and_it_alone_is_written_again(
+    task, config, tmp_path, capsys, name, damage
+):
+    cfg = config(write(tmp_path / "a.jsonl"))
+    folder = task.prepare_data(cfg)
+    wanted, before = contents(folder), times(folder)
+    damage(folder / name)
+    cache.verified_file(folder).unlink()
+    capsys.readouterr()
+    assert task.prepare_data(cfg) == folder
+    assert f" has a damaged file: {name}: preparing again\n" in capsys.readouterr().out
+    assert contents(folder) == wanted
+    again = {each[:6] for each, at in times(folder).items() if before[each] != at}
+    assert again == ({name[:6]} if name[0] == "0" and "odd" not in name else set())
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_a_lost_index_is_written_with_all_again(task, config, tmp_path, capsys):
+    cfg = config(write(tmp_path / "a.jsonl"))
+    folder = task.prepare_data(cfg)
+    wanted = contents(folder)
+    flip(folder / cache.INDEX)
+    flip(folder / "tokenizer.json")
+    task.prepare_data(cfg)
+    assert "has a damaged index: preparing again" in capsys.readouterr().out
+    assert contents(folder) == wanted
+
+
+def test_leftovers_and_hidden_files_do_not_make_a_damaged_folder(
+    task, config, tmp_path, monkeypatch, capsys
+):
+    cfg = config(write(tmp_path / "a.jsonl"))
+    folder = task.prepare_data(cfg)
+    wanted = contents(folder)
+    unfinished = folder.with_suffix(".unfinished")
+    (folder / "000001.tokens").unlink()
+    (folder / ".scan-0-1.trash").mkdir()  # a start was killed while it removed its notes
+    (folder / ".scan-0-1.trash" / "000000.npy").write_text("a")
+    (folder / ".hidden").write_text("of a file manager")
+    task.prepare_data(cfg)
+    assert not unfinished.exists() and not (folder / ".scan-0-1.trash").exists()
+    (folder / ".hidden").unlink()
+    assert contents(folder) == wanted
+    capsys.readouterr()
+    cache.verified_file(folder).unlink()
+    task.prepare_data(cfg)
+    assert capsys.readouterr().out == ""
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"text": ', "line 251: invalid JSON"),
+        ('{"text": 1}', "line 251: the text is 1 but must be text"),
+        ('{"text": " "}', "line 251: the text is empty; --task.incomplete_rows skip"),
+        ('{"body": "a"}', "line 251: no column text among body"),
+    ],
+)
+def test_an_error_in_a_later_piece_names_its_line(
+    task, config, tmp_path, monkeypatch, cores, line, said
+):
+    monkeypatch.setattr(workers, "count_cores", lambda: cores)
+    lines = [json.dumps({"text": each}) for each in TEXTS]
+    data = tmp_path / "a.jsonl"
+    data.write_text("\n".join([*lines[:250], line, *lines[250:280], "[]", *lines[280:]]))
+    with pytest.raises(ValueError) as error:
+        task.prepare_data(config(data))
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert not [*(tmp_path / "cache").glob("*.unfinished")]
+
+
+def test_bytes_of_a_long_text_that_are_not_text_have_their_line(task, config, tmp_path):
+    data = tmp_path / "a.txt"
+    lines = [each.replace("\n", " ").encode() for each in TEXTS]
+    data.write_bytes(b"\n".join([*lines[:200], b"abc \xff def", *lines[200:]]))
+    with pytest.raises(ValueError, match="a.txt, line 201: byte 0xff is not UTF-8"):
+        task.prepare_data(config(data))
+
+
+def test_skipped_rows_of_all_units_are_counted_and_the_first_is_named(
+    task, config, tmp_path, capsys
+):
+    lines = [json.dumps({"text": each}) for each in TEXTS]
+    for at in (290, 140, 70):
+        lines.insert(at, '{"text": ""}')
+    data = tmp_path / "a.jsonl"
+    data.write_text("\n".join(lines))
+    cfg = config(data, incomplete_rows="skip")
+    found = documents(task, cfg)
+    assert "left out 3 incomplete rows of 303, the first: " in (out := capsys.readouterr().out)
+    assert "a.jsonl, line 71: the text is empty" in out
+    assert sorted(itertools.chain(*found)) == sorted(TEXTS)
+
+
+# ---- Held out ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_equal_texts_are_on_one_side(task, config, tmp_path, capsys, packing):
+    data = write(tmp_path / "a.jsonl", TEXTS[:150] + TEXTS[50:200])
+    folder = task.prepare_data(config(data, packing=packing))
+    assert "100 of 300 rows are equal to others" in capsys.readouterr().out
+    if packing == "best_fit":
+        return
+    train, validation = documents(task, config(data, packing=packing))
+    assert sorted(train + validation) == sorted(TEXTS[:150] + TEXTS[50:200])
+    assert not {*train} & {*validation} and 20 <= len(validation) <= 40
+    assert number_of_units(folder) > 5
+
+
+def test_validation_rows_bound_what_is_held_out(task, config, tmp_path):
+    data, found = write(tmp_path / "a.jsonl"), {}
+    for most in (1, 5, 1000):
+        cfg = config(data, validation_rows=most)
+        train, validation = task.datasets(cfg, task.prepare_data(cfg))
+        found[most] = len(validation)
+        assert validation[len(validation) - 1]["labels"].shape == (32,)
+    assert found[1] == 1 and 2 <= found[5] <= 5 < 8 < found[1000]
+    train, validation = documents(task, config(data, validation_rows=5))
+    assert 1 <= len(validation) < 20 and len(train) > 275  # the others are trained on
+
+
+def test_a_long_text_among_others_is_on_one_side(task, config, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    wholes = []
+    for i in range(6):
+        write(folder / f"{i}.txt", make_texts(150 if i % 2 else 10, i))
+        wholes.append((folder / f"{i}.txt").read_text(encoding="utf-8"))
+    cfg = config(folder, validation_fraction=0.5)
+    found = documents(task, cfg)
+    assert sorted(itertools.chain(*found)) == sorted(wholes)
+    long = [[each for each in part if len(each) > 2 * UNIT] for part in found]
+    assert all(long) and number_of_units(task.prepare_data(cfg)) > 6
+
+
+# ---- Several sources -----------------------------------------------------------------------------
+
+
+def test_sources_with_weights_are_the_parts_of_both_datasets(task, config, tmp_path):
+    a, b = (write(tmp_path / f"{n}.jsonl", make_texts(200, i)) for i, n in enumerate("ab"))
+    cfg = config(f"{a}:2,{b}")
+    folder = task.prepare_data(cfg)
+    decode = task.load_tokenizer(cfg, folder).decode
+    for part in task.datasets(cfg, folder):
+        found = task.sources(part)
+        assert [(each.name, each.weight) for each in found] == [(str(a), 2), (str(b), 1)]
+        assert sum(each.rows for each in found) == len(part)
+        first = 0
+        for number, each in enumerate(found):
+            rows = task.collate([part[i] for i in range(first, first + each.rows)])
+            learnt = decode(rows["labels"][rows["labels"] != IGNORE_INDEX])
+            assert f'"{number}"' in learnt and f'"{1 - number}"' not in learnt
+            first += each.rows
+    # Other weights are another mixture of the same prepared rows.
+    other = config(f"{a}:1,{b}:5")
+    assert task.prepare_data(other) == folder
+    assert [each.weight for each in task.datasets(other, folder)[0].sources] == [1, 5]
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+PREPARE = """
+import resource, sys
+sys.path[:0] = {paths!r}
+import causal_lm
+causal_lm.prepare_data(causal_lm.TaskConfig(data={data!r}, cache_dir={cache!r}, **{fields!r}))
+for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+    print("peak", resource.getrusage(who).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "csv.gz"])
+def test_memory_does_not_grow_with_the_data(tmp_path, kind):
+    """60 MB; the peak of this process and that of its largest child, in MB."""
+    draw, data = random.Random(0), tmp_path / f"a.{kind}"
+    words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(9000)]
+    write(data, [" ".join(draw.choices(words, k=500)) for _ in range(18_500)])
+    fields = {"context_length": 512, "vocab_size": 2000}
+    program = PREPARE.format(
+        paths=[str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")],
+        data=str(data), cache=str(tmp_path / "cache"), fields=fields,
+    )  # fmt: skip
+    command = [sys.executable, "-B", "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    peaks = [int(line.split()[1]) for line in result.stdout.splitlines() if "peak" in line]
+    print(peaks)
+    assert all(peak < 700 for peak in peaks), peaks
