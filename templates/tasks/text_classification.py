@@ -24,16 +24,29 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasklib import cache, classification, demo_data, fields, labels, pretrained, text, text_data
+from tasklib import (
+    cache,
+    classification,
+    demo_data,
+    fields,
+    labels,
+    pretrained,
+    row_files,
+    text,
+    text_data,
+    token_rows,
+    units,
+)
 from tasklib.attention import always_mask
 from tasklib.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.labels import MULTI, NUMBER, SINGLE
 from tasklib.pretrained import ModelConfig
+from tasklib.row_files import RowFiles
 from tasklib.sources import DataConfig, Source, check_data_config
 from tasklib.streaming import StreamFields, check_streaming, sources_of
 from tasklib.text_streams import StreamedTexts, check_text_streaming, prepare_index
 
-# transformers takes 4 s to import and datasets 1 s: both wait for the functions that need them.
+# transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
 TOKENS = ("input_ids", "token_type_ids")  # columns with a value for each token
@@ -135,57 +148,26 @@ def prepare_data(cfg: TaskConfig) -> Path:
     text_data.check_model(cfg)
     if cfg.streaming:
         return prepare_index(cfg)
-    return cache.prepare_once(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
-    )
+    build = lambda folder: build_data(cfg, folder)  # noqa: E731
+    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), build, goes_on=True)
 
 
 def prepared_folder(cfg: TaskConfig) -> Path:
     """The folder whose name depends on all that shapes the data: settings, files and code."""
     names = """text_column text_pair_column label_column label_columns problem_type class_weights
-        max_length token_dropout vocab_size model_name_or_path revision""".split()
+        max_length vocab_size model_name_or_path revision""".split()
     shipped = [file for *_, file in demo_data.area_files()] if cfg.data == "stdlib" else None
     files = pretrained.used_files(cfg)
     used = cache.hash_input_files(cfg, text_data.ENDINGS, *files, shipped=shipped)
     settings = [getattr(cfg, name) for name in names]
-    shaped_by = [demo_data, labels, text, text_data, build_data]
+    shaped_by = [demo_data, labels, row_files, text, text_data, token_rows, units, build_data]
     return cache.cache_folder(cfg, settings, used, shaped_by)
 
 
-def build_data(cfg: TaskConfig, folder: Path) -> dict[str, str]:
-    """Saves the rows of both parts, names.json, scale.json, and the vocabulary of a new model.
-
-    Returns the digest of the rows.
-    """
-    from datasets import Dataset, disable_progress_bars
-
-    shipped = demo_data.area_rows() if cfg.data == "stdlib" else None
-    train, validation, names = text_data.read_rows(cfg, shipped)
-    if not cfg.model_name_or_path:
-        text_data.learn_vocabulary(train, cfg.vocab_size, folder)
-    tokenizer = text_data.load_tokenizer(cfg, folder)
-    scale = labels.mean_and_std(train) if cfg.problem_type == NUMBER else (0.0, 1.0)
-    parts, cut, lengths = {}, 0, []
-    disable_progress_bars()
-    for part, rows in (("train", train), ("validation", validation)):
-        columns, part_cut = text_data.encode_texts(rows, tokenizer, cfg.max_length)
-        columns["labels"] = labels.encode_labels(rows, names, cfg.problem_type)
-        columns["weight"] = np.ones(len(rows), np.float32)
-        if cfg.class_weights == "balanced" and part == "train":
-            columns["weight"] = labels.balanced_weights(columns["labels"], len(names))
-        parts[part] = dict(columns)  # the digest: all other columns follow from these and settings
-        columns["token_dropout"] = np.full(len(rows), cfg.token_dropout, np.float32)
-        if cfg.problem_type == NUMBER:
-            columns |= labels.standardize(columns["labels"], *scale)
-        Dataset.from_dict(columns).save_to_disk(folder / part)
-        cut += part_cut
-        lengths.extend(columns["length"])
-    size = f"{np.mean(lengths):.0f} tokens on average, {max(lengths):,} at most"
-    size += f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
-    print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
-    for name, value in (("names", names), ("scale", scale)):
-        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
-    return {"content": cache.hash_columns(parts)}
+def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
+    """Saves the rows of both parts, names.json, scale.json, and the vocabulary of a new model."""
+    shipped = list(demo_data.area_rows()) if cfg.data == "stdlib" else None
+    return text_data.build(cfg, folder, shipped)
 
 
 def identity(cfg: TaskConfig, prepared: Path) -> str:
@@ -201,12 +183,10 @@ def digest(cfg: TaskConfig, prepared: Path) -> str:
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
     """Memory-mapped rows: tokens of up to max_length, their number, label, weight, padding. Or
     such rows read from shards."""
-    from datasets import load_from_disk
-
     if cfg.streaming:
         return StreamedTexts(prepared, "train", cfg), StreamedTexts(prepared, "validation", cfg)
-    train, validation = (load_from_disk(prepared / part) for part in ("train", "validation"))
-    return train.with_format("numpy"), validation.with_format("numpy")
+    constants = {"token_dropout": cfg.token_dropout}
+    return RowFiles(prepared, "train", constants), RowFiles(prepared, "validation", constants)
 
 
 def sources(dataset: Any) -> list[Source]:
@@ -217,7 +197,7 @@ def sizes(dataset: Any) -> np.ndarray:
     """Tokens of each row, int (N,); 0 where rows are not read before training."""
     if isinstance(dataset, StreamedTexts):
         return np.broadcast_to(0, len(dataset))
-    return dataset["length"][:]
+    return dataset.sizes()
 
 
 def augment(row: dict, generator: torch.Generator) -> dict:

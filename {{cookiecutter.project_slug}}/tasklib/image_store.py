@@ -85,8 +85,11 @@ class ImageList:
         """Raises ValueError for the first of these rows whose class is not among `known`."""
         unknown = np.array([name not in {*known} for name in self.names], bool)
         for i in rows[unknown[self.classes[rows]]][:1]:
-            row = {"label": self.names[self.classes[i]]}, self.sources.place(i)
-            labels.check_known([row], known, field)
+            try:
+                labels.check_known({"label": self.names[self.classes[i]]}, known, known)
+            except ValueError as error:
+                message = f"task.{field}: {self.sources.place(i)}: {error}"
+                raise ValueError(message) from None
 
 
 class Sources:

@@ -10,7 +10,8 @@ import json
 import math
 import re
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -131,43 +132,46 @@ def labels_in(row: dict) -> list[str]:
     return row["label"] if isinstance(row["label"], list) else [row["label"]]
 
 
-def collect_names(rows: list[Row], columns: list[str], data: str) -> list[str]:
-    """The names of all labels: those of the columns, or sorted, whole numbers by their value.
+def collect_names(found: Iterable[str], columns: list[str], data: str) -> list[str]:
+    """The names of all labels: those of the columns, or those `found` in rows, sorted, whole
+    numbers by their value.
 
     Raises ValueError unless there are two, of which some row has one.
     """
-    names = columns or sorted({name for row, _ in rows for name in labels_in(row)})
+    found = {*found}
+    names = columns or sorted(found)
     if not columns and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)
-    if len(names) < 2 or not any(labels_in(row) for row, _ in rows):
+    if len(names) < 2 or not found:
         present = f"only the label {one_line(names[0], 60)}" if len(names) == 1 else "no label"
         raise ValueError(f"task.data: {one_line(data, 100)} has {present}: nothing to learn")
     return names
 
 
-def check_known(rows: list[Row], names: list[str], field: str) -> None:
-    """Raises ValueError for the first label of these rows that is not one of the names."""
-    known = {*names}
-    for row, place in rows:
-        for name in labels_in(row):
-            if name not in known:
-                some = one_line(", ".join(names[:20]), 200) + ", ..." * (len(names) > 20)
-                raise ValueError(
-                    f"task.{field}: {place}: class {one_line(repr(name), 60)} is not in the "
-                    f"training data, which has {some}"
-                )
+def check_known(row: dict, names: list[str], known: Container[str]) -> None:
+    """Raises ValueError for a label of the row that is not `known`; `names` are those that are."""
+    for name in labels_in(row):
+        if name not in known:
+            some = one_line(", ".join(names[:20]), 200) + ", ..." * (len(names) > 20)
+            raise ValueError(
+                f"class {one_line(repr(name), 60)} is not in the training data, which has {some}"
+            )
 
 
-def describe_labels(rows: list[Row], names: list[str], problem_type: str) -> tuple[str, str]:
-    """How labels are distributed over the training rows, and a warning; empty: nothing is odd."""
+def describe_labels(
+    counts: Counter, rows: int, names: list[str], problem_type: str
+) -> tuple[str, str]:
+    """How labels are distributed over the training rows, and a warning; empty: nothing is odd.
+
+    `counts`: the rows with each label.
+    """
     kind = "classes" if problem_type == SINGLE else "labels"
-    counts = Counter(name for row, _ in rows for name in labels_in(row))
     name, most = (counts.most_common(1) or [(names[0], 0)])[0]
-    largest = f"the largest {one_line(name, 60)} with {most / len(rows):.1%} of the rows"
+    largest = f"the largest {one_line(name, 60)} with {most / rows:.1%} of the rows"
     once, warning = sum(number == 1 for number in counts.values()), ""
-    if 2 * once > len(rows):
+    if 2 * once > rows:
         warning = (
-            f"{len(names):,} {kind} of {len(rows):,} rows, {once:,} of them in one row alone: are "
+            f"{len(names):,} {kind} of {rows:,} rows, {once:,} of them in one row alone: are "
             "task.label_column and task.problem_type right?"
         )
     return f"{len(names)} {kind}, {largest}", warning
@@ -189,36 +193,42 @@ def encode_labels(rows: list[Row], names: list[str], problem_type: str) -> np.nd
     return labels
 
 
-def balanced_weights(classes: np.ndarray, count: int) -> np.ndarray:
-    """Weights of rows, float32 (N,), inverse to the frequency of their class; their mean is 1."""
-    counts = np.bincount(classes, minlength=count)
-    weights = len(classes) / (counts > 0).sum() / np.maximum(counts, 1)
-    return weights[classes].astype(np.float32)
+def balanced_weights(counts: np.ndarray) -> np.ndarray:
+    """The weight of a row of each class, float32 (C,), inverse to the rows of the class, (C,); the
+    mean over the rows is 1."""
+    return (counts.sum() / (counts > 0).sum() / np.maximum(counts, 1)).astype(np.float32)
 
 
-def mean_and_std(rows: list[Row]) -> tuple[float, float]:
-    """Mean and standard deviation (1 if all are equal) of the numbers, the same on any machine.
+class Numbers(NamedTuple):
+    """The numbers of a part: their mean and standard deviation, and whether they differ."""
 
-    Models learn numbers as standard deviations from the mean: the loss of others may be so large
-    that nothing is learnt.
+    mean: float
+    std: float
+    differ: bool
+
+
+def describe_numbers(parts: Callable[[], Iterable[np.ndarray]]) -> Numbers:
+    """The same on any machine, however the numbers are divided; `parts` is called several times.
+
+    The deviation of equal numbers is 1. Models learn numbers as standard deviations from the mean:
+    the loss of others may be so large that nothing is learnt.
     """
-    values = [row["label"] for row, _ in rows]
-    mean = math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
-    return mean, math.sqrt(variance) if variance and min(values) < max(values) else 1.0
+    ranges = [(len(each), each.min(), each.max()) for each in parts() if len(each)]
+    count, lows, highs = zip(*ranges, strict=True)
+    mean = math.fsum(value for each in parts() for value in each.tolist()) / sum(count)
+    squares = ((value - mean) ** 2 for each in parts() for value in each.tolist())
+    variance, differ = math.fsum(squares) / sum(count), min(lows) < max(highs)
+    return Numbers(mean, math.sqrt(variance) if variance and differ else 1.0, bool(differ))
 
 
-def standardize(numbers: np.ndarray, mean: float, std: float) -> dict[str, np.ndarray]:
-    """Columns of labels in standard deviations from the mean, all float32 (N,).
+def standardize(numbers: np.ndarray, train: Numbers, part: Numbers) -> dict[str, np.ndarray]:
+    """Columns of labels in standard deviations from the mean of the training rows, float32 (N,).
 
-    `deviation` is the standard deviation; `spread` the squared distance from the mean of this part,
-    which r2 needs.
+    `spread` is the squared distance from the mean of this part, which r2 needs.
     """
-    labels = (numbers - mean) / std
     # The mean of equal numbers may differ from them in the last digit.
-    spread = (labels - labels.mean()) ** 2 * (labels.min() < labels.max())
+    spread = ((numbers - part.mean) / train.std) ** 2 * part.differ
     return {
-        "labels": labels.astype(np.float32),
-        "deviation": np.full(len(labels), std, np.float32),
+        "labels": ((numbers - train.mean) / train.std).astype(np.float32),
         "spread": spread.astype(np.float32),
     }

@@ -3,18 +3,21 @@
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tasklib import labels, pretrained, sources, text
+from tasklib import labels, pretrained, row_files, sources, text, units
 from tasklib.cache import once_per_folder
 from tasklib.fields import check_fields
-from tasklib.labels import NUMBER, SINGLE
+from tasklib.labels import MULTI, NUMBER, SINGLE, Numbers
 from tasklib.messages import one_line
+from tasklib.row_files import Layout
 from tasklib.tables import TABLES, Columns, Row
+from tasklib.units import Notes
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -31,83 +34,170 @@ def texts_of(row: dict) -> list[str]:
     return [row[role] for role in ROLES if role in row]
 
 
-def read_rows(
-    cfg: Any, shipped: Iterable[Row] | None = None
-) -> tuple[list[Row], list[Row], list[str]]:
-    """Rows to train and to evaluate on, and the labels' names; of numbers, the name of the column.
+def columns_of(cfg: Any) -> Columns:
+    columns: Columns = {"text": cfg.text_column}
+    columns["label"] = labels.split_names(cfg.label_columns) or cfg.label_column
+    return columns | ({"text_pair": cfg.text_pair_column} if cfg.text_pair_column else {})
+
+
+def check_row(row: dict, label_columns: list[str], problem_type: str) -> None:
+    """Raises ValueError for a row without a text or a label; parses the label."""
+    for role, name in zip(ROLES, ("text", "second text"), strict=True):
+        if role in row:
+            labels.require_value(name, row[role])
+            if not isinstance(row[role], str):
+                raise ValueError(f"the {name} is {one_line(repr(row[role]), 60)}, not text")
+    labels.parse_row_label(row, label_columns, problem_type)
+
+
+def key_of(row: dict) -> str:
+    """Rows of one key are all held out, or none: equal texts, or functions of one file."""
+    return row.get("file") or "\0".join(texts_of(row))
+
+
+def label_of(row: dict) -> str | float:
+    """The label as one value, which the first pass notes."""
+    return json.dumps(row["label"]) if isinstance(row["label"], list) else row["label"]
+
+
+# ---- Preparing -----------------------------------------------------------------------------------
+
+
+def build(cfg: Any, folder: Path, shipped: list[Row] | None) -> dict[str, Any]:
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
 
     `shipped`: rows in place of those of cfg.data, each with the file it comes from as its place.
+    Beside the rows it saves names.json, scale.json, and the vocabulary of a new model.
     """
-    columns: Columns = {"text": cfg.text_column}
-    label_columns = labels.split_names(cfg.label_columns)
-    columns["label"] = label_columns or cfg.label_column
-    if cfg.text_pair_column:
-        columns["text_pair"] = cfg.text_pair_column
-
-    def check_row(row: dict) -> None:
-        for role, name in zip(ROLES, ("text", "second text"), strict=True):
-            if role in columns:
-                labels.require_value(name, row[role])
-                if not isinstance(row[role], str):
-                    raise ValueError(f"the {name} is {one_line(repr(row[role]), 60)}, not text")
-        labels.parse_row_label(row, label_columns, cfg.problem_type)
-
-    rows, given = sources.read_splits(cfg, columns, ENDINGS, shipped)
-    field = "validation_data" if cfg.validation_data else "validation_split"
-    rows = sources.keep_valid_rows(rows, cfg, "data", check_row)
-    given = given and sources.keep_valid_rows(given, cfg, field, check_row)
-    for name, part in (("data", rows), (field, given)):
-        if part == []:
-            where = one_line(getattr(cfg, name), 100)
-            raise ValueError(f"task.{name}: there are no rows in {where}")
-    train, validation = rows, given
-    if given is None:
-        train, validation = hold_out(rows, cfg, by_file=shipped is not None)
+    inputs, held, names = scan_rows(cfg, folder, shipped)
+    (layout, train), kind = inputs[0], cfg.problem_type
+    scale = {"train": Numbers(0.0, 1.0, False)}
+    weights, warning = np.ones(len(names), np.float32), ""
+    if kind == NUMBER:
+        scale["train"] = labels.describe_numbers(lambda: numbers_of(train, held, False))
+        given = inputs[1:] and inputs[1][1]
+        evaluated = (given, set(), False) if given else (train, held, True)
+        scale["validation"] = labels.describe_numbers(lambda: numbers_of(*evaluated))
+        about = describe_scale(scale["train"])
     else:
-        parts = ([json.dumps(texts_of(row)) for row, _ in part] for part in (rows, given))
-        sources.warn_of_overlap(*parts)
-
-    names, warning = [cfg.label_column], ""
-    if cfg.problem_type == NUMBER:
-        about = describe_numbers(train)
-    else:
-        names = labels.collect_names(rows, label_columns, cfg.data)
-        labels.check_known(validation, names, field)
-        about, warning = labels.describe_labels(train, names, cfg.problem_type)
-    size = f"{len(train):,} rows of {one_line(cfg.data, 100)} to train"
-    print(f"Preparing data: {size} and {len(validation):,} to evaluate on; {about}", flush=True)
+        counts, rows = count_names(train, held, kind), train.rows - count_held(train, held)
+        about, warning = labels.describe_labels(counts, rows, names, kind)
+        if cfg.class_weights == "balanced":
+            weights = labels.balanced_weights(np.array([counts[name] for name in names]))
+    evaluated = inputs[1][1].rows if inputs[1:] else count_held(train, held)
+    size = f"{train.rows - count_held(train, held):,} rows of {one_line(cfg.data, 100)} to train"
+    print(f"Preparing data: {size} and {evaluated:,} to evaluate on; {about}", flush=True)
     if warning:
         print(f"Preparing data: {warning}", flush=True)
-    return train, validation, names
+
+    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
+        learn_vocabulary(row_files.read_sample(layout, folder, held), cfg.vocab_size, folder)
+    tokenizer = load_tokenizer(cfg, folder)
+    dtype = row_files.token_dtype(tokenizer)
+
+    def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
+        columns, cut = encode_texts(rows, tokenizer, cfg.max_length)
+        columns["input_ids"] = [ids.astype(dtype) for ids in columns["input_ids"]]
+        if "token_type_ids" in columns:
+            columns["token_type_ids"] = [ids.astype("u1") for ids in columns["token_type_ids"]]
+        columns["labels"] = labels.encode_labels(rows, names, kind)
+        columns["weight"] = np.ones(len(rows), np.float32)
+        if kind == NUMBER:
+            columns |= labels.standardize(columns["labels"], scale["train"], scale[part])
+        elif kind == SINGLE and part == "train":
+            columns["weight"] = weights[columns["labels"]]
+        return columns, {"input_ids": cut}
+
+    done = row_files.write(folder, inputs, held, encode)
+    size, cut = row_files.describe_lengths(done, "input_ids", ("train", "validation"))
+    size += f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
+    print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
+    for name, value in (("names", names), ("scale", scale["train"][:2])):
+        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    constants = marks_of(tokenizer, bool(cfg.text_pair_column))
+    if kind == NUMBER:
+        constants["deviation"] = scale["train"].std
+    return row_files.finish(folder, done, constants)
 
 
-def hold_out(rows: list[Row], cfg: Any, by_file: bool) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows held out, of each class; equal texts stay together.
+def scan_rows(
+    cfg: Any, folder: Path, shipped: list[Row] | None
+) -> tuple[list[tuple[Layout, Notes]], set[int], list[str]]:
+    """The first pass over training rows and, if they are given, validation rows; the hashes of
+    those held out; the labels' names, or of numbers the name of the column."""
+    label_columns = labels.split_names(cfg.label_columns)
 
-    `by_file`: rows of a file stay together, since functions of one file are alike.
-    """
-    train, held = sources.hold_out(
-        rows,
-        cfg.validation_fraction,
-        lambda row: row[1] if by_file else "\0".join(texts_of(row[0])),
-        lambda row: row[0]["label"] if cfg.problem_type == SINGLE else None,
-    )
+    def check(row: dict) -> None:
+        check_row(row, label_columns, cfg.problem_type)
+
+    layout = Layout(cfg, columns_of(cfg), ENDINGS, check, key_of, texts_of, label_of, shipped)
+    if cfg.model_name_or_path:
+        layout = layout._replace(texts=None)
+    if shipped and not layout.fields[1:]:  # functions of one file are alike: they stay together
+        layout = layout._replace(shipped=[({**row, "file": at}, at) for row, at in shipped])
+    sources.print_skipped_files(cfg, ENDINGS, shipped is not None)
+    train = row_files.scan(layout, layout.fields[0], folder)
+    held = set() if layout.fields[1:] else hold_out(train, cfg)
+    names = [cfg.label_column]
+    if cfg.problem_type != NUMBER:
+        found = count_names(train, set(), cfg.problem_type)
+        names = labels.collect_names(found, label_columns, cfg.data)
+    inputs, known = [(layout, train)], {*names}
+
+    def check_given(row: dict) -> None:
+        check(row)
+        if cfg.problem_type != NUMBER:
+            labels.check_known(row, names, known)
+
+    for field in layout.fields[1:]:
+        given = row_files.scan(layout._replace(check=check_given), field, folder)
+        sources.say_overlap(units.count_known([train], [given]), given.rows)
+        inputs.append((layout, given))
+    return inputs, held, names
+
+
+def hold_out(notes: Notes, cfg: Any) -> set[int]:
+    """The hashes of the rows that are held out, of each class."""
+    single, most = cfg.problem_type == SINGLE, cfg.validation_rows
+    held = units.hold_out(notes, cfg.validation_fraction, most, by_label=single)
     data = one_line(cfg.data, 100)
-    if not held and len({row["text"] for row, _ in rows}) > 1:
+    if not held and units.count_repeated(notes) < notes.rows - 1:
         raise ValueError(
-            f"task.data: each of the {len(rows):,} rows of {data} is a class of its own, so that "
+            f"task.data: each of the {notes.rows:,} rows of {data} is a class of its own, so that "
             "none can be held out: is task.label_column right? If so, add rows"
         )
     if not held:
         raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
-    return train, held
+    return held
 
 
-def describe_numbers(rows: list[Row]) -> str:
-    mean, std = labels.mean_and_std(rows)
-    if len({row["label"] for row, _ in rows}) == 1:
-        return f"all numbers are {mean:.6g}: nothing to learn"
-    return f"mean {mean:.6g}, standard deviation {std:.4g}: such an error is a loss of 1"
+def count_held(notes: Notes, held: set[int]) -> int:
+    return sum(int(units.is_in(rows["hash"], held).sum()) for rows in notes.hashes())
+
+
+def count_names(notes: Notes, held: set[int], problem_type: str) -> Counter:
+    """The rows with each label, without those that are held out."""
+    counts: Counter = Counter()
+    for rows, noted in notes.labelled():
+        numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
+        for label, number in enumerate(np.bincount(numbers, minlength=len(noted)).tolist()):
+            names = json.loads(noted[label]) if problem_type == MULTI else [noted[label]]
+            for name in names:
+                counts[name] += number
+    return counts
+
+
+def numbers_of(notes: Notes, held: set[int], inside: bool) -> Iterator[np.ndarray]:
+    """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
+    for rows in notes.hashes():
+        yield rows["label"][units.is_in(rows["hash"], held) == inside]
+
+
+def describe_scale(numbers: Numbers) -> str:
+    if not numbers.differ:
+        return f"all numbers are {numbers.mean:.6g}: nothing to learn"
+    size = f"mean {numbers.mean:.6g}, standard deviation {numbers.std:.4g}"
+    return f"{size}: such an error is a loss of 1"
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -146,18 +236,23 @@ def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
     return text.load_tokenizer(cfg, folder, ["pad_token"], model_input_names=inputs, **SPECIAL)
 
 
-def learn_vocabulary(rows: list[Row], size: int, folder: Path) -> None:
+def learn_vocabulary(texts: Iterable[str], size: int, folder: Path) -> None:
     """Learns the tokenizer of a new model: [CLS] before a text, [SEP] after each."""
-    texts = [each for row, _ in rows for each in texts_of(row)]
     ends = {"begin": SPECIAL["cls_token"], "end": SPECIAL["sep_token"]}
     text.learn_vocabulary(texts, size, folder, first=list(SPECIAL.values()), **ends)
+
+
+def marks_of(tokenizer: Any, is_pair: bool) -> dict[str, int]:
+    """The tokens that collating and augmenting need: pad, and separator (-1: none)."""
+    marks = (tokenizer.sep_token_id, tokenizer.eos_token_id, -1)
+    separator = next(mark for mark in marks if mark is not None)
+    return {"pad": tokenizer.pad_token_id, "separator": separator if is_pair else -1}
 
 
 def encode_texts(rows: list[Row], tokenizer: Any, max_length: int) -> tuple[dict[str, Any], int]:
     """Columns of the rows' tokens, and the number of rows that were cut to max_length tokens.
 
-    input_ids, and token_type_ids if pairs have them: lists of int32 (T,). length, pad and separator
-    (-1: none), each (N,): what collating and augmenting need.
+    input_ids, and token_type_ids if pairs have them: lists of int32 (T,). length: int32 (N,).
     """
     is_pair = "text_pair" in rows[0][0]
     columns: dict[str, Any] = {"input_ids": []}
@@ -174,9 +269,5 @@ def encode_texts(rows: list[Row], tokenizer: Any, max_length: int) -> tuple[dict
                 cut += 1
             for name in names:
                 columns[name].append(np.array(tokens[name], np.int32))
-    marks = (tokenizer.sep_token_id, tokenizer.eos_token_id, -1)
-    separator = next(mark for mark in marks if mark is not None)
-    columns["length"] = np.array([len(tokens) for tokens in columns["input_ids"]])
-    columns["pad"] = np.full(len(rows), tokenizer.pad_token_id)
-    columns["separator"] = np.full(len(rows), separator if is_pair else -1)
-    return columns, cut
+    lengths = [len(tokens) for tokens in columns["input_ids"]]
+    return columns | {"length": np.array(lengths, np.int32)}, cut

@@ -12,7 +12,6 @@ from tasklib import labels, streaming, text_data
 from tasklib.fields import check_fields
 from tasklib.labels import NUMBER
 from tasklib.messages import one_line
-from tasklib.shards import Columns
 
 SAMPLE = 50_000_000  # characters of text that a vocabulary is learnt from
 
@@ -28,12 +27,6 @@ def check_text_streaming(cfg: Any) -> None:
     check_fields(cfg, rules if cfg.streaming else [])
 
 
-def columns_of(cfg: Any) -> Columns:
-    columns: Columns = {"text": cfg.text_column}
-    columns["label"] = labels.split_names(cfg.label_columns) or cfg.label_column
-    return columns | ({"text_pair": cfg.text_pair_column} if cfg.text_pair_column else {})
-
-
 def prepare_index(cfg: Any) -> Path:
     """The folder of the index, with names.json, scale.json, and the vocabulary of a new model."""
     columns = labels.split_names(cfg.label_columns)
@@ -45,18 +38,20 @@ def prepare_index(cfg: Any) -> Path:
         return labels.labels_in(row)
 
     def build(folder: Path, found: set[str]) -> list[Path]:
-        names = labels.collect_names([({"label": sorted(found)}, "")], columns, cfg.data)
+        names = labels.collect_names(found, columns, cfg.data)
         for name, value in (("names", names), ("scale", (0.0, 1.0))):
             (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
         if cfg.model_name_or_path:
             return [folder / "names.json"]
-        rows = [(row, "") for row in sample_rows(StreamedTexts(folder, "train", cfg))]
-        text_data.learn_vocabulary(rows, cfg.vocab_size, folder)
+        rows = sample_rows(StreamedTexts(folder, "train", cfg))
+        texts = [text for row in rows for text in text_data.texts_of(row)]
+        text_data.learn_vocabulary(texts, cfg.vocab_size, folder)
         return [folder / "names.json", folder / "tokenizer.json"]
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
     shaped_by = [labels, text_data, prepare_index]
-    return streaming.prepare(cfg, columns_of(cfg), known, settings, shaped_by, names_in, build)
+    wanted = text_data.columns_of(cfg)
+    return streaming.prepare(cfg, wanted, known, settings, shaped_by, names_in, build)
 
 
 def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
@@ -77,18 +72,13 @@ class StreamedTexts(streaming.ShardRows):
     """The texts of a part, tokenised when read; rows like those that are prepared."""
 
     def __init__(self, folder: Path, part: str, cfg: Any):
-        super().__init__(folder, part, cfg, columns_of(cfg))
+        super().__init__(folder, part, cfg, text_data.columns_of(cfg))
         self.arguments, self.folder = (folder, part, cfg), folder
         self.names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
         self.known, self.label_columns = {*self.names}, labels.split_names(cfg.label_columns)
 
     def complete(self, values: dict) -> dict:
-        for role, name in zip(text_data.ROLES, ("text", "second text"), strict=True):
-            if role in values:
-                labels.require_value(name, values[role])
-                if not isinstance(values[role], str):
-                    raise ValueError(f"the {name} is {one_line(repr(values[role]), 60)}, not text")
-        labels.parse_row_label(values, self.label_columns, self.cfg.problem_type)
+        text_data.check_row(values, self.label_columns, self.cfg.problem_type)
         if unknown := {*labels.labels_in(values)} - self.known:
             raise ValueError(f"the label {one_line(min(unknown), 60)} is none of task.classes")
         return values
@@ -99,5 +89,9 @@ class StreamedTexts(streaming.ShardRows):
         columns, _ = text_data.encode_texts(rows, tokenizer, self.cfg.max_length)
         columns["labels"] = labels.encode_labels(rows, self.names, self.cfg.problem_type)
         columns["weight"] = np.ones(len(rows), np.float32)
-        columns["token_dropout"] = np.full(len(rows), self.cfg.token_dropout, np.float32)
-        return [{name: values[i] for name, values in columns.items()} for i in range(len(rows))]
+        constants: dict = text_data.marks_of(tokenizer, bool(self.cfg.text_pair_column))
+        constants["token_dropout"] = self.cfg.token_dropout
+        return [
+            constants | {name: values[i] for name, values in columns.items()}
+            for i in range(len(rows))
+        ]

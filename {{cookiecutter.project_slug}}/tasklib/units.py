@@ -24,7 +24,7 @@ from tasklib.workers import Tell, do_units
 SMALLEST, LARGEST = 4_000_000, 32_000_000  # bytes of a unit
 SAMPLE = 50_000_000  # bytes of text that a vocabulary is learnt from
 CUT_BY_BYTES = (".jsonl", ".txt")
-NOTE = [("hash", "<u8"), ("size", "<i8")]  # of a row; the size in bytes
+NOTED, LABEL = [("hash", "<u8"), ("size", "<i8")], [("label", "<f8")]  # of a row; size in bytes
 
 
 # ---- Pieces --------------------------------------------------------------------------------------
@@ -178,9 +178,15 @@ class Notes:
     files: list[Path] = field(default_factory=list)  # hashes and sizes of the rows
 
     def hashes(self) -> Iterator[np.ndarray]:
-        """Arrays of NOTE."""
+        """Arrays with the fields hash, uint64, and size, in bytes; and label, where there is one:
+        a number, or the place of a text among those of `labelled`."""
         for file in self.files:
             yield np.load(file, mmap_mode="r")
+
+    def labelled(self) -> Iterator[tuple[np.ndarray, list[str]]]:
+        """The arrays of `hashes`, each with the texts of its labels."""
+        for file, rows in zip(self.files, self.hashes(), strict=True):
+            yield rows, read_json_object(file.with_suffix(".json")).get("labels", [])
 
 
 def hash_of(text: str) -> int:
@@ -198,12 +204,14 @@ def scan(
     texts: Callable[[dict], Iterable[str]] | None,
     skip: bool,
     what: str,
+    label: Callable[[dict], str | float] | None = None,
 ) -> Notes:
     """Reads all rows once and checks them; the notes are in `folder`.
 
     `check` changes a row to what the task uses, or raises ValueError; what it returns is counted.
     `key`: equal rows have equal keys. `texts`: those of a row, from which a vocabulary is learnt;
-    samples of them are kept. `skip`: leave out rows that raise IncompleteRow.
+    samples of them are kept. `skip`: leave out rows that raise IncompleteRow. `label`: what is
+    noted of a row besides, a text or a number.
     """
     folder.mkdir(exist_ok=True)
     sizes = [sum(piece.size for piece in unit) for unit in units]
@@ -216,7 +224,8 @@ def scan(
             return
         facts: dict = {"skipped": 0, "first": "", "size": 0, "cuts": []}
         counts: Counter = Counter()
-        noted: list[tuple[int, int]] = []
+        noted: list[tuple] = []
+        labels: dict[str, int] = {}  # and their numbers
         with open(folder / f"{number:06}.sample", "w", encoding="utf-8") as sample:
             for index, piece in enumerate(units[number]):
                 cursor = Cursor(piece.path, piece.span) if piece.path else None
@@ -239,7 +248,10 @@ def scan(
                     text = key(row)
                     size, hashed = len(text.encode()), hash_of(text)
                     if not piece.is_text:
-                        noted.append((hashed, size))
+                        value = label(row) if label else 0
+                        if isinstance(value, str):
+                            value = labels.setdefault(value, len(labels))
+                        noted.append((hashed, size, *[value] * bool(label)))
                     facts["size"] += size
                     if texts and hashed >= (1 - share) * 2**64:
                         line = json.dumps([hashed, [*texts(row)]], ensure_ascii=False)
@@ -252,10 +264,10 @@ def scan(
                         begun = Span(cursor.offset, None, cursor.lines)
                 if begun.start:
                     facts["cuts"].append([index, begun.start, None, begun.lines])
-        np.save(folder / f"{number:06}.npy", np.array(noted, NOTE))
+        np.save(folder / f"{number:06}.npy", np.array(noted, NOTED + LABEL * bool(label)))
         for ending in ("npy", "sample"):
             flush(folder / f"{number:06}.{ending}")
-        facts["rows"] = len(noted)
+        facts |= {"rows": len(noted), "labels": [*labels]}
         facts["counts"] = {name: count for name, count in counts.items() if name}
         write_json(done, facts)
 
@@ -296,35 +308,78 @@ def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
 # ---- What is held out ----------------------------------------------------------------------------
 
 
-def hold_out(notes: Notes, fraction: float, most: float, size_of_row: bool) -> set[int]:
-    """The hashes of the rows that are held out: the smallest ones.
+def hold_out(
+    notes: Notes, fraction: float, most: float, size_of_row: bool = False, by_label: bool = False
+) -> set[int]:
+    """The hashes of the rows that are held out: the smallest ones, `by_label` of each label.
 
     About `fraction` of the rows, in whole groups of equal rows, but at most `most` rows or, if
-    `size_of_row`, bytes; at least one group, and not all of them.
+    `size_of_row`, bytes; at least one group, and of each label not all.
     """
-    limit = 1.0
+    numbers: dict[str, int] = {}
+    totals, lasts = Counter(), {}
+    for rows, strata in stratified(notes, by_label, numbers):
+        found, inverse, counts = np.unique(strata, return_inverse=True, return_counts=True)
+        largest = np.zeros(len(found), np.uint64)
+        np.maximum.at(largest, inverse, rows["hash"])
+        facts = (found.tolist(), counts.tolist(), largest.tolist())
+        for stratum, count, last in zip(*facts, strict=True):
+            totals[stratum] += count
+            lasts[stratum] = max(lasts.get(stratum, 0), last)
+    kept = {*lasts.values()}
+    limit, enough = 1.0, fraction * notes.rows
+    if not size_of_row:
+        enough = min(enough, most)
     if notes.rows > 1_000_000:  # the rest need not be looked at
-        limit = min(1, 2 * fraction)
+        limit = min(1, 2 * enough / notes.rows)
     while True:
-        chosen = [part[part["hash"] < limit * 2**64] for part in notes.hashes()]
-        rows = np.concatenate([*chosen, np.zeros(0, NOTE)])
-        if limit == 1 or len(rows) > fraction * notes.rows:
+        chosen, chosen_strata = [np.zeros(0, NOTED)], [np.zeros(0, int)]
+        for rows, strata in stratified(notes, by_label, numbers):
+            small = rows["hash"] < limit * 2**64
+            chosen.append(rows[["hash", "size"]][small])
+            chosen_strata.append(strata[small])
+        rows = np.concatenate(chosen)
+        if limit == 1 or len(rows) > enough:
             break
         limit = min(1, 2 * limit)
-    hashes, inverse, counts = np.unique(rows["hash"], return_inverse=True, return_counts=True)
+    hashes, firsts, inverse, counts = np.unique(
+        rows["hash"], return_index=True, return_inverse=True, return_counts=True
+    )
     sizes = np.bincount(inverse, rows["size"], len(hashes)) if size_of_row else counts
+    strata = np.concatenate(chosen_strata)[firsts]
+    groups = [*zip(*(each.tolist() for each in (hashes, strata, counts, sizes)), strict=True)]
+    groups = [group for group in groups if group[0] not in kept]
     held: set[int] = set()
-    taken, weight, wanted = 0, 0, fraction * notes.rows
-    last = len(hashes) - (limit == 1)
-    for value, count, size in zip(hashes[:last].tolist(), counts[:last], sizes[:last], strict=True):
-        if taken + count / 2 <= wanted and weight + size <= most:
+    taken, weight = Counter(), 0
+    for value, stratum, count, size in groups:
+        if taken[stratum] + count / 2 > fraction * totals[stratum]:
+            continue
+        if weight + size <= most:
             held.add(value)
-            taken, weight = taken + count, weight + size
-        elif weight + size > most and held:
+            taken[stratum], weight = taken[stratum] + count, weight + size
+        elif held:
             break
-    if not held and last:
-        held.add(int(hashes[0]))
+    if groups and not held:
+        known = np.bincount(strata)
+        held.add(max(groups, key=lambda group: known[group[1]])[0])
     return held
+
+
+def stratified(
+    notes: Notes, by_label: bool, numbers: dict[str, int]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The noted rows, and the number of each row's label, int (N,); `numbers` grows with them."""
+    for rows, labels in notes.labelled():
+        strata = np.zeros(len(rows), int)
+        if by_label:
+            own = [numbers.setdefault(label, len(numbers)) for label in labels]
+            strata = np.array(own, int)[rows["label"].astype(int)]
+        yield rows, strata
+
+
+def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
+    """Whether each row, by its hash, is held out: bool (N,)."""
+    return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))
 
 
 def count_repeated(notes: Notes) -> int:
