@@ -24,15 +24,27 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from tasklib import cache, demo_data, fields, pairs, pretrained, sources, text
+from tasklib import (
+    cache,
+    demo_data,
+    fields,
+    pairs,
+    pretrained,
+    row_files,
+    sources,
+    text,
+    token_rows,
+    units,
+)
 from tasklib.attention import always_mask
 from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
+from tasklib.row_files import RowFiles
 from tasklib.sources import DataConfig
-from tasklib.tables import TABLES, Columns
+from tasklib.tables import TABLES
 
-# transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
+# transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
 IGNORE_INDEX = -100  # the label of padding, which cross entropy leaves out
@@ -125,9 +137,8 @@ def prepare_data(cfg: TaskConfig) -> Path:
     check_config(cfg)
     pretrained.check_unread(cfg)
     check_model(cfg)
-    return cache.prepare_once(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
-    )
+    build = lambda folder: build_data(cfg, folder)  # noqa: E731
+    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), build, goes_on=True)
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
@@ -139,18 +150,15 @@ def digest(cfg: TaskConfig, folder: Path) -> str:
     return cache.content_digest(folder)
 
 
-def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, Any]:
-    """Memory-mapped rows: input_ids and labels (token ids), and length (tokens of both)."""
-    from datasets import load_from_disk
-
-    columns = ["input_ids", "labels", "length"]
-    train, validation = (load_from_disk(folder / part) for part in ("train", "validation"))
-    return train.with_format("numpy", columns), validation.with_format("numpy", columns)
+def datasets(cfg: TaskConfig, folder: Path) -> tuple[RowFiles, RowFiles]:
+    """Memory-mapped rows: input_ids and labels (token ids), and length (tokens of both). Rows to
+    evaluate on have their texts too, as bytes: source and target."""
+    return RowFiles(folder, "train"), RowFiles(folder, "validation")
 
 
-def sizes(dataset: Any) -> np.ndarray:
+def sizes(dataset: RowFiles) -> np.ndarray:
     """Tokens of each row: those of the source and those of the target."""
-    return dataset["length"][:]
+    return dataset.sizes()
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -265,11 +273,12 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, str]:
     """BLEU and chrF of targets that the model generates for validation rows, and some of them."""
-    from datasets import load_from_disk
     from sacrebleu.metrics import BLEU, CHRF
 
-    rows = load_from_disk(folder / "validation")
-    rows = list(rows.select(range(min(cfg.report_samples, len(rows)))))
+    dataset = RowFiles(folder, "validation")
+    rows = [dataset[i] for i in range(min(cfg.report_samples, len(dataset)))]
+    for row in rows:
+        row |= {name: row[name].tobytes().decode() for name in ("source", "target")}
     if not rows:
         return {}
     batches = (collate(rows[i : i + 32]) for i in range(0, len(rows), 32))
@@ -302,7 +311,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
         vocab_size model_name_or_path revision""".split()
     shipped = [] if cfg.data == "dates" else None
     used = cache.hash_input_files(cfg, TABLES, *pretrained.used_files(cfg), shipped=shipped)
-    code = (demo_data, pairs, text, build_data)
+    code = (demo_data, pairs, row_files, text, token_rows, units, build_data)
     return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
 
 
@@ -316,32 +325,14 @@ def load_tokenizer(cfg: TaskConfig, folder: Path | None) -> Any:
     return tokenizer
 
 
-def build_data(cfg: TaskConfig, folder: Path) -> dict[str, str]:
-    """Saves the tokens of training and validation rows, and a new vocabulary; returns the digest.
-
-    Validation rows keep their texts, which the report compares with generated ones.
-    """
-    from datasets import Dataset, disable_progress_bars
-
-    columns: Columns = {"source": cfg.source_column, "target": cfg.target_column}
-    shipped = demo_data.date_rows() if cfg.data == "dates" else None
-    train, validation = pairs.read_pairs(cfg, columns, shipped)
-    if not cfg.model_name_or_path:
-        words = (value for row, _ in train for value in row.values())
-        text.learn_vocabulary(words, cfg.vocab_size, folder, first=[PAD, END], end=END)
-    tokenizer, parts = load_tokenizer(cfg, folder), {}
-    disable_progress_bars()
-    for part, rows in (("train", train), ("validation", validation)):
-        texts = {role: [row[role] for row, _ in rows] for role in columns}
-        prefixed = [cfg.source_prefix + source for source in texts["source"]]
-        limits = cfg.max_source_length, cfg.max_target_length
-        inputs, source_sizes = pairs.tokenize_texts(prefixed, "source", limits[0], tokenizer)
-        labels, target_sizes = pairs.tokenize_texts(texts["target"], "target", limits[1], tokenizer)
-        print(f"Prepared {part}: {source_sizes}; {target_sizes}", flush=True)
-        lengths = np.array(
-            [len(both[0]) + len(both[1]) for both in zip(inputs, labels, strict=True)]
-        )
-        parts[part] = {"input_ids": inputs, "labels": labels, "length": lengths}
-        more = texts if part == "validation" else {}
-        Dataset.from_dict(parts[part] | more).save_to_disk(folder / part)
-    return {"content": cache.hash_columns(parts)}
+def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
+    """Saves the tokens of training and validation rows, and a new vocabulary."""
+    ends = {"first": [PAD, END], "end": END}
+    return pairs.build(
+        cfg,
+        folder,
+        {"source": cfg.source_column, "target": cfg.target_column},
+        list(demo_data.date_rows()) if cfg.data == "dates" else None,
+        lambda texts: text.learn_vocabulary(texts, cfg.vocab_size, folder, **ends),
+        lambda: load_tokenizer(cfg, folder),
+    )

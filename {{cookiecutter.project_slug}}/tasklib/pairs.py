@@ -1,47 +1,96 @@
 """Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tasklib import sources
+from tasklib import row_files, sources, text, units
 from tasklib.messages import one_line
-from tasklib.sources import DataConfig
+from tasklib.row_files import Layout
 from tasklib.tables import TABLES, Columns, Row
+from tasklib.units import Notes
 
 BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
 
 
-def read_pairs(
-    cfg: DataConfig, columns: Columns, shipped: Iterable[Row] | None
-) -> tuple[list[Row], list[Row]]:
-    """Training and validation rows, each with a source and a target text.
+def build(
+    cfg: Any,
+    folder: Path,
+    columns: Columns,
+    shipped: list[Row] | None,
+    learn: Callable[[Iterable[str]], None],
+    load_tokenizer: Callable[[], Any],
+) -> dict[str, Any]:
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
 
     `columns`: those of "source" and "target". `shipped`: the rows, if cfg.data names data that the
-    task brings along. Raises ValueError for rows that cannot be used.
+    task brings along. `learn` saves the vocabulary of a new model. Validation rows keep their
+    texts, as bytes, which the report compares with generated ones. Raises ValueError for rows that
+    cannot be used.
     """
-    train, validation = sources.read_splits(cfg, columns, TABLES, shipped)
-    field = "validation_data" if cfg.validation_data else "validation_split"
-    train = sources.keep_valid_rows(train, cfg, "data", check_pair)
-    validation = validation and sources.keep_valid_rows(validation, cfg, field, check_pair)
-    if not train or validation == []:
-        empty = field if train else "data"
-        raise ValueError(f"task.{empty}: there are no rows in {one_line(getattr(cfg, empty), 100)}")
-    if validation is None:  # rows with equal sources stay together
-        train, validation = sources.hold_out(
-            train, cfg.validation_fraction, lambda row: row[0]["source"]
-        )
-    else:
-        keys = ([(row["source"], row["target"]) for row, _ in part] for part in (train, validation))
-        sources.warn_of_overlap(*keys)
-    data = one_line(cfg.data, 100)
-    if not validation:
-        raise ValueError(f"task.data: all sources of {data} are equal; add others")
-    size = f"{len(train):,} rows of {data} to train and {len(validation):,} to evaluate on"
+    inputs, held = scan_pairs(cfg, folder, columns, shipped)
+    (layout, train), data = inputs[0], one_line(cfg.data, 100)
+    evaluated = inputs[1][1].rows if inputs[1:] else units.count_held(train, held)
+    number = train.rows - units.count_held(train, held)
+    size = f"{number:,} rows of {data} to train and {evaluated:,} to evaluate on"
     print(f"Preparing data: {size}", flush=True)
-    return train, validation
+    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
+        learn(row_files.read_sample(layout, folder, held))
+    tokenizer = load_tokenizer()
+    dtype = row_files.token_dtype(tokenizer)
+    limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
+
+    def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
+        arrays: row_files.Arrays = {}
+        cut: dict[str, int] = {}
+        for (role, limit), name in zip(limits.items(), ("input_ids", "labels"), strict=True):
+            prefix = cfg.source_prefix if role == "source" else ""
+            texts = [prefix + row[role] for row, _ in rows]
+            ids, cut[name] = tokenize_texts(texts, role, limit, tokenizer)
+            arrays[name] = [each.astype(dtype) for each in ids]
+            if part == "validation":
+                arrays[role] = [np.frombuffer(row[role].encode(), np.uint8) for row, _ in rows]
+        lengths = zip(arrays["input_ids"], arrays["labels"], strict=True)
+        arrays["length"] = np.array([sum(map(len, both)) for both in lengths], np.int32)
+        return arrays, cut
+
+    done = row_files.write(folder, inputs, held, encode)
+    for part in ("train", "validation"):
+        described = []
+        for (role, limit), name in zip(limits.items(), ("input_ids", "labels"), strict=True):
+            size, cut = row_files.describe_lengths(done, name, [part])
+            described.append(f"{role}s of {size}" + f" ({cut:,} cut to {limit:,})" * bool(cut))
+        print(f"Prepared {part}: {'; '.join(described)}", flush=True)
+    return row_files.finish(folder, done, {})
+
+
+def scan_pairs(
+    cfg: Any, folder: Path, columns: Columns, shipped: list[Row] | None
+) -> tuple[list[tuple[Layout, Notes]], set[int]]:
+    """The first pass over training rows and, if they are given, validation rows; the hashes of
+    those held out."""
+    texts = None if cfg.model_name_or_path else dict.values
+    layout = Layout(
+        cfg, columns, TABLES, check_pair, lambda row: row["source"], texts, shipped=shipped
+    )
+    given = layout.fields[1:]
+    if given:  # otherwise rows with equal sources stay together
+        layout = layout._replace(key=lambda row: "\0".join(row.values()))
+    sources.print_skipped_files(cfg, TABLES, shipped is not None)
+    inputs = [(layout, row_files.scan(layout, field, folder)) for field in layout.fields]
+    train = inputs[0][1]
+    if given:
+        evaluated = inputs[1][1]
+        sources.say_overlap(units.count_known([train], [evaluated]), evaluated.rows)
+        return inputs, set()
+    held = units.hold_out(train, cfg.validation_fraction, cfg.validation_rows)
+    if not held:
+        data = one_line(cfg.data, 100)
+        raise ValueError(f"task.data: all sources of {data} are equal; add others")
+    return inputs, held
 
 
 def check_pair(row: dict) -> None:
@@ -55,8 +104,8 @@ def check_pair(row: dict) -> None:
 
 def tokenize_texts(
     texts: list[str], role: str, limit: int, tokenizer: Any
-) -> tuple[list[np.ndarray], str]:
-    """Token ids of sources or targets, int32, and a description of their lengths.
+) -> tuple[list[np.ndarray], int]:
+    """Token ids of sources or targets, int32, and how many of them were cut.
 
     A text of more than `limit` tokens loses its end, but not the special tokens after it.
     """
@@ -70,9 +119,7 @@ def tokenize_texts(
                 ids = tokenizer(**{name: each}, truncation=True, max_length=limit).input_ids
                 cut += 1
             rows.append(np.array(ids, np.int32))
-    lengths = [len(ids) for ids in rows]
-    size = f"{role}s of {np.mean(lengths):.0f} tokens on average, {max(lengths):,} at most"
-    return rows, size + f" ({cut:,} cut to {limit:,})" * bool(cut)
+    return rows, cut
 
 
 @torch.no_grad()

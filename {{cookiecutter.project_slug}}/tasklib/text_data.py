@@ -71,21 +71,21 @@ def build(cfg: Any, folder: Path, shipped: list[Row] | None) -> dict[str, Any]:
     """
     inputs, held, names = scan_rows(cfg, folder, shipped)
     (layout, train), kind = inputs[0], cfg.problem_type
+    evaluated = inputs[1][1].rows if inputs[1:] else units.count_held(train, held)
+    rows = train.rows - units.count_held(train, held)
     scale = {"train": Numbers(0.0, 1.0, False)}
     weights, warning = np.ones(len(names), np.float32), ""
     if kind == NUMBER:
         scale["train"] = labels.describe_numbers(lambda: numbers_of(train, held, False))
-        given = inputs[1:] and inputs[1][1]
-        evaluated = (given, set(), False) if given else (train, held, True)
-        scale["validation"] = labels.describe_numbers(lambda: numbers_of(*evaluated))
+        part = (inputs[1][1], held, False) if inputs[1:] else (train, held, True)
+        scale["validation"] = labels.describe_numbers(lambda: numbers_of(*part))
         about = describe_scale(scale["train"])
     else:
-        counts, rows = count_names(train, held, kind), train.rows - count_held(train, held)
+        counts = count_names(train, held, kind)
         about, warning = labels.describe_labels(counts, rows, names, kind)
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
-    evaluated = inputs[1][1].rows if inputs[1:] else count_held(train, held)
-    size = f"{train.rows - count_held(train, held):,} rows of {one_line(cfg.data, 100)} to train"
+    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train"
     print(f"Preparing data: {size} and {evaluated:,} to evaluate on; {about}", flush=True)
     if warning:
         print(f"Preparing data: {warning}", flush=True)
@@ -169,10 +169,6 @@ def hold_out(notes: Notes, cfg: Any) -> set[int]:
     if not held:
         raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
     return held
-
-
-def count_held(notes: Notes, held: set[int]) -> int:
-    return sum(int(units.is_in(rows["hash"], held).sum()) for rows in notes.hashes())
 
 
 def count_names(notes: Notes, held: set[int], problem_type: str) -> Counter:

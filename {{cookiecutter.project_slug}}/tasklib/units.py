@@ -382,6 +382,11 @@ def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
     return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))
 
 
+def count_held(notes: Notes, held: set[int]) -> int:
+    """The rows that are held out."""
+    return sum(int(is_in(rows["hash"], held).sum()) for rows in notes.hashes())
+
+
 def count_repeated(notes: Notes) -> int:
     """Rows that are equal to an earlier one."""
     parts, repeated = max(1, notes.rows >> 22), 0
