@@ -7,10 +7,12 @@ are the same to rounding, and clock.py checks that.
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-# torch, transformers and datasets are imported late: what a peer does not need must not count in
-# its start-up time.
+# torch and transformers are imported late: what a peer does not need must not count in its start-up
+# time.
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.99), 0.1, 1.0
 LOG_EVERY = 10  # steps between lines of metrics
@@ -103,18 +105,19 @@ class Work:
 def build_dataset(work: Work):
     """The samples in the order of training: read them from the first to the last."""
     import numpy as np
-    from datasets import load_from_disk
     from torch.utils.data import Subset
 
-    rows = load_from_disk(f"{work.data}/train").with_format("torch")
-    return Subset(rows, np.load(work.order).tolist())
+    sys.path.append(work.project)
+    from tasklib.token_rows import TokenRows
+
+    return Subset(TokenRows(Path(work.data), "train", {}), np.load(work.order).tolist())
 
 
 def collate(rows: list[dict]) -> dict:
     """input_ids and labels, int64 (B, context): each label is the token after its input."""
-    import torch
+    from tasklib.token_rows import stack
 
-    return {name: torch.stack([row[name] for row in rows]).long() for name in rows[0]}
+    return stack(rows)
 
 
 def build_model(size: Size):
