@@ -349,7 +349,7 @@ def finish(
             number = max(sum(done[i]["held_texts"] for i in held), 1)
             of = "" if len(trains) == 1 else f" of {one_line(name, 60)}"
             texts = f"{number:,} text{'s' * (number > 1)}"
-            print(f"Held out{of}: {rows:,} rows, from {texts}", flush=True)
+            print(f"Preparing data: held out{of} {rows:,} rows, from {texts}", flush=True)
             parts["validation"].append([name, rows, files])
         most_texts = max([most_texts, *(done[i]["most_texts"] for i in own)])
     if not parts["validation"]:
