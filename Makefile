@@ -22,7 +22,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-gpu
+.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scale bench-gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightn
 
 bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
 	@.venv/bench/bin/python benchmarks/steps.py $(ARGS)
+
+bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB of it: 30 minutes
+	@.venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 bench-gpu: $(BENCH)  ## measure how much of a GPU a project uses, each optimisation on and off
 	@.venv/bench/bin/python benchmarks/gpu.py $(ARGS)
