@@ -104,7 +104,7 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[I
                 layouts.key_of,
                 layouts.texts_of if learns and not held else None,
                 cfg.incomplete_rows == "skip",
-                "Reading data",
+                "Preparing data, first pass",
             )
             given = held and not on_hub
             label = Path(own.validation_data).name if given else each.name

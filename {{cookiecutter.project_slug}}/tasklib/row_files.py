@@ -71,7 +71,7 @@ def scan(layout: Layout, field: str, folder: Path) -> Notes:
         layout.key,
         None if held else layout.texts,
         cfg.incomplete_rows == "skip",
-        "Reading data",
+        "Preparing data, first pass",
         layout.label,
     )
     if notes.skipped:

@@ -5,6 +5,7 @@ A unit that is done is not done again, so the work may be interrupted at any mom
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -59,13 +60,16 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
             def tell(size: int, unit=unit) -> None:
                 if os.getppid() != parent or unit > end.value:
                     os._exit(0)
-                done[unit] += size
+                done[unit] = min(done[unit] + size, sizes[unit])
 
             try:
                 work(unit, tell)
                 done[unit] = sizes[unit]
             except BaseException as error:
-                pipe.send((unit, error))
+                try:
+                    pipe.send((unit, error))
+                except (TypeError, AttributeError, pickle.PicklingError):
+                    pipe.send((unit, ValueError(one_line(f"{type(error).__name__}: {error}"))))
                 return
 
     progress = Progress(sum(sizes), what)
@@ -75,12 +79,12 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
             process = context.Process(target=serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            processes[process.sentinel] = (process, pipe)
+            processes[pipe] = process
         while processes:
-            for sentinel in wait([*processes], timeout=0.2):
-                process, pipe = processes.pop(sentinel)
-                process.join()
+            for pipe in wait([*processes], timeout=0.2):  # an error, or the end of the process
                 problem = receive(pipe)
+                process = processes.pop(pipe)
+                process.join()
                 if problem:
                     problems[problem[0]] = problem[1]
                     end.value = min(end.value, problem[0])
@@ -88,7 +92,7 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
                     raise killed(process.exitcode)
             progress.show(sum(done))
     finally:
-        for process, _ in processes.values():
+        for process in processes.values():
             process.kill()
             process.join()
         progress.close()
