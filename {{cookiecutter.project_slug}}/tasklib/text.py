@@ -160,9 +160,13 @@ def tokenize_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 
 def cut_before(text: str, place: int) -> int:
-    """A place before a space, at most 1,000 characters before this one, or this one."""
-    found = text.rfind(" ", place - 1000, place)
-    return found if found > 0 else place
+    """A place between a word and a space, at most 1,000 characters before this one, or this one.
+
+    No token of a byte-level BPE reaches across it. Amid several spaces one might.
+    """
+    start = place - 1000
+    found = [match.end() for match in re.finditer(r"\S(?= )", text[start:place])]
+    return start + found[-1] if found else place
 
 
 def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> Tokens:
