@@ -367,7 +367,7 @@ def plot(report: dict, file: Path) -> None:
     order.set_xscale("log")
     order.legend(fontsize=7, frameon=False)
     for axis in (memory, speed, order):
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.1 * axis.get_ylim()[1])  # 0, and markers at the top whole
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -79,6 +79,18 @@ def test_all_loaders_give_batches_of_images(tmp_path):
     assert printed.count("| project, ") == printed.count("| ImageFolder, ") == 2
 
 
+@pytest.mark.slow
+def test_all_ways_prepare_text_and_a_batch_is_read_anywhere(tmp_path):
+    flags = ["--megabytes", 1, "--rounds", 1, "--batches", 2]
+    report, printed = run("scale.py", tmp_path, *flags)
+    for ways in report["prepare"].values():
+        assert len(ways) == 4
+        assert all(run["cpu"] > 0 and run["peak"] > 0 for (run,) in ways.values())
+    assert len(report["order"]["rows"]) == len(report["order"]["positions"]) == 4
+    assert printed.count("| 1 ") == 4
+    assert (tmp_path / "scale.png").stat().st_size
+
+
 @pytest.mark.parametrize(
     "change",
     [{"tokens": 511}, {"gflop": 1.1}, {"losses": [7.0, 6.5, 6.01]}, {"losses": [7.0]}],

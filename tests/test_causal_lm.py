@@ -15,6 +15,7 @@ from conftest import ROOT, SOURCE, load_task
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 IGNORE_INDEX = -100
 layouts = load_task("tasklib.layouts")
+text = load_task("tasklib.text")
 DOCUMENTS = [" ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f" {i}.\n" for i in range(60)]
 
 
@@ -181,6 +182,18 @@ def test_text_of_any_bytes_survives(task, config, tmp_path):
     parts = task.datasets(cfg, prepared)
     ends = sum(int((row["labels"] == end).sum()) for part in parts for row in part)
     assert ends == len(texts)  # a document that spells the mark does not end there
+
+
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    source = (ROOT / "templates/tasks/causal_lm.py").read_text()
+    text.train_and_save([source], 600, tmp_path / text.FILE, (), (), "", "")
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / text.FILE))
+    (whole,) = text.tokenize_texts([source], tokenizer)
+    monkeypatch.setattr(text, "BLOCK", 2000)
+    assert text.tokenize_texts([source, "a b"], tokenizer)[0] == whole
+    assert tokenizer.decode(whole) == source
 
 
 def test_preparation_is_done_once_and_again_when_the_file_changes(task, config, tmp_path, capsys):
