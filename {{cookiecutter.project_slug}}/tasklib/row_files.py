@@ -232,7 +232,7 @@ class RowFiles(torch.utils.data.Dataset):
         self.folder, self.part, facts = folder, part, read_facts(folder)
         constants = facts["constants"] | (constants or {})
         self.constants = {
-            name: np.float32(value) if isinstance(value, float) else value
+            name: np.float32(value) if isinstance(value, float) else np.int64(value)
             for name, value in constants.items()
         }
         own = facts["parts"][part]

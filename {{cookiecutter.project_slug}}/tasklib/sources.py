@@ -314,13 +314,6 @@ class IncompleteRow(ValueError):
     """A row has no label, no text or no answer."""
 
 
-def keep_valid_rows(
-    rows: list[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
-) -> list[Row]:
-    """`valid_rows` as a list."""
-    return list(valid_rows(rows, cfg, field, check_row))
-
-
 def valid_rows(
     rows: Iterable[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
 ) -> Iterator[Row]:
@@ -377,12 +370,6 @@ def hold_out(
         held_out.add(largest[0])
     train = [row for name, group in ordered if name not in held_out for row in group]
     return train, [row for name, group in ordered if name in held_out for row in group]
-
-
-def warn_of_overlap(train: Iterable[str], validation: Iterable[str]) -> None:
-    """Prints the number of validation rows that are training rows too; rows are given by keys."""
-    known, validation = {*train}, [*validation]
-    say_overlap(sum(each in known for each in validation), len(validation))
 
 
 def say_overlap(number: int, total: int) -> None:

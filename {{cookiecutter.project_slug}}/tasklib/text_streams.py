@@ -89,8 +89,9 @@ class StreamedTexts(streaming.ShardRows):
         columns, _ = text_data.encode_texts(rows, tokenizer, self.cfg.max_length)
         columns["labels"] = labels.encode_labels(rows, self.names, self.cfg.problem_type)
         columns["weight"] = np.ones(len(rows), np.float32)
-        constants: dict = text_data.marks_of(tokenizer, bool(self.cfg.text_pair_column))
-        constants["token_dropout"] = self.cfg.token_dropout
+        marks = text_data.marks_of(tokenizer, bool(self.cfg.text_pair_column))
+        constants: dict = {name: np.int64(mark) for name, mark in marks.items()}
+        constants["token_dropout"] = np.float32(self.cfg.token_dropout)
         return [
             constants | {name: values[i] for name, values in columns.items()}
             for i in range(len(rows))
