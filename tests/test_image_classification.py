@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
+import reference
 from conftest import bake, lines, load_task, parse_error
 
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
@@ -440,9 +441,7 @@ def test_images_are_held_out_as_other_rows_are(task, seed):
     fraction = random.choice([0.01, 0.1, 0.5, 0.9])
     chosen = task.image_store.hold_out(hashes, classes, fraction)
     keys = [each.tobytes().hex() for each in hashes]
-    parts = task.image_data.sources.hold_out(
-        range(count), fraction, lambda i: keys[i], lambda i: classes[i]
-    )
+    parts = reference.hold_out(range(count), fraction, lambda i: keys[i], lambda i: classes[i])
     assert np.flatnonzero(~chosen).tolist() == sorted(parts[0])
     assert np.flatnonzero(chosen).tolist() == sorted(parts[1])
 

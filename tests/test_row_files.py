@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+import reference
 from conftest import load_task
 
 KINDS = ("text_classification", "seq2seq")
@@ -98,7 +99,7 @@ def test_rows_held_out_are_those_of_a_split_in_memory(kind, small_units, tmp_pat
     data = write(tmp_path / "rows.jsonl", rows, columns(kind))
     label = (lambda row: row[0][1]) if name == "text_classification" else (lambda row: None)
     pairs = [(row, "") for row in rows]
-    _, held = task.row_files.sources.hold_out(pairs, 0.1, lambda row: row[0][0], label)
+    _, held = reference.hold_out(pairs, 0.1, lambda row: row[0][0], label)
     expected = [row[0] for row, _ in held]
     for bound in (1000, 20, 1):
         cfg = config(kind, data, tmp_path / "cache", validation_rows=bound, max_length=512) if (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import reference
 from conftest import bake, lines, load_task
 
 DIGITS = "zero one two three four five six seven eight nine".split()
@@ -397,7 +398,7 @@ def test_the_report_scores_the_targets_that_the_model_writes(task, learnt, proje
     model = AutoModelForSeq2SeqLM.from_pretrained(output / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     train = [row for row in task.demo_data.date_rows()]
-    _, rows = task.sources.hold_out(train, 0.1, lambda row: row[0]["source"])
+    _, rows = reference.hold_out(train, 0.1, lambda row: row[0]["source"])
     sources, targets = ([row[name] for row, _ in rows[:40]] for name in ("source", "target"))
     written = []
     for source in sources:

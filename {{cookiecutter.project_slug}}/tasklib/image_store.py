@@ -250,7 +250,7 @@ def choose_parts(
 
 
 def hold_out(hashes: np.ndarray, classes: np.ndarray, fraction: float) -> np.ndarray:
-    """Whether each image is held out, bool (N,): those that `sources.hold_out` takes, in arrays.
+    """Whether each image is held out, bool (N,).
 
     Equal images stay together, and about `fraction` of each class is held out. hashes: uint8
     (N, 32); classes: (N,).

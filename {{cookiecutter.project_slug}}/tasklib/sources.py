@@ -1,17 +1,15 @@
-"""Where the rows of a task come from: files, folders or the Hub, and which of them are held out.
+"""Where the rows of a task come from: files, folders or the Hub.
 
-Errors in the data are a ValueError of one line. All rows are in memory until a task has prepared
-them; afterwards they are not read again (see cache.py).
+Errors in the data are a ValueError of one line.
 """
 
-import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +23,7 @@ from tasklib.fields import (
     number_type,
 )
 from tasklib.messages import one_line
-from tasklib.tables import TABLES, Columns, Row
+from tasklib.tables import Row
 
 ValidationRows = number_type("ValidationRows", int, 1, 10**9)
 
@@ -276,40 +274,6 @@ def read_column_names(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
     return []
 
 
-def read_splits(
-    cfg: DataConfig,
-    columns: Columns,
-    endings: Iterable[str] = TABLES,
-    shipped: Iterable[Row] | None = None,
-    optional: Container[str] = (),
-) -> tuple[list[Row], list[Row] | None]:
-    """All rows of the training data, and of the validation data; None: rows are to be held out.
-
-    `shipped`: the training rows, if `data` names data that the task brings along. `optional`: roles
-    that become None if their column is missing.
-    """
-
-    def read_files(field: str) -> list[Row]:
-        files = list_files(getattr(cfg, field), endings, field)
-        return [row for file in files for row in tables.read_rows(file, columns, field, optional)]
-
-    def read_hub(field: str) -> list[Row]:
-        return list(hub.read_hub_rows(cfg, getattr(cfg, field), columns, field, optional))
-
-    on_hub = shipped is None and hub.is_hub_name(cfg.data)
-    if shipped is not None:
-        train = list(shipped)
-    else:
-        train = read_hub("data_split") if on_hub else read_files("data")
-    print_skipped_files(cfg, endings, shipped is not None)
-    validation = None
-    if cfg.validation_data:
-        validation = read_files("validation_data")
-    elif cfg.validation_split and on_hub:
-        validation = read_hub("validation_split")
-    return train, validation
-
-
 class IncompleteRow(ValueError):
     """A row has no label, no text or no answer."""
 
@@ -338,38 +302,6 @@ def valid_rows(
     if skipped:
         text = f"{skipped:,} incomplete rows of {number:,}, the first: {first}"
         print(f"Preparing data: left out {text}", flush=True)
-
-
-def hold_out(
-    rows: list[Row],
-    fraction: float,
-    key: Callable[[Row], str],
-    stratum: Callable[[Row], Any] = lambda row: None,
-) -> tuple[list[Row], list[Row]]:
-    """Splits rows into training and validation by a hash of their key: the same on every machine.
-
-    Rows with one key stay together. About `fraction` of each stratum is held out, in whole keys;
-    each stratum keeps at least one key for training. Both parts are in the order of the hashes.
-    """
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    ordered = sorted(groups.items(), key=lambda each: hashlib.sha256(each[0].encode()).digest())
-    strata: dict[Any, list[str]] = {}
-    for name, group in ordered:
-        strata.setdefault(stratum(group[0]), []).append(name)
-    held_out = set()
-    for names in strata.values():
-        wanted, taken = fraction * sum(len(groups[name]) for name in names), 0
-        for name in names[:-1]:
-            if taken + len(groups[name]) / 2 <= wanted:
-                held_out.add(name)
-                taken += len(groups[name])
-    largest = max(strata.values(), key=len)
-    if not held_out and len(largest) > 1:
-        held_out.add(largest[0])
-    train = [row for name, group in ordered if name not in held_out for row in group]
-    return train, [row for name, group in ordered if name in held_out for row in group]
 
 
 def say_overlap(number: int, total: int) -> None:
