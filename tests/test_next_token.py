@@ -180,7 +180,7 @@ def test_adapters_get_the_same_gradients(targets):
     found = next_token.loss_sum(fast, batch)
     expected = plain_loss(model, batch)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    check_same(gradients(model, expected), gradients(fast, found))
+    check_same(gradients(model, expected), gradients(fast, found), rel=3e-6)  # some CPUs: 1.3e-6
     assert not [
         name for name in gradients(fast, next_token.loss_sum(fast, batch)) if "lora" not in name
     ]

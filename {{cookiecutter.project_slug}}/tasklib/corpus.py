@@ -57,7 +57,7 @@ def build(
         scans = [folder / f"scan-{i}" for i, each in enumerate(inputs) if not each.held]
         size = sum(each.notes.size for each in inputs if not each.held) / 1e6
         part = f"{units.SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > units.SAMPLE)
-        print(f"Learning a vocabulary from {part}{size:,.1f} MB of text", flush=True)
+        print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
         learn(units.read_sample(scans, held))
     tokenizer = load_tokenizer()
     dtype = token_rows.token_dtype(len(tokenizer), cfg.context_length)
