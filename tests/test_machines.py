@@ -78,6 +78,7 @@ def start_alone(tiny, machine, *options):
     return run.returncode, line, port
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_machine_that_does_not_start_is_named(tiny, machine):
     code, line, port = start_alone(tiny, machine)
@@ -85,6 +86,7 @@ def test_a_machine_that_does_not_start_is_named(tiny, machine):
     assert code == 1 and line.startswith(f"train.py: {said}machine {1 - machine}; "), line
 
 
+@pytest.mark.slow
 def test_launchers_that_do_not_meet_say_so(tiny):
     """With c10d, where machines come at any time: the one that keeps the list does not start."""
     options = ["--rdzv_backend", "c10d", "--rdzv_conf", "is_host=0,read_timeout=5"]

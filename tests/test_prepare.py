@@ -23,6 +23,7 @@ def files(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in found}
 
 
+@pytest.mark.slow
 def test_train_finds_what_prepare_has_prepared(fresh, tmp_path):
     """One line at the end; no run folder; and the training prepares nothing again."""
     before = {path.name for path in fresh.path.iterdir()} | {"__pycache__"}

@@ -60,6 +60,7 @@ def small_units(kind, monkeypatch):
     return units
 
 
+@pytest.mark.slow
 def test_cores_and_kills_change_nothing(kind, small_units, tmp_path, monkeypatch):
     """A worker dies at each of its units in turn; what is done is not done again."""
     task, workers = kind[1], small_units.do_units.__globals__
