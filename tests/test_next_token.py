@@ -172,7 +172,7 @@ def test_adapters_get_the_same_gradients(targets):
         adapted = get_peft_model(model, settings)
         for name, weights in adapted.named_parameters():
             if "lora_B" in name:
-                weights.data.normal_()
+                weights.data.normal_(std=0.1)  # at 1, fp32 itself is off by 4e-6
         return adapted
 
     model, batch = make("llama"), rows(True)
@@ -180,7 +180,7 @@ def test_adapters_get_the_same_gradients(targets):
     found = next_token.loss_sum(fast, batch)
     expected = plain_loss(model, batch)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    check_same(gradients(model, expected), gradients(fast, found), rel=3e-6)  # some CPUs: 1.3e-6
+    check_same(gradients(model, expected), gradients(fast, found))
     assert not [
         name for name in gradients(fast, next_token.loss_sum(fast, batch)) if "lora" not in name
     ]
