@@ -90,31 +90,23 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[I
             fields.append("validation_split")
         sources.print_skipped_files(own, ENDINGS, shipped is not None)
         for name in fields:
-            held = name.startswith("validation")
-            rows = shipped if not held else None
-            pieces = units.list_pieces(
-                own, name, ENDINGS, layout.columns, rows, OPTIONAL, layout.kind == "text"
-            )
-            notes = units.scan(
-                units.group(pieces, units.unit_size(sum(piece.size for piece in pieces))),
+            notes = units.scan_field(
+                own,
+                name,
                 folder / f"scan-{len(inputs)}",
+                ENDINGS,
                 layout.columns,
-                OPTIONAL,
                 layouts.row_check(layout.kind),
                 layouts.key_of,
-                layouts.texts_of if learns and not held else None,
-                cfg.incomplete_rows == "skip",
-                "Preparing data, first pass",
+                layouts.texts_of if learns else None,
+                shipped,
+                OPTIONAL,
+                long_texts=layout.kind == "text",
+                nothing="there is no text",
             )
-            given = held and not on_hub
-            label = Path(own.validation_data).name if given else each.name
+            held = name.startswith("validation")
+            label = Path(own.validation_data).name if held and not on_hub else each.name
             inputs.append(Input(label, own, layout, name, held, notes))
-            if notes.skipped:
-                what = f"{notes.skipped:,} incomplete rows of {notes.skipped + notes.rows:,}"
-                print(f"Preparing data: left out {what}, the first: {notes.first}", flush=True)
-            if not notes.rows:
-                where = one_line(getattr(own, name), 100)
-                raise ValueError(f"task.{name}: there is no text in {where}")
     for _, own, layout in by_source:
         ours = [each for each in inputs if each.cfg is own]
         rows = sum(each.notes.rows for each in ours)

@@ -17,7 +17,6 @@ import torch
 
 from tasklib import hub, sources, units
 from tasklib.files import remove
-from tasklib.messages import one_line
 from tasklib.sources import DataConfig
 from tasklib.tables import Columns, Row
 from tasklib.token_rows import FACTS, UnitWriter, read_facts, read_unit
@@ -58,29 +57,18 @@ class Layout(NamedTuple):
 
 def scan(layout: Layout, field: str, folder: Path) -> Notes:
     """Checks the rows that a field names: the first pass. Raises ValueError if there are none."""
-    cfg, held = layout.cfg, field.startswith("validation")
-    pieces = units.list_pieces(
-        cfg, field, layout.endings, layout.columns, None if held else layout.shipped, (), False
-    )
-    notes = units.scan(
-        units.group(pieces, units.unit_size(sum(piece.size for piece in pieces))),
+    return units.scan_field(
+        layout.cfg,
+        field,
         folder / f"scan-{field}",
+        layout.endings,
         layout.columns,
-        (),
         layout.check,
         layout.key,
-        None if held else layout.texts,
-        cfg.incomplete_rows == "skip",
-        "Preparing data, first pass",
-        layout.label,
+        layout.texts,
+        layout.shipped,
+        label=layout.label,
     )
-    if notes.skipped:
-        what = f"{notes.skipped:,} incomplete rows of {notes.skipped + notes.rows:,}"
-        print(f"Preparing data: left out {what}, the first: {notes.first}", flush=True)
-    if not notes.rows:
-        where = one_line(getattr(cfg, field), 100)
-        raise ValueError(f"task.{field}: there are no rows in {where}")
-    return notes
 
 
 def read_sample(layout: Layout, folder: Path, held: set[int]) -> Iterator[str]:

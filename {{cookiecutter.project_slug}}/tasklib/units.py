@@ -283,6 +283,42 @@ def scan(
     return notes
 
 
+def scan_field(
+    cfg: sources.DataConfig,
+    name: str,
+    folder: Path,
+    endings: Iterable[str],
+    columns: Columns,
+    check: Callable[[dict], str | None],
+    key: Callable[[dict], str],
+    texts: Callable[[dict], Iterable[str]] | None,
+    shipped: list[Row] | None = None,
+    optional: Container[str] = (),
+    label: Callable[[dict], str | float] | None = None,
+    long_texts: bool = False,
+    nothing: str = "there are no rows",
+) -> Notes:
+    """`scan` of the rows that a field names. Prints the number of rows that are left out.
+
+    `shipped`: training rows that the task brings along. Validation rows teach no vocabulary. Raises
+    ValueError if there is no row, with the words of `nothing`.
+    """
+    held = name.startswith("validation")
+    pieces = list_pieces(
+        cfg, name, endings, columns, None if held else shipped, optional, long_texts
+    )
+    units = group(pieces, unit_size(sum(piece.size for piece in pieces)))
+    texts, skip = None if held else texts, cfg.incomplete_rows == "skip"
+    what = "Preparing data, first pass"
+    notes = scan(units, folder, columns, optional, check, key, texts, skip, what, label)
+    if notes.skipped:
+        number = f"{notes.skipped:,} incomplete rows of {notes.skipped + notes.rows:,}"
+        print(f"Preparing data: left out {number}, the first: {notes.first}", flush=True)
+    if not notes.rows:
+        raise ValueError(f"task.{name}: {nothing} in {one_line(getattr(cfg, name), 100)}")
+    return notes
+
+
 def write_json(path: Path, value: dict) -> None:
     """A JSON file that is there whole, or not at all."""
     partial = path.with_suffix(".partial")
