@@ -235,7 +235,7 @@ def time_batches(asked, task, prepared: str, table: str) -> dict[str, list[float
     """Milliseconds of a batch of random rows, in each round."""
     from datasets import Dataset
 
-    rows = task.TokenRows(Path(prepared), "train", {})
+    rows = task.TokenRows(Path(prepared), "train", [])
     sources = {
         PROJECT: (rows, task.collate),
         RUN_CLM: (Dataset.from_file(table).with_format("torch"), default_collate),

@@ -110,7 +110,7 @@ def build_dataset(work: Work):
     sys.path.append(work.project)
     from tasklib.token_rows import TokenRows
 
-    return Subset(TokenRows(Path(work.data), "train", {}), np.load(work.order).tolist())
+    return Subset(TokenRows(Path(work.data), "train", []), np.load(work.order).tolist())
 
 
 def collate(rows: list[dict]) -> dict:

@@ -43,6 +43,13 @@ def rows_of(name, number):
     return rows
 
 
+def decoded(kind, cfg, folder, rows):
+    """The first text of each row."""
+    load = getattr(kind[1], "text_data", kind[1]).load_tokenizer
+    decode = load(cfg, folder).decode
+    return [decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+
+
 def columns(kind):
     return ("text", "label") if kind[0] == "text_classification" else ("source", "target")
 
@@ -64,8 +71,11 @@ def small_units(kind, monkeypatch):
 def test_cores_and_kills_change_nothing(kind, small_units, tmp_path, monkeypatch):
     """A worker dies at each of its units in turn; what is done is not done again."""
     task, workers = kind[1], small_units.do_units.__globals__
-    data = write(tmp_path / "rows.jsonl", rows_of(kind[0], 600), columns(kind))
-    found = []
+    paths = [
+        write(tmp_path / f"{n}.jsonl", rows_of(kind[0], size), columns(kind))
+        for n, size in (("a", 400), ("b", 200))
+    ]
+    data, found = f"{paths[0]}:3,{paths[1]}", []
     for cores in (3, 1):
         monkeypatch.setitem(workers, "count_cores", lambda cores=cores: cores)
         cfg = config(kind, data, tmp_path / f"cache-{cores}")
@@ -108,17 +118,39 @@ def test_rows_held_out_are_those_of_a_split_in_memory(kind, small_units, tmp_pat
         ) else config(kind, data, tmp_path / "cache", validation_rows=bound)  # fmt: skip
         folder = task.prepare_data(cfg)
         train, validation = task.datasets(cfg, folder)
-        load = task.text_data.load_tokenizer if name == "text_classification" else (
-            task.load_tokenizer
-        )  # fmt: skip
-        decode = load(cfg, folder).decode
-        texts = [decode(row["input_ids"], skip_special_tokens=True) for row in validation]
+        texts = decoded(kind, cfg, folder, validation)
         assert texts == expected[: len(texts)] and len(train) + len(texts) == 600
         assert len(texts) == len(expected) if bound == 1000 else len(texts) >= 1
         assert bound < 20 or len(texts) > bound - 3 or bound == 1000
         for part in (train, validation):
             assert task.sizes(part).tolist() == [row["length"] for row in part]
             assert task.sizes(part).dtype == np.int32
+
+
+def test_several_sources_are_each_split_and_lie_one_after_the_other(kind, small_units, tmp_path):
+    name, task = kind
+    every = [rows_of(name, 300), rows_of(name, 90)]
+    if name == "text_classification":  # a class that only one source has
+        every[1] = [(text, "d" if label == "c3" else label) for text, label in every[1]]
+    paths = [write(tmp_path / f"{i}.jsonl", rows, columns(kind)) for i, rows in enumerate(every)]
+    cfg = config(kind, "", tmp_path / "cache", validation_rows=40)
+    cfg.data = [{"path": str(path), "weight": 3 - i} for i, path in enumerate(paths)]
+    folder = task.prepare_data(cfg)
+    train, validation = task.datasets(cfg, folder)
+    texts, held = (decoded(kind, cfg, folder, part) for part in (train, validation))
+    label = (lambda row: row[0][1]) if name == "text_classification" else (lambda row: None)
+    named = [[(each.name, each.weight) for each in part.sources] for part in (train, validation)]
+    assert named == 2 * [[("0.jsonl", 3), ("1.jsonl", 2)]]
+    for rows, mine, out in zip(every, task.sources(train), task.sources(validation), strict=True):
+        expected = reference.hold_out([(r, "") for r in rows], 0.1, lambda r: r[0][0], label)[1]
+        own, held = held[: out.rows], held[out.rows :]
+        assert own == [row[0] for row, _ in expected][: len(own)] and 5 < len(own) <= 20
+        learnt, texts = texts[: mine.rows], texts[mine.rows :]
+        assert learnt == [row[0] for row in rows if row[0] not in own]
+    assert not held and not texts
+    cfg.data = f"{paths[0]},{paths[1]}:7"  # another mixture of the same prepared rows
+    assert task.prepare_data(cfg) == folder
+    assert [each.weight for each in task.datasets(cfg, folder)[0].sources] == [1, 7]
 
 
 def test_a_damaged_file_is_written_again_and_the_others_stay(kind, small_units, tmp_path, capsys):

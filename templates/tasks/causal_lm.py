@@ -17,7 +17,7 @@ a whole task around a plain nn.Module.
 
 import json
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,14 +44,7 @@ from tasklib.lora import LoraFields, add_adapters, check_adapters
 from tasklib.messages import one_line
 from tasklib.packing import IGNORE_INDEX
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import (
-    DataConfig,
-    Source,
-    WeightedData,
-    check_data_config,
-    data_as_text,
-    split_data,
-)
+from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
 from tasklib.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
@@ -127,9 +120,8 @@ def uses_best_fit(cfg: TaskConfig) -> bool:
 
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
-    cfg.data = data_as_text(cfg.data)
+    check_data_config(cfg, demo_data.TEXTS)
     for _, own in by_source(cfg):
-        check_data_config(own, demo_data.TEXTS)
         layouts.check_layout_fields(own)
     check_adapters(cfg)
     stream = cfg.rows in ("auto", "text")
@@ -151,11 +143,6 @@ def check_config(cfg: TaskConfig) -> None:
 
 
 # ---- Data ----------------------------------------------------------------------------------------
-
-
-def by_source(cfg: TaskConfig) -> list[tuple[WeightedData, TaskConfig]]:
-    """Each source that cfg.data names, and the config with its data alone."""
-    return [(each, replace(cfg, data=each.data)) for each in split_data(cfg.data)]
 
 
 def prepare_data(cfg: TaskConfig) -> Path:
@@ -200,8 +187,8 @@ def digest(cfg: TaskConfig, folder: Path) -> str:
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[TokenRows, TokenRows]:
     """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
-    weights = {each.name: each.weight for each, _ in by_source(cfg)}
-    return TokenRows(folder, "train", weights), TokenRows(folder, "validation", weights)
+    data = split_data(cfg.data)
+    return TokenRows(folder, "train", data), TokenRows(folder, "validation", data)
 
 
 def sources(dataset: TokenRows) -> list[Source]:
@@ -344,8 +331,7 @@ def prepared_folder(cfg: TaskConfig, data: list) -> Path:
     ]
     code = [chats, corpus, demo_data, layouts, packing, text, token_rows, units]
     code += [load_tokenizer, max_text_length, uses_best_fit]
-    unweighted = replace(cfg, data=",".join(own.data for _, own, _ in data))
-    return cache.cache_folder(unweighted, settings, used, code)
+    return cache.cache_folder(cfg, settings, used, code)
 
 
 @cache.once_per_folder

@@ -31,7 +31,7 @@ from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Wid
 from tasklib.image_store import StoredImages
 from tasklib.image_streams import StreamedSquares, prepare_index
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Source, check_data_config
+from tasklib.sources import DataConfig, Source, check_data_config, split_data
 from tasklib.streaming import StreamFields, check_streaming, sources_of
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
@@ -102,6 +102,7 @@ def check_config(cfg: TaskConfig) -> None:
     unit = cfg.num_heads if vit else 64  # a GroupNorm has 8 groups, of 1/8 of the width
     patches = (cfg.image_size // patch) ** 2
     rules = [
+        ("data", len(split_data(cfg.data)) == 1, "one folder, file or data set"),
         ("validation_data", not (digits and cfg.validation_data), "empty, as digits has its own"),
         ("background", images.is_color(cfg.background), "a colour, as white or '#ffffff'"),
         ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),

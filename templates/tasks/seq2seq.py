@@ -10,8 +10,8 @@ train.py calls these functions. training/contract.py says what each gets and ret
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, augment, sizes, report. `prepared` is what prepare_data
-returned. examples/task.py is a whole task around a plain nn.Module.
+and, if they are there: identity, digest, sources, augment, sizes, report. `prepared` is what
+prepare_data returned. examples/task.py is a whole task around a plain nn.Module.
 """
 
 import math
@@ -31,7 +31,6 @@ from tasklib import (
     pairs,
     pretrained,
     row_files,
-    sources,
     text,
     token_rows,
     units,
@@ -41,7 +40,7 @@ from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
 from tasklib.row_files import RowFiles
-from tasklib.sources import DataConfig
+from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
 from tasklib.tables import TABLES
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -63,10 +62,11 @@ Samples = number_type("Samples", int, 0, 1_000_000)
 
 @dataclass
 class TaskConfig(DataConfig, ModelConfig):
-    data: str = "dates"
+    data: str | list[dict[str, Any]] = "dates"
     """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a
     folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
-    people write them in five languages, with their ISO form as targets."""
+    people write them in five languages, with their ISO form as targets. Several with their weights:
+    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     source_column: str = "source"
     """Column of the source text."""
     target_column: str = "target"
@@ -100,7 +100,7 @@ class TaskConfig(DataConfig, ModelConfig):
 
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for settings that cannot work, before any row is read."""
-    sources.check_data_config(cfg, ["dates"])
+    check_data_config(cfg, ["dates"])
     two_columns = cfg.source_column != cfg.target_column
     rules = [("target_column", two_columns, "another column than task.source_column")]
     if not cfg.model_name_or_path:
@@ -109,7 +109,8 @@ def check_config(cfg: TaskConfig) -> None:
         rules.append(("hidden_size", width == nearest, f"a multiple of num_heads, {nearest}"))
         pretrained.check_memory(width * (cfg.vocab_size + 24 * cfg.num_layers * width))
     fields.check_fields(cfg, rules)
-    columns = ("source_column target_column", cfg.data != "dates", "where task.data is dates")
+    dates = {each.data for each in split_data(cfg.data)} == {"dates"}
+    columns = ("source_column target_column", not dates, "where task.data is dates")
     fields.check_ignored_fields(cfg, [columns])
 
 
@@ -153,7 +154,13 @@ def digest(cfg: TaskConfig, folder: Path) -> str:
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[RowFiles, RowFiles]:
     """Memory-mapped rows: input_ids and labels (token ids), and length (tokens of both). Rows to
     evaluate on have their texts too, as bytes: source and target."""
-    return RowFiles(folder, "train"), RowFiles(folder, "validation")
+    data = split_data(cfg.data)
+    return RowFiles(folder, "train", data), RowFiles(folder, "validation", data)
+
+
+def sources(dataset: RowFiles) -> list[Source]:
+    """The sources in cfg.data, which train.py mixes by their weights."""
+    return dataset.sources
 
 
 def sizes(dataset: RowFiles) -> np.ndarray:
@@ -275,7 +282,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     """BLEU and chrF of targets that the model generates for validation rows, and some of them."""
     from sacrebleu.metrics import BLEU, CHRF
 
-    dataset = RowFiles(folder, "validation")
+    _, dataset = datasets(cfg, folder)
     rows = [dataset[i] for i in range(min(cfg.report_samples, len(dataset)))]
     for row in rows:
         row |= {name: row[name].tobytes().decode() for name in ("source", "target")}
@@ -309,8 +316,11 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     """The folder of the prepared data, named by all that shapes it: settings, files and code."""
     names = """source_column target_column source_prefix max_source_length max_target_length
         vocab_size model_name_or_path revision""".split()
-    shipped = [] if cfg.data == "dates" else None
-    used = cache.hash_input_files(cfg, TABLES, *pretrained.used_files(cfg), shipped=shipped)
+    files = pretrained.used_files(cfg)
+    used = [
+        cache.hash_input_files(own, TABLES, *files, shipped=[] if own.data == "dates" else None)
+        for _, own in by_source(cfg)
+    ]
     code = (demo_data, pairs, row_files, text, token_rows, units, build_data)
     return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
 
@@ -332,7 +342,7 @@ def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
         cfg,
         folder,
         {"source": cfg.source_column, "target": cfg.target_column},
-        list(demo_data.date_rows()) if cfg.data == "dates" else None,
+        {"dates": demo_data.date_rows},
         lambda texts: text.learn_vocabulary(texts, cfg.vocab_size, folder, **ends),
         lambda: load_tokenizer(cfg, folder),
     )

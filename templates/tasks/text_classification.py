@@ -42,7 +42,7 @@ from tasklib.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.labels import MULTI, NUMBER, SINGLE
 from tasklib.pretrained import ModelConfig
 from tasklib.row_files import RowFiles
-from tasklib.sources import DataConfig, Source, check_data_config
+from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
 from tasklib.streaming import StreamFields, check_streaming, sources_of
 from tasklib.text_streams import StreamedTexts, check_text_streaming, prepare_index
 
@@ -63,10 +63,11 @@ EncoderVocabulary = number_type("EncoderVocabulary", int, 260, 2**20)
 
 @dataclass
 class TaskConfig(DataConfig, StreamFields, ModelConfig):
-    data: str = "stdlib"
+    data: str | list[dict[str, Any]] = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
     .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
-    .txt files in one folder for each class, or a data set on the Hub."""
+    .txt files in one folder for each class, or a data set on the Hub. Several with their weights:
+    a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     text_column: str = "text"
     """Column of the text."""
     text_pair_column: str = ""
@@ -107,7 +108,8 @@ def check_config(cfg: TaskConfig) -> None:
     check_data_config(cfg, ["stdlib"])
     check_streaming(cfg, ["stdlib"])
     check_text_streaming(cfg)
-    single, stdlib = cfg.problem_type == SINGLE, cfg.data == "stdlib"
+    data = {each.data for each in split_data(cfg.data)}
+    single, stdlib = cfg.problem_type == SINGLE, "stdlib" in data
     columns = labels.split_names(cfg.label_columns)
     distinct = len({*columns} - {""}) == len(columns) > 1
     shortest = 6 if cfg.text_pair_column else 3
@@ -133,7 +135,7 @@ def check_config(cfg: TaskConfig) -> None:
     if not cfg.model_name_or_path:
         pretrained.check_memory(width * (cfg.vocab_size + 10 * cfg.num_layers * width))
     names = "text_column text_pair_column label_column"
-    fixed = (names, not stdlib, "where task.data is stdlib")
+    fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
     beside = ("label_column", not columns, "beside task.label_columns")
     fields.check_ignored_fields(cfg, [fixed, beside])
     pretrained.check_unread(cfg)
@@ -156,9 +158,12 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     """The folder whose name depends on all that shapes the data: settings, files and code."""
     names = """text_column text_pair_column label_column label_columns problem_type class_weights
         max_length vocab_size model_name_or_path revision""".split()
-    shipped = [file for *_, file in demo_data.area_files()] if cfg.data == "stdlib" else None
+    shipped = {"stdlib": [file for *_, file in demo_data.area_files()]}
     files = pretrained.used_files(cfg)
-    used = cache.hash_input_files(cfg, text_data.ENDINGS, *files, shipped=shipped)
+    used = [
+        cache.hash_input_files(own, text_data.ENDINGS, *files, shipped=shipped.get(own.data))
+        for _, own in by_source(cfg)
+    ]
     settings = [getattr(cfg, name) for name in names]
     shaped_by = [demo_data, labels, row_files, text, text_data, token_rows, units, build_data]
     return cache.cache_folder(cfg, settings, used, shaped_by)
@@ -166,8 +171,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
 
 def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
     """Saves the rows of both parts, names.json, scale.json, and the vocabulary of a new model."""
-    shipped = list(demo_data.area_rows()) if cfg.data == "stdlib" else None
-    return text_data.build(cfg, folder, shipped)
+    return text_data.build(cfg, folder, {"stdlib": demo_data.area_rows})
 
 
 def identity(cfg: TaskConfig, prepared: Path) -> str:
@@ -185,8 +189,8 @@ def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
     such rows read from shards."""
     if cfg.streaming:
         return StreamedTexts(prepared, "train", cfg), StreamedTexts(prepared, "validation", cfg)
-    constants = {"token_dropout": cfg.token_dropout}
-    return RowFiles(prepared, "train", constants), RowFiles(prepared, "validation", constants)
+    own = split_data(cfg.data), {"token_dropout": cfg.token_dropout}
+    return RowFiles(prepared, "train", *own), RowFiles(prepared, "validation", *own)
 
 
 def sources(dataset: Any) -> list[Source]:

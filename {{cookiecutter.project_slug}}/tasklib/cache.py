@@ -53,6 +53,7 @@ def cache_folder(
     """
     fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
+    fields["data"] = [each.data for each in sources.split_data(cfg.data)]  # weights shape nothing
     parts, constants = [sources, tables, hub, *shaped_by], {}
     for part in parts:  # it grows
         helpers, values = read_globals(part)

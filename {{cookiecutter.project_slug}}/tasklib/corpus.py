@@ -78,13 +78,13 @@ def build(
 def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[Input]:
     """The first pass over each source, and over the rows to evaluate on."""
     inputs = []
-    for number, (each, own, layout) in enumerate(by_source):
+    for each, own, layout in by_source:
         shipped = None
         if own.data in demo_data.TEXTS:
             shipped = list(demo_data.text_rows(own.data, layout.kind))
         on_hub = shipped is None and hub.is_hub_name(own.data)
         fields = ["data_split" if on_hub else "data"]
-        if number == 0 and own.validation_data:
+        if own.validation_data:
             fields.append("validation_data")
         elif on_hub and own.validation_split:
             fields.append("validation_split")

@@ -1,6 +1,6 @@
 """Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,8 @@ import torch
 
 from tasklib import row_files, sources, text, units
 from tasklib.messages import one_line
-from tasklib.row_files import Layout
+from tasklib.row_files import Input, Layout
 from tasklib.tables import TABLES, Columns, Row
-from tasklib.units import Notes
 
 BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
 
@@ -20,25 +19,24 @@ def build(
     cfg: Any,
     folder: Path,
     columns: Columns,
-    shipped: list[Row] | None,
+    shipped: dict[str, Callable[[], Iterator[Row]]],
     learn: Callable[[Iterable[str]], None],
     load_tokenizer: Callable[[], Any],
 ) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
 
-    `columns`: those of "source" and "target". `shipped`: the rows, if cfg.data names data that the
+    `columns`: those of "source" and "target". `shipped` gives the rows of data that the
     task brings along. `learn` saves the vocabulary of a new model. Validation rows keep their
     texts, as bytes, which the report compares with generated ones. Raises ValueError for rows that
     cannot be used.
     """
-    inputs, held = scan_pairs(cfg, folder, columns, shipped)
-    (layout, train), data = inputs[0], one_line(cfg.data, 100)
-    evaluated = inputs[1][1].rows if inputs[1:] else units.count_held(train, held)
-    number = train.rows - units.count_held(train, held)
+    train, given, held = scan_pairs(cfg, folder, columns, shipped)
+    number, evaluated = row_files.count_rows(train, given, held)
+    data = one_line(cfg.data, 100)
     size = f"{number:,} rows of {data} to train and {evaluated:,} to evaluate on"
     print(f"Preparing data: {size}", flush=True)
     if not cfg.model_name_or_path and not (folder / text.FILE).exists():
-        learn(row_files.read_sample(layout, folder, held))
+        learn(row_files.read_sample(folder, held))
     tokenizer = load_tokenizer()
     dtype = row_files.token_dtype(tokenizer)
     limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
@@ -57,7 +55,7 @@ def build(
         arrays["length"] = np.array([sum(map(len, both)) for both in lengths], np.int32)
         return arrays, cut
 
-    done = row_files.write(folder, inputs, held, encode)
+    done = row_files.write(folder, train, given, held, encode)
     for part in ("train", "validation"):
         described = []
         for (role, limit), name in zip(limits.items(), ("input_ids", "labels"), strict=True):
@@ -68,29 +66,33 @@ def build(
 
 
 def scan_pairs(
-    cfg: Any, folder: Path, columns: Columns, shipped: list[Row] | None
-) -> tuple[list[tuple[Layout, Notes]], set[int]]:
+    cfg: Any, folder: Path, columns: Columns, shipped: dict[str, Callable[[], Iterator[Row]]]
+) -> tuple[list[Input], list[Input], set[int]]:
     """The first pass over training rows and, if they are given, validation rows; the hashes of
     those held out."""
     texts = None if cfg.model_name_or_path else dict.values
-    layout = Layout(
-        cfg, columns, TABLES, check_pair, lambda row: row["source"], texts, shipped=shipped
-    )
-    given = layout.fields[1:]
-    if given:  # otherwise rows with equal sources stay together
-        layout = layout._replace(key=lambda row: "\0".join(row.values()))
-    sources.print_skipped_files(cfg, TABLES, shipped is not None)
-    inputs = [(layout, row_files.scan(layout, field, folder)) for field in layout.fields]
-    train = inputs[0][1]
+    key: Callable[[dict], str] = lambda row: row["source"]  # noqa: E731
+    layouts = []
+    for each, own in sources.by_source(cfg):
+        rows = list(shipped[each.data]()) if each.data in shipped else None
+        sources.print_skipped_files(own, TABLES, rows is not None)
+        layouts.append(Layout(each.name, own, columns, TABLES, check_pair, key, texts, None, rows))
+    if any(layout.fields[1:] for layout in layouts):  # else rows with equal sources stay together
+        layouts = [each._replace(key=lambda row: "\0".join(row.values())) for each in layouts]
+    train = row_files.scan(layouts, folder, "train")
+    given = row_files.scan(layouts, folder, "validation")
     if given:
-        evaluated = inputs[1][1]
-        sources.say_overlap(units.count_known([train], [evaluated]), evaluated.rows)
-        return inputs, set()
-    held = units.hold_out(train, cfg.validation_fraction, cfg.validation_rows)
-    if not held:
-        data = one_line(cfg.data, 100)
-        raise ValueError(f"task.data: all sources of {data} are equal; add others")
-    return inputs, held
+        row_files.say_overlap(train, given)
+        return train, given, set()
+    held: set[int] = set()
+    for _, layout, notes in train:
+        most = max(1, cfg.validation_rows // len(train))
+        own = units.hold_out(notes, cfg.validation_fraction, most)
+        if not own:
+            data = one_line(layout.cfg.data, 100)
+            raise ValueError(f"task.data: all sources of {data} are equal; add others")
+        held |= own
+    return train, [], held
 
 
 def check_pair(row: dict) -> None:

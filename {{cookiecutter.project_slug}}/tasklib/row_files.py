@@ -17,7 +17,7 @@ import torch
 
 from tasklib import hub, sources, units
 from tasklib.files import remove
-from tasklib.sources import DataConfig
+from tasklib.sources import DataConfig, Source, WeightedData
 from tasklib.tables import Columns, Row
 from tasklib.token_rows import FACTS, UnitWriter, read_facts, read_unit
 from tasklib.units import Notes, Unit
@@ -34,9 +34,10 @@ Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]
 
 
 class Layout(NamedTuple):
-    """The rows of a task: where they are, and what they are used for."""
+    """The rows of a source: where they are, and what they are used for."""
 
-    cfg: DataConfig
+    name: str
+    cfg: DataConfig  # with `data` of this source
     columns: Columns
     endings: tuple[str, ...]
     check: Callable[[dict], None]  # changes a row to what the task uses, or raises ValueError
@@ -55,48 +56,84 @@ class Layout(NamedTuple):
         return fields + ["validation_split"] * bool(on_hub and self.cfg.validation_split)
 
 
-def scan(layout: Layout, field: str, folder: Path) -> Notes:
-    """Checks the rows that a field names: the first pass. Raises ValueError if there are none."""
-    return units.scan_field(
-        layout.cfg,
-        field,
-        folder / f"scan-{field}",
-        layout.endings,
-        layout.columns,
-        layout.check,
-        layout.key,
-        layout.texts,
-        layout.shipped,
-        label=layout.label,
-    )
+class Input(NamedTuple):
+    """The rows to train on of a source, or rows to evaluate on."""
+
+    name: str  # for metrics
+    layout: Layout
+    notes: Notes
 
 
-def read_sample(layout: Layout, folder: Path, held: set[int]) -> Iterator[str]:
+def scan(layouts: list[Layout], folder: Path, purpose: str) -> list[Input]:
+    """Checks rows, the first pass: those of each source to `train` on, or the rows for `validation`
+    that are given. Raises ValueError where there are none."""
+    inputs = []
+    for number, layout in enumerate(layouts):
+        for field in layout.fields:
+            if field.startswith("validation") != (purpose == "validation"):
+                continue
+            notes = units.scan_field(
+                layout.cfg,
+                field,
+                folder / f"scan-{field}-{number}",
+                layout.endings,
+                layout.columns,
+                layout.check,
+                layout.key,
+                layout.texts,
+                layout.shipped,
+                label=layout.label,
+            )
+            is_file = field == "validation_data"
+            name = Path(layout.cfg.validation_data).name if is_file else layout.name
+            inputs.append(Input(name, layout, notes))
+    return inputs
+
+
+def read_sample(folder: Path, held: set[int]) -> Iterator[str]:
     """The texts of training rows that a vocabulary is learnt from."""
-    return units.read_sample([folder / f"scan-{layout.fields[0]}"], held)
+    return units.read_sample(sorted(folder.glob("scan-data*")), held)
+
+
+def say_overlap(train: list[Input], given: list[Input]) -> None:
+    """Prints how many of the validation rows are training rows too."""
+    known = units.count_known([each.notes for each in train], [each.notes for each in given])
+    sources.say_overlap(known, sum(each.notes.rows for each in given))
+
+
+def count_rows(train: list[Input], given: list[Input], held: set[int]) -> tuple[int, int]:
+    """The rows to train on, and those to evaluate on."""
+    every = sum(each.notes.rows for each in train)
+    inside = sum(units.count_held(each.notes, held) for each in train)
+    return every - inside, inside + sum(each.notes.rows for each in given)
 
 
 # ---- Writing -------------------------------------------------------------------------------------
 
 
 def write(
-    folder: Path, layouts: list[tuple[Layout, Notes]], held: set[int], encode: Encode
+    folder: Path, train: list[Input], given: list[Input], held: set[int], encode: Encode
 ) -> list[dict]:
     """Encodes the rows of training and, if they are given, of validation: the second pass.
 
     `encode(rows, part)` returns the columns; one is `length`, the tokens of each row. Returns the
-    facts of each unit.
+    facts of each unit, and its source's name.
     """
-    todo = [(i, unit) for i, (_, notes) in enumerate(layouts) for unit in notes.units]
+    todo = [
+        (each, unit, is_given)
+        for inputs, is_given in ((train, False), (given, True))
+        for each in inputs
+        for unit in each.notes.units
+    ]
 
     def work(number: int, tell: Tell) -> None:
         if not read_unit(folder, number, verify=True):
-            given, unit = todo[number]
-            write_unit(UnitWriter(folder, number), layouts[given][0], unit, held, bool(given),
-                       encode, tell)  # fmt: skip
+            source, unit, is_given = todo[number]
+            out = UnitWriter(folder, number)
+            write_unit(out, source.layout, unit, held, is_given, encode, tell)
 
-    do_units(work, [sum(piece.size for piece in unit) for _, unit in todo], "Preparing data")
-    return [read_unit(folder, number) for number in range(len(todo))]
+    do_units(work, [sum(piece.size for piece in unit) for _, unit, _ in todo], "Preparing data")
+    return [read_unit(folder, i) | {"source": each.name} for i, (each, *_) in enumerate(todo)]
 
 
 def write_unit(
@@ -164,12 +201,18 @@ def token_dtype(tokenizer: Any) -> str:
 def finish(folder: Path, done: list[dict], constants: dict[str, int | float]) -> dict[str, Any]:
     """Writes what the units have in common; the facts for the index of the prepared folder.
 
-    `constants` are in each row. Rows that are held out get the order of their hashes.
+    `constants` are in each row. Rows that are held out get, in each source, the order of their
+    hashes.
     """
     parts: dict[str, Any] = {}
+    named: dict[str, dict[str, int]] = {}  # the rows of each source
     for part in ("train", "validation"):
         own = [(number, facts[part]) for number, facts in enumerate(done) if part in facts]
         rows = sum(facts["rows"] for _, facts in own)
+        named[part] = dict.fromkeys((each["source"] for each in done if part in each), 0)
+        for each in done:
+            if part in each:
+                named[part][each["source"]] += each[part]["rows"]
         names = own[0][1]["columns"]
         ragged = [name for name in names if name in own[0][1]["values"]]
         parts[part] = {"columns": names, "ragged": ragged}
@@ -184,12 +227,13 @@ def finish(folder: Path, done: list[dict], constants: dict[str, int | float]) ->
         hashes = [folder / f"{number:06}.{part}.hash" for number, _ in own]
         if hashes[0].exists():
             all_hashes = np.concatenate([np.fromfile(file, "<u8") for file in hashes])
-            order = np.argsort(all_hashes, kind="stable").astype("<i8")
+            source = np.repeat(np.arange(len(named[part])), [*named[part].values()])
+            order = np.lexsort((all_hashes, source)).astype("<i8")
             lengths[:] = lengths[order]
             np.save(folder / f"{part}-order.npy", order)
         lengths.flush()
     facts = {"parts": parts, "constants": constants}
-    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    (folder / FACTS).write_text(json.dumps(facts | {"sources": named}), encoding="utf-8")
     for scanned in folder.glob("scan-*"):
         remove(scanned)
     files = {name: value for each in done for name, value in each["files"].items()}
@@ -211,13 +255,24 @@ def describe_lengths(done: list[dict], name: str, parts: Iterable[str]) -> tuple
 class RowFiles(torch.utils.data.Dataset):
     """The rows of a part, train or validation: dicts of numbers and arrays.
 
-    Token ids are int32 (T,). `constants` are in each row, besides those of the folder. Pickled, it
-    is a path.
+    Token ids are int32 (T,). They lie source by source, with the weights in `data`.
+    `constants` are in each row, besides those of the folder. Pickled, it is a path.
     """
 
-    def __init__(self, folder: Path, part: str, constants: dict[str, Any] | None = None):
-        self.arguments = (folder, part, constants)
+    def __init__(
+        self,
+        folder: Path,
+        part: str,
+        data: list[WeightedData],
+        constants: dict[str, Any] | None = None,
+    ):
+        self.arguments = (folder, part, data, constants)
         self.folder, self.part, facts = folder, part, read_facts(folder)
+        weights = {each.name: each.weight for each in data}
+        self.sources = [
+            Source(name, rows, weights.get(name, 1), None, 1)
+            for name, rows in facts["sources"][part].items()
+        ]
         constants = facts["constants"] | (constants or {})
         self.constants = {
             name: np.float32(value) if isinstance(value, float) else np.int64(value)

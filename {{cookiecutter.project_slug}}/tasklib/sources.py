@@ -7,9 +7,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -78,8 +78,15 @@ class DataConfig:
 def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
 
-    `shipped`: names of data that the task brings along.
+    `shipped`: names of data that the task brings along. Makes a list in `data` a text.
     """
+    cfg.data = data_as_text(cfg.data)
+    for _, own in by_source(cfg):
+        check_source_config(own, shipped)
+
+
+def check_source_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
+    """`check_data_config` of a single source."""
     check_fields(
         cfg, [("data", cfg.data, "a path, or a name"), ("cache_dir", cfg.cache_dir, "a folder")]
     )
@@ -101,6 +108,15 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
 
 
 # ---- Several sources -----------------------------------------------------------------------------
+
+
+def by_source(cfg: Any) -> list[tuple[WeightedData, Any]]:
+    """Each source that cfg.data names, and the config with its data alone.
+
+    validation_data is that of the first: it is read once.
+    """
+    found = [(each, replace(cfg, data=each.data)) for each in split_data(cfg.data)]
+    return found[:1] + [(each, replace(own, validation_data="")) for each, own in found[1:]]
 
 
 def data_as_text(data: str | list[dict]) -> str:

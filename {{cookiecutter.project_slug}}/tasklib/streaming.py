@@ -43,7 +43,7 @@ from tasklib.fields import (
 from tasklib.files import flush
 from tasklib.messages import one_line
 from tasklib.shards import Columns, Shard, ShardIndex
-from tasklib.sources import IncompleteRow, Source
+from tasklib.sources import IncompleteRow, Source, split_data
 
 Window = number_type("Window", int, 1, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
@@ -84,6 +84,7 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
             )
     if not cfg.streaming:
         return
+    check_fields(cfg, [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")])
     if cfg.data in shipped or hub.is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
         raise ValueError(

@@ -4,7 +4,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from tasklib.cache import once_per_folder
 from tasklib.fields import check_fields
 from tasklib.labels import MULTI, NUMBER, SINGLE, Numbers
 from tasklib.messages import one_line
-from tasklib.row_files import Layout
+from tasklib.row_files import Input, Layout
 from tasklib.tables import TABLES, Columns, Row
-from tasklib.units import Notes
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -63,21 +63,23 @@ def label_of(row: dict) -> str | float:
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def build(cfg: Any, folder: Path, shipped: list[Row] | None) -> dict[str, Any]:
+def build(
+    cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
+) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
 
-    `shipped`: rows in place of those of cfg.data, each with the file it comes from as its place.
+    `shipped` gives the rows of data that the task brings along; a row's place is the file it is
+    from.
     Beside the rows it saves names.json, scale.json, and the vocabulary of a new model.
     """
-    inputs, held, names = scan_rows(cfg, folder, shipped)
-    (layout, train), kind = inputs[0], cfg.problem_type
-    evaluated = inputs[1][1].rows if inputs[1:] else units.count_held(train, held)
-    rows = train.rows - units.count_held(train, held)
+    train, given, held, names = scan_rows(cfg, folder, shipped)
+    rows, evaluated = row_files.count_rows(train, given, held)
+    kind = cfg.problem_type
     scale = {"train": Numbers(0.0, 1.0, False)}
     weights, warning = np.ones(len(names), np.float32), ""
     if kind == NUMBER:
         scale["train"] = labels.describe_numbers(lambda: numbers_of(train, held, False))
-        part = (inputs[1][1], held, False) if inputs[1:] else (train, held, True)
+        part = (given, held, False) if given else (train, held, True)
         scale["validation"] = labels.describe_numbers(lambda: numbers_of(*part))
         about = describe_scale(scale["train"])
     else:
@@ -91,7 +93,7 @@ def build(cfg: Any, folder: Path, shipped: list[Row] | None) -> dict[str, Any]:
         print(f"Preparing data: {warning}", flush=True)
 
     if not cfg.model_name_or_path and not (folder / text.FILE).exists():
-        learn_vocabulary(row_files.read_sample(layout, folder, held), cfg.vocab_size, folder)
+        learn_vocabulary(row_files.read_sample(folder, held), cfg.vocab_size, folder)
     tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
 
@@ -108,7 +110,7 @@ def build(cfg: Any, folder: Path, shipped: list[Row] | None) -> dict[str, Any]:
             columns["weight"] = weights[columns["labels"]]
         return columns, {"input_ids": cut}
 
-    done = row_files.write(folder, inputs, held, encode)
+    done = row_files.write(folder, train, given, held, encode)
     size, cut = row_files.describe_lengths(done, "input_ids", ("train", "validation"))
     size += f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
     print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
@@ -121,8 +123,8 @@ def build(cfg: Any, folder: Path, shipped: list[Row] | None) -> dict[str, Any]:
 
 
 def scan_rows(
-    cfg: Any, folder: Path, shipped: list[Row] | None
-) -> tuple[list[tuple[Layout, Notes]], set[int], list[str]]:
+    cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
+) -> tuple[list[Input], list[Input], set[int], list[str]]:
     """The first pass over training rows and, if they are given, validation rows; the hashes of
     those held out; the labels' names, or of numbers the name of the column."""
     label_columns = labels.split_names(cfg.label_columns)
@@ -130,51 +132,60 @@ def scan_rows(
     def check(row: dict) -> None:
         check_row(row, label_columns, cfg.problem_type)
 
-    layout = Layout(cfg, columns_of(cfg), ENDINGS, check, key_of, texts_of, label_of, shipped)
-    if cfg.model_name_or_path:
-        layout = layout._replace(texts=None)
-    if shipped and not layout.fields[1:]:  # functions of one file are alike: they stay together
-        layout = layout._replace(shipped=[({**row, "file": at}, at) for row, at in shipped])
-    sources.print_skipped_files(cfg, ENDINGS, shipped is not None)
-    train = row_files.scan(layout, layout.fields[0], folder)
-    held = set() if layout.fields[1:] else hold_out(train, cfg)
+    layouts, columns = [], columns_of(cfg)
+    texts = None if cfg.model_name_or_path else texts_of
+    for each, own in sources.by_source(cfg):
+        rows = list(shipped[each.data]()) if each.data in shipped else None
+        sources.print_skipped_files(own, ENDINGS, rows is not None)
+        layout = Layout(each.name, own, columns, ENDINGS, check, key_of, texts, label_of, rows)
+        layouts.append(layout)
+    are_given = any(layout.fields[1:] for layout in layouts)
+    if not are_given:  # functions of one file are alike: they stay together
+        for i, layout in enumerate(layouts):
+            rows = layout.shipped and [({**row, "file": at}, at) for row, at in layout.shipped]
+            layouts[i] = layout._replace(shipped=rows)
+    train = row_files.scan(layouts, folder, "train")
+    held = set() if are_given else hold_out(train, cfg)
     names = [cfg.label_column]
     if cfg.problem_type != NUMBER:
         found = count_names(train, set(), cfg.problem_type)
         names = labels.collect_names(found, label_columns, cfg.data)
-    inputs, known = [(layout, train)], {*names}
+    known = {*names}
 
     def check_given(row: dict) -> None:
         check(row)
         if cfg.problem_type != NUMBER:
             labels.check_known(row, names, known)
 
-    for field in layout.fields[1:]:
-        given = row_files.scan(layout._replace(check=check_given), field, folder)
-        sources.say_overlap(units.count_known([train], [given]), given.rows)
-        inputs.append((layout, given))
-    return inputs, held, names
+    given = row_files.scan([each._replace(check=check_given) for each in layouts], folder,
+                           "validation")  # fmt: skip
+    if given:
+        row_files.say_overlap(train, given)
+    return train, given, held, names
 
 
-def hold_out(notes: Notes, cfg: Any) -> set[int]:
-    """The hashes of the rows that are held out, of each class."""
-    single, most = cfg.problem_type == SINGLE, cfg.validation_rows
-    held = units.hold_out(notes, cfg.validation_fraction, most, by_label=single)
-    data = one_line(cfg.data, 100)
-    if not held and units.count_repeated(notes) < notes.rows - 1:
-        raise ValueError(
-            f"task.data: each of the {notes.rows:,} rows of {data} is a class of its own, so that "
-            "none can be held out: is task.label_column right? If so, add rows"
-        )
-    if not held:
-        raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
+def hold_out(train: list[Input], cfg: Any) -> set[int]:
+    """The hashes of the rows that are held out, of each class in each source."""
+    held: set[int] = set()
+    single, most = cfg.problem_type == SINGLE, max(1, cfg.validation_rows // len(train))
+    for _, layout, notes in train:
+        own = units.hold_out(notes, cfg.validation_fraction, most, by_label=single)
+        data = one_line(layout.cfg.data, 100)
+        if not own and units.count_repeated(notes) < notes.rows - 1:
+            raise ValueError(
+                f"task.data: each of the {notes.rows:,} rows of {data} is a class of its own, so "
+                "that none can be held out: is task.label_column right? If so, add rows"
+            )
+        if not own:
+            raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
+        held |= own
     return held
 
 
-def count_names(notes: Notes, held: set[int], problem_type: str) -> Counter:
+def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
     """The rows with each label, without those that are held out."""
     counts: Counter = Counter()
-    for rows, noted in notes.labelled():
+    for rows, noted in chain.from_iterable(each.notes.labelled() for each in inputs):
         numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
         for label, number in enumerate(np.bincount(numbers, minlength=len(noted)).tolist()):
             names = json.loads(noted[label]) if problem_type == MULTI else [noted[label]]
@@ -183,9 +194,9 @@ def count_names(notes: Notes, held: set[int], problem_type: str) -> Counter:
     return counts
 
 
-def numbers_of(notes: Notes, held: set[int], inside: bool) -> Iterator[np.ndarray]:
+def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
     """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
-    for rows in notes.hashes():
+    for rows in chain.from_iterable(each.notes.hashes() for each in inputs):
         yield rows["label"][units.is_in(rows["hash"], held) == inside]
 
 

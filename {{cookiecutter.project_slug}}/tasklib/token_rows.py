@@ -17,7 +17,7 @@ import torch
 
 from tasklib.files import flush, read_json_object
 from tasklib.packing import IGNORE_INDEX
-from tasklib.sources import Source
+from tasklib.sources import Source, WeightedData
 from tasklib.units import write_json
 
 FACTS = "rows.json"  # of a prepared folder: what its files hold
@@ -117,8 +117,9 @@ class TokenRows(torch.utils.data.Dataset):
     `bytes`, of text that the labels stand for, and `unigram_loss`, in nats.
     """
 
-    def __init__(self, folder: Path, part: str, weights: dict[str, int]):
-        self.arguments = (folder, part, weights)
+    def __init__(self, folder: Path, part: str, data: list[WeightedData]):
+        self.arguments = (folder, part, data)
+        weights = {each.name: each.weight for each in data}
         facts = read_facts(folder)
         self.length, self.dtype, self.packed = (facts[n] for n in ("length", "dtype", "packed"))
         self.flats, self.sources, self.bounds = [], [], [0]
