@@ -601,7 +601,7 @@ def test_data_that_cannot_be_streamed(config, tmp_path, monkeypatch, make, field
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"data": "s3://bucket/x", "streaming": False}, "is a URL; --task.streaming true reads"),
+        ({"data": "s3://bucket/x", "streaming": False}, "--task.streaming true reads shards"),
         ({"data": "digits"}, "digits is not a folder or URL of shards"),
         ({"data": "owner/name"}, "give the URL of its files, hf://datasets/owner/name"),
         ({"data": "x.tar", "streaming": False, "classes": "a,b"}, "unless task.streaming is true"),

@@ -87,6 +87,12 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
 
 def check_source_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
     """`check_data_config` of a single source."""
+    streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
+    for name in ("data", "validation_data"):
+        if "://" in getattr(cfg, name) and not streaming:
+            hint = "; --task.streaming true reads shards there" * (streaming is not None)
+            url = one_line(getattr(cfg, name), 100)
+            raise ValueError(f"task.{name}: {url} is a URL: download the data first{hint}")
     check_fields(
         cfg, [("data", cfg.data, "a path, or a name"), ("cache_dir", cfg.cache_dir, "a folder")]
     )

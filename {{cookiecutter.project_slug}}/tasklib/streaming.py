@@ -75,13 +75,6 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields that do not go with streaming, or without it."""
     names = "shuffle_window shard_cache_gb classes"
     check_ignored_fields(cfg, [(names, cfg.streaming, "unless task.streaming is true")])
-    for name in ("data", "validation_data"):
-        path = getattr(cfg, name)
-        if not cfg.streaming and shards.is_url(path):
-            raise ValueError(
-                f"task.{name}: {one_line(path, 100)} is a URL; --task.streaming true reads shards "
-                "there, other data has to be downloaded first"
-            )
     if not cfg.streaming:
         return
     check_fields(cfg, [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")])
