@@ -53,6 +53,7 @@ def check_work(report, processes, peers):
 SHORT = ["--sizes", "small", "--rounds", 2, "--steps", 5]
 
 
+@pytest.mark.slow
 def test_a_baked_project_does_the_work_of_the_plain_loop(tmp_path):
     peers = ["--peers", PLAIN, BAKED]
     report, printed = run("compare.py", tmp_path, *SHORT, "--processes", 1, "--starts", 0, *peers)

@@ -169,6 +169,7 @@ def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
         reader.take()
 
 
+@pytest.mark.slow
 def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path):
     """The rows of a step take 0.8 s here, so the signal comes while the next step is fetched."""
     flags = ["--task.row_seconds", 0.1, "--save_every", 0, "--eval_every", 0, "--log_every", 1]
@@ -200,6 +201,7 @@ train.build_optimizer = lambda model, cfg: torch.optim.SGD(model.parameters(), l
 """
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_no_gpu(project, tmp_path):
     """An optimizer that is not fused does, which shows that a wait would be seen. The first exact
     step compares the buffers of the model."""

@@ -65,6 +65,7 @@ def train_all(project, folder, cases, *flags):
 # ---- Processes and shares ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_eight_micro_batches_on_any_processes_in_any_shares(tiny, tmp_path):
     """Ordinary runs differ in their last digits, so these bytes would show another order."""
     cases = [
@@ -110,6 +111,7 @@ def test_skipped_steps_are_skipped_on_any_processes(tiny, tmp_path, poison):
     assert 1 < len(lines(outputs[0], "skipped_norm")) < 6
 
 
+@pytest.mark.slow
 def test_clipping_and_no_clipping(tiny, tmp_path):
     """The norm is far above 0.05 in every step."""
     for norm in (0.05, 0):
@@ -143,6 +145,7 @@ def build_model(cfg, prepared, build=build_model):
 """
 
 
+@pytest.mark.slow
 def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
     """In parts of 40 elements, which cut weights, and in one."""
     project = with_task(tiny, tmp_path, ODD)

@@ -145,7 +145,10 @@ def test_each_key_is_explained_and_the_commands_name_the_file(name):
     assert {*named} <= {*SHIPPED}
 
 
-@pytest.mark.parametrize("name", ["cpu_multi", "hsdp", "tensor_parallel"])
+LAUNCHED = [pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "tensor_parallel")]
+
+
+@pytest.mark.parametrize("name", ["cpu_multi", *LAUNCHED])
 def test_real_launch(tmp_path, name):
     """The processes that `accelerate launch` starts have this layout, each with its rank."""
     program = tmp_path / "show.py"

@@ -19,6 +19,7 @@ from conftest import (
 )
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
+PROCESSES = [pytest.param(1, marks=pytest.mark.slow), 2]
 ASYNC = [*FLAGS, "--async_save", "true"]
 
 
@@ -155,7 +156,7 @@ def slowed(tiny):
     return make
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path, processes):
     """One save at a time, although each takes longer than the steps between two."""
     runs = [tmp_path / name for name in ("waiting", "background")]
@@ -176,7 +177,7 @@ def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path, proc
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_a_failure_in_the_background_ends_all_processes_in_one_line(
     tiny, slowed, tmp_path, processes
 ):
@@ -192,7 +193,7 @@ def test_a_failure_in_the_background_ends_all_processes_in_one_line(
     assert 6 <= lines(output, "loss")[-1]["step"] < 100 and status(output)["exit_code"] == 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_kill_9_in_the_middle_leaves_the_checkpoint_before(
     tiny, slowed, whole, tmp_path, processes
 ):
@@ -220,7 +221,7 @@ def test_kill_9_in_the_middle_leaves_the_checkpoint_before(
     assert digest(checkpoint(output, 12)) == digest(checkpoint(unbroken, 12))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path, processes):
     output = tmp_path / "run"
     flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000, "--task.row_seconds", 0.01]
@@ -256,6 +257,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, slowed, t
     assert load_task("training.checkpoints").verify(checkpoint(output, 2))["step"] == 2
 
 
+@pytest.mark.slow
 def test_the_best_model_is_exported_from_a_save_in_the_background(tiny, slowed, tmp_path):
     output = tmp_path / "run"
     flags = ["--output_dir", output, *ASYNC, "--export", "best", "--eval_every", 3]

@@ -130,6 +130,7 @@ def test_fsdp2_has_the_losses_of_one_process(small, alone, tmp_path):
     assert (tmp_path / "run" / "curves.png").exists()
 
 
+@pytest.mark.slow
 def test_exact_fsdp2_has_the_bytes_of_one_process(small, tmp_path):
     """Ordinary runs differ in their last digits, so another order of sums would show."""
     cases = [("cpu", 1), ("fsdp2", 2)]

@@ -92,7 +92,7 @@ def test_two_processes_write_each_line_once_and_print_once(two):
     assert len(list(output.glob("wandb/offline-run-*"))) == 1
 
 
-@pytest.mark.parametrize("run", ["one", "two"])
+@pytest.mark.parametrize("run", ["one", pytest.param("two", marks=pytest.mark.slow)])
 def test_offline_wandb_holds_what_metrics_jsonl_holds(project, run, request):
     output, printed = request.getfixturevalue(run)
     folder = next(output.glob("wandb/offline-run-*"))
