@@ -87,6 +87,15 @@ def write(path, texts=TEXTS):
         with opened(path, "wt", newline="", encoding="utf-8") as file:
             table = csv.writer(file, delimiter="\t" if ".tsv" in name else ",")
             table.writerows([["text"], *([each] for each in texts)])
+    elif ".txt" in name:
+        text = ("\n".join(texts) + "\n").encode()
+        if name.endswith(".zst"):
+            import pyarrow as pa
+
+            with pa.CompressedOutputStream(str(path), "zstd") as stream:
+                stream.write(text)
+        else:
+            path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     elif name.endswith(".json"):
         path.write_text(json.dumps(rows))
     elif name.endswith(".gz"):
@@ -96,8 +105,6 @@ def write(path, texts=TEXTS):
 
         with pa.CompressedOutputStream(str(path), "zstd") as stream:
             stream.write(lines.encode())
-    elif name.endswith(".txt"):
-        path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     else:
         path.write_text(lines)
     return path
@@ -206,6 +213,22 @@ def test_a_long_text_in_pieces_is_that_text(task, config, tmp_path, small_units)
         assert text == data.read_text(encoding="utf-8"), size
         share = [len(part) / len(torch.cat(found)) for part in (found[1], wanted[1])]
         assert share == pytest.approx([0.1, 0.1], abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["txt.gz", "txt.zst"])
+def test_compressed_text_is_read_in_blocks(task, config, tmp_path, small_units, monkeypatch, kind):
+    monkeypatch.setattr(units.tables, "BLOCK", 1500)
+    monkeypatch.setattr(units.tables, "SEARCHED", 100)
+    data = write(tmp_path / f"a.{kind}")
+    (piece,) = units.split_file(data, "data", UNIT, True)
+    blocks = [row["text"] for row, _ in piece.read({"text": "text"}, ())]
+    text = write(tmp_path / "a.txt").read_text(encoding="utf-8")
+    assert "".join(blocks) == text and max(map(len, blocks)) <= 1600 < len(text) / 10
+    cfg = config(data)
+    folder, *found = labels(task, cfg)
+    decode = task.load_tokenizer(cfg, folder).decode
+    assert decode(torch.cat(found)).replace("<|endoftext|>", "") == text
+    assert len(found[1]) / len(torch.cat(found)) == pytest.approx(0.1, abs=0.02)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "csv.gz", "jsonl.zst", "parquet", "tsv"])
@@ -581,13 +604,15 @@ print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, megabytes", [("jsonl", 200), ("txt", 60), ("csv.gz", 60)])
+@pytest.mark.parametrize(
+    "kind, megabytes", [("jsonl", 200), ("txt", 60), ("txt.gz", 60), ("csv.gz", 60)]
+)
 def test_memory_does_not_grow_with_the_data(tmp_path, kind, megabytes):
     """The peak of this process and that of its largest child, in MB."""
     draw, data = random.Random(0), tmp_path / f"a.{kind}"
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(9000)]
     write(data, [" ".join(draw.choices(words, k=500)) for _ in range(320 * megabytes)])
-    assert kind == "csv.gz" or data.stat().st_size > megabytes * 10**6
+    assert kind.endswith("gz") or data.stat().st_size > megabytes * 10**6
     fields = {"context_length": 512, "vocab_size": 2000}
     program = PREPARE.format(
         paths=[str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")],

@@ -159,7 +159,7 @@ def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
         pieces = [piece for unit in each.notes.units for piece in unit]
         if not pieces[0].is_text:
             continue
-        place, parts = int(share * pieces[0].path.stat().st_size), []
+        place, parts = int(share * each.notes.size), []
         for piece in pieces[1:]:  # no part may be so short that no place to cut is found in it
             if abs(piece.span.start - place) < 2 * tables.SEARCHED:
                 place = piece.span.start

@@ -247,13 +247,13 @@ def _json_row(
     yield select_columns(row, columns), place
 
 
-def read_text(path: Path, field: str, span: Span) -> Iterator[str]:
+def read_text(path: Path, field: str, span: Span, cursor: Cursor | None = None) -> Iterator[str]:
     """A part of a .txt file in blocks of about 1 MB, which end where a word ends.
 
     A part begins at the first such place after its start, and ends at the first one after its stop,
     so that parts that meet in the file leave nothing out. Raises ValueError with the place.
     """
-    cursor, data, offset = Cursor(path, span), b"", span.start
+    cursor, data, offset = cursor or Cursor(path, span), b"", span.start
     try:
         with open_at(path, cursor) as file:
             if offset:
@@ -264,6 +264,7 @@ def read_text(path: Path, field: str, span: Span) -> Iterator[str]:
                 left = BLOCK if span.stop is None else span.stop - offset
                 size = left if left <= BLOCK + SEARCHED else BLOCK
                 data += file.read(max(size + SEARCHED - len(data), 0))
+                cursor.offset = offset + len(data)
                 if not data:
                     return
                 cut = min(size + find_cut(data[size : size + SEARCHED]), len(data))

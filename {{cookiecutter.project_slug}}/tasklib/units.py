@@ -57,7 +57,7 @@ class Piece(NamedTuple):
             yield from self.rows(self.span.start, self.span.stop)
         elif self.is_text:
             place = one_line(self.path, 200)
-            for text in tables.read_text(self.path, self.field, self.span):
+            for text in tables.read_text(self.path, self.field, self.span, cursor):
                 yield {"text": text}, place
         else:
             yield from tables.read_rows(self.path, columns, self.field, optional, self.span, cursor)
@@ -87,6 +87,8 @@ def split_file(path: Path, name: str, size: int, long_texts: bool) -> list[Piece
             for start, stop in zip(bounds, bounds[1:], strict=False)
         ]
         return [Piece(name, total // len(spans), path, span) for span in spans]
+    if long_texts and ending in tables.COMPRESSIONS and ends_txt(path) and 10 * total > size:
+        return [whole._replace(span=Span(lines=None))]
     if total > size and ending == ".parquet":
         return split_parquet(whole, size)
     return [whole]
@@ -230,9 +232,7 @@ def scan(
             for index, piece in enumerate(units[number]):
                 cursor = Cursor(piece.path, piece.span) if piece.path else None
                 cuts = cursor and piece.span == tables.WHOLE and not ends_txt(piece.path)
-                begun, seen = Span(), 0
-                if piece.is_text and not piece.span.start:
-                    noted.append((piece.hash_of_text(), piece.path.stat().st_size))
+                begun, seen, before = Span(), 0, facts["size"]
                 for row, place in piece.read(columns, optional, cursor):
                     try:
                         counts[None if piece.is_text else check(row)] += 1
@@ -264,6 +264,10 @@ def scan(
                         begun = Span(cursor.offset, None, cursor.lines)
                 if begun.start:
                     facts["cuts"].append([index, begun.start, None, begun.lines])
+                if piece.is_text and not piece.span.start:
+                    whole = piece.span.stop is None  # compressed: its size is known now
+                    size = facts["size"] - before if whole else piece.path.stat().st_size
+                    noted.append((piece.hash_of_text(), size))
         np.save(folder / f"{number:06}.npy", np.array(noted, NOTED + LABEL * bool(label)))
         for ending in ("npy", "sample"):
             flush(folder / f"{number:06}.{ending}")
