@@ -317,8 +317,11 @@ def parse_json_rows(content: bytes) -> list:
 def read_first_row(path: Path) -> dict | None:
     """The first row of a file, by the names of its columns; None: it has none.
 
-    A .json file that begins with a list of small objects is not read to its end.
+    A .txt file, and a .json file that begins with a list of small objects, are not read to the end.
     """
+    if file_ending(path) == ".txt":
+        text = next(read_text(path, "data", WHOLE), "")
+        return {"text": text, "label": path.absolute().parent.name}
     if file_ending(path) == ".json":
         with contextlib.suppress(ValueError), open_at(path) as file:
             text = file.read(2**20).decode(errors="ignore").lstrip()
