@@ -3,6 +3,7 @@ this disk stay bounded, and the promises of prepared data hold.
 """
 
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -12,6 +13,8 @@ import pickle
 import shutil
 import tarfile
 import time
+import tracemalloc
+from multiprocessing.pool import ThreadPool
 
 import fsspec
 import numpy as np
@@ -286,14 +289,26 @@ def test_index_goes_on_where_it_was_and_names_a_changed_shard(
     assert len(seen) == 13
 
 
+def test_a_record_of_the_index_that_is_damaged_anywhere_counts_for_nothing(config, tmp_path):
+    images.prepare_data(config(write_images(tmp_path / "rows", "tar")))
+    record = next((tmp_path / "cache" / "shard_index").iterdir())
+    content, (known, _) = record.read_bytes(), streaming.load_record(record)
+    for place in range(0, len(content), 3):
+        record.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+        assert streaming.load_record(record)[0] in ("", known)
+
+
 def test_given_classes_spare_the_pass_over_the_labels(config, tmp_path, store):
     data = f"counting://{write_images(tmp_path / 'rows', 'mds', (3,) * 4)}"
     names = tmp_path / "names.txt"
-    names.write_text("owl\ncat\n\ndog\n")
+    names.write_text("\ufeffowl\ncat\n\ndog\n")
     for given in (str(names), "cat, dog,owl"):
         prepared = images.prepare_data(config(data, classes=given))
         assert json.loads((prepared / "labels.json").read_text()) == ["cat", "dog", "owl"]
     assert store.copied == []
+    names.write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match="task.classes: .*names.txt is not UTF-8"):
+        images.prepare_data(config(data, classes=str(names)))
     images.prepare_data(config(data))
     assert sorted(store.copied) == [f"shard.{i:05}.mds" for i in range(4)]
     cfg = config(data, classes="cat,dog")
@@ -362,6 +377,48 @@ def test_reads_stay_in_a_window_and_copies_stay_bounded(config, tmp_path, store)
         assert places[-1] - places[0] <= 6
     expected = {shard.name for shard in train.shards}
     assert {*store.copied} == expected and len(store.copied) <= len(expected) + 2  # the next pass
+
+
+def test_copies_wait_for_room_and_what_the_dead_have_left_goes(
+    config, tmp_path, store, monkeypatch
+):
+    data = write_images(tmp_path / "rows", "tar", (12,) * 9, side=80)
+    size, folder = (data / "part-000.tar").stat().st_size, tmp_path / "cache" / "shards"
+    cfg = config(f"counting://{data}", shuffle_window=1, shard_cache_gb=2.5 * size / 1e9)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "dead.partial").touch()
+    with open(folder / "dead.room", "wb") as file:
+        file.truncate(9 * size)
+    used, get_file = [], store.get_file
+
+    def get_slowly(self, path, target, **options):
+        get_file(self, path, target, **options)
+        used.append(bytes_of_copies(folder))
+        time.sleep(0.02)
+
+    monkeypatch.setattr(store, "get_file", get_slowly)
+    with ThreadPool(4) as pool:
+        pool.map(train.cache.bring, train.shards)
+    assert len(used) == len(train.shards) and max(used) <= 2.5 * size
+    assert not (folder / "dead.room").exists() and not (folder / "dead.partial").exists()
+
+
+def test_memory_does_not_grow_with_a_group_of_rows(tmp_path):
+    rng, found = np.random.default_rng(0), []
+    for rows in (2000, 6000):
+        data = tmp_path / str(rows)
+        data.mkdir()
+        table = [{"image": {"bytes": rng.bytes(5000)}, "label": "ab"[i % 2]} for i in range(rows)]
+        parquet.write_table(pyarrow.Table.from_pylist(table), data / "a.parquet")
+        columns = {"image": "image", "label": "label"}
+        (shard,), target = shards.list_shards(str(data), "data"), tmp_path / "unpacked"
+        tracemalloc.start()
+        shards.bring(shard, str(data), target, columns)
+        found.append(tracemalloc.get_traced_memory()[1])  # what was read of the file
+        tracemalloc.stop()
+    assert found[1] < 1.2 * found[0] < target.stat().st_size
 
 
 def test_next_window_is_fetched_ahead(config, tmp_path, store):
@@ -444,6 +501,95 @@ def test_store_that_fails_for_a_moment(config, tmp_path, store):
     with pytest.raises(ValueError, match="cannot read .*: 403 Forbidden"):
         train.cache.bring(train.shards[0])
     assert not [*(tmp_path / "cache" / "shards").glob("*.room")]
+
+
+def listed(prepared, part="train"):
+    return json.loads((prepared / f"{part}.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["tar", "mds"])
+def test_patterns_of_several_folders(config, tmp_path, kind):
+    """All folders are read, also below a hidden one; names are those below what they share."""
+    for number in range(2):
+        write_images(tmp_path / ".store" / f"rows-{number}", kind, seed=number)
+    cfg = config(f"{tmp_path}/.store/rows-{{0..1}}", validation_fraction=0.01)
+    prepared = images.prepare_data(cfg)
+    shards_of = [*listed(prepared)["shard"], *listed(prepared, "validation")["shard"]]
+    names = sorted(name for name, *_ in shards_of)
+    ending = "part-{:03}.tar" if kind == "tar" else "shard.{:05}.mds"
+    assert names == [f"rows-{n}/{ending.format(i)}" for n in range(2) for i in range(3)]
+    train, validation = images.datasets(cfg, prepared)
+    held = sum(listed(prepared, "validation")["rows"])
+    assert len(read(train)) + held == 36 and read(validation)
+
+
+def test_a_folder_with_the_name_of_a_shard(config, tmp_path):
+    """As Spark writes them."""
+    data = write_images(tmp_path / "rows.parquet", "parquet")
+    (data / "_SUCCESS").touch()
+    cfg = config(data, validation_data=str(data / "part-000.parquet"))
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    assert equal(read(train), expected(cfg))
+
+
+def test_copies_larger_than_their_shards_say_stay_bounded(tmp_path):
+    """A .parquet tells the size of a text that is repeated once. Names may have dots."""
+    (tmp_path / "rows").mkdir()
+    for number in range(9):
+        text = f"text {number} " * 500
+        rows = [{"a.text": text, "a.label": "ab"[i % 2]} for i in range(100)]
+        table = pyarrow.Table.from_pylist(rows)
+        parquet.write_table(table, tmp_path / "rows" / f"{number}.parquet")
+    fields = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 300, "max_length": 16}
+    fields |= {"streaming": True, "shuffle_window": 1, "shard_cache_gb": 2e-3}
+    fields |= {"text_column": "a.text", "label_column": "a.label"}
+    cfg = texts.TaskConfig(data=str(tmp_path / "rows"), **fields)
+    prepared = texts.prepare_data(cfg)
+    train, _ = texts.datasets(cfg, prepared)
+    assert min(listed(prepared)["bytes"]) > 4000
+    for i in range(0, len(train), 100):
+        train.read(i)
+        copies = [*(tmp_path / "cache" / "shards").glob("*.parquet")]
+        assert 0 < sum(file.stat().st_size for file in copies) < 2e6
+    assert len(copies) == 5
+
+
+@pytest.mark.parametrize("kind", ["parquet", "mds.zstd"])
+def test_damaged_content_is_no_failure_of_the_store(config, tmp_path, kind):
+    """Another attempt would not help: ValueError, which ends the run for good."""
+    data = write_images(tmp_path / "rows", kind)
+    cfg = config(data)
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    path, content = train.shards[0].path, bytearray(open(train.shards[0].path, "rb").read())
+    content[10:60] = bytes(50)
+    shutil.rmtree(tmp_path / "cache" / "shards", ignore_errors=True)
+    with open(path, "wb") as file:
+        file.write(content)
+    with pytest.raises(ValueError, match=f"cannot read {path}: ") as error:
+        train.cache.bring(train.shards[0])
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_copy_and_a_forbidden_shard_are_named(config, tmp_path, monkeypatch):
+    cfg = config(write_images(tmp_path / "rows", "parquet"))
+    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    copy = train.cache.bring(train.shards[0])
+    copy.write_bytes(copy.read_bytes()[:100])
+    with pytest.raises(ValueError) as error:
+        train.read(0)
+    said = f"cannot read the copy of {train.shards[0].path}: Not an Arrow file; delete {copy}"
+    assert str(error.value) == said
+    data = write_images(tmp_path / "tar", "tar")
+    for number, problem in ((errno.EACCES, ValueError), (errno.EIO, ConnectionError)):
+
+        def fail(path, *arguments, number=number, **options):
+            if str(path).endswith(".tar"):
+                raise OSError(number, os.strerror(number))
+            return open(path, *arguments, **options)
+
+        monkeypatch.setattr(streaming, "open", fail, raising=False)
+        with pytest.raises(problem, match=f"tar/part-000.tar: {os.strerror(number)}"):
+            images.prepare_data(config(data))
 
 
 def cut(path, share=0.3):
@@ -536,6 +682,13 @@ def test_rows_without_a_label(config, tmp_path, capsys):
     assert equal([train[2]], [train[3]])
 
 
+def change_index(path, key, value):
+    file = write_images(path, "mds") / "index.json"
+    index = json.loads(file.read_text())
+    index["shards"][0][key] = value
+    file.write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("make", "fields", "problem"),
     [
@@ -543,6 +696,19 @@ def test_rows_without_a_label(config, tmp_path, capsys):
         (lambda path: None, {}, "no shards; task.streaming reads .tar and .parquet"),
         (lambda path: (path / "a.csv").write_text("a"), {}, r"no shards \(skipped 1 other file: 1"),
         (lambda path: (path / "index.json").write_text("{}"), {}, "is not the index of an MDS"),
+        *(
+            (
+                lambda path, key=key, value=value: change_index(path, key, value),
+                {},
+                "rows/index.json is not the index of an MDS",
+            )
+            for key, value in (("samples", "7"), ("column_sizes", None), ("column_names", ["a"]))
+        ),
+        (
+            lambda path: change_index(path, "column_encodings", ["png", "int13"]),
+            {},
+            "shard.00000.mds: the encoding int13 of MDS is not read",
+        ),
         (
             lambda path: [write_images(path, kind) for kind in ("tar", "parquet")],
             {},
@@ -605,6 +771,8 @@ def test_data_that_cannot_be_streamed(config, tmp_path, monkeypatch, make, field
         ({"data": "digits"}, "digits is not a folder or URL of shards"),
         ({"data": "owner/name"}, "give the URL of its files, hf://datasets/owner/name"),
         ({"data": "x.tar", "streaming": False, "classes": "a,b"}, "unless task.streaming is true"),
+        ({"data": "./nothing"}, "task.data: ./nothing: there is no such file or folder"),
+        ({"data": "x-{9..1}.tar"}, "task.data: x-{9..1}.tar: no shards"),
         ({"data": "ftx://x/y.tar"}, "cannot open ftx://x/y.tar: Protocol not known: ftx"),
     ],
 )

@@ -320,6 +320,12 @@ def file_lock(path: Path) -> Iterator[None]:
         pause = min(2 * pause, 1)
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of `file_lock`."""
+    with open(path, "a+", encoding="utf-8") as file:
+        return not try_lock(file)  # closing the file frees it
+
+
 def try_lock(file: TextIO) -> bool:
     """Locks an open file, unless another process holds it. Raises OSError if there are no locks."""
     try:

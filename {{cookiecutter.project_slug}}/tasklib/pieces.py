@@ -41,14 +41,11 @@ class PieceWriter:
 
 
 class Pieces:
-    """The pieces that a PieceWriter has written. Pickled, they are a path."""
+    """The pieces that a PieceWriter has written."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = folder, name
         self.places = np.load(folder / f"{name}.npy", mmap_mode="r")
-
-    def __reduce__(self):
-        return Pieces, (self.folder, self.name)
 
     def __len__(self) -> int:
         return len(self.places)

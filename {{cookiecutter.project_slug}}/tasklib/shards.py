@@ -6,6 +6,7 @@ read. A .tar and an .mds are read as they are. A .parquet can only be decoded in
 columns are first unpacked into an Arrow file, and a compressed .mds into a plain one.
 """
 
+import contextlib
 import io
 import json
 import mmap
@@ -24,6 +25,7 @@ import numpy as np
 from tasklib.files import PERMANENT_ERRORS
 from tasklib.messages import one_line
 from tasklib.sources import IncompleteRow, describe_skipped
+from tasklib.tables import Columns, check_columns, column_names
 
 # fsspec and pyarrow take 0.2 s to import: they wait for the functions that need them.
 
@@ -40,8 +42,6 @@ MEMBERS = {
     "label": ("cls",),
 }
 KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")  # of a member: that of its row, and what it holds
-
-Columns = dict[str, str | list[str]]  # for each role its column, or several
 
 
 class Shard(NamedTuple):
@@ -102,19 +102,24 @@ def list_shards(data: str, field: str) -> list[Shard]:
     """
     where = f"task.{field}: {one_line(data, 100)}"
     found: dict[str, dict] = {}
-    paths = expand_braces(data)
-    for path in paths:
+    roots, shards, others = [], [], Counter()
+    for path in expand_braces(data):
         store, root = open_store(path)
-        what = f"task.{field}: {one_line(path, 100)}"
-        if not root.endswith(tuple(ENDINGS)):
-            index = f"{root.rstrip('/')}/index.json"
-            if ask_store(what, store.exists, index):
-                return list_mds(store, root.rstrip("/"), where)
-            found |= ask_store(what, store.find, root, detail=True)
+        root, what = root.rstrip("/"), f"task.{field}: {one_line(path, 100)}"
+        info = ask_store(what, store.info, root) if root.endswith(tuple(ENDINGS)) else {}
+        if info.get("type", "directory") != "directory":
+            found[root] = info
+            root = os.path.dirname(root)
+        elif ask_store(what, store.exists, f"{root}/index.json"):
+            shards += list_mds(store, root, what)
         else:
-            found[root] = ask_store(what, store.info, root)
-    folder = os.path.dirname(root) if root in found else root.rstrip("/")
-    shards, others = [], Counter()
+            listed = ask_store(what, store.find, f"{root}/", detail=True)
+            if not listed and not ask_store(what, store.exists, root):
+                raise ValueError(f"{what}: there is no such file or folder")
+            found |= listed
+        roots.append(f"{root}/")
+    folder = os.path.commonprefix(roots).rpartition("/")[0]
+    shards = [each._replace(name=each.path.removeprefix(folder).lstrip("/")) for each in shards]
     for path, info in sorted(found.items()):
         name = path.removeprefix(folder).lstrip("/")
         ending = os.path.splitext(path)[1].lower()
@@ -153,6 +158,10 @@ def list_mds(store: Any, root: str, where: str) -> list[Shard]:
             for each, entry in zip(facts, entries, strict=True)
         ]
         formats = {entry["format"] for entry in entries}
+        for entry in entries:
+            sizes = [len(entry[f"column_{each}"]) for each in ("names", "encodings", "sizes")]
+            if len({*sizes}) > 1 or not isinstance(entry["samples"], int):
+                raise ValueError
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{where}/index.json is not the index of an MDS: write it anew") from None
     if formats != {"mds"}:
@@ -232,6 +241,18 @@ def check_size(path: Path, expected: int) -> None:
         raise OSError(f"it has {size:,} bytes instead of {expected:,}")
 
 
+@contextlib.contextmanager
+def name_damage() -> Iterator[None]:
+    """Turns what pyarrow raises for damaged content, OSError without a number, into ValueError:
+    reading it again does not help. Those of stores and of the disk have one, or a class."""
+    try:
+        yield
+    except OSError as error:
+        if type(error) is OSError and error.errno is None:
+            raise ValueError(f"it is damaged: {one_line(error)}") from None
+        raise
+
+
 def unpack_mds(packed: Path, shard: Shard, target: Path) -> None:
     import pyarrow
 
@@ -239,7 +260,7 @@ def unpack_mds(packed: Path, shard: Shard, target: Path) -> None:
     if algorithm not in COMPRESSIONS:
         names = " and ".join(COMPRESSIONS)
         raise ValueError(f"its compression is {one_line(algorithm, 40)}; only {names} are read")
-    with pyarrow.OSFile(str(packed)) as file, open(target, "wb") as out:
+    with name_damage(), pyarrow.OSFile(str(packed)) as file, open(target, "wb") as out:
         with pyarrow.CompressedInputStream(file, COMPRESSIONS[algorithm]) as stream:
             shutil.copyfileobj(stream, out, 2**20)
     check_size(target, shard.facts["raw_data"]["bytes"])
@@ -249,12 +270,19 @@ def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> 
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
-    names = names_of(columns)
-    with store.open(shard.path, "rb") as file, ParquetFile(file) as table:
-        check_names(table.schema_arrow.names, columns)
+    names = column_names(columns)
+    # Buffers of 4 MB, and batches of about 8: memory must not grow with the groups of rows. fsspec
+    # would read ahead for each column in turn.
+    with (
+        name_damage(),
+        store.open(shard.path, "rb", cache_type="none") as file,
+        ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
+    ):
+        check_columns(table.schema_arrow.names, columns)
+        rows = max(2**23 * table.metadata.num_rows // shard.size, 1)
         schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
         with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
-            for batch in table.iter_batches(1024, columns=names):
+            for batch in table.iter_batches(min(rows, 1024), columns=names):
                 writer.write_batch(batch.select(names))
 
 
@@ -267,37 +295,18 @@ def read_footer(
     """
     from pyarrow.parquet import ParquetFile
 
-    with store.open(path, "rb") as file, ParquetFile(file) as table:
-        check_names(table.schema_arrow.names, columns)
-        facts, names = table.metadata, {*names_of(columns)}
+    with name_damage(), store.open(path, "rb") as file, ParquetFile(file) as table:
+        check_columns(table.schema_arrow.names, columns)
+        facts, names = table.metadata, tuple(f"{name}." for name in column_names(columns))
         groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
         chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-        chunks = [each for each in chunks if each.path_in_schema.split(".")[0] in names]
+        chunks = [each for each in chunks if f"{each.path_in_schema}.".startswith(names)]
         size = sum(each.total_uncompressed_size for each in chunks)
-        values = table.read(names_of(wanted)).to_pylist() if wanted else []
+        values = table.read(column_names(wanted)).to_pylist() if wanted else []
         return facts.num_rows, size, values
 
 
 # ---- Columns -------------------------------------------------------------------------------------
-
-
-def names_of(columns: Columns) -> list[str]:
-    """The columns of all roles, each once."""
-    names = [[each] if isinstance(each, str) else each for each in columns.values()]
-    return list(dict.fromkeys(name for some in names for name in some))
-
-
-def check_names(existing: list[str], columns: Columns) -> None:
-    """Raises ValueError for a missing column."""
-    for role, names in columns.items():
-        for name in names_of({role: names}):
-            if name not in existing:
-                shown, field = one_line(", ".join(existing), 100), f"{role}_column"
-                field += "s" * (not isinstance(names, str))
-                raise ValueError(
-                    f"no column {one_line(name, 60)} among {shown}; name the right one with "
-                    f"--task.{field}"
-                )
 
 
 def by_role(columns: Columns, value_of: Callable[[str, str], Any]) -> dict[str, Any]:
@@ -319,7 +328,7 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
     Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
     ValueError for a damaged or truncated archive, and for a row with two members of one name.
     """
-    wanted = {*names_of(columns), "json", *(end for role in columns for end in MEMBERS[role])}
+    wanted = {*column_names(columns), "json", *(end for role in columns for end in MEMBERS[role])}
     key, begin, names, members = None, 0, set(), {}
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         while member := archive.next():
@@ -412,7 +421,7 @@ def decode_mds(encoding: str, data: bytes) -> Any:
         return text if name == "str" else int(text) if name == "str_int" else float(text)
     if name == "json":
         return json.loads(data)
-    if name == "int" or re.fullmatch(r"(u?int|float)\d+", name):
+    if name == "int" or re.fullmatch(r"u?int(8|16|32|64)|float(16|32|64)", name):
         return np.frombuffer(data, np.int64 if name == "int" else name)[0].item()
     if name == "pil":
         from PIL import Image
@@ -452,7 +461,7 @@ class MdsReader:
     def read(self, row: int) -> dict[str, Any]:
         file = self.file.fileno()
         begin, end = np.frombuffer(os.pread(file, 8, 4 * (row + 1)), np.uint32).tolist()
-        data, at = os.pread(file, end - begin, begin), 0
+        data, at = os.pread(file, max(end - begin, 0), begin), 0
         names, sizes = self.facts["column_names"], list(self.facts["column_sizes"])
         for i, size in enumerate(sizes):
             if not size:
@@ -549,7 +558,7 @@ def index_shard(
                     count(one_line(key, 100), value)
             rows = len(bounds) - 1
         elif shard.kind == "mds":
-            check_names(shard.facts["column_names"], columns)
+            check_columns(shard.facts["column_names"], columns)
             rows, size = shard.facts["samples"], shard.facts["raw_data"]["bytes"]
             if wanted:
                 reader = MdsReader(open_local(shard), wanted, shard.facts)
@@ -564,4 +573,8 @@ def index_shard(
     except (ValueError, tarfile.TarError, EOFError) as error:
         text = one_line(error)
         raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None
+    except ConnectionError:
+        raise
+    except OSError as error:  # of the disk or the network that the shard lies on
+        raise ConnectionError(f"{what}: {error.strerror or one_line(error)}") from None
     return ShardIndex(np.array(bounds, np.int64), rows, dict(counts), incomplete, first, size)

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import time
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -90,7 +89,11 @@ def read_classes(cfg: Any) -> list[str]:
     """The names in the field `classes`; empty: it is not set."""
     path = local_path(cfg.classes, "classes")
     if cfg.classes and path.is_file():
-        names = path.read_text(encoding="utf-8").splitlines()
+        try:
+            names = path.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            shown = one_line(cfg.classes, 100)
+            raise ValueError(f"task.classes: {shown} is not UTF-8; save it as UTF-8") from None
     else:
         names = cfg.classes.split(",")
     names = [name.strip() for name in names if name.strip()]
@@ -199,7 +202,7 @@ def load_record(path: Path) -> tuple[str, ShardIndex | None]:
         with np.load(path) as file:
             stamp, *facts = json.loads(str(file["facts"]))
             return stamp, ShardIndex(file["bounds"], *facts)
-    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile):
+    except Exception:  # a damaged .npz raises ten kinds
         return "", None
 
 
@@ -322,6 +325,9 @@ class ShardCache:
             except FileNotFoundError:  # another process needed room
                 if not self.is_copied(shard):
                     break
+            except PermissionError as error:
+                what = f"cannot read {one_line(path, 150)}"
+                raise ValueError(f"{what}: {error.strerror}") from None
         raise ValueError(f"cannot read {one_line(shard.path, 150)}: it is no longer there")
 
     def bring(self, shard: Shard, size: int = 0) -> Path:
@@ -348,35 +354,47 @@ class ShardCache:
 
     def copy(self, shard: Shard, path: Path, size: int) -> None:
         room, partial = path.with_suffix(".room"), path.with_suffix(".partial")
-        self.make_room(room, size)
         try:
+            while not self.make_room(room, size):
+                time.sleep(0.05)  # other copies are under way
             shards.bring(shard, self.data, partial, self.columns)
+            if partial.stat().st_size > size:  # of a repeated text a .parquet tells the size once
+                self.make_room(room, partial.stat().st_size)
             flush(partial)  # a power cut must not leave half a copy
             partial.replace(path)
         finally:
             for each in (room, partial):
                 each.unlink(missing_ok=True)
 
-    def make_room(self, room: Path, size: int) -> None:
-        """Deletes old copies, and keeps a place for a new one: a sparse file of its size."""
+    def make_room(self, room: Path, size: int) -> bool:
+        """Deletes old copies, and keeps a place for a new one: a sparse file of its size.
+
+        False: the places of others leave too little.
+        """
         with cache.file_lock(self.folder / "room.lock"):
-            copies, total = [], size
+            copies, total, others = [], size, False
             for path in self.folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    if path.suffix == ".room" and time.time() - status.st_mtime > 86400:
-                        path.unlink()  # of a process that was killed
-                    elif path.suffix == ".room":
-                        total += status.st_size
+                    if path.suffix == ".room" and path != room:
+                        if not cache.is_locked(path.with_suffix(".lock")):  # its process is dead
+                            for suffix in (".partial", ".packed", ".room"):
+                                path.with_suffix(suffix).unlink(missing_ok=True)
+                            continue
+                        others = True
+                        total += path.stat().st_size
                     elif path.suffix in shards.ENDINGS:
+                        status = path.stat()
                         total += status.st_size
                         copies.append((status.st_mtime, status.st_size, path))
             for _, freed, path in sorted(copies):
                 if total > self.limit:
                     path.unlink(missing_ok=True)
                     total -= freed
+            if total > self.limit and others:
+                return False
             with open(room, "wb") as file:
                 file.truncate(size)
+            return True
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -461,7 +479,11 @@ class ShardRows(torch.utils.data.Dataset):
             first = int(self.ends[number] - self.rows[number]) + number
             bounds = self.bounds[first : first + int(self.rows[number]) + 1]
         file = self.cache.open(shard, int(self.bytes[number]))
-        reader = shards.open_reader(file, shard, self.columns, bounds)
+        try:
+            reader = shards.open_reader(file, shard, self.columns, bounds)
+        except ValueError as error:  # of a copy: what is read in place is read row by row
+            what = f"cannot read the copy of {one_line(shard.path, 150)}: {one_line(error)}"
+            raise ValueError(f"{what}; delete {one_line(file.name, 150)}") from None
         self.readers[number] = reader
         while len(self.readers) > min(2 * self.cfg.shuffle_window, MOST_OPEN):
             self.readers.popitem(last=False)[1].close()
