@@ -168,34 +168,29 @@ def _read_parquet(
 def _read_csv(
     usual: str, columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    where, header, at_header = cursor.where, "", Cursor(cursor.path, WHOLE)
-    with open_at(cursor.path) as file:
-        try:
-            for header in _decode_lines(file, at_header):
-                # Excel's hint is no header; the separator is detected anyway.
-                if not re.fullmatch(r'"?sep=."?\s*', header):
-                    break
-        except UnicodeDecodeError:
-            cursor.place = at_header.place
-            raise
-    if not cursor.offset:  # a part begins where a row does
-        cursor.offset, cursor.lines = at_header.offset, at_header.lines
-    required = {role: name for role, name in (columns or {}).items() if role not in optional}
-    mark = detect_separator(header, usual, {*column_names(required)})
-    if mark != usual and columns is not None and not cursor.span.start:
-        found, expected = (SEPARATOR_NAMES.get(each, each) for each in (mark, usual))
-        print(
-            f"Preparing data: {where}: the fields seem to be separated by {found}, not by "
-            f"{expected}",
-            flush=True,
-        )
+    where, last_line, start = cursor.where, cursor.lines, cursor.offset
     csv.field_size_limit(2**31 - 1)
-    last_line = cursor.lines
     with open_at(cursor.path, cursor) as file:
-        lines = itertools.chain([header], _decode_lines(file, cursor))
-        table = csv.DictReader(lines, strict=True, delimiter=mark)
+        lines = _decode_lines(file, cursor)
         try:
+            if start:  # a later part
+                with open_at(cursor.path) as first:
+                    header = _read_header(_decode_lines(first, Cursor(cursor.path, WHOLE)))
+            else:
+                header = _read_header(lines)
+            cursor.place = where
+            required = {role: columns[role] for role in columns or () if role not in optional}
+            mark = detect_separator(header, usual, {*column_names(required)})
+            if mark != usual and columns is not None and not start:
+                found, expected = (SEPARATOR_NAMES.get(each, each) for each in (mark, usual))
+                print(
+                    f"Preparing data: {where}: the fields seem to be separated by {found}, not by "
+                    f"{expected}",
+                    flush=True,
+                )
+            table = csv.DictReader(itertools.chain([header], lines), strict=True, delimiter=mark)
             check_columns(table.fieldnames or [], columns, optional)
+            last_line = cursor.lines
             for row in table:
                 if None in row or None in row.values():
                     extra, expected = row.pop(None, []), len(table.fieldnames)
@@ -208,6 +203,18 @@ def _read_csv(
                 raise
             cursor.place = f"{where}, line {last_line + 1}"
             raise ValueError('a " is opened and never closed') from None
+
+
+def _read_header(lines: Iterator[str]) -> str:
+    """The row with the names of the columns; a quoted one may go on in the next line."""
+    header = ""
+    for line in lines:
+        # Excel's hint is no header; the separator is detected anyway.
+        if header or not re.fullmatch(r'"?sep=."?\s*', line):
+            header += line
+            if header.count('"') % 2 == 0 or not re.search(r'(^|[,;\t|])"', header):
+                break
+    return header
 
 
 def _decode_lines(file: io.BufferedReader, cursor: Cursor) -> Iterator[str]:
@@ -422,7 +429,8 @@ def detect_separator(header: str, usual: str, wanted: set[str]) -> str:
     If no separator yields them, the first one that divides the header.
     """
     marks = (usual, ",", ";", "\t", "|")
-    names = {mark: next(csv.reader([header], delimiter=mark), []) for mark in marks}
+    lines = [*io.StringIO(header, newline="")]  # several, of a name in quotes
+    names = {mark: next(csv.reader(lines, delimiter=mark), []) for mark in marks}
     right = [mark for mark in marks if wanted and wanted <= {*names[mark]}]
     return next(iter(right + [mark for mark in marks if len(names[mark]) > 1]), usual)
 
