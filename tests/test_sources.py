@@ -720,3 +720,14 @@ def test_files_of_a_tokenizer_are_told_from_weights(tmp_path):
         (tmp_path / name).touch()
     cfg = pretrained.ModelConfig(model_name_or_path=str(tmp_path))
     assert [file.name for file in pretrained.used_files(cfg)] == ["source.spm", "vocab.json"]
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "0.5"])
+def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused(weight):
+    with pytest.raises(ValueError, match=f"one of its sources is 'a:{weight}'; give each as PATH"):
+        sources.split_data(f"a:{weight},b")
+    for value in (float(weight), True, float("nan")):
+        with pytest.raises(ValueError, match="a whole weight: {path: a.jsonl, weight: 2}"):
+            sources.data_as_text([{"path": "a", "weight": value}])
+    given = [each[:2] for each in sources.split_data("a:2,b.1, c")]
+    assert given == [("a", 2), ("b.1", 1), ("c", 1)]

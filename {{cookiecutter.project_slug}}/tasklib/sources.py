@@ -133,7 +133,7 @@ def data_as_text(data: str | list[dict]) -> str:
     if isinstance(data, str):
         return data
     for each in data:
-        whole = isinstance(each.get("weight", 1), int) and isinstance(each.get("path"), str)
+        whole = type(each.get("weight", 1)) is int and isinstance(each.get("path"), str)
         if not whole or {*each} - {"path", "weight"} or "," in each["path"]:
             raise ValueError(
                 f"task.data: an entry is {one_line(each, 100)}; give a path, without a comma, and "
@@ -151,8 +151,8 @@ def split_data(data: str) -> list[WeightedData]:
         return [WeightedData(data, 1, data)]
     found: list[tuple[str, int]] = []
     for part in data.split(","):
-        name, weight = re.fullmatch(r"(.*?)(?::(\d+))?", part.strip(), re.DOTALL).groups()
-        if not name or weight is not None and int(weight) < 1:
+        name, weight = re.fullmatch(r"(.*?)(?::(-?[\d.]+))?", part.strip(), re.DOTALL).groups()
+        if not name or weight and not (weight.isdecimal() and int(weight)):
             raise ValueError(
                 f"task.data: one of its sources is {one_line(repr(part), 60)}; give each as "
                 "PATH:WEIGHT, with a whole weight of at least 1"
