@@ -253,6 +253,7 @@ BAD = [
     ("a.txt", b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
     ("a.txt", b"abc \xff def", "byte 0xff is not UTF-8"),
     ("a.txt", b"short", "which do not fill a row of 17"),
+    ("a.txt", b"a b c " * 20, "fill a row of 17; add text, raise task.validation_fraction or"),
     ("a.md", b"text", "nothing to read at"),
     ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2"),
     ("a.jsonl", b'{"text": "a"}\n{"body": "b"}', "line 2: no column text among body"),

@@ -16,7 +16,9 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -250,6 +252,32 @@ def test_pieces_have_the_rows_and_places_of_the_whole_file(tmp_path, kind):
     assert len(notes.units) > 4 and found == whole and [text for text, _ in found] == TEXTS
 
 
+def test_columns_with_a_name_in_two_lines_or_old_line_ends_lose_no_row(tmp_path):
+    texts = [each.replace("\n", " ") for each in TEXTS]
+    rows = ['"' + each.replace('"', '""') + '"' for each in texts]
+    path = tmp_path / "a.csv"
+    for header, start, end in (('"the\nnote",text\n', "n,", "\n"), ("text\r", "", "\r")):
+        path.write_text(header + "".join(start + row + end for row in rows), newline="")
+        notes = tmp_path / header[:4]
+        given = ({"text": "text"}, (), lambda row: None, lambda row: row["text"], None, False, "x")
+        parts = units.scan([units.split_file(path, "data", UNIT, True)], notes, *given).units
+        found = [row["text"] for (part,) in parts for row, _ in part.read({"text": "text"}, ())]
+        assert found == texts and (len(parts) > 4 or end == "\r")
+
+
+def test_the_vocabulary_is_learnt_from_the_same_rows_whatever_else_the_file_holds(
+    task, config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(units, "SAMPLE", 3000)
+    lines = "".join(json.dumps({"text": each, "other": "x" * 100}) + "\n" for each in TEXTS)
+    (tmp_path / "wide.jsonl").write_text(lines)
+    folders = [
+        task.prepare_data(config(data, f"{data.stem}-cache"))
+        for data in (tmp_path / "wide.jsonl", write(tmp_path / "a.jsonl"))
+    ]
+    assert len({(folder / text.FILE).read_bytes() for folder in folders}) == 1
+
+
 # ---- Interruptions -------------------------------------------------------------------------------
 
 
@@ -385,6 +413,26 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_done(task, config, tmp_path, 
     assert contents(folder) == contents(wanted)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, None])  # numpy names no number
+def test_a_disk_that_is_full_when_the_vocabulary_is_saved(
+    task, config, tmp_path, monkeypatch, number
+):
+    def full(path):
+        raise OSError(number, "full") if number else OSError("full")
+
+    cfg = config(write(tmp_path / "a.jsonl"))
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "flush", full)
+        with pytest.raises(ValueError, match="^task.cache_dir: cannot write .*: full$"):
+            task.prepare_data(cfg)
+    (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
+    done = finished(unfinished / "scan-0")
+    assert len(done) > 10
+    monkeypatch.setattr(corpus, "remove", lambda path: None)
+    folder = task.prepare_data(cfg)
+    assert done == finished(folder / "scan-0")
+
+
 def test_a_killed_process_is_said_and_what_is_done_is_kept(task, config, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "count_cores", lambda: 1)
     data, commit = write(tmp_path / "a.jsonl"), token_rows.UnitWriter.commit
@@ -441,6 +489,31 @@ def test_what_is_damaged_is_named_and_it_alone_is_written_again(
     again = {each[:6] for each, at in times(folder).items() if before[each] != at}
     assert again == ({name[:6]} if name[0] == "0" and "odd" not in name else set())
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize(
+    "name, damage", [("json", empty), ("npy", empty), ("npy", flip), ("sample", flip)]
+)
+def test_damaged_notes_of_the_first_pass_are_written_again(
+    task, config, tmp_path, monkeypatch, name, damage
+):
+    data = write(tmp_path / "a.jsonl")
+    wanted = task.prepare_data(config(data, "calm"))
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "choose_held", stop)
+        with pytest.raises(KeyboardInterrupt):
+            task.prepare_data(config(data))
+    (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
+    damage(unfinished / "scan-0" / f"000001.{name}")
+    assert contents(task.prepare_data(config(data))) == contents(wanted)
 
 
 def test_a_lost_index_is_written_with_all_again(task, config, tmp_path, capsys):
@@ -538,6 +611,53 @@ def test_equal_texts_are_on_one_side(task, config, tmp_path, capsys, packing):
     assert sorted(train + validation) == sorted(TEXTS[:150] + TEXTS[50:200])
     assert not {*train} & {*validation} and 20 <= len(validation) <= 40
     assert number_of_units(folder) > 5
+
+
+def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypatch):
+    draw, files = np.random.default_rng(0), []
+    for number in range(10):
+        files.append(tmp_path / f"{number}.npy")
+        rows = np.zeros(20_000, units.NOTED)
+        rows["hash"], rows["size"] = draw.integers(0, 2**64, 20_000, np.uint64), 1000
+        np.save(files[-1], rows)
+    notes, found, peaks = units.Notes([], rows=200_000, files=files), [], []
+    for number in (200_000, 2000):
+        monkeypatch.setattr(units, "LOOKED_AT", number)
+        tracemalloc.start()
+        found.append(units.hold_out(notes, 0.1, 400_000, size_of_row=True))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert found[0] == found[1] and len(found[0]) == 400
+    assert peaks[1] < 3e6 < 2e7 < peaks[0]
+
+
+def test_a_large_group_of_rows_is_packed_in_parts(task, config, tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    monkeypatch.setattr(corpus, "BATCH", 1000)
+    sizes, pack = multiprocessing.SimpleQueue(), corpus.packing.pack_best_fit
+
+    def count(texts, *arguments):
+        sizes.put(len(texts))
+        return pack(texts, *arguments)
+
+    monkeypatch.setattr(corpus.packing, "pack_best_fit", count)
+    pa.parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    train, held = documents(task, config(tmp_path / "a.parquet", packing="best_fit"))
+    packed = []
+    while not sizes.empty():
+        packed.append(sizes.get())
+    assert sum(packed) == len(TEXTS) and max(packed) < 150 and len(train) + len(held) > 290
+
+
+def test_more_units_than_files_that_may_be_open(tmp_path):
+    files = [(tmp_path / f"{number}", 2) for number in range(1500)]
+    for path, _ in files:
+        path.write_bytes(b"\1\0\2\0")
+    flat = token_rows.Flat(files, "<u2")
+    assert [flat.read(i, i + 2).tolist() for i in (*range(0, 3000, 2), 1)][-2:] == [[1, 2], [2, 1]]
+    assert len(os.listdir("/dev/fd")) < 1200
 
 
 def test_validation_rows_bound_what_is_held_out(task, config, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ def run_in_child(function: Callable, *arguments) -> None:
 
     A library that stays in native code for half a minute keeps this process from handling a signal.
     The child has the default handlers, and it is killed when a signal interrupts the wait for it.
-    Raises ValueError with the text of the function's error, or if the child was killed.
+    Raises ValueError with the text of the function's error, or if the child was killed. An OSError
+    is raised as it is.
     """
     reader, writer = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child must not run our handlers
@@ -28,7 +30,7 @@ def run_in_child(function: Callable, *arguments) -> None:
         os.close(writer)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         with open(reader, "rb") as pipe:
-            problem = pipe.read().decode()
+            problem = pickle.loads(pipe.read() or pickle.dumps(""))
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -40,6 +42,8 @@ def run_in_child(function: Callable, *arguments) -> None:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         problem = f"{name} ended its preparation, perhaps for lack of memory"
+    if isinstance(problem, OSError):  # a full disk
+        raise problem
     if exit_code:
         raise ValueError(f"task.data: {problem}; give fewer or other rows")
 
@@ -55,9 +59,9 @@ def _call_and_exit(function: Callable, arguments: tuple, writer: int) -> None:
         function(*arguments)
         problem = ""
     except BaseException as error:
-        problem = one_line(error)
+        problem = error if isinstance(error, OSError) else one_line(error)
     finally:
-        os.write(writer, problem.encode())
+        os.write(writer, pickle.dumps(problem))
         os._exit(bool(problem))
 
 

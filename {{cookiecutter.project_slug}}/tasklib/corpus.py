@@ -16,8 +16,8 @@ from tasklib import demo_data, hub, layouts, packing, sources, tables, text, tok
 from tasklib.files import remove
 from tasklib.layouts import ENDINGS, OPTIONAL, Layout
 from tasklib.messages import one_line
-from tasklib.token_rows import UnitWriter, read_unit
-from tasklib.units import Notes, Unit
+from tasklib.token_rows import UnitWriter
+from tasklib.units import Notes, Unit, read_unit
 from tasklib.workers import Tell, do_units
 
 BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
@@ -188,9 +188,20 @@ def write_unit(
     tell: Tell,
 ) -> None:  # fmt: skip
     """Tokenises the rows of a unit into files: .tokens to train on, .held those held out."""
-    counts, texts = np.zeros(len(plan.tokenizer), np.int64), []
+    counts, texts, waiting = np.zeros(len(plan.tokenizer), np.int64), [], 0
     facts: dict[str, Any] = {"texts": 0, "tokens": 0, "held_texts": 0, "held": 0, "questions": []}
     facts |= {"long": 0, "empty": 0, "used": 0, "most_texts": 0}
+
+    def write(values: np.ndarray, labels: np.ndarray) -> None:
+        out.append("tokens", values)
+        facts["tokens"] += values.size
+        counts[:] += np.bincount(labels, minlength=len(counts))
+
+    def write_packed() -> None:
+        block = plan.pack(texts, facts)
+        labels = block[:, 1].ravel()
+        write(block, labels[labels != np.iinfo(plan.dtype).max])
+
     for rows, is_held, ends, size in batches_of(source, unit, held, share):
         facts["held_texts" if is_held else "texts"] += len(rows) * ends[0]
         tokens = plan.tokenize(rows, source.layout.kind, ends)
@@ -204,19 +215,16 @@ def write_unit(
                     out.append("held-mask", np.asarray(mask, np.uint8))
                     out.append("held-sizes", np.array([len(ids)], "<i8"))
         elif plan.best_fit:
-            texts += tokens
+            texts, waiting = texts + tokens, waiting + size
+            if waiting > 2 * units.LARGEST:  # of .parquet, a group of rows may have any size
+                write_packed()
+                texts, waiting = [], 0
         else:
             values = np.concatenate([ids for ids, _ in tokens]).astype(plan.dtype)
-            out.append("tokens", values)
-            facts["tokens"] += len(values)
-            counts += np.bincount(values, minlength=len(counts))
+            write(values, values)
         tell(size)
     if texts:
-        block = plan.pack(texts, facts)
-        out.append("tokens", block)
-        facts["tokens"] = block.size
-        labels = block[:, 1].ravel()
-        counts += np.bincount(labels[labels != np.iinfo(plan.dtype).max], minlength=len(counts))
+        write_packed()
     seen = np.flatnonzero(counts)
     out.append("counts", np.stack([seen, counts[seen]]).astype("<u4"))
     out.commit(facts)
@@ -378,10 +386,13 @@ def list_rows(source: Input, number: int, files: list, folder: Path, plan: Plan,
             )
         return [source.name, total // (3 * plan.length), files]
     if total <= plan.length:
+        purpose, field = ("train", "data") if part == "train" else ("evaluate", source.field)
+        data, raised = getattr(source.cfg, field), part != "train" and not source.held
         raise ValueError(
-            f"task.data: {one_line(source.cfg.data, 100)} has {total} tokens to train or evaluate "
-            f"on, which do not fill a row of {plan.length + 1}; add text, or lower "
-            "task.context_length"
+            f"task.{field}: {one_line(data, 100)} has {total} tokens to {purpose} on, which do not "
+            f"fill a row of {plan.length + 1}; add text, "
+            + "raise task.validation_fraction or task.validation_rows, " * raised
+            + "or lower task.context_length"
         )
     return [source.name, -(-(total - 1) // plan.length), files]
 

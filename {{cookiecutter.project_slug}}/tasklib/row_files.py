@@ -19,12 +19,12 @@ from tasklib import hub, sources, units
 from tasklib.files import remove
 from tasklib.sources import DataConfig, Source, WeightedData
 from tasklib.tables import Columns, Row
-from tasklib.token_rows import FACTS, UnitWriter, read_facts, read_unit
-from tasklib.units import Notes, Unit
+from tasklib.token_rows import FACTS, UnitWriter, read_facts
+from tasklib.units import Notes, Unit, read_unit
 from tasklib.workers import Tell, do_units
 
 BATCH_SIZE = 1_000_000  # characters that are encoded in one call
-MOST_MAPS = 2000  # units that a process has open; the system allows about 65,000 maps
+MOST_MAPS = 200  # units that a process has open, of some eight files each, of 4,096 at most
 Arrays = dict[str, Any]  # for each column an array (N, ...), or a list of N arrays (T,)
 # Rows to their columns, and how many rows each column of varying length was cut in.
 Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]

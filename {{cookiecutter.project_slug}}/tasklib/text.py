@@ -111,7 +111,7 @@ def train_and_save(
             special_tokens=[(name, tokenizer.token_to_id(name)) for name in {begin, end} - {""}],
         )
     partial = path.with_suffix(".partial")
-    tokenizer.save(str(partial))
+    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     flush(partial)
     partial.rename(path)
 

@@ -9,13 +9,14 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tasklib.files import flush, read_json_object
+from tasklib.files import flush
 from tasklib.packing import IGNORE_INDEX
 from tasklib.sources import Source, WeightedData
 from tasklib.units import write_json
@@ -62,20 +63,6 @@ class UnitWriter:
         flush(self.folder)
 
 
-def read_unit(folder: Path, number: int, verify: bool = False) -> dict:
-    """The facts of a unit; empty: it is not done, or, to `verify`, its bytes are other ones."""
-    facts = read_json_object(folder / f"{number:06}.json")
-    for name, (size, digest) in facts.get("files", {}).items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return {}
-        if verify:
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                    return {}
-    return facts
-
-
 # ---- Reading -------------------------------------------------------------------------------------
 
 
@@ -85,7 +72,6 @@ class Flat:
     def __init__(self, files: list[tuple[Path, int]], dtype: str):
         self.files, self.dtype = files, dtype
         self.ends = np.cumsum([0, *(count for _, count in files)]).tolist()
-        self.maps: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -95,14 +81,14 @@ class Flat:
         number = bisect_right(self.ends, start) - 1
         if stop <= self.ends[number + 1]:
             first = self.ends[number]
-            return self.map(number)[start - first : stop - first]
+            return map_file(self.files[number][0], self.dtype)[start - first : stop - first]
         cut = self.ends[number + 1]
         return np.concatenate([self.read(start, cut), self.read(cut, stop)])
 
-    def map(self, number: int) -> np.ndarray:
-        if number not in self.maps:
-            self.maps[number] = np.memmap(self.files[number][0], self.dtype, "r")
-        return self.maps[number]
+
+@lru_cache(1000)  # each keeps a file open, and train.py may open 4,096
+def map_file(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, "r")
 
 
 def read_facts(folder: Path) -> dict:

@@ -23,6 +23,8 @@ from tasklib.workers import Tell, do_units
 
 SMALLEST, LARGEST = 4_000_000, 32_000_000  # bytes of a unit
 SAMPLE = 50_000_000  # bytes of text that a vocabulary is learnt from
+SPARE = 4  # times as many bytes of files are kept, as files hold more than text
+LOOKED_AT = 200_000  # rows, at first, to find those to hold out
 CUT_BY_BYTES = (".jsonl", ".txt")
 NOTED, LABEL = [("hash", "<u8"), ("size", "<i8")], [("label", "<f8")]  # of a row; size in bytes
 
@@ -217,12 +219,11 @@ def scan(
     """
     folder.mkdir(exist_ok=True)
     sizes = [sum(piece.size for piece in unit) for unit in units]
-    share = min(1, SAMPLE / max(sum(sizes), 1))  # of the rows, by their hash
+    share = min(1, SPARE * SAMPLE / max(sum(sizes), 1))  # of the rows, by their hash
     cut_at = unit_size(sum(sizes))
 
     def work(number: int, tell: Tell) -> None:
-        done = folder / f"{number:06}.json"
-        if done.exists():
+        if read_unit(folder, number, verify=True):
             return
         facts: dict = {"skipped": 0, "first": "", "size": 0, "cuts": []}
         counts: Counter = Counter()
@@ -269,11 +270,12 @@ def scan(
                     size = facts["size"] - before if whole else piece.path.stat().st_size
                     noted.append((piece.hash_of_text(), size))
         np.save(folder / f"{number:06}.npy", np.array(noted, NOTED + LABEL * bool(label)))
-        for ending in ("npy", "sample"):
-            flush(folder / f"{number:06}.{ending}")
-        facts |= {"rows": len(noted), "labels": [*labels]}
+        facts |= {"rows": len(noted), "labels": [*labels], "files": {}}
+        for name in (f"{number:06}.npy", f"{number:06}.sample"):
+            flush(folder / name)
+            facts["files"][name] = [(folder / name).stat().st_size, hash_of_file(folder / name)]
         facts["counts"] = {name: count for name, count in counts.items() if name}
-        write_json(done, facts)
+        write_json(folder / f"{number:06}.json", facts)
 
     do_units(work, sizes, what)
     notes = Notes([])
@@ -331,6 +333,23 @@ def write_json(path: Path, value: dict) -> None:
     partial.rename(path)
 
 
+def hash_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_unit(folder: Path, number: int, verify: bool = False) -> dict:
+    """The facts of a unit; empty: it is not done, or, to `verify`, its bytes are other ones."""
+    facts = read_json_object(folder / f"{number:06}.json")
+    for name, (size, digest) in facts.get("files", {}).items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return {}
+        if verify and hash_of_file(path) != digest:
+            return {}
+    return facts
+
+
 def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
     """The unit, or several where the first pass has found out where large files can be cut."""
     units, rest = [], []
@@ -367,11 +386,7 @@ def hold_out(
             totals[stratum] += count
             lasts[stratum] = max(lasts.get(stratum, 0), last)
     kept = {*lasts.values()}
-    limit, enough = 1.0, fraction * notes.rows
-    if not size_of_row:
-        enough = min(enough, most)
-    if notes.rows > 1_000_000:  # the rest need not be looked at
-        limit = min(1, 2 * enough / notes.rows)
+    limit = min(1, LOOKED_AT / max(notes.rows, 1))  # the rest might not fit into memory
     while True:
         chosen, chosen_strata = [np.zeros(0, NOTED)], [np.zeros(0, int)]
         for rows, strata in stratified(notes, by_label, numbers):
@@ -379,7 +394,8 @@ def hold_out(
             chosen.append(rows[["hash", "size"]][small])
             chosen_strata.append(strata[small])
         rows = np.concatenate(chosen)
-        if limit == 1 or len(rows) > enough:
+        weight = rows["size"].sum() if size_of_row else len(rows)
+        if limit == 1 or weight > most or len(rows) > fraction * notes.rows:
             break
         limit = min(1, 2 * limit)
     hashes, firsts, inverse, counts = np.unique(
@@ -466,9 +482,10 @@ def read_sample(folders: list[Path], held: Container[int]) -> Iterator[str]:
                         if hashed not in held:
                             yield hashed, line
 
-    sizes = sorted(((hashed, len(line)) for hashed, line in lines()), reverse=True)
-    number = int(np.searchsorted(np.cumsum([size for _, size in sizes]), SAMPLE))
-    least = sizes[min(number, len(sizes) - 1)][0] if sizes else 0
+    found = np.fromiter(((hashed, len(line)) for hashed, line in lines()), NOTED)
+    found = found[np.argsort(found["hash"])[::-1]]
+    number = int(np.searchsorted(np.cumsum(found["size"]), SAMPLE))
+    least = int(found["hash"][: number + 1].min(initial=2**64 - 1))
     for hashed, line in lines():
         if hashed >= least:
             yield from json.loads(line)[1]
