@@ -413,17 +413,25 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_done(task, config, tmp_path, 
     assert contents(folder) == contents(wanted)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, None])  # numpy names no number
-def test_a_disk_that_is_full_when_the_vocabulary_is_saved(
-    task, config, tmp_path, monkeypatch, number
-):
-    def full(path):
-        raise OSError(number, "full") if number else OSError("full")
+def fail(error):
+    raise error
 
+
+@pytest.mark.parametrize(
+    "end, said",
+    [
+        (lambda path: fail(OSError(errno.ENOSPC, "full")), "cache_dir: cannot write .*: full$"),
+        (lambda path: fail(OSError("full")), "cache_dir: cannot write .*: full$"),  # numpy's
+        (lambda path: os.kill(os.getpid(), signal.SIGKILL), "data: SIGKILL ended its preparation"),
+    ],
+)
+def test_the_first_pass_is_kept_where_the_vocabulary_fails(
+    task, config, tmp_path, monkeypatch, end, said
+):
     cfg = config(write(tmp_path / "a.jsonl"))
     with monkeypatch.context() as patch:
-        patch.setattr(text, "flush", full)
-        with pytest.raises(ValueError, match="^task.cache_dir: cannot write .*: full$"):
+        patch.setattr(text, "flush", end)
+        with pytest.raises(ValueError, match=f"^task.{said}"):
             task.prepare_data(cfg)
     (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
     done = finished(unfinished / "scan-0")
@@ -431,6 +439,21 @@ def test_a_disk_that_is_full_when_the_vocabulary_is_saved(
     monkeypatch.setattr(corpus, "remove", lambda path: None)
     folder = task.prepare_data(cfg)
     assert done == finished(folder / "scan-0")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda path: os.truncate(path, 5003), "files changed during the preparation: start again"),
+        (lambda path: path.write_text("text\n"), "files changed during the preparation"),
+        (lambda path: path.unlink(), "nothing to read at"),
+    ],
+)
+def test_a_file_that_changes_between_the_passes(task, config, tmp_path, monkeypatch, change, said):
+    data, choose = write(tmp_path / "a.jsonl"), corpus.choose_held
+    monkeypatch.setattr(corpus, "choose_held", lambda *given: (change(data), choose(*given))[1])
+    with pytest.raises(ValueError, match=f"^task.data: {said}"):
+        task.prepare_data(config(data))
 
 
 def test_a_killed_process_is_said_and_what_is_done_is_kept(task, config, tmp_path, monkeypatch):

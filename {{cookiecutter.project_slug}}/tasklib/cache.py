@@ -408,9 +408,15 @@ def prepare_once(
                 remove(discarded)
             unfinished.mkdir(exist_ok=True)
             remove(unfinished / INDEX)
-            facts = build(unfinished)
+            facts, problem = {}, None
+            try:
+                facts = build(unfinished)
+            except ValueError as error:  # a file that changes while it is read has odd ones
+                problem = error
             if name_folder() != folder:
                 raise ValueError("task.data: files changed during the preparation: start again")
+            if problem:
+                raise problem
             commit_folder(folder, unfinished, facts)
             remove(failed)
         except BaseException as error:

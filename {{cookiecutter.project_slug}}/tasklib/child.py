@@ -12,6 +12,10 @@ from tasklib.messages import one_line
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 
 
+class Killed(ValueError):
+    """A process was killed. What is done is kept."""
+
+
 def run_in_child(function: Callable, *arguments) -> None:
     """Calls a function in a forked process, for the files that it writes.
 
@@ -42,6 +46,7 @@ def run_in_child(function: Callable, *arguments) -> None:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         problem = f"{name} ended its preparation, perhaps for lack of memory"
+        raise Killed(f"task.data: {problem}; give fewer or other rows")
     if isinstance(problem, OSError):  # a full disk
         raise problem
     if exit_code:

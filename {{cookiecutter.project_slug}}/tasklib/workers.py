@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tasklib.child import STOP_SIGNALS
+from tasklib.child import STOP_SIGNALS, Killed
 from tasklib.messages import one_line
 
 SECONDS = 10  # between lines about the progress, where there is no terminal
@@ -26,10 +26,6 @@ def count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-class Killed(ValueError):
-    """A process was killed. What is done is kept."""
 
 
 def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str) -> None:
