@@ -654,6 +654,21 @@ def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypa
     assert peaks[1] < 3e6 < 2e7 < peaks[0]
 
 
+def test_notes_of_many_rows_in_one_unit_are_not_kept_in_memory(tmp_path, monkeypatch):
+    """A .csv file, or a compressed one, is a single unit of the first pass."""
+    once = lambda work, sizes, what: work(0, lambda size: None)  # noqa: E731
+    monkeypatch.setattr(units, "do_units", once)
+    path = write(tmp_path / "a.csv.gz", [f"row {i}" for i in range(40_000)])
+    given = ({"text": "text"}, (), lambda row: None, lambda row: row["text"], None, False, "x")
+    tracemalloc.start()
+    notes = units.scan([units.split_file(path, "data", 10**9, True)], tmp_path / "s", *given)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    (rows,) = notes.hashes()
+    assert rows["hash"].tolist() == [units.hash_of(f"row {i}") for i in range(40_000)]
+    assert notes.rows == 40_000 and peak < 4e6
+
+
 def test_a_large_group_of_rows_is_packed_in_parts(task, config, tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet

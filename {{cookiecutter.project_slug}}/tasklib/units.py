@@ -229,7 +229,13 @@ def scan(
         counts: Counter = Counter()
         noted: list[tuple] = []
         labels: dict[str, int] = {}  # and their numbers
-        with open(folder / f"{number:06}.sample", "w", encoding="utf-8") as sample:
+        path, kind = folder / f"{number:06}", NOTED + LABEL * bool(label)
+        with open(f"{path}.sample", "w", encoding="utf-8") as sample, open(path, "wb") as notes:
+
+            def write_notes() -> None:
+                np.array(noted, kind).tofile(notes)
+                noted.clear()
+
             for index, piece in enumerate(units[number]):
                 cursor = Cursor(piece.path, piece.span) if piece.path else None
                 cuts = cursor and piece.span == tables.WHOLE and not ends_txt(piece.path)
@@ -253,6 +259,8 @@ def scan(
                         if isinstance(value, str):
                             value = labels.setdefault(value, len(labels))
                         noted.append((hashed, size, *[value] * bool(label)))
+                        if len(noted) == 10_000:  # a file that is read whole has many more
+                            write_notes()
                     facts["size"] += size
                     if texts and hashed >= (1 - share) * 2**64:
                         line = json.dumps([hashed, [*texts(row)]], ensure_ascii=False)
@@ -269,13 +277,16 @@ def scan(
                     whole = piece.span.stop is None  # compressed: its size is known now
                     size = facts["size"] - before if whole else piece.path.stat().st_size
                     noted.append((piece.hash_of_text(), size))
-        np.save(folder / f"{number:06}.npy", np.array(noted, NOTED + LABEL * bool(label)))
-        facts |= {"rows": len(noted), "labels": [*labels], "files": {}}
-        for name in (f"{number:06}.npy", f"{number:06}.sample"):
-            flush(folder / name)
-            facts["files"][name] = [(folder / name).stat().st_size, hash_of_file(folder / name)]
+            write_notes()
+        rows = np.memmap(path, kind, "r") if path.stat().st_size else np.zeros(0, kind)
+        np.save(f"{path}.npy", rows)
+        path.unlink()
+        facts |= {"rows": len(rows), "labels": [*labels], "files": {}}
+        for file in (path.with_suffix(".npy"), path.with_suffix(".sample")):
+            flush(file)
+            facts["files"][file.name] = [file.stat().st_size, hash_of_file(file)]
         facts["counts"] = {name: count for name, count in counts.items() if name}
-        write_json(folder / f"{number:06}.json", facts)
+        write_json(path.with_suffix(".json"), facts)
 
     do_units(work, sizes, what)
     notes = Notes([])
