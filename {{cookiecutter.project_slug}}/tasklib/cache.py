@@ -425,7 +425,8 @@ def prepare_once(
             if isinstance(error, MemoryError):
                 problem = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
                 error = ValueError(f"task.data: {problem}: give fewer rows ({one_line(error, 60)})")
-            elif isinstance(error, OSError) and error.errno in {*PERMANENT_ERRORS, None}:  # numpy's
+            plain = type(error) is OSError and error.errno is None  # numpy: a full disk
+            if plain or isinstance(error, OSError) and error.errno in PERMANENT_ERRORS:
                 error = write_error(folder, error)
             if isinstance(error, ValueError):
                 try_write_json(failed, {"at": time.time(), "problem": str(error)})
