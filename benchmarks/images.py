@@ -3,6 +3,9 @@
     python benchmarks/images.py                       # in the template: a table, a .json
     python benchmarks/images.py --images 300 --rounds 2 --batches 2 --workers 0
 
+torchvision is not among benchmarks/requirements.txt: built for another PyTorch, it keeps
+transformers from being imported. Install the build for your PyTorch.
+
 The images are JPEG files of 500 x 375 pixels, about as large as those of ImageNet. All loaders give
 normalised float32 batches (64, 3, 224, 224). The project cuts a square of 256 pixels from the
 middle, then a random crop with 80 to 100 % of its area; "same crop" does this with torchvision's
