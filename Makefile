@@ -60,7 +60,7 @@ bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightn
 bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
 	@.venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
-bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB of it: 30 minutes
+bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@.venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 bench-gpu: $(BENCH)  ## measure how much of a GPU a project uses, each optimisation on and off
