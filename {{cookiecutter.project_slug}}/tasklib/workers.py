@@ -3,6 +3,7 @@
 A unit that is done is not done again, so the work may be interrupted at any moment.
 """
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -46,6 +47,7 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent decides
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         while True:
             with taken.get_lock():
                 unit = taken.value
@@ -60,6 +62,8 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
 
             try:
                 work(unit, tell)
+                if trim:  # glibc keeps freed blocks: of long texts, a fifth of all that was read
+                    trim(0)
                 done[unit] = sizes[unit]
             except BaseException as error:
                 try:
