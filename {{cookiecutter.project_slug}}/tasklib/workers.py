@@ -4,6 +4,7 @@ A unit that is done is not done again, so the work may be interrupted at any mom
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import pickle
@@ -47,6 +48,7 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP: keep that
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent decides
+        gc.freeze()  # a collection would touch, and so copy, all that is shared with the parent
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         while True:
             with taken.get_lock():
