@@ -45,6 +45,10 @@ PRODUCT = [
     for i, task in enumerate(QUESTIONS["task"])
     for j, tracker in enumerate(QUESTIONS["tracker"])
 ]
+EVERY = [
+    pytest.param(*answers, marks=[] if answers in PRODUCT else pytest.mark.slow)
+    for answers in itertools.product(*(QUESTIONS[name] for name in ("license", "task", "tracker")))
+]
 RECIPES = {"causal_lm": ["default", "finetune", "lora", "smoke"]}  # others: default and smoke
 
 
@@ -86,14 +90,21 @@ def check_ruff(folder):
 # ---- The product of all answers ------------------------------------------------------------------
 
 
+def bake_with(folder, license_name, task, tracker):
+    """The project with these answers, baked when it is first asked for."""
+    place, clusters = folder / license_name / task / tracker, QUESTIONS["cluster"]
+    if not place.exists():
+        cluster = clusters[len([*folder.glob("*/*/*")]) % len(clusters)]
+        bake(place, license=license_name, task=task, tracker=tracker, cluster=cluster)
+    return place / DEFAULT_SLUG
+
+
 @pytest.fixture(scope="module")
 def bakes(tmp_path_factory):
-    """One project for every combination of license, task and tracker, all below one folder."""
+    """One project for every license, task and tracker, all below one folder."""
     folder = tmp_path_factory.mktemp("bakes")
-    for number, (license_name, task, tracker) in enumerate(PRODUCT):
-        place = folder / license_name / task / tracker
-        cluster = QUESTIONS["cluster"][number % len(QUESTIONS["cluster"])]
-        bake(place, license=license_name, task=task, tracker=tracker, cluster=cluster)
+    for answers in PRODUCT:
+        bake_with(folder, *answers)
     return folder
 
 
@@ -102,9 +113,9 @@ def bake_of(bakes, task):
     return next(bakes.glob(f"*/{task}/*/{DEFAULT_SLUG}"))
 
 
-@pytest.mark.parametrize("license_name, task, tracker", PRODUCT)
+@pytest.mark.parametrize("license_name, task, tracker", EVERY)
 def test_every_file_parses(bakes, license_name, task, tracker):
-    project = bakes / license_name / task / tracker / DEFAULT_SLUG
+    project = bake_with(bakes, license_name, task, tracker)
     check_files_parse(project)
     for name in files(project):
         if name.suffix != ".py":  # compared with its source below: Python may hold braces
@@ -116,9 +127,9 @@ def test_every_bake_is_clean_for_ruff(bakes):
     check_ruff(bakes)
 
 
-@pytest.mark.parametrize("license_name, task, tracker", PRODUCT)
+@pytest.mark.parametrize("license_name, task, tracker", EVERY)
 def test_python_is_copied_byte_for_byte(bakes, license_name, task, tracker):
-    project = bakes / license_name / task / tracker / DEFAULT_SLUG
+    project = bake_with(bakes, license_name, task, tracker)
     source = template() / "templates" / "tasks" / f"{task}.py"
     assert (project / "task.py").read_bytes() == source.read_bytes()
     for pattern in VERBATIM:
@@ -187,9 +198,9 @@ def test_modules_of_tasklib_are_there_where_they_are_used(bakes, task):
     assert "tasklib.sources" in arrows
 
 
-@pytest.mark.parametrize("license_name, task, tracker", PRODUCT)
+@pytest.mark.parametrize("license_name, task, tracker", EVERY)
 def test_license_and_dependencies_are_those_chosen(bakes, license_name, task, tracker):
-    project = bakes / license_name / task / tracker / DEFAULT_SLUG
+    project = bake_with(bakes, license_name, task, tracker)
     text = (project / "LICENSE").read_text(encoding="utf-8")
     year = datetime.now(timezone.utc).year
     assert re.search(rf"Copyright (\(c\) )?{year},? My Training authors", text)
