@@ -241,6 +241,28 @@ def test_chunks_under_fp16_do_not_overflow():
     assert weight.grad[0] == pytest.approx(torch.full((8,), -30 * 15 / 16 * 65536), rel=1e-3)
 
 
+@pytest.mark.parametrize("size, width", [(1.0, 0.02), (3000.0, 1e-5)])
+def test_chunks_under_fp16_keep_small_probabilities(size, width):
+    """One of 131,072 tokens is the target of half the rows, and almost all are never one."""
+    torch.manual_seed(0)
+    values = torch.randn(64, 16) * size, torch.randn(131_072, 16) * width
+    numbers = torch.arange(64)
+    labels = torch.where(numbers % 2 == 0, 7, numbers * 1000).index_fill(0, numbers[5:6], -100)
+    exact = [x.half().double().requires_grad_() for x in values]
+    F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum").backward()
+    found = [x.half().float().requires_grad_() for x in values]
+    with torch.autocast("cpu", torch.float16):
+        next_token.ChunkedLoss.apply(*found, labels, 32, True).backward()
+    for ours, right in zip(found, exact, strict=True):
+        wrong = (ours.grad - right.grad).norm(dim=1)
+        assert (wrong <= 1e-3 * right.grad.norm(dim=1)).all()
+    with torch.no_grad():
+        found[0][3, 0] = torch.inf
+    with torch.autocast("cpu", torch.float16):
+        next_token.ChunkedLoss.apply(*found, labels, 32, True).backward()
+    assert not found[1].grad.isfinite().all(1).any() and not found[0].grad[3].isfinite().any()
+
+
 def test_where_texts_begin():
     starts = attention.text_starts(rows(True), 4, -100)
     assert starts.tolist() == [0, 10, 11, 32, 64, 80, *[96] * 7] and starts.dtype == torch.int32

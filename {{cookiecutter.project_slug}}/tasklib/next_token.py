@@ -136,15 +136,22 @@ class ChunkedLoss(torch.autograd.Function):
     The forward pass computes the gradients too, while it has the logits. A backward pass that made
     the logits again would cost a fourth product with the weight. The weight's gradient is summed
     over the chunks in fp32; FSDP may give the weight in bf16.
+
+    In fp16 small probabilities would vanish, and sums over a chunk overflow: there the gradient of
+    the logits is scaled for each of the two products that it goes into.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, training):
         dtype = attention.autocast_dtype(hidden.device) or weight.dtype
-        unit = 1 / 64 if dtype == torch.float16 else 1.0  # the sum over a chunk may overflow fp16
+        fp16 = dtype == torch.float16
         matrix, loss = weight.to(dtype), torch.zeros((), device=hidden.device)
+        # Of the hidden gradient: absolute values in a row of the logits' gradient add up to 2.
+        most = 2 * largest(matrix) if fp16 and training else None
         trains_weight = training and weight.requires_grad
-        hidden_grad = torch.empty_like(hidden) if training else None
+        hidden_grad = None
+        if training:
+            hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if fp16 else None)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -153,18 +160,41 @@ class ChunkedLoss(torch.autograd.Function):
             counted, targets = targets != IGNORE_INDEX, targets.clamp(min=0)
             chosen = logs.gather(1, targets)
             loss -= (chosen * counted).sum()
-            if training:  # the gradient of the logits: probabilities, less 1 at the target
-                grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1)
-                grad = grad.mul_(counted * unit).to(dtype)
+            if not training:
+                continue
+            # The gradient of the logits: probabilities, less 1 at the target.
+            grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1).mul_(counted)
+            if fp16:
+                part, scale = to_fp16(grad, most)
+                hidden_grad[rows] = (part @ matrix).float() / scale
+            else:
+                grad = grad.to(dtype)
                 hidden_grad[rows] = grad @ matrix
-            if trains_weight:
+            if trains_weight and fp16:
+                sums = torch.linalg.vector_norm(grad, 1, dim=0)
+                part, scale = to_fp16(grad, sums * largest(states))
+                weight_grad.addcdiv_(part.T @ states, scale[:, None])
+            elif trains_weight:
                 weight_grad += grad.T @ states
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.unit = unit
         return loss
 
     @staticmethod
     def backward(ctx, scale):
-        scale = scale / ctx.unit
         grads = [each if each is None else each * scale for each in ctx.saved_tensors]
         return (*grads, None, None, None)
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value, at least 1: float32 ()."""
+    return torch.linalg.vector_norm(tensor, torch.inf).float().clamp(min=1)
+
+
+def to_fp16(grad: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A gradient (N, V) in fp16, times powers of two, and these powers, of the shape of `most`.
+
+    `most`, () or (V,): bounds of the product that follows, which then stays below 65,504. The CPU
+    never reads them. NaN and infinity stay in the gradient.
+    """
+    scale = torch.exp2(15 - most.clamp(min=1e-9).log2().ceil())
+    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=torch.float16)), scale
