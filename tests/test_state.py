@@ -240,12 +240,43 @@ def test_names_of_wrapped_blocks_are_those_of_the_task(tmp_path):
             assert plain(new.optimizer.state_dict()) == plain(old.optimizer.state_dict())
 
 
-def test_copies_in_host_memory_are_used_again():
-    copy_to_host = load("training.saving").copy_to_host
+def test_copies_in_host_memory_are_used_again(tmp_path):
+    """They take the memory of the tensors, each rounded up to 64 bytes, and are written from it."""
     parts = {"a": torch.arange(6.0)[::2], "b": torch.tensor(3), "c": torch.zeros(0)}
-    first = copy_to_host(parts, {})
+    parts["d"] = torch.arange(5_000_000).to(torch.bfloat16)
+    host = load("training.saving").HostCopies()
+    first = host.copy(parts)
+    memory = host.memory
+    places = {name: first[name].data_ptr() - memory.ctypes.data for name in "abd"}
+    assert places == {"a": 0, "b": 64, "d": 128} and memory.nbytes == 128 + 10_000_000
+    assert len({first[name].untyped_storage().data_ptr() for name in "abd"}) == 3
     parts["a"] += 1
     assert first["a"].tolist() == [0, 2, 4]
-    second = copy_to_host({**parts, "b": torch.zeros(2)}, first)
-    assert second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
-    assert second["b"].tolist() == [0, 0]
+    second = host.copy(parts)
+    assert host.memory is memory and second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
+    places = {name: {"saved_offsets": [0] * part.dim()} for name, part in parts.items()}
+    files = load("training.tensor_files")
+    files.write_share(files.Share(second, places), tmp_path)
+    with safe_open(tmp_path / "rank-00000.safetensors", "pt") as file:
+        assert all(torch.equal(file.get_tensor(name), part) for name, part in parts.items())
+    third = host.copy({**parts, "b": torch.ones(20, dtype=torch.float64)})
+    assert host.memory.nbytes == memory.nbytes + 128 and third["b"].sum() == 20
+    assert torch.equal(third["d"], parts["d"])
+
+
+def test_host_memory_is_pinned_where_the_system_allows_it(monkeypatch):
+    saving, torch = load("training.saving"), load("training.saving").torch
+    calls, launched = [], []
+    register = lambda *given: calls.append(given) or 0  # noqa: E731
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    host = saving.HostCopies()
+    host.allocate({"a": torch.zeros(40)}, on_gpu=True)
+    place = host.copies["a"].data_ptr()
+    assert calls == [(place, 192, 1)] and place % 4096 == 0
+    host.copy({"a": torch.zeros(20)})
+    assert calls[1:] == [place] and not host.pinned
+    cudart.cudaHostRegister = lambda *given: 2
+    monkeypatch.setattr(torch, "ones", lambda *_, device: launched.append(device))
+    host.allocate({"a": torch.zeros(40)}, on_gpu=True)
+    assert launched == ["cuda"] and not host.pinned

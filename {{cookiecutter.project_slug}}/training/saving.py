@@ -1,9 +1,12 @@
 """Saves checkpoints: while training waits, or in the background while it goes on."""
 
+import contextlib
+import mmap
 import shutil
 import threading
 import time
 
+import numpy as np
 import torch
 
 from training import checkpoints, tensor_files
@@ -12,6 +15,8 @@ from training.ranks import SAVE_THREAD, Ranks, as_user_error
 from training.startup import RunStart
 from training.tracking import Log
 from training.weights import TrainingState
+
+ALIGNMENT = 64  # bytes, of each tensor in host memory
 
 
 class Saver:
@@ -28,7 +33,7 @@ class Saver:
         self.problem: Exception | None = None  # of the last save in the background
         # Of each save in the background that is done: its step and seconds, until they are logged.
         self.done: list[tuple[int, float]] = []
-        self.host: dict[str, torch.Tensor] = {}  # copies of the share, which are used again
+        self.host = HostCopies()
         self.asynchronous = start.cfg.async_save
         self.thread_ranks = ranks.for_thread() if self.asynchronous else ranks
 
@@ -48,7 +53,7 @@ class Saver:
             self.write(self.ranks, share, manifest)
             return
         with self.ranks.fail_together(), as_user_error():
-            share.parts = self.host = copy_to_host(share.parts, self.host)
+            share.parts = self.host.copy(share.parts)
         target, arguments = self.write_in_background, (share, manifest)
         self.thread = threading.Thread(target=target, args=arguments, name=SAVE_THREAD, daemon=True)
         self.thread.start()
@@ -106,19 +111,54 @@ class Saver:
             log.write({"step": step, "committed_step": committed, "commit_seconds": seconds})
 
 
-def copy_to_host(
-    parts: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Copies of tensors in host memory, in these buffers where they fit.
+class HostCopies:
+    """Copies of tensors in one piece of host memory, which later copies of the same shapes reuse.
 
-    For a GPU they are pinned: such memory is fast to copy to, and slow to allocate.
+    For a GPU it is pinned: such memory is fast to copy to, and slow to allocate. torch would round
+    its size up to a power of two (pytorch#150517).
     """
-    copies = {}
-    for name, part in parts.items():
-        buffer = buffers.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (part.shape, part.dtype):
-            buffer = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-        copies[name] = buffer.copy_(part, non_blocking=part.is_cuda)
-    if any(part.is_cuda for part in parts.values()):
-        torch.cuda.synchronize()
-    return copies
+
+    def __init__(self):
+        self.memory = np.empty(0, np.uint8)
+        self.copies: dict[str, torch.Tensor] = {}
+        self.shapes: dict[str, tuple] = {}  # and dtypes, by name
+        self.pinned = False
+
+    def copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies that are valid until the next call."""
+        on_gpu = any(part.is_cuda for part in parts.values())
+        shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
+        if shapes != self.shapes:
+            self.allocate(parts, on_gpu)
+            self.shapes = shapes
+        for name, part in parts.items():
+            self.copies[name].copy_(part, non_blocking=part.is_cuda)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return self.copies
+
+    def allocate(self, parts: dict[str, torch.Tensor], on_gpu: bool) -> None:
+        """Makes room for copies of these tensors, in place of the old ones."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
+        self.copies, self.memory, self.pinned = {}, np.empty(0, np.uint8), False  # frees the old
+        sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values()]
+        pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory, start = np.frombuffer(pages, np.uint8), 0
+        for (name, part), size in zip(parts.items(), sizes, strict=True):
+            # Storages of their own: of several views of one, write_share makes copies.
+            piece = torch.from_numpy(self.memory[start : start + part.nbytes])
+            self.copies[name] = piece.view(part.dtype).view(part.shape)
+            start += size
+        if on_gpu:
+            pages.madvise(mmap.MADV_DONTFORK)  # copy-on-write would part them from the GPU
+            self.pinned = pin(self.memory)
+
+
+def pin(memory: np.ndarray) -> bool:
+    """Pins memory; False where the system does not allow it, and copies to it are slower."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")  # takes CUDA's error, which the next kernel would raise
+    return False
