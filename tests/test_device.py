@@ -87,15 +87,23 @@ def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path
         assert project.run("python", "-c", code).stdout == f"{kept}\n"
 
 
-@pytest.mark.parametrize("tf32", ["false", "true"])
-def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32):
-    """torch computes convolutions in TF32 unless it is told not to."""
-    shown = "import torch; from training import tracking; b = torch.backends; "
-    shown += "b.cudnn.allow_tf32 = True; tracking.end_tracker = lambda _: print("
-    shown += "'allowed:', b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, b.cudnn.benchmark)"
+@pytest.mark.parametrize(
+    "tf32, own",
+    [
+        ("false", "torch.set_float32_matmul_precision('medium')"),
+        ("true", "torch.set_float32_matmul_precision('medium')"),
+        ("false", "b.fp32_precision = 'tf32'"),
+    ],
+)
+def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32, own):
+    """torch computes convolutions in TF32 unless it is told not to, and a task may set its own."""
+    shown = f"import torch; from training import tracking; b = torch.backends; {own}; "
+    shown += "b.cudnn.allow_tf32 = True; tracking.end_tracker = lambda _: print('allowed:', "
+    shown += "b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, torch.get_float32_matmul_precision(), "
+    shown += "b.cudnn.benchmark)"
     flags = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--tf32", tf32]
-    allowed = tf32.title()
-    assert f"allowed: {allowed} {allowed} True" in quick(*flags, before=shown)
+    allowed = "True True high" if tf32 == "true" else "False False highest"
+    assert f"allowed: {allowed} True" in quick(*flags, before=shown)
 
 
 def test_tf32_that_nothing_reads_is_warned_of(quick, tmp_path):

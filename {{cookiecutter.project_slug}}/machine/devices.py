@@ -7,6 +7,7 @@ import torch
 
 from machine.report import Figure
 from machine.timing import seconds_per_call
+from training.device import allow_tf32
 from training.peaks import peaks_of
 
 # The formats of matrix products, and on NVIDIA's GPUs the compute capability that each needs.
@@ -56,14 +57,14 @@ def measure_products(format: str, device: torch.device, seconds: float, where: s
     check_format(format, device)
     figures, peak = [], peaks_of(device).get(format)
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = format == "tf32"
+    allow_tf32(format == "tf32")
     try:
         for size in CPU_MATRICES if device.type == "cpu" else MATRICES:
             taken = seconds_per_call(product(format, size, device), device, seconds)
             name = f"matmul {format}, {size}"
             figures.append(Figure(name, 2e-12 * size**3 / taken, "TFLOP/s", where, size, peak))
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        allow_tf32(before)
     return figures
 
 

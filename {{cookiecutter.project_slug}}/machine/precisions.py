@@ -5,6 +5,7 @@ import re
 import torch
 
 from machine import host
+from training.device import allow_tf32
 from training.peaks import FORMATS
 
 # Largest error of a product, as a fraction of its Euclidean norm. The inputs are numbers of the
@@ -35,12 +36,11 @@ def multiply(format: str, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 def error_of(format: str, device: torch.device) -> float:
     """The error of a product, as a fraction of its norm; tf32 is allowed for itself only."""
-    before = torch.backends.cuda.matmul.allow_tf32
+    allow_tf32(format == "tf32")
     try:
-        torch.backends.cuda.matmul.allow_tf32 = format == "tf32"
         product, right = multiply(format, device)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        allow_tf32(False)
     return float((product - right).norm() / right.norm())
 
 

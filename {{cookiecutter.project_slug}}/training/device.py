@@ -56,7 +56,7 @@ def make_accelerator(cfg: Any) -> Accelerator:
         project_dir=cfg.output_dir,
     )
     # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = cfg.tf32
+    allow_tf32(cfg.tf32)
     check_device(accelerator)
     if cfg.gradient_compression == "bf16" and PROCESSES > 1 and accelerator.device.type != "cuda":
         raise ValueError("gradient_compression bf16 needs NCCL; use fp16, or none")
@@ -77,6 +77,19 @@ def make_accelerator(cfg: Any) -> Accelerator:
     if cfg.gradient_compression != "none" and PROCESSES == 1:
         say("warning: gradient_compression is set, but one process sends no gradients")
     return accelerator
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether a GPU computes matrix products and convolutions of fp32 in TF32.
+
+    torch has settings of three generations. It raises as soon as it reads one of them where a task
+    has used another, so all of them are set.
+    """
+    for backend in (torch.backends, torch.backends.cudnn):
+        if hasattr(backend, "fp32_precision"):  # from torch 2.9 on
+            backend.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def keep_compiled_code(folder: str) -> None:
