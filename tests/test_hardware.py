@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -312,6 +313,14 @@ def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
 
     machine.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "compute capability 8.9 (Ada, Hopper) or newer, and H100 has 8.0" in said("fp8")
+    machine.setattr(torch.version, "hip", "6.4")
+    machine.setattr(torch.cuda, "init", lambda: None)
+    amd = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
+    machine.setattr(torch.cuda, "get_device_properties", lambda device: amd)
+    assert "fp8 needs a GPU of MI300 (gfx942), MI350 (gfx950) or gfx12" in said("fp8")
+    amd.gcnArchName = "gfx942:sramecc+:xnack-"
+    accelerate_yaml.read_hardware(FOLDER / "fp8.yaml")
+    machine.setattr(torch.version, "hip", None)
     machine.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: False)
     assert "fp8 needs torchao (pip install torchao); install it, or use bf16" in said("fp8")
     machine.setattr(accelerate_yaml, "is_deepspeed_available", lambda: False)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -205,6 +206,26 @@ def test_formats_run_only_with_right_numbers(monkeypatch):
     assert precisions.try_format("bf16", cpu).startswith("wrong: ")
     lines = precisions.describe({"fp32": "runs", "bf16": "emulated", "fp8": "no: not here"})
     assert lines == "runs: fp32\nemulated, slow: bf16\nfp8: no: not here"
+
+
+def test_fp8_of_mi300_is_its_own(monkeypatch):
+    import torch
+
+    about, cpu = SimpleNamespace(gcnArchName="gfx950:sramecc+:xnack-"), torch.device("cpu")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    assert precisions.fp8_type(torch.device("cuda")) == torch.float8_e4m3fn
+    about.gcnArchName = "gfx942:sramecc+:xnack-"
+    own = precisions.fp8_type(torch.device("cuda"))
+    assert own == torch.float8_e4m3fnuz and precisions.fp8_type(cpu) == torch.float8_e4m3fn
+
+    def multiply(a, b, *scales, out_dtype):
+        assert a.dtype == b.dtype == own
+        return (a.float() @ b.float()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    monkeypatch.setattr(precisions, "fp8_type", lambda device: own)
+    assert precisions.try_format("fp8", cpu) == "emulated"
 
 
 # ---- All processes together ----------------------------------------------------------------------

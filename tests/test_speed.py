@@ -204,6 +204,8 @@ def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
 @pytest.mark.parametrize(
     "name, bf16, memory",
     [
+        ("NVIDIA GB300", 2500, 8000),
+        ("NVIDIA B300 SXM6 AC", 2250, 7700),
         ("NVIDIA GB200", 2500, 8000),
         ("NVIDIA B200", 2250, 7700),
         ("NVIDIA GH200 480GB", 989, 4000),
@@ -218,6 +220,13 @@ def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
         ("NVIDIA L4", 121, 300),
         ("NVIDIA GeForce RTX 3090 Ti", 80, 1008),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 5090", 210, 1792),
+        ("NVIDIA GeForce RTX 5090 D", None, None),
+        ("NVIDIA GeForce RTX 5070 Ti", 88, 896),
+        ("NVIDIA GeForce RTX 5070", 62, 672),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 504, 1792),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439, 1792),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 500, 1597),
         ("Tesla T4", None, 320),
     ],
 )

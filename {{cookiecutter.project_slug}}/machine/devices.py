@@ -8,12 +8,12 @@ import torch
 from machine.report import Figure
 from machine.timing import seconds_per_call
 from training.device import allow_tf32
-from training.peaks import peaks_of
+from training.peaks import fp8_type, peaks_of
 
 # The formats of matrix products, and on NVIDIA's GPUs the compute capability that each needs.
 FORMATS = {"fp32": (0, 0), "tf32": (8, 0), "bf16": (8, 0), "fp16": (5, 3), "fp8": (8, 9)}
 OTHER_FORMATS = {"cpu": ("fp32", "bf16"), "mps": ("fp32", "bf16", "fp16")}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MATRICES, CPU_MATRICES = (1024, 2048, 4096, 8192), (256, 512, 1024)  # rows, and columns
 BUFFER = 256 << 20  # bytes that are copied: far more than caches hold
 
@@ -43,7 +43,7 @@ def product(format: str, size: int, device: torch.device) -> Callable[[], object
 
     Their numbers are random: with zeros a GPU needs less power, and so runs faster.
     """
-    dtype = DTYPES.get(format, torch.float32)
+    dtype = fp8_type(device) if format == "fp8" else DTYPES.get(format, torch.float32)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     if format == "fp8":
         one, out_dtype = torch.ones((), device=device), torch.bfloat16

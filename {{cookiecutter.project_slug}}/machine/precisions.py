@@ -6,12 +6,12 @@ import torch
 
 from machine import host
 from training.device import allow_tf32
-from training.peaks import FORMATS
+from training.peaks import FORMATS, fp8_type
 
 # Largest error of a product, as a fraction of its Euclidean norm. The inputs are numbers of the
 # format, except of tf32: so it is that of adding up, and of rounding the result.
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3, "fp8": 2e-2}
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Flags of processors that compute in the format themselves.
 FLAGS = {"bf16": "avx512_bf16|amx_bf16|bf16", "fp16": "avx512_fp16|amx_fp16|asimdhp", "fp8": "$^"}
 SIZE = 64
@@ -21,7 +21,7 @@ def multiply(format: str, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     """A product of two matrices in this format, and the right one, both float64 on the CPU."""
     draw = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIZE, SIZE, generator=draw) for _ in range(2))
-    kind = TYPES.get(format, torch.float32)
+    kind = fp8_type(device) if format == "fp8" else TYPES.get(format, torch.float32)
     a, b = a.to(kind), b.to(kind)
     right = a.double() @ b.double()
     a, b = a.to(device), b.to(device)

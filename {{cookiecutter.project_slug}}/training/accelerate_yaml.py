@@ -60,6 +60,7 @@ WORDS = {
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
     "fsdp_state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
 }
+FP8_OF_AMD = ("gfx94", "gfx95", "gfx12")
 FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 
 
@@ -285,11 +286,19 @@ def check_fp8(backend: object) -> None:
     if not any(FP8_LIBRARIES[name]() for name in asked):
         library = "torchao (pip install torchao)" if "AO" in asked else "Transformer Engine"
         raise ValueError(f"mixed_precision fp8 needs {library}; install it, or use bf16")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        major, minor = torch.cuda.get_device_capability()
+    if not torch.cuda.is_available():
+        return
+    if torch.version.hip:
+        has = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
+        fits, needs = has.startswith(FP8_OF_AMD), "MI300 (gfx942), MI350 (gfx950) or gfx12"
+    else:
+        capability = torch.cuda.get_device_capability()
+        fits, has = capability >= (8, 9), ".".join(map(str, capability))
+        needs = "compute capability 8.9 (Ada, Hopper) or newer"
+    if not fits:
         raise ValueError(
-            "mixed_precision fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or newer, and "
-            f"{torch.cuda.get_device_name()} has {major}.{minor}; use bf16"
+            f"mixed_precision fp8 needs a GPU of {needs}, and {torch.cuda.get_device_name()} has "
+            f"{has}; use bf16"
         )
 
 

@@ -5,6 +5,8 @@ import torch
 FORMATS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 # A part of the device's name: TFLOP/s in the FORMATS, GB/s of memory. The first that fits counts.
 PEAKS = {
+    "GB300": (80, 1250, 2500, 2500, 5000, 8000),
+    "B300": (75, 1100, 2250, 2250, 4500, 7700),
     "GB200": (80, 1250, 2500, 2500, 5000, 8000),
     "B200": (75, 1100, 2250, 2250, 4500, 7700),
     "GH200 480GB": (67, 495, 989, 989, 1979, 4000),
@@ -19,8 +21,16 @@ PEAKS = {
     "L40S": (91.6, 183, 362, 362, 733, 864),
     "L40": (90.5, 90.5, 181, 181, 362, 864),
     "NVIDIA L4": (30.3, 60, 121, 121, 242, 300),
+    "RTX PRO 6000 Blackwell Workstation": (126, 252, 504, 504, 1008, 1792),
+    "RTX PRO 6000 Blackwell Max-Q": (110, None, 439, 439, None, 1792),
+    "RTX PRO 6000 Blackwell Server": (120, None, 500, 500, 1000, 1597),
     "RTX 6000 Ada": (91.1, 182, 364, 364, 728, 960),
     "RTX A6000": (38.7, 77.4, 155, 155, None, 768),
+    # For fp8 the data sheet of RTX 50xx has two figures, by how sums are kept.
+    "RTX 5090": (105, 105, 210, 210, None, 1792),
+    "RTX 5080": (56, 56, 113, 113, None, 960),
+    "RTX 5070 Ti": (44, 44, 88, 88, None, 896),
+    "RTX 5070": (31, 31, 62, 62, None, 672),
     "RTX 4090": (82.6, 82.6, 165, 165, 330, 1008),
     "RTX 3090 Ti": (40, 40, 80, 80, None, 1008),
     "RTX 3090": (35.6, 35.6, 71, 71, None, 936),
@@ -29,7 +39,8 @@ PEAKS = {
     "Tesla T4": (8.1, None, None, 65, None, 320),
     "MI300X": (163, 654, 1307, 1307, 2615, 5300),
 }
-UNKNOWN = ("Laptop", "4090 D", "MIG")  # slower cards of the same names, and parts of a card
+# Other cards of the same names, and parts of a card.
+UNKNOWN = ("Laptop", "4090 D", "5090 D", "SUPER", "MIG")
 
 
 def peaks_of(device: torch.device) -> dict[str, float]:
@@ -40,3 +51,11 @@ def peaks_of(device: torch.device) -> dict[str, float]:
             named = zip((*FORMATS, "memory"), numbers, strict=True)
             return {format: number for format, number in named if number}
     return {}
+
+
+def fp8_type(device: torch.device) -> torch.dtype:
+    """The fp8 that a device multiplies: AMD's MI300 has one of its own."""
+    if device.type == "cuda" and torch.version.hip:
+        if "gfx94" in torch.cuda.get_device_properties(device).gcnArchName:
+            return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
