@@ -5,12 +5,13 @@ import math
 import re
 import shutil
 import subprocess
+import threading
 import time
 
 import pytest
 import torch
 
-from conftest import lines, read_checkpoint, read_weights, status, trained, wait_until
+from conftest import lines, load_task, read_checkpoint, read_weights, status, trained, wait_until
 
 
 def checkpoint(output, step):
@@ -456,6 +457,49 @@ def test_a_process_that_dies_ends_the_others_with_a_line(tiny, tmp_path):
             run.kill()
     assert runs[0].returncode == 1 and "Traceback" not in printed
     assert "train.py: lost the connection to another process, which has died" in printed
+
+
+DUPLICATE = """NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN)
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4d000
+"""
+
+
+def test_a_first_exchange_that_fails_is_told_with_its_error(monkeypatch):
+    """And one that takes too long, with its limit, which follows the timeout."""
+    network, address = load_task("training.network"), ["node0 at eth0 10.0.0.1"]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "me", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+
+    def told(library, timeout):
+        with pytest.raises(network.NetworkError) as error:
+            if library == "gloo":
+                store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+                network.try_cpus(timeout, store)
+            network.try_gpus(torch.device("cpu"), timeout, address)
+        return re.search(f"not each other: {library} ([^;]+); \\w+ at ", str(error.value))[1]
+
+    def fails(text):
+        def function(*_):
+            raise RuntimeError(text)
+
+        return function
+
+    refused = "[pair.cc:534] connect: Connection refused"
+    monkeypatch.setattr(network.dist, "ProcessGroupGloo", fails(f"{refused}\nframe #0: c10"))
+    monkeypatch.setattr(network.dist, "all_reduce", fails(DUPLICATE))
+    assert told("gloo", 1800) == f"failed: {refused}"
+    assert told("NCCL", 1800) == f"failed: {DUPLICATE.splitlines()[-1]}"
+
+    class Endless(threading.Thread):
+        start = join = lambda self, limit=0: None
+        is_alive = lambda self: True  # noqa: E731
+
+    monkeypatch.setattr(network.threading, "Thread", Endless)
+    for library, limits in (("gloo", (20, 60, 60, 120)), ("NCCL", (20, 180, 180, 360))):
+        for timeout, limit in zip((20, 600, 1800, 3600), limits, strict=True):
+            assert told(library, timeout).startswith(f"exchanged nothing within {limit} s (a --ti")
 
 
 def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):

@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-# Seconds for the first exchange. Processes are all there when it begins. The one of GPUs includes
-# their start, and NCCL's search for the paths between them.
+from training.console import one_line
+
+# Seconds for the first exchange, for a timeout of 1800 s; a longer one raises them. Processes are
+# all there when it begins. The one of GPUs includes their start, and NCCL's search for the paths
+# between them.
 CPU_LIMIT, GPU_LIMIT = 60, 180
 
 
@@ -67,25 +70,34 @@ def meet(store: dist.Store, name: str, value: dict) -> list[dict]:
         raise NetworkError(f"no word from process {', '.join(missing[:10])}{more}") from None
 
 
-def describe(library: str, limit: float, addresses: list[str], variable: str) -> str:
+def describe(problem: str, addresses: list[str], variable: str) -> str:
     """One line: what did not work, where every machine is, and what to set."""
     main = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     where = list(dict.fromkeys(addresses))
     more = ", ..." if len(where) > 8 else ""
     return (
-        f"the processes reach the main process at {main}, but not each other: {library} exchanged "
-        f"nothing within {limit:.0f} s; {', '.join(where[:8])}{more}; {variable} is "
-        f"{os.environ.get(variable) or 'not set'}: export the name of an interface that joins the "
-        "machines, and open all ports on it"
+        f"the processes reach the main process at {main}, but not each other: {problem}; "
+        f"{', '.join(where[:8])}{more}; {variable} is {os.environ.get(variable) or 'not set'}: if "
+        "nothing else is wrong, export the name of an interface that joins the machines, and open "
+        "all ports on it"
     )
 
 
-def try_exchange(exchange, library: str, limit: float, addresses: list[str], variable: str) -> None:
-    """Calls `exchange` in a thread; raises NetworkError if it fails or does not end in `limit` s.
+def reason(error: Exception) -> str:
+    """One line of an error: after "Last error:", where NCCL tells the cause, or its first line."""
+    text, _, cause = str(error).partition("Last error:")
+    return one_line((cause.strip() or text.strip() or repr(error)).splitlines()[0])
 
-    While gloo and NCCL connect, no timeout of torch ends their calls (gloo: 5 minutes).
+
+def try_exchange(
+    exchange, library: str, limit: float, timeout: int, addresses: list[str], variable: str
+) -> None:
+    """Calls `exchange` in a thread; raises NetworkError if it fails, or takes too long.
+
+    While gloo and NCCL connect, no timeout of torch ends their calls (gloo: 5 minutes). `limit`,
+    in seconds, grows with the run's `timeout`, and is never above it.
     """
-    problems = []
+    problems, limit = [], min(limit * max(timeout / 1800, 1), timeout)
 
     def catch():
         try:
@@ -97,7 +109,10 @@ def try_exchange(exchange, library: str, limit: float, addresses: list[str], var
     thread.start()
     thread.join(limit)
     if thread.is_alive() or problems:
-        line = describe(library, limit, addresses, variable)
+        problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
+        if problems:
+            problem = f"failed: {reason(problems[0])}"
+        line = describe(f"{library} {problem}", addresses, variable)
         raise NetworkError(line) from next(iter(problems), None)
 
 
@@ -134,7 +149,7 @@ def try_cpus(timeout: int, store: dist.Store | None = None) -> tuple[dist.Store,
         group.allreduce([torch.ones(1)]).wait()
 
     addresses = [each["address"] for each in facts]
-    try_exchange(exchange, "gloo", min(CPU_LIMIT, timeout), addresses, "GLOO_SOCKET_IFNAME")
+    try_exchange(exchange, "gloo", CPU_LIMIT, timeout, addresses, "GLOO_SOCKET_IFNAME")
     return store, addresses
 
 
@@ -146,4 +161,4 @@ def try_gpus(device: torch.device, timeout: int, addresses: list[str]) -> None:
         dist.all_reduce(total)
         total.item()
 
-    try_exchange(exchange, "NCCL", min(GPU_LIMIT, timeout), addresses, "NCCL_SOCKET_IFNAME")
+    try_exchange(exchange, "NCCL", GPU_LIMIT, timeout, addresses, "NCCL_SOCKET_IFNAME")
