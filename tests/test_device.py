@@ -113,6 +113,24 @@ def test_tf32_that_nothing_reads_is_warned_of(quick, tmp_path):
     assert warned not in quick(*flags, tmp_path / "off")
 
 
+OFFLOAD = {
+    "FSDP_OFFLOAD_PARAMS": "true",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",  # nothing is offloaded
+}
+
+
+def test_an_optimizer_on_the_cpu_has_the_cores_of_its_process(quick, tmp_path):
+    """Four processes share 14 cores; launchers have told each to use one."""
+    shown = "import os, torch; from training import tracking; os.sched_getaffinity = "
+    shown += "lambda _: range(14); os.environ['LOCAL_WORLD_SIZE'] = '4'; tracking.end_tracker = "
+    shown += "lambda _: print('threads:', torch.get_num_threads()); os.environ[{!r}] = {!r}"
+    flags = ["--max_steps", 1, "--output_dir"]
+    for (name, value), threads in zip(OFFLOAD.items(), (3, 3, 1), strict=True):
+        printed = quick(*flags, tmp_path / name, before=shown.format(name, value))
+        assert f"threads: {threads}\n" in printed
+
+
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
     device = load_task("training.device")
     cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))

@@ -72,6 +72,8 @@ def make_accelerator(cfg: Any) -> Accelerator:
     if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # sums depend on the number of threads
         say("exact computes with one thread for each process; more processes use more cores")
+    if offloads_optimizer():  # launchers give each of several processes one thread
+        torch.set_num_threads(max(torch.get_num_threads(), cores_per_process()))
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
         say("warning: tf32 is true, but only a GPU in fp32 reads it")
     if cfg.gradient_compression != "none" and PROCESSES == 1:
@@ -103,6 +105,18 @@ def keep_compiled_code(folder: str) -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
 
+def offloads_optimizer() -> bool:
+    """Whether the CPU updates the weights, of FSDP or DeepSpeed, while a GPU computes gradients."""
+    device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    return parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or device != "none"
+
+
+def cores_per_process() -> int:
+    """Cores of this machine for each of its training processes, at least 1."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(cores, 1)
+
+
 def use_cpu() -> bool:
     """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
     gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
@@ -131,8 +145,7 @@ def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
         return chosen
     if device.type != "cuda" or not hasattr(task, "augment"):
         return 0
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return min(max(cores - 1, 0), 4)
+    return min(cores_per_process() - 1, 4)
 
 
 def compile_blocks(model: torch.nn.Module) -> None:
