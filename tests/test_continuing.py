@@ -287,11 +287,19 @@ train.shutdown.run(train.main, train.prepare)
     assert str(output) in flushed[last:]
 
 
-def test_a_report_that_fails_does_not_fail_the_run(quick, tmp_path):
-    output = tmp_path / "run"
-    printed = quick("--output_dir", output, *BASE, "--task.fail_report")
-    assert "no report: TypeError: no picture of this" in printed
-    assert status(output)["state"] == "finished" and (output / "model" / "weights.pt").exists()
+def test_a_report_that_fails_or_is_killed_does_not_fail_the_run(quick, tmp_path):
+    """Nor does a tracker that does not close. The next start does not export the model again."""
+    closing = "from training import tracking; tracking.end_tracker = lambda _: 1 / 0"
+    killed = "import os, task; task.report = lambda *_: os.kill(os.getpid(), 9)"
+    for flags, before, code in ((["--task.fail_report"], closing, 0), ([], killed, -9)):
+        output = tmp_path / str(code)
+        printed = quick("--output_dir", output, *BASE, *flags, before=before, codes=[code])
+        if code == 0:
+            assert "no report: TypeError: no picture of this" in printed
+            assert "the tracker was not closed: ZeroDivisionError: division by zero" in printed
+        assert status(output)["state"] == "finished" and status(output)["exit_code"] == 0
+        assert (output / "model" / "weights.pt").exists()
+        assert "is finished: 8 steps" in quick("--output_dir", output, *BASE, *flags)
 
 
 # ---- The run folder ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conftest import BakedProject, bake, digest, latest, lines, preloaded
+from conftest import BakedProject, bake, digest, latest, lines, preloaded, read_weights, status
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds")
@@ -353,8 +353,39 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
     train(project, "fsdp2", 2, *STEPS, "--output_dir", half)
     last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
     assert last[0] == last[1]
+    exported = torch.load(whole / "model" / "weights.pt")
+    saved = read_weights(whole / "checkpoints" / "step-00000012")
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(values, exported[name]) for name, values in saved.items())
     assert [*curve(half)] == [*range(7, 13)]
     assert all(curve(half)[step] == curve(whole)[step] for step in range(7, 13))
+
+
+REPORT = """
+
+import time
+
+
+def report(model, sums, output, cfg, prepared):
+    time.sleep(12)
+    kinds = {(type(p).__name__, p.requires_grad) for p in model.parameters()}
+    return {"reported by": f"{torch.get_num_threads()} threads, {kinds}"}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("cpu_multi", 2), ("fsdp2", 2)])
+def test_a_report_takes_longer_than_the_timeout_and_all_cores(tiny, tmp_path, case):
+    """Cores only where a whole model may not fit into a GPU. The other process leaves before."""
+    path = shutil.copytree(tiny.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(REPORT)
+    output, flags = tmp_path / "run", ["--timeout", 8, "--output_dir", tmp_path / "run"]
+    for more in ([], ["--eval_only", "true"]):
+        text = train(BakedProject(path), *case, *flags, *more)
+        threads = len(os.sched_getaffinity(0)) if case[0] == "fsdp2" else 1
+        assert f"reported by: {threads} threads, {{('Parameter', True)}}\n" in text
+        assert status(output)["state"] == "finished"
 
 
 @pytest.mark.slow

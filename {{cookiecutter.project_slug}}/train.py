@@ -60,7 +60,7 @@ from training.config import (
     Workers,
 )
 from training.console import one_line, say
-from training.ranks import Ranks, UserError, as_user_error, catch
+from training.ranks import Ranks, UserError, as_user_error, attempt, catch
 from training.saving import Saver
 from training.shares import ShareBalancer
 from training.startup import RunStart, agree_on_start, prepare_run
@@ -264,33 +264,25 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
 # ---- Export --------------------------------------------------------------------------------------
 
 
-def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart) -> dict:
+def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart, state) -> dict:
     """Prints what the task shows of an evaluation, texts and pictures; returns it."""
     if not hasattr(task, "report"):
         return {}
     output.mkdir(exist_ok=True)
-    arguments = (model.eval(), sums, output, start.cfg.task, start.prepared)
-    shown, problem = catch(lambda: dict(task.report(*arguments) or {}))
-    if problem:  # a failed report does not end the run
-        say(f"no report: {type(problem).__name__}: {one_line(problem)}")
-    for name, value in (shown or {}).items():
+    weights.place_for_report(model, state)
+    shown = dict(task.report(model.eval(), sums, output, start.cfg.task, start.prepared) or {})
+    for name, value in shown.items():
         say(f"{name}: {value}")
-    return shown or {}
+    return shown
 
 
-def export(model: torch.nn.Module, sums: dict, start: RunStart, log, run_info: dict) -> None:
-    """Saves the trained model with its card, shows what it can do, and draws the curves.
-
-    For `run_info` see model_card.write_card.
-    """
+def export(model: torch.nn.Module, start: RunStart, run_info: dict) -> None:
+    """Saves the trained model with its card. For `run_info` see model_card.write_card."""
     folder = start.output / "model"
     fresh = run_folder.make_fresh_folder(folder)
     task.export(model.eval(), fresh, start.cfg.task, start.prepared)
     model_card.write_card(fresh, folder, run_info)
     run_folder.replace_folder(fresh, folder)
-    log.show(report(model, sums, start.output, start), run_info["step"])
-    curves, problem = catch(draw_curves, start.output)
-    say(f"model: {folder}  curves: {curves or f'no picture: {one_line(problem)}'}")
 
 
 def draw_curves(output: Path) -> Path | str:
@@ -413,7 +405,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             if accelerator.is_main_process:
                 line = {"step": first_step, "checkpoint": str(checkpoint), **scores}
                 tracking.write_json_object(output / "evaluation" / "metrics.json", line)
-                report(full_model, sums, output / "evaluation", start)
+        accelerator.state.destroy_process_group()  # the others leave: see End
+        if accelerator.is_main_process:
+            attempt("no report", report, full_model, sums, output / "evaluation", start, state)
         return 0
 
     # Try an evaluation: a mistake in task.py shows now, and not hours later.
@@ -565,15 +559,21 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             if accelerator.is_main_process:
                 start.check_folder()
                 run_info = {"step": exported, "steps": last, "scores": scores, **start.manifest}
-                export(full_model, sums, start, log, run_info)
+                export(full_model, start, run_info)
 
-    # End.
+    # End. A report may take longer than the timeout: the others leave, and nothing waits for them.
     accelerator.wait_for_everyone()
-    tracking.end_tracker(accelerator)
-    code = shutdown.STOPPED if stopped else 0
+    accelerator.state.destroy_process_group()
+    code, ended = (shutdown.STOPPED, "stopped") if stopped else (0, "finished")
     if accelerator.is_main_process:
-        state = "stopped" if stopped else "finished"
-        run_folder.write_status(output, state, exit_code=code, settings=point.settings)
+        run_folder.write_status(output, ended, exit_code=code, settings=point.settings)
+        if not stopped:
+            shown = attempt("no report", report, full_model, sums, output, start, state)
+            attempt("the tracker has no report", log.show, shown or {}, exported)
+            curves, problem = catch(draw_curves, output)
+            curves = curves or f"no picture: {one_line(problem)}"
+            say(f"model: {output / 'model'}  curves: {curves}")
+        attempt("the tracker was not closed", tracking.end_tracker, accelerator)
     return code
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from training import network
+from training.console import one_line, say
 from training.device import PROCESSES, use_cpu
 from training.layout import this_layout
 from training.run_folder import PERMANENT_ERRORS, REMOVED
@@ -104,6 +105,14 @@ def catch(function, *arguments) -> tuple[Any, Exception | None]:
         return function(*arguments), None
     except Exception as error:
         return None, error
+
+
+def attempt(failure: str, function, *arguments) -> Any:
+    """What the function returns; None, and a line, if it fails: the run goes on without it."""
+    result, problem = catch(function, *arguments)
+    if problem:
+        say(f"{failure}: {type(problem).__name__}: {one_line(problem)}")
+    return result
 
 
 SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background

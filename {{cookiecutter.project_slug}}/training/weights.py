@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from training import checkpoints, sharding
@@ -87,22 +87,47 @@ def gather_model(
     """The task's model with all weights, on the main process. All processes must call it.
 
     If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
-    the other processes: only the main process needs memory for all weights.
+    the other processes: only the main process needs memory for all weights, and for these once.
     """
     if not this_layout().sharded:
         return bare_model(accelerator, module)
-    if this_layout().deepspeed:
-        state = accelerator.get_state_dict(module)
-    else:
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(module, options=whole)
-    model = None
+    model, built, whole = None, {}, {}
     with ranks.fail_together(), as_user_error():
         if accelerator.is_main_process:
             model = build()
-            state = {bare_name(n).removeprefix("model."): v for n, v in state.items()}
-            model.load_state_dict(state)
+            built = model.state_dict()
+    if this_layout().deepspeed:
+        state = accelerator.get_state_dict(module) or {}
+    else:
+        state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
+    with ranks.fail_together(), as_user_error():
+        for name, values in state.items():
+            if isinstance(values, DTensor):  # under offload it is on the CPU, where NCCL is not
+                values = values.to(values.device_mesh.device_type).full_tensor()
+            if accelerator.is_main_process:
+                name = bare_name(name).removeprefix("model.")
+                whole[name] = built[name].copy_(values)
+        if accelerator.is_main_process:  # some modules build their state when they are asked
+            model.load_state_dict(whole)
     return model
+
+
+def place_for_report(model: torch.nn.Module, state: "TrainingState") -> None:
+    """Moves a gathered model to the GPU if it fits there; otherwise all cores compute for it.
+
+    Training is over: the optimizer's state makes room, and the other processes leave their cores.
+    """
+    if not this_layout().sharded:
+        return
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = state.accelerator.device
+    if device.type == "cuda":
+        state.optimizer.state.clear()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        size = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+        if size + total // 10 < free:  # the tenth is for what the report computes
+            model.to(device)
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
