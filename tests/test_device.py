@@ -1,6 +1,7 @@
 """How a device is told to compute, and what happens while it does."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +130,57 @@ def test_an_optimizer_on_the_cpu_has_the_cores_of_its_process(quick, tmp_path):
     for (name, value), threads in zip(OFFLOAD.items(), (3, 3, 1), strict=True):
         printed = quick(*flags, tmp_path / name, before=shown.format(name, value))
         assert f"threads: {threads}\n" in printed
+
+
+LEAKING = [
+    ("2.9.1+cu128", "FSDP", False),
+    ("2.10.0a0+nv", "FSDP", True),
+    ("2.11.0", "DEEPSPEED", False),  # it shards no weight by itself
+    ("2.12.0", "FSDP", False),
+]
+
+
+def test_a_torch_that_leaks_is_warned_of_where_weights_are_sharded(quick, tmp_path):
+    program = "import torch; from training import device, layout, monitor; "
+    program += "torch.__version__ = {!r}; device.this_layout = lambda: layout.Layout(kinds=({!r},))"
+    for version, kind, leaks in LEAKING:
+        flags = ["--max_steps", 1, "--output_dir", tmp_path / version]
+        printed = quick(*flags, before=program.format(version, kind))
+        assert (f"warning: torch {version} loses memory" in printed) == leaks
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.13.0"])
+def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypatch, version):
+    """On Apple's GPUs below 2.13: it gets no gradients, as optimizers that are not fused."""
+    monitor, torch = load_task("training.monitor"), load_task("training.device").torch
+    monkeypatch.setattr(torch, "__version__", version)
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), torch.inf)
+    inner = torch.optim.AdamW([weight], fused=True)
+    norm = SimpleNamespace(device=torch.device("mps"), isfinite=lambda: torch.tensor(False))
+    monitor.skip_unless_finite(SimpleNamespace(optimizer=inner, scaler=None), norm)
+    assert (weight.grad is None) == (version == "2.12.1")
+    assert hasattr(inner, "found_inf") == (version == "2.13.0")
+
+
+def test_a_gathered_model_moves_to_the_gpu_if_it_fits_there(monkeypatch):
+    """A tenth of the memory is left for the report, which otherwise has all cores."""
+    weights, device = load_task("training.weights"), load_task("training.device")
+    cuda, used, moved = device.torch.cuda, [], []
+    fsdp = load_task("training.layout").Layout(kinds=("FSDP",))
+    monkeypatch.setattr(weights, "this_layout", lambda: fsdp)
+    monkeypatch.setattr(weights.os, "sched_getaffinity", lambda _: range(14))
+    monkeypatch.setattr(device.torch, "set_num_threads", used.append)
+    monkeypatch.setattr(cuda, "empty_cache", lambda: None)
+    model = device.torch.nn.Linear(1000, 249, bias=False)  # 996 kB
+    model.to = moved.append
+    for free in (2_000_000, 1_990_000):
+        monkeypatch.setattr(cuda, "mem_get_info", lambda _, free=free: (free, 10_000_000))
+        place = SimpleNamespace(device=device.torch.device("cuda", 1))
+        optimizer = SimpleNamespace(state={"weight": "moments"})
+        weights.place_for_report(model, SimpleNamespace(accelerator=place, optimizer=optimizer))
+        assert moved == [place.device] and not optimizer.state
+    assert used == [14, 14]
 
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):

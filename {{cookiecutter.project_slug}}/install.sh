@@ -156,6 +156,9 @@ elif [ "$fitting" != pypi ]; then
     index=$PYTORCH/$fitting
 fi
 
+# With the last two versions of cu128, runs whose weights are sharded lose memory.
+case $build:$TORCH in cu128:torch\>=*) TORCH="$TORCH,!=2.10.*,!=2.11.*" ;; esac
+
 # Another build that is installed gives way to one that was named, or that can use the GPU.
 have=$(installed_build || :)
 replace=

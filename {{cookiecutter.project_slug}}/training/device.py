@@ -24,6 +24,16 @@ from training.layout import this_layout
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
+# Faults of torch's fused AdamW: the first version that has one, and the first that has it no more.
+LEAK = ((2, 10), (2, 12))  # sharded weights: some memory for each, in each step (pytorch#188174)
+NO_SKIP = ((0, 0), (2, 13))  # Apple's GPUs: found_inf is ignored (pytorch#186360)
+
+
+def torch_has(fault: tuple) -> bool:
+    """Whether the installed torch has one of these faults."""
+    first, fixed = fault
+    return first <= tuple(map(int, torch.__version__.split(".")[:2])) < fixed
+
 
 def make_accelerator(cfg: Any) -> Accelerator:
     """The accelerator that the launcher's YAML asks for; raises ValueError if it is not there.
@@ -72,6 +82,11 @@ def make_accelerator(cfg: Any) -> Accelerator:
     if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # sums depend on the number of threads
         say("exact computes with one thread for each process; more processes use more cores")
+    if this_layout().sharded and not this_layout().deepspeed and torch_has(LEAK):
+        say(
+            f"warning: torch {torch.__version__} loses memory in each step where weights are "
+            "sharded (pytorch#188174); for a long run install 2.12 or newer, or 2.9"
+        )
     if offloads_optimizer():  # launchers give each of several processes one thread
         torch.set_num_threads(max(torch.get_num_threads(), cores_per_process()))
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
+from training.device import NO_SKIP, torch_has
 from training.layout import this_layout
 from training.ranks import Ranks
 
@@ -33,13 +34,15 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     """Makes the next optimizer.step() change nothing if the gradient's norm is not finite.
 
     PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
-    norm and removes the gradients, without which an optimizer changes neither weights nor moments.
+    norm and removes the gradients, without which an optimizer changes neither weights nor moments;
+    also for fused ones that ignore `found_inf`.
     DeepSpeed has skipped the step by itself, in `backward`.
     """
     inner = optimizer.optimizer
     if this_layout().deepspeed:
         return
-    if not getattr(inner, "_step_supports_amp_scaling", False):
+    ignored = norm.device.type == "mps" and torch_has(NO_SKIP)
+    if ignored or not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
     elif optimizer.scaler is None:
