@@ -63,7 +63,8 @@ def visible_gpus():
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return os.environ["CUDA_VISIBLE_DEVICES"]
     found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True)
-    return ",".join(map(str, range(found.stdout.count(b"GPU ")))) if found else ""
+    listed = found.stdout.splitlines() if found else []
+    return ",".join(map(str, range(sum(line.startswith(b"GPU ") for line in listed))))
 
 
 # For tests/test_gpu.py; all other tests compare numbers of CPUs, wherever they are run.
