@@ -22,7 +22,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scale bench-gpu
+.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scale gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,8 +63,8 @@ bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain:
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@.venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
-bench-gpu: $(BENCH)  ## measure how much of a GPU a project uses, each optimisation on and off
-	@.venv/bench/bin/python benchmarks/gpu.py $(ARGS)
+gpu: $(TESTS)  ## check what only a GPU can show, against stored figures: an hour at most
+	@.venv/bin/python benchmarks/checklist.py $(ARGS)
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
 # $(call setup,TASK,EXTRAS)

@@ -1,12 +1,13 @@
 """Measures how much of a GPU a baked project uses, with each of its optimisations on and off.
 
-    make bench-gpu                            # 1.08 B parameters, all rows
-    make bench-gpu ARGS="--rows baked"        # the rows whose names contain this word
-    make bench-gpu ARGS="--device cpu"        # a tiny model: does the program itself work?
+    python benchmarks/gpu.py                  # 1.08 B parameters, all rows
+    python benchmarks/gpu.py --rows baked     # the rows whose names contain this word
+    python benchmarks/gpu.py --device cpu     # a tiny model: does the program itself work?
 
-Each row is a process of its own, started by `accelerate launch`. HF Trainer and a loop in plain
-PyTorch do the same work. A row that fails, for example for want of memory, says so; results/ keeps
-the rows of earlier calls on the same device. The folder for temporary files needs 15 GB.
+`make gpu` runs it, in pieces (checklist.py). Each row is a process of its own, started by
+`accelerate launch`. HF Trainer and a loop in plain PyTorch do the same work. A row that fails, for
+example for want of memory, says so; results/ keeps the rows of earlier calls on the same device.
+The folder for temporary files needs 15 GB.
 
 MFU, the share of the device's peak, counts 6 (N - embeddings) + 12 L h S FLOPs a token, for N
 parameters, L layers of width h, and rows of S tokens. The causal mask makes half of the attention
@@ -70,10 +71,12 @@ class Row:
     micro_batch: int = 8  # samples
     accumulation: int = 1
     flags: dict = field(default_factory=dict)  # of the baked project's train.py
+    hardware: str = "single_gpu_bf16"  # accelerate's YAML, where there is a GPU
     changes: tuple = ()  # functions below that change the project before it runs
 
 
 COMPILED = Row("baked, compiled", "baked", compile=True)
+SMALL = Row("baked, 2 x 4", "baked", micro_batch=2, accumulation=4)
 WHOLE_LOGITS = {"task.loss_chunk": 2**30}
 ROWS = [
     Row("plain loop, eager", "plain"),
@@ -94,11 +97,21 @@ ROWS = [
     replace(COMPILED, name="baked, 16 x 4", micro_batch=16, accumulation=4),
     replace(
         COMPILED,
-        name="baked, 16 x 4, max-autotune",
+        name="baked, max-autotune",
         micro_batch=16,
         accumulation=4,
         changes=("max_autotune",),
     ),
+    replace(SMALL, name="baked, in fp32", hardware="single_gpu"),
+    replace(SMALL, name="baked, in tf32", hardware="single_gpu", flags={"tf32": "true"}),
+    replace(
+        SMALL,
+        name="baked, in fp16",
+        hardware="single_gpu_fp16",
+        flags={"task.loss_chunk": 256},
+    ),
+    SMALL,
+    replace(SMALL, name="baked, 2 x 4, exact", flags={"exact": "true"}),
 ]
 
 
@@ -288,6 +301,12 @@ def probe(device: str) -> dict:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
+def results_file(folder: Path, name: str) -> Path:
+    """The file for the results of a device, by its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
 def flops_a_token(size: Size, attention: int = 12) -> float:
     """6 (N - embeddings) + 12 L h S; with attention=6, without what the causal mask hides."""
     layer = 13 * size.hidden**2 + 2 * size.hidden  # attention 4, feed-forward 9, two norms
@@ -309,7 +328,7 @@ def run_row(row: Row, todo: Work, device: str) -> dict:
     """The numbers of a row, or {"failed": why}."""
     size, project, folder = todo.size, Path(todo.project), Path(todo.output)
     folder.mkdir()
-    hardware = "single_gpu_bf16" if device == "cuda" else "cpu"
+    hardware = row.hardware if device == "cuda" else "cpu"
     config = str(project / "configs" / "accelerate" / f"{hardware}.yaml")
     told = {"row": asdict(row), "report": str(folder / "report.json")}
     env = environment(device, BENCH_WORK=todo.to_json(), BENCH_ROW=json.dumps(told))
@@ -322,6 +341,10 @@ def run_row(row: Row, todo: Work, device: str) -> dict:
         memory = [line for line in lines if "out of memory" in line.lower()]
         return {"failed": (memory or lines)[-1][:200]}
     found = json.loads(report.read_text())
+    metrics = folder / "run" / "metrics.jsonl"  # of a baked project
+    if metrics.exists():
+        lines = map(json.loads, metrics.read_text().splitlines())
+        found["logged"] = [line for line in lines if "loss" in line][-1]
     step = compare.middle(found["seconds"])
     tokens = size.batch * size.context
     return {**found, "tokens_per_second": [tokens / each for each in (step[0], step[2], step[1])]}
@@ -389,8 +412,7 @@ def main() -> None:
     report = {**compare.about_machine(), **found, "size": asdict(size), "rows": {}}
     report["peak"] = known[0] * 1e12 if known else measured
     report["flops_a_token"] = [flops_a_token(size), flops_a_token(size, attention=6)]
-    file = asked.output / f"{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-    asked.output.mkdir(parents=True, exist_ok=True)
+    file = results_file(asked.output, device)
     if file.exists():
         report["rows"] = json.loads(file.read_text())["rows"]
     folder = Path(tempfile.mkdtemp(prefix="bench"))

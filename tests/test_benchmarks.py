@@ -4,13 +4,16 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 
 from conftest import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
+import checklist  # noqa: E402
 import clock  # noqa: E402
 import compare  # noqa: E402
 import gpu  # noqa: E402
@@ -191,3 +194,114 @@ def test_the_sweep_of_a_gpu_runs_on_a_cpu(tmp_path):
 def test_all_rows_of_the_sweep_run_on_a_cpu(tmp_path):
     report, _ = run("gpu.py", tmp_path, "--device", "cpu", "--steps", 2)
     check_rows(report, [row.name for row in gpu.ROWS])
+
+
+def test_a_check_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch, capsys):
+    """The table, the figures that are kept, what is marked, and the exit codes."""
+    figures = {"tokens/s": 100.0, "s": 1.0, "GB": 1.0}
+
+    def project(here):
+        here.project = tmp_path
+        yield checklist.Row("project", "passed")
+
+    def measure(here):
+        for unit, figure in figures.items():
+            yield here.row(f"in {unit}", figure, unit, "[note]", too_slow=True)
+
+    def fail(here):
+        yield here.row("before", 1.0, "s")
+        raise KeyError("c")
+
+    def hang(here):
+        here.deadline = time.monotonic() + 0.5
+        code = "import subprocess; subprocess.run(['sleep', '98.765'])"
+        yield checklist.Row("hang", "failed", here.run("-c", code)[1])
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["checklist.py", "--output", str(tmp_path), *words])
+        return checklist.main()
+
+    if not torch.cuda.is_available():
+        assert run() == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # it is set, too
+    checks = {each.__name__: (1, each) for each in (project, fail, hang, measure)}
+    monkeypatch.setattr(checklist, "CHECKS", checks)
+    assert run("--device", "cpu", "--rows", "measure") == 0
+    figures |= {"tokens/s": 80.0, "s": 0.5, "GB": 2.0}
+    assert run("--device", "cpu") == 1
+    (file,) = tmp_path.glob("gpu-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert {name: row["verdict"] for name, row in rows.items() if row["verdict"]} == {
+        "fail": "FAILED", "hang": "FAILED", "in tokens/s": "-20% WORSE", "in s": "+100%"
+    }  # fmt: skip
+    assert rows["in GB"]["stored"] == 1.0 and rows["before"]["figure"] == 1.0
+    assert rows["fail"]["note"] == "KeyError: 'c'" and rows["hang"]["note"] == "it took too long"
+    assert ["sleep", "98.765"] not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+    assert "| passed: [note]" in capsys.readouterr().out
+    on_gpu = checklist.Place("cuda", tmp_path).row("a", 1.0, "s", too_slow=True, too_high=False)
+    assert (on_gpu.verdict, on_gpu.note) == ("FAILED", "too slow")
+
+
+def test_what_fails_on_a_gpu(tmp_path, monkeypatch):
+    """Figures of gpu.py and lines of pytest, made up."""
+    here = checklist.Place("cuda", tmp_path)
+    printed = """
+../tests/test_gpu.py::test_a[x-y] PASSED     [ 3%]
+../tests/test_gpu.py::test_b SKIPPED (fewer (than) two)  [ 6%]
+../tests/test_gpu.py::test_c[z] FAILED   [ 9%]
+FAILED ../tests/test_gpu.py::test_c[z] - AssertionError: 1
+"""
+    monkeypatch.setattr(here, "run", lambda *_: (printed, "1 failed"))
+    tests = [(row.check, row.result, row.note) for row in checklist.tests(here)]
+    assert tests == [
+        ("a[x-y]", "passed", ""),
+        ("b", "skipped", "fewer (than) two"),
+        ("c[z]", "failed", "AssertionError: 1"),
+    ]
+
+    def measured(speed, memory=1e9, matmul=1.0, loss=1.0, mfu=0.06):
+        logged = {"loss": loss, "tokens_per_second": 10, "mfu": mfu}
+        kinds = {"attention": 1.0, "matmul": matmul}
+        return {
+            "tokens_per_second": [speed] * 3, "memory": memory, "kinds": kinds, "logged": logged
+        }  # fmt: skip
+
+    def notes(rows, *found):
+        report = {"peak": 1000.0, "matmul": 900.0, "flops_a_token": [6.0]}
+        report["rows"] = dict(zip(rows, found, strict=False))
+        (tmp_path / "speeds").mkdir(exist_ok=True)
+        (tmp_path / "speeds" / "x.json").write_text(json.dumps(report))
+        return {row.check: (row.result, row.note) for row in checklist.speeds(here, rows)}
+
+    found = notes(checklist.FIRST, measured(90), measured(100), measured(50, 3e9, mfu=0.07))
+    goal, plain, compiled = checklist.FIRST
+    assert found[goal] == ("failed", "below the goal; 54.0% of the peak, 1.0 GB")
+    assert found[plain][0] == found[f"{goal}: mfu / formula"][0] == "passed"
+    assert found[compiled][1].startswith("too slow; too much memory; 30.0% of the peak, 3.0 GB, ")
+    assert found[compiled][1].endswith(f", 0.50 x {plain} and +2.0 GB")
+    assert found[f"{compiled}: mfu / formula"] == ("failed", "wrong")
+    full = {"failed": "CUDA out of memory."}
+    found = notes(
+        checklist.SECOND, full, measured(9), measured(9, matmul=0), measured(9, loss=None)
+    )
+    results = [(result, note.partition(";")[0]) for result, note in found.values()]
+    assert results == [
+        ("skipped", "CUDA out of memory."),
+        ("passed", "5.4% of the peak, 1.0 GB"),
+        ("failed", "no kernel of attention or of matmul"),
+        ("failed", "the loss is not finite"),
+        ("failed", "1 failed"),
+    ]
+
+
+@pytest.mark.slow
+def test_the_checklist_runs_on_a_cpu(tmp_path):
+    report, printed = run("checklist.py", tmp_path, "--device", "cpu")
+    rows = report["rows"]
+    assert {row["result"] for row in rows.values()} == {"passed", "skipped"}
+    speeds = [each for each, *_ in (checklist.FIRST, checklist.SECOND, checklist.OTHERS)]
+    for name in ("async_save, wait", "compiled, first step of a second start", *speeds):
+        assert rows[name]["figure"] > 0
+    assert "| no_step_waits_for_the_gpu[seq2seq-true] " in printed
+    assert all(name in rows for name in ("check", "bench", "recommend"))

@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(not GENERATIONS, reason="torch sees no NVIDIA GPU"),
 ]
 two_gpus = pytest.mark.skipif(len(GENERATIONS) < 2, reason="fewer than two NVIDIA GPUs")
-bf16 = pytest.mark.skipif(min(GENERATIONS, default=0) < 8, reason="a GPU without bf16")
+bf16 = pytest.mark.skipif(min(GENERATIONS, default=8) < 8, reason="a GPU without bf16")
 # A language model, which other than the tiny task can recompute its activations.
 MODEL = ["--max_steps", 6, "--global_batch_size", 8, "--micro_batch_size", 4, "--log_every", 1]
 MODEL += ["--task.num_layers", 2, "--task.hidden_size", 64, "--tracker", "none"]
