@@ -223,21 +223,6 @@ assert finite(torch.zeros(0)) and finite(torch.arange(3)) and finite(torch.tenso
     tiny.run("python", "-c", program)
 
 
-def test_seeds_are_those_of_torch_manual_seed(tiny):
-    """The same random numbers, without its stack trace."""
-    program = """
-import torch
-from training import batches
-for seed in (0, 1, 2**63 - 1, 2**63, 2**64 - 1):
-    torch.manual_seed(seed)
-    expected = torch.rand(3)
-    torch.rand(7)
-    batches.seed_generators(seed, torch.device("cpu"))
-    assert torch.equal(expected, torch.rand(3)), seed
-"""
-    tiny.run("python", "-c", program)
-
-
 def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
     """Losses of the demo's shape, with noise: no alarm in 2,000 steps."""
     program = """

@@ -92,7 +92,6 @@ class ShortRun:
         self.project, self.cfg, self.ranks, self.hosts = project, project.cfg, ranks, hosts
         self.layout = project.layout
         self.finite: bool | None = None  # whether all steps were; None: none is done
-        self.unused: list[str] = []  # weights that got no gradient from this process alone
         self.same = True  # whether all processes have the same weights, as far as is known
         self.state: weights.TrainingState | None = None  # of the model that is prepared
         with ranks.fail_together(), as_user_error():
@@ -154,16 +153,15 @@ class ShortRun:
         self.copy.train().zero_grad()
         for number, batch in numbered:
             batch = send_to_device(batch, accelerator.device)
-            batches.seed_micro_batch(self.cfg.seed, 1, number, accelerator.device)
+            batches.seed_micro_batch(self.cfg.seed, 1, number)
             with accelerator.autocast():
                 loss = self.copy(self.project.task.loss_sum, batch)
             contract.check_loss(loss)
             (loss.float() * scale).backward()
             losses.append(loss.item())
-        gradients, self.unused = {}, []
+        gradients = {}
         for name, parameter in self.copy.model.named_parameters():
             if parameter.requires_grad:
-                self.unused += [name] if parameter.grad is None else []
                 values = parameter.detach() if parameter.grad is None else parameter.grad
                 values = values.cpu().float() / scale * (parameter.grad is not None)
                 gradients[weights.bare_name(name)] = values.numpy()
@@ -218,7 +216,7 @@ class ShortRun:
         for turn, (number, batch) in enumerate(zip(plan.run(), self.window, strict=True)):
             # Context parallelism cuts the rows of a batch in place.
             batch = send_to_device(dict(batch), accelerator.device)
-            batches.seed_micro_batch(self.cfg.seed, step, number, accelerator.device)
+            batches.seed_micro_batch(self.cfg.seed, step, number)
             shared_rows = sharding.split_rows(accelerator, batch)
             accumulating = accelerator.accumulate(self.module)
             with accumulating, self.gradients.micro_batch(number), shared_rows:

@@ -39,6 +39,13 @@ def mark(device: torch.device):
     return event
 
 
+def nanoseconds(begin, end) -> float | None:
+    """From one mark to another; None if the device has not come so far."""
+    if isinstance(end, int):
+        return end - begin
+    return 1e6 * begin.elapsed_time(end) if end.query() else None
+
+
 class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
@@ -76,9 +83,9 @@ class Stopwatch:
         """Reads the steps that the device has computed."""
         while self.running:
             begin, end, micro_batches = self.running[0]
-            if end is None or (self.device.type != "cpu" and not end.query()):
+            taken = None if end is None else nanoseconds(begin, end)
+            if taken is None:
                 break
-            taken = end - begin if self.device.type == "cpu" else 1e6 * begin.elapsed_time(end)
             self.newest = max(round(taken / micro_batches), 1)
             self.seconds.append(taken / 1e9)
             del self.running[0]

@@ -20,7 +20,6 @@ from training.console import IS_MAIN, one_line, say
 from training.run_folder import replace_text
 
 if TYPE_CHECKING:  # importing them takes 2 s
-    import torch
     from accelerate import Accelerator
 
 
@@ -58,6 +57,8 @@ class Log:
         )
         self.pending: list[dict] = []  # the newest training line, if it is not on the screen yet
         self.shown_at = -math.inf  # time of the last line on the screen
+        # For `advance`: steps with marks (see speed.py), seconds until the first, what is told.
+        self.marks, self.first_seconds, self.estimated = [], 0.0, False
         if IS_MAIN:
             path = Path(config["output_dir"]) / "metrics.jsonl"
             self.file = open(path, "ab+")
@@ -66,23 +67,27 @@ class Log:
                 if self.file.read() != b"\n":  # a kill has cut off the last line
                     self.file.write(b"\n")
 
-    def advance(self, step: int, about: str, result: "torch.Tensor") -> None:
-        """Counts a step. Early in a run it prints `about` and an estimate of the time left.
-
-        For that it waits for `result`. The first step includes warm-up, so it is not part of the
-        estimate.
+    def advance(self, step: int, about: str) -> None:
+        """Counts a step. Early in a run, when the device has computed a few steps, it prints
+        `about` and an estimate of the time left, without the first step, which includes warm-up.
         """
+        from training.speed import mark, nanoseconds
+
         self.bar.update()
         first, last = self.first_step + 1, self.max_steps
-        if step == first:
-            result.item()
-            self.first_end = time.perf_counter()
+        if step in (first, min(first + 3, last)):
+            self.marks.append((step, mark(self.accelerator.device)))
+        begin, end = self.marks[0], self.marks[-1]
+        if not self.first_seconds and nanoseconds(begin[1], begin[1]) is not None:
             self.first_seconds = time.time() - psutil.Process().create_time()
-        if step == min(first + 3, last):
-            result.item()
-            seconds = (time.perf_counter() - self.first_end) / max(step - first, 1)
-            start, left = self.first_seconds, seconds * (last - step)
-            say(f"{about}; first step {start:.1f} s after the start; about {left:.0f} s to go")
+        if step < min(first + 3, last) or self.estimated:
+            return
+        taken = nanoseconds(begin[1], end[1])
+        if taken is not None:
+            self.estimated = True
+            left = taken / 1e9 / max(end[0] - first, 1) * (last - step)
+            start = f"first step {self.first_seconds:.1f} s after the start"
+            say(f"{about}; {start}; about {left:.0f} s to go")
 
     def write(self, line: dict) -> None:
         """Writes a line, which includes its step, to the file, the tracker and the screen."""
