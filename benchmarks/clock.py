@@ -81,8 +81,8 @@ class Counter(TorchDispatchMode):
         on_device = in_backward or is_on_device((args, kwargs))
         if on_device:
             mark_on_device(result)
-        if name in READS:
-            self.waits += on_device
+        if name in READS:  # int32: DDP's map of used weights, which lies in the host's memory
+            self.waits += on_device and args[0].dtype != torch.int32
         if name in CPU_ATTENTION:
             self.flops += CPU_ATTENTION[name](*args, **(kwargs or {}))
         elif name in flop_registry:

@@ -1,9 +1,11 @@
 """The hardware does not change the result: numbers of runs that differ only in how they are cut."""
 
+import shutil
+
 import pytest
 import torch
 
-from conftest import lines, read_weights, reseal
+from conftest import digest, lines, read_weights, reseal
 
 DROPOUT = ["--task.dropout", 0.2]
 
@@ -45,6 +47,20 @@ def test_processes_in_place_of_accumulation(tiny, one, tmp_path, processes):
     assert len({line["batch_hash"] for line in lines(one, "loss")}) == 12
     for name, tensor in weights(one).items():
         assert torch.allclose(tensor, weights(tmp_path / "run")[name], rtol=0, atol=3e-7), name
+
+
+@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_more_than_two_processes_continue_bit_for_bit(tiny, tmp_path, processes):
+    """Sums of three numbers depend on their order: DDP's buckets are the same after each start."""
+    flags = ["--global_batch_size", 12, "--micro_batch_size", 1, "--save_every", 3]
+    whole = tmp_path / "whole"
+    tiny.train(processes, "--output_dir", whole, *flags)
+    for step in (3, 6, 9):
+        half, name = tmp_path / str(step), f"checkpoints/step-{step:08d}"
+        shutil.copytree(whole / name, half / name)
+        tiny.train(processes, "--output_dir", half, *flags)
+        last = "checkpoints/step-00000012"
+        assert digest(half / last) == digest(whole / last)
 
 
 def test_any_micro_batch_of_one_global_batch(tiny, tmp_path):

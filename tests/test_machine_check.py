@@ -397,7 +397,6 @@ MODEL += "    return model\n"
 CALLS = "old, calls = loss_sum, []\ndef loss_sum(model, batch):\n    calls.append(1)\n"
 CALLS += "    if RANK == 1 and len(calls) >= {}: raise RuntimeError('broken')\n"
 CALLS += "    return old(model, batch)\n"
-UNUSED = "model.extra = torch.nn.Parameter(torch.ones(1))"
 FAULTS = {
     "loss": (LOSS.format("1.01"), "same loss and gradient: ", "process 1 on"),
     "nan": (LOSS.format("float('nan')"), "same loss and gradient: process 1 on", "loss nan"),
@@ -410,11 +409,6 @@ FAULTS = {
         MODEL.format("model[3].bias.data += 1e-3"),
         "same weights at the start: ",
         "process 1 on",
-    ),
-    "unused": (
-        MODEL.replace("if RANK == 1: {}", UNUSED),
-        "gradients are added up: extra: no gradient comes",
-        "requires_grad_(False)",
     ),
     "shapes": (
         MODEL.format("model[0] = torch.nn.Linear(8, 32, bias=False)"),

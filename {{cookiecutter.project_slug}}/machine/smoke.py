@@ -227,7 +227,6 @@ def check_gradients(trial: ShortRun, folder: Path) -> str:
         numbered = [*zip(trial.plan.run(), trial.window, strict=True)]
         _, first = trial.everyone(trial.gradient_alone, numbered[:1])
         _, own = trial.everyone(trial.gradient_alone, numbered)
-        check_used(trial)
     trial.everyone(trial.prepare)
     deviation = {}  # of this process: before and after the exchange
     averaged, layout = trial.layout.averaged, trial.layout
@@ -274,17 +273,6 @@ def check_gradients(trial: ShortRun, folder: Path) -> str:
             raise Wrong(f"{place}: {text} of {name} {off_by(away)} (limit: {limits:g})")
     worst = max(each["sum"][0] for each in found)
     return f"passed: off by {worst:.1g} at most (limit: {limits:g})"
-
-
-def check_used(trial: ShortRun) -> None:
-    """Raises Wrong if DDP would wait for the gradient of a weight that gets none."""
-    names = [*dict.fromkeys(name for each in trial.ranks.gather(trial.unused) for name in each)]
-    if names and PROCESSES > 1 and not (trial.cfg.exact or trial.layout.sharded):
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise Wrong(
-            f"{names[0]}{more}: no gradient comes to these weights, and several processes wait for "
-            "it; call requires_grad_(False) on them in build_model of task.py"
-        )
 
 
 def deviate(

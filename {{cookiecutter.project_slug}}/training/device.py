@@ -48,10 +48,18 @@ def make_accelerator(cfg: Any) -> Accelerator:
     torch.backends.cudnn.benchmark = not deterministic
     if cfg.compile:
         keep_compiled_code(os.path.abspath(".cache/compiled"))
+    # torchao's weights for gathering in fp8 have no memory of their own: they could not be saved.
+    os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
     compression = DDPCommunicationHookType(cfg.gradient_compression.replace("none", "no"))
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, comm_hook=compression)
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        comm_hook=compression,
+        # Some rows may not use a weight. And so DDP keeps its buckets: otherwise it makes others in
+        # the second step after each start, and sums round in another way.
+        find_unused_parameters=True,
+    )
     accelerator = Accelerator(
         cpu=use_cpu(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -172,6 +180,8 @@ def compile_blocks(model: torch.nn.Module) -> None:
     lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
     blocks = [block for each in lists if len({*map(type, each)}) == 1 for block in each]
     inner = {id(child) for block in blocks for child in block.modules() if child is not block}
+    # A graph of the whole model is cut where DDP's buckets end. Blocks would be, too.
+    torch._dynamo.config.optimize_ddp = not blocks
     for block in blocks or [model]:
         if id(block) not in inner:
             block.compile()

@@ -84,6 +84,7 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
             f"tensor parallelism needs a model of transformers 5.20 or newer with a tp_plan, and "
             f"{type(model).__name__} has none; use fsdp2.yaml"
         )
+    model.to(accelerator.device)  # accelerate moves no model that has DTensors
     apply_tensor_parallelism(model, accelerator.torch_device_mesh["tp"], plan)
     model._tp_size = layout.tp  # accelerate asks for it
 
@@ -131,6 +132,31 @@ def check_weights(model: torch.nn.Module, accelerator: Accelerator) -> None:
         raise UserError(f"FSDP needs {problem}; change it in build_model, or use another YAML")
 
 
+def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
+    """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process.
+
+    Where a weight has no gradient, FSDP takes zeros: processes exchange the same number of bytes.
+    All processes must call it, once the model has computed something.
+    """
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    places = {name: i for i, name in enumerate(trained)}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.unshard()  # its own weights are no DTensors now, but those that autograd sees
+        for name, weight in module.named_parameters(prefix):
+            if name in places and not isinstance(weight, DTensor):
+                place = places.pop(name)
+
+                def count(_, place=place):
+                    used[place] += 1
+
+                weight.register_post_accumulate_grad_hook(count)
+        module.reshard()
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+        model.set_reduce_scatter_unused_params(True)
+
+
 class SharedBuffers:
     """Buffers that training may change, such as codebooks: FSDP lets those of the processes differ.
 
@@ -169,10 +195,10 @@ def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator
                     "fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
                 )
             for name, buffer in owner.named_buffers(recurse=False):
+                values = buffer.to(accelerator.device)
+                dist.broadcast(values, 0)
+                buffer.copy_(values)
                 if name not in owner._non_persistent_buffers_set:
-                    values = buffer.to(accelerator.device)
-                    dist.broadcast(values, 0)
-                    buffer.copy_(values)
                     hidden.append((owner._non_persistent_buffers_set, name))
     for names, name in hidden:
         names.add(name)

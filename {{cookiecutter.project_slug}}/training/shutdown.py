@@ -172,12 +172,6 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
         return 1, f"{error}; the same command continues from the newest checkpoint"
     if isinstance(error, OSError) and error.errno in run_folder.DISK_FULL:
         return 2, f"{error}: free some space; saved checkpoints are kept"
-    if isinstance(error, RuntimeError) and "Expected to have finished reduction" in str(error):
-        return 2, (
-            "some weights of the model get no gradient, but several processes wait for one; call "
-            "requires_grad_(False) on these weights in build_model of task.py, or train with one "
-            "process"
-        )
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return 2, f"{describe_os_error(error)}: allow more open files, with ulimit -n"
     if isinstance(error, FileNotFoundError) and error.strerror == run_folder.REMOVED:

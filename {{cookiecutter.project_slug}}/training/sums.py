@@ -13,11 +13,13 @@ these, and add them up the rest of the tree.
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
 
 from training import sharding
 from training.batches import StepPlan
@@ -177,12 +179,16 @@ class StepGradients:
     ):
         self.accelerator, self.ranks, self.model, self.exact = accelerator, ranks, model, exact
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
+        self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
         self.tree, self.stopwatch = TreeSum(), stopwatch
         self.problem: UserError | None = None
         self.checking = True  # the first step
         self.sharded, self.shared_buffers = ranks.layout.sharded, sharding.SharedBuffers(model)
         self.parameters[0].register_hook(self.stop_after_backward)
+        if isinstance(model, DistributedDataParallel):
+            hear_remark_of_ddp(ranks.group)
         if exact and self.sharded:
             sharding.reduce_in_tree(model, accelerator, ranks.layout)
 
@@ -201,6 +207,8 @@ class StepGradients:
         process, and by DDP or FSDP, of the gradients by the processes.
         """
         self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
+        if self.checking and self.ranks.layout.fsdp:
+            sharding.count_gradients(self.model, self.used)
         self.shared_buffers.share()
         self.stopwatch.start(turns)
         if self.exact:
@@ -227,7 +235,8 @@ class StepGradients:
         together = len(self.plan.shares) if self.sharded else 1
         self.tree.add(number - number % together, grads, together)
         for i, parameter in enumerate(self.parameters):
-            self.used[i] += parameter.grad is not None
+            if not self.ranks.layout.fsdp:
+                self.used[i] += parameter.grad is not None
             parameter.grad = None
 
     def buffers(self) -> dict[str, tuple]:
@@ -258,6 +267,8 @@ class StepGradients:
 
         A weight that no micro-batch uses gets none. If a process has a problem, all raise it.
         """
+        if self.ranks.layout.fsdp:
+            self.check_used()
         self.checking = False
         if self.exact:
             used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
@@ -265,9 +276,40 @@ class StepGradients:
                 totals = sharding.like(self.parameters, self.tree.total())
             else:
                 totals = total_over_ranks(self.tree, self.plan, self.parameters)
-            for parameter, total, count in zip(self.parameters, totals, used, strict=True):
-                parameter.grad = total if count else None
-            self.used = [0] * len(self.parameters)
+            for parameter, total in zip(self.parameters, totals, strict=True):
+                parameter.grad = total
+        elif self.ranks.layout.fsdp:
+            used = self.used
+        else:
+            return
+        for parameter, count in zip(self.parameters, used, strict=True):
+            parameter.grad = parameter.grad if count else None
+        self.used[:] = [0] * len(self.used)
+
+    def check_used(self) -> None:
+        """Raises UserError unless all processes use the same weights in each step, as FSDP needs.
+
+        Zeros stand for gradients that a process does not have. They would change a weight that no
+        process uses, and which processes use it shows in the first step only.
+        """
+        used = [count > 0 for count in self.used]
+        if self.checking:
+            counts = self.ranks.sum_over_ranks(*map(int, used))
+            agree = [count in (0, self.accelerator.num_processes) for count in counts]
+            self.expected = used
+        else:
+            agree = [now == before for now, before in zip(used, self.expected, strict=True)]
+        if not all(agree):
+            raise UserError(
+                f"the model uses {self.name_weights(agree)} for some rows only, and FSDP needs "
+                "every weight in each step of each process; change the model, or use multi_gpu.yaml"
+            )
+
+    def name_weights(self, fine: list[bool]) -> str:
+        """The names of the weights that are not fine, for an error."""
+        names = [name for name, good in zip(self.names, fine, strict=True) if not good]
+        names = [name.removeprefix("module.").removeprefix("model.") for name in names]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the gradient down to this norm; 0: never. Gives its norm before that.
@@ -285,6 +327,23 @@ class StepGradients:
         if max_norm and grads:  # as in torch.nn.utils.clip_grads_with_norm_, which takes no shards
             torch._foreach_mul_([local(g) for g in grads], (limit / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+
+def hear_remark_of_ddp(group: dist.ProcessGroup) -> None:
+    """Lets DDP say, where nobody reads it, that a model uses all weights: it says so once.
+
+    The line, which goes to file descriptor 2, advises against find_unused_parameters. Without that
+    a branch for some rows hangs, and sums are added in another order after each start.
+    """
+    with open(os.devnull, "w") as nobody:
+        stderr = os.dup(2)
+        os.dup2(nobody.fileno(), 2)
+        try:
+            options = {"process_group": group, "find_unused_parameters": True}
+            DistributedDataParallel(torch.nn.Linear(1, 1), **options)(torch.ones(1, 1))
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def norm_by_rows(grads: Tensors) -> torch.Tensor:

@@ -1,0 +1,89 @@
+"""Weights without a gradient: trained as one process trains them, or refused in one line."""
+
+import shutil
+
+import pytest
+import torch
+
+from conftest import BakedProject, lines, read_weights
+from test_sharding import agree, make_small, train
+
+TASK = """
+
+plain_build_model, plain_loss_sum = build_model, loss_sum
+
+
+class Silent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def build_model(cfg, folder):
+    model = plain_build_model(cfg, folder)
+    model.extra = torch.nn.Parameter(torch.ones(4, 4))
+    return model
+
+
+def loss_sum(model, batch):
+    loss = plain_loss_sum(model, batch)
+    return loss + USE if model.training else loss
+"""
+USES = {
+    "never": "0",
+    "some rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 == 0 else 0)",
+    "silent": "Silent.apply(model.extra)",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Gives a project whose model has a weight that is used in this way."""
+    small, known = make_small(tmp_path_factory.mktemp("small"), save_every=2), {}
+
+    def make(use):
+        if use not in known:
+            path = shutil.copytree(small.path, tmp_path_factory.mktemp("project") / "project")
+            with open(path / "task.py", "a") as file:
+                file.write(TASK.replace("USE", USES[use]))
+            known[use] = BakedProject(path)
+        return known[use]
+
+    return make
+
+
+def extra(output):
+    return read_weights(output / "checkpoints" / "step-00000006")["extra"]
+
+
+CASES = [("never", "cpu_multi"), ("some rows", "cpu_multi")]
+SLOW = [("never", "fsdp2"), ("never", "cpu_multi exact"), ("never", "fsdp2 exact")]
+SLOW += [("some rows", "cpu_multi exact"), ("silent", "cpu_multi")]
+
+
+@pytest.mark.parametrize(
+    ("use", "hardware"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
+def test_two_processes_train_it_as_one_does(made, tmp_path, use, hardware):
+    """Without a gradient AdamW changes nothing, not by its weight decay either."""
+    hardware, _, exact = hardware.partition(" ")
+    flags = ["--exact", "true" if exact else "false", "--output_dir"]
+    train(made(use), "cpu", 1, *flags, tmp_path / "one")
+    train(made(use), hardware, 2, *flags, tmp_path / "two")
+    agree(tmp_path / "two", tmp_path / "one", loss=2e-6)
+    one, two = extra(tmp_path / "one"), extra(tmp_path / "two")
+    assert torch.allclose(one, two, rtol=1e-5)
+    assert torch.equal(one, torch.ones(4, 4)) == (use != "some rows")
+
+
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_fsdp_refuses_a_branch_in_the_first_step(made, tmp_path, exact):
+    flags = ["--exact", exact, "--output_dir", tmp_path / "run"]
+    printed = train(made("some rows"), "fsdp2", 2, *flags, codes=[2])
+    assert "extra" in printed and "Traceback" not in printed
+    assert not lines(tmp_path / "run", "loss") and not (tmp_path / "run" / "model").exists()
+    assert not [*(tmp_path / "run").glob("checkpoints/step-*")]
