@@ -19,6 +19,7 @@ CASES = [
     ("metrics", "{'los': 1.0}", "give a dict of floats, with 'loss'"),
     ("metrics", "None", "task.metrics returns None, NoneType"),
     ("eval_sums", "{'loss': 1.0}", "task.eval_sums: 'loss' is 1.0, float"),
+    ("eval_sums", "{'loss': torch.ones(()).bfloat16()}", "which rounds sums; call .float()"),
     ("eval_sums", "torch.ones(3)", "task.eval_sums returns a tensor, float32, of shape (3,)"),
     (
         "loss_sum",
@@ -236,4 +237,4 @@ def test_one_batch_is_rehearsed_without_its_loss():
 
     task = SimpleNamespace(**functions, metrics=lambda sums: {"loss": 1.0})
     assert load("training.contract").try_evaluation(task, Model(), [{}]) == []
-    assert called == [functions["eval_sums"]]
+    assert len(called) == 1

@@ -624,3 +624,19 @@ def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
     )
     saved = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]
     assert saved == {"type": "BertProcessing", "sep": ["[S]", 2], "cls": ["[C]", 1]}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tables_count_under_autocast(task, several):
+    """bf16 has no 257. A table of 601 rows has 601."""
+    logits = torch.eye(3)[[0, 1, 1]].repeat(301, 1)[:601]
+    labels = torch.tensor([0, 1, 0]).repeat(301)[:601]
+    labels = torch.eye(3)[labels] if several else labels
+    count = task.classification.count_answers
+    with torch.autocast("cpu", torch.bfloat16):
+        table = count(logits, labels)
+    assert table.dtype == torch.float32 and torch.equal(table, count(logits, labels))
+    if several:
+        assert table[0].tolist() == [[200, 0], [200, 201]]
+    else:
+        assert table.tolist() == [[201, 200, 0], [0, 200, 0], [0, 0, 0]]

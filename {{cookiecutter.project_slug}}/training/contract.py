@@ -82,7 +82,9 @@ class Task(Protocol):
         """Loss terms of a batch, from its labels alone."""
 
     def build_model(self, cfg: Any, prepared: Any) -> torch.nn.Module:
-        """A model with new or pretrained weights, on the CPU; torch is seeded."""
+        """A model with new or pretrained weights, on the CPU; torch is seeded. Under FSDP2 the main
+        process alone makes the weights, and the others the same model on torch.device("meta"). If
+        it has an attribute `adaptation`, theirs get adaptation.apply(model)."""
 
     def loss_sum(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """The loss summed over the count(batch) terms: float32, shape (). A sum, not a mean:
@@ -90,7 +92,8 @@ class Task(Protocol):
         runs under autocast: compute the loss in float32, with F.cross_entropy or .float()."""
 
     def eval_sums(self, model: torch.nn.Module, batch: Batch) -> Batch:
-        """Tensors of any shape. They are added up over all batches, in float64."""
+        """Tensors of any shape. They are added up over all batches, in float64. It runs under
+        autocast, which rounds products of matrices: count in other ways."""
 
     def metrics(self, sums: Batch) -> dict[str, float]:
         """Numbers from these totals: "loss", which is logged as eval_loss, and others."""
@@ -317,12 +320,17 @@ def check_loss(loss: Any) -> None:
 
 
 def check_sums(sums: Any) -> None:
-    """Raises ValueError unless this is a dict of tensors that float64 can hold."""
+    """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
     if not isinstance(sums, dict) or not sums:
         raise ValueError(f"task.eval_sums returns {describe_value(sums)}; give a dict of tensors")
     for name, value in sums.items():
         if not torch.is_tensor(value) or value.is_complex():
             raise ValueError(f"task.eval_sums: {name!r} is {describe_value(value)}; give a tensor")
+        if value.dtype in (torch.bfloat16, torch.float16):  # a matrix product, under autocast
+            raise ValueError(
+                f"task.eval_sums: {name!r} is {describe_value(value)}, which rounds sums; call "
+                ".float() on the outputs of the model, and count without products of matrices"
+            )
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
@@ -372,13 +380,17 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
     that differs from the sum over the halves: it is probably a mean.
     """
 
+    def checked_sums(model, batch) -> Batch:
+        sums = task.eval_sums(model, batch)
+        check_sums(sums)  # outside, accelerate has made them float32
+        return sums
+
     def typed_loss(model, batch) -> tuple[torch.Tensor, str]:
         loss = task.loss_sum(model, batch)
         return loss, str(loss.dtype)  # outside, accelerate has made it float32
 
     model.eval()
-    sums, *halves = [model(task.eval_sums, batch) for batch in batches]
-    check_sums(sums)
+    sums, *halves = [model(checked_sums, batch) for batch in batches]
     warnings = [
         warn_if_mean(f"eval_sums: {name!r}", sums[name], [half[name] for half in halves])
         for name in sums
