@@ -12,7 +12,11 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -26,8 +30,9 @@ OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 @functools.cache
 def launcher_env(config, processes, precision):
-    """What accelerate's launcher tells the processes about a YAML."""
-    numbers = ["--num_processes", str(processes), "--mixed_precision", precision]
+    """What accelerate tells the processes about a YAML; precision "": that of the YAML."""
+    numbers = ["--num_processes", str(processes)]
+    numbers += ["--mixed_precision", precision] * bool(precision)
     before = dict(os.environ)
     try:
         arguments = ["--config_file", config, *numbers, "train.py"]
@@ -36,6 +41,8 @@ def launcher_env(config, processes, precision):
             arguments.deepspeed_fields_from_accelerate_config = ""
             _, env = prepare_deepspeed_cmd_env(arguments)
             env["ACCELERATE_USE_CPU"] = "False"
+        elif processes == 1:
+            _, env = prepare_simple_launcher_cmd_env(arguments)
         else:
             env = prepare_multi_gpu_env(arguments)
     finally:
@@ -451,3 +458,48 @@ def test_gradients_are_sent_in_half_the_bytes(small, alone, tmp_path):
     flags = ["--gradient_compression", "bf16", "--output_dir", tmp_path / "bf16"]
     text = train(small, "cpu_multi", 2, *flags, codes=(2,))
     assert text.count("train.py: gradient_compression bf16 needs NCCL; use fp16, or none\n") == 1
+
+
+PEAK = """
+
+import os
+import pathlib
+
+plain_build_model, plain_loss_sum, before = build_model, loss_sum, []
+
+
+def memory(name):
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition(name)[2].split()[0]) / 1e3
+
+
+def build_model(cfg, folder):
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before.append(memory("VmRSS:"))
+    return plain_build_model(cfg, folder)
+
+
+def loss_sum(model, batch):
+    if len(before) == 1:
+        before.append(memory("VmHWM:") - before[0])
+        rank = os.environ.get("RANK", "0")
+        pathlib.Path(FOLDER, f"peak-{rank}").write_text(str(before[1]))
+    return plain_loss_sum(model, batch)
+"""
+
+
+@pytest.mark.slow
+def test_one_process_of_a_machine_holds_the_whole_model(small, tmp_path):
+    """84 MB of weights, in fp32. Others hold their half, and one weight at a time."""
+    sizes = ["--task.hidden_size", 512, "--task.num_layers", 5, "--task.num_heads", 8]
+    flags = ["--max_steps", 1, "--global_batch_size", 2]
+    train(small, "cpu", 1, *flags, *sizes, "--output_dir", tmp_path / "before")
+    flags += ["--task.model_name_or_path", tmp_path / "before" / "model"]
+    train(small, "cpu", 1, *flags, "--output_dir", tmp_path / "one")
+    path = shutil.copytree(small.path, tmp_path / "project")
+    with open(path / "task.py", "a") as file:
+        file.write(PEAK.replace("FOLDER", repr(str(tmp_path))))
+    train(BakedProject(path), "fsdp2", 2, *flags, "--output_dir", tmp_path / "two")
+    agree(tmp_path / "two", tmp_path / "one", loss=2e-6)
+    main, other = (float((tmp_path / f"peak-{rank}").read_text()) for rank in (0, 1))
+    assert other < 0.75 * main  # 68 and 144 MB; before, 164 and 144

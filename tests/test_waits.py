@@ -76,6 +76,7 @@ def test_a_mask_in_every_batch_changes_nothing(made, kind, tmp_path):
     task, model, batch_of = made(kind)
     settings = made.settings[kind]
     own = copy.deepcopy(model)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would plan anew for each length
     assert model.config._attn_implementation == attention.MASKED
     own.set_attn_implementation("sdpa")
     for batch in (batch_of(range(8)), batch_of([0])):

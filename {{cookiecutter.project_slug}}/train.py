@@ -344,8 +344,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         torch.manual_seed(cfg.seed)
         return task.build_model(cfg.task, start.prepared)
 
+    model = weights.build(build_model, accelerator, ranks)
     with ranks.fail_together(), as_user_error():
-        model = contract.check_model(build_model())
         if cfg.gradient_checkpointing:
             weights.enable_gradient_checkpointing(model)
         sharding.check_model_shares_rows(model, ranks.layout)
@@ -470,7 +470,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         step_losses, scale = [], gradients.start(plan, terms)
         for number, batch in zip(plan.run(), window, strict=True):
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
-            batches.seed_micro_batch(cfg.seed, step, number, accelerator.device)
+            batches.seed_micro_batch(cfg.seed, step, number)
             shared_rows = sharding.split_rows(accelerator, batch)
             with accelerator.accumulate(model), gradients.micro_batch(number), shared_rows:
                 loss = model(task.loss_sum, batch)
@@ -495,7 +495,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
 
         # Count the step, and find out what is due. Nothing below changes the weights.
         step_monitor.add(step, terms, plan.run(), step_losses, norm)
-        log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step", norm)
+        log.advance(step, f"{parameters:,} parameters to train; {terms:,} {unit} a step")
         samples = first_sample + (step - first_step) * step_size
         final = step == max_steps
         stopped = reader.stop_seen()

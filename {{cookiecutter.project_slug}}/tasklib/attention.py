@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,6 +136,24 @@ def register() -> None:
     AttentionMaskInterface.register(MASKED, make_mask)
 
 
+@dataclass(frozen=True)
+class Adaptation:
+    """What a process with the weights of a model has found out about it, for others without them.
+
+    A model has it as its attribute `adaptation`.
+    """
+
+    attention: str
+    loss_plan: Any = None  # see next_token.py
+
+    def apply(self, model: Any) -> None:
+        """Adapts a model of the same kind, perhaps with adapters."""
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        register()
+        model.set_attn_implementation(self.attention)
+        model.adaptation, model.loss_plan = self, self.loss_plan
+
+
 def needs_no_mask(model: Any, length: int) -> bool:
     """Whether all that a row of this length needs is causal attention: no window, no chunks.
 
@@ -170,7 +189,7 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
     CAUSAL also needs rows, of this `length`, without a mask. Otherwise, and where the code of the
     model fails, all stays as it was.
     """
-    if model.config._attn_implementation != SDPA:
+    if model.config._attn_implementation != SDPA or model.device.type == "meta":
         return False
     register()
     logs = logging.root.manager.disable
@@ -186,11 +205,17 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
         if not fits:
             model.set_attn_implementation(SDPA)
     logging.disable(logs)
+    model.adaptation = Adaptation(model.config._attn_implementation)
     return fits
 
 
 def always_mask(model: Any, tokenizer: Any, logits: Callable[[Any], torch.Tensor]) -> bool:
-    """Gives a model MASKED attention, if its logits of two tokenised texts stay the same."""
+    """Gives a model MASKED attention, if its logits of two tokenised texts stay the same.
+
+    Its rows are of many lengths. cuDNN, torch's first choice on Hopper and newer, would plan anew
+    for each of them, which takes half a second: it is left out.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
     def answers() -> list[torch.Tensor]:
         padding = copy.deepcopy(tokenizer)  # a tokenizer that has padded is saved so that it pads

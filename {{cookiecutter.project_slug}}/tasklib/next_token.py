@@ -37,8 +37,10 @@ UNPREPARED = LossPlan(chunk=0, most_texts=0, has_flash=False, is_split=False)
 def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
     """Finds out, for rows of this length, what a causal language model allows.
 
-    The model keeps the result as its attribute `loss_plan`.
+    The model keeps the result as its attribute `loss_plan`. One without weights is left as it is.
     """
+    if model.device.type == "meta":
+        return
     row = torch.tensor([[3, 5, 4, 6, 3, 5, 7, 9]])
     texts = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
     starts = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
@@ -55,6 +57,7 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
     attention.replace(model, attention.CAUSAL, answers, length)
     has_flash = attention.find_flash() is not None
     model.loss_plan = LossPlan(chunk, most_texts, has_flash, is_split(model, row))
+    model.adaptation = attention.Adaptation(model.config._attn_implementation, model.loss_plan)
 
 
 def is_split(model: Any, row: torch.Tensor) -> bool:

@@ -138,9 +138,14 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     """A pretrained model in fp32, since the accelerate YAML decides the precision.
 
     Weights whose names contain one of `head` may be new. Raises ValueError if others are missing.
+    Under `torch.device("meta")` nothing but the config is read.
     """
     import torch
+    from transformers import AutoConfig
 
+    if torch.get_default_device().type == "meta":
+        options.pop("ignore_mismatched_sizes", None)
+        return new_model(auto, load(AutoConfig, cfg, **options), cfg)
     options |= {"dtype": torch.float32}
     if cfg.attn_implementation != "sdpa":  # unset, it is sdpa, or eager where a model lacks sdpa
         options["attn_implementation"] = cfg.attn_implementation

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
-from training import checkpoints, sharding
+from training import checkpoints, contract, sharding
 from training.batches import StepPlan
 from training.console import IS_MAIN, say
 from training.device import PROCESSES, compile_blocks
@@ -23,6 +23,63 @@ from training.layout import this_layout
 from training.ranks import Ranks, UserError, as_user_error
 from training.sharding import check_deepspeed, whole_groups
 from training.tensor_files import TensorReader
+
+
+def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
+    """The task's model, which `make()` gives. All processes must call it.
+
+    With fsdp_cpu_ram_efficient_loading only the main process has its weights, and sends the others
+    their shards. These make it on the meta device, and get memory that nobody touches, which takes
+    none of the host's. accelerate tells weights apart by their addresses, which meta tensors lack.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if not plugin or not plugin.cpu_ram_efficient_loading:
+        with ranks.fail_together(), as_user_error():
+            model = contract.check_model(make())
+        return model
+    model = None
+    with ranks.fail_together(), as_user_error():
+        if accelerator.is_main_process:
+            model = contract.check_model(make())
+    adaptation = getattr(model, "adaptation", None)  # see tasklib/attention.py
+    adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
+    with ranks.fail_together(), as_user_error():
+        if model is None:
+            model = build_empty(make)
+            if model is None or form_of(model) != form:  # a task may look at its weights
+                model = contract.check_model(make())
+            elif adaptation:
+                adaptation.apply(model)
+    return model
+
+
+def build_empty(make: Callable) -> torch.nn.Module | None:
+    """The model that `make()` gives, without values; None if it needs values."""
+    try:
+        with torch.device("meta"):
+            model = contract.check_model(make())
+    except Exception:  # code of a task may raise anything; with values it raises it again
+        return None
+    made: dict[int, torch.Tensor] = {}  # tied weights stay one
+
+    def fill(tensor):
+        if not tensor.is_meta:
+            return tensor
+        empty = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            empty = torch.nn.Parameter(empty, tensor.requires_grad)
+        return made.setdefault(id(tensor), empty)
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: fill(t) for name, t in tensors.items() if t is not None})
+    return model
+
+
+def form_of(model: torch.nn.Module) -> list[tuple]:
+    """Names, shapes and types of the weights and buffers of a model, and which are trained."""
+    weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in weights]
 
 
 class TaskModule(torch.nn.Module):
