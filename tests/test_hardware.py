@@ -321,6 +321,7 @@ def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
     amd.gcnArchName = "gfx942:sramecc+:xnack-"
     accelerate_yaml.read_hardware(FOLDER / "fp8.yaml")
     machine.setattr(torch.version, "hip", None)
+    machine.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     machine.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: False)
     assert "fp8 needs torchao (pip install torchao); install it, or use bf16" in said("fp8")
     machine.setattr(accelerate_yaml, "is_deepspeed_available", lambda: False)

@@ -283,12 +283,9 @@ def check_fp8(backend: object) -> None:
     asked = [*FP8_LIBRARIES] if backend in (None, "NO") else [backend]
     if asked[0] not in [*FP8_LIBRARIES]:
         raise ValueError(f"fp8_config: backend is {backend}; give AO (torchao) or TE")
-    if not any(FP8_LIBRARIES[name]() for name in asked):
-        library = "torchao (pip install torchao)" if "AO" in asked else "Transformer Engine"
-        raise ValueError(f"mixed_precision fp8 needs {library}; install it, or use bf16")
     if not torch.cuda.is_available():
-        return
-    if torch.version.hip:
+        fits = True
+    elif torch.version.hip:
         has = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
         fits, needs = has.startswith(FP8_OF_AMD), "MI300 (gfx942), MI350 (gfx950) or gfx12"
     else:
@@ -300,6 +297,9 @@ def check_fp8(backend: object) -> None:
             f"mixed_precision fp8 needs a GPU of {needs}, and {torch.cuda.get_device_name()} has "
             f"{has}; use bf16"
         )
+    if not any(FP8_LIBRARIES[name]() for name in asked):
+        library = "torchao (pip install torchao)" if "AO" in asked else "Transformer Engine"
+        raise ValueError(f"mixed_precision fp8 needs {library}; install it, or use bf16")
 
 
 def check_launched(layout: Layout) -> None:
