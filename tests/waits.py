@@ -17,8 +17,17 @@ READS = {
     aten.repeat_interleave.Tensor,
     aten._unique2.default,
 }
-INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+PUTTING = {aten.index_put.default, aten.index_put_.default}
 COPIES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
+
+
+def waits_in(function, args):
+    """Whether the CPU has to know a value, or the shape of the result. A mask is one that it reads,
+    unless all that is put there is one number."""
+    number = function in PUTTING and args[2].numel() == 1
+    if function not in {aten.index.Tensor, *PUTTING} or number:
+        return function in READS
+    return any(each is not None and each.dtype == torch.bool for each in args[1])
 
 
 class Operators(TorchDispatchMode):
@@ -29,10 +38,7 @@ class Operators(TorchDispatchMode):
         self.found = found
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        masks = function in INDEXING and any(
-            each is not None and each.dtype == torch.bool for each in args[1]
-        )
-        if function in READS or masks:
+        if waits_in(function, args):
             self.found.append(str(function))
         return function(*args, **kwargs or {})
 

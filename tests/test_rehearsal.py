@@ -1,0 +1,211 @@
+"""Every branch for GPUs runs, on a CPU that is taken for a GPU: see pretend_gpu.py.
+
+A step that writes no line of metrics must not wait for the GPU, or the run fails.
+"""
+
+import json
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from conftest import BakedProject, bake, digest, latest, lines, preloaded
+from test_sharding import agree, launcher_env, make_small, model_digest
+
+PRETEND = Path(__file__).with_name("pretend_gpu.py")
+
+
+def rehearse(project, hardware, processes, *flags, program="train.py", card="H100", codes=(0,)):
+    """Runs a program with a YAML in so many processes, each with a GPU; what they printed."""
+    config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
+    env = launcher_env(config, processes, "") | {"ACCELERATE_USE_CPU": "False", "PRETEND": card}
+    env |= {"LAUNCH_CONFIG": config}
+    envs = [{**each, **env} for each in project.envs(processes)]
+    arguments = [str(PRETEND), *program.split(), *latest(flags)]
+    ended = preloaded(project.path, envs, arguments, 300)
+    return project.ended((hardware, *flags), codes, *zip(*ended, strict=True))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A language model of two layers; of three steps one writes a line."""
+    fields = {"log_every": 3, "eval_every": 6, "save_every": 3, "keep_checkpoints": 0}
+    return make_small(tmp_path_factory.mktemp("small"), **fields)
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory):
+    """A run of a CPU in fp32."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    small.train(1, "--output_dir", output)
+    return output
+
+
+def continue_from(output, step, copy):
+    """A run folder that was killed after this step."""
+    name = f"step-{step:08d}"
+    shutil.copytree(output / "checkpoints" / name, copy / "checkpoints" / name)
+    return copy
+
+
+CLOSE = {"no": (1e-5, 1e-4), "bf16": (1e-2, 0.1), "fp16": (1e-2, 0.1), "fp8": (0.05, 0.5)}
+YAMLS = [("single_gpu_bf16", 1), ("multi_gpu_bf16", 2)]
+SLOW_YAMLS = [("single_gpu", 1), ("single_gpu_fp16", 1), ("multi_gpu", 2), ("multi_gpu_fp16", 2)]
+SLOW_YAMLS += [("multi_node", 2), ("fsdp2", 2), ("fsdp2_offload", 2), ("multi_node_fsdp2", 2)]
+no_torchao = pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
+SLOW_YAMLS += [("hsdp", 4), ("tensor_parallel", 2)]
+SLOW_YAMLS = [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_YAMLS]
+SLOW_YAMLS += [pytest.param("fp8", 1, marks=[pytest.mark.slow, no_torchao])]
+
+
+@pytest.mark.parametrize(("hardware", "processes"), [*YAMLS, *SLOW_YAMLS])
+def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes):
+    """The losses of a CPU, and the same bytes after a kill."""
+    flags = ["--deterministic", "true"]
+    printed = rehearse(small, hardware, processes, *flags, "--output_dir", tmp_path / "whole")
+    assert f"{processes} x cuda, " in printed
+    yaml = (small.path / "configs" / "accelerate" / f"{hardware}.yaml").read_text()
+    (precision,) = re.findall("^mixed_precision: (\\S+)", yaml, re.MULTILINE)
+    agree(tmp_path / "whole", alone, *CLOSE[precision.strip("\"'")])
+    half = continue_from(tmp_path / "whole", 3, tmp_path / "half")
+    rehearse(small, hardware, processes, *flags, "--output_dir", half)
+    ends = [tmp_path / name / "checkpoints" / "step-00000006" for name in ("whole", "half")]
+    assert digest(ends[0]) == digest(ends[1])
+
+
+OPTIONS = {
+    "async_save": ["--async_save", "true", "--save_every", 6],
+    "recomputed": ["--gradient_checkpointing", "true"],
+    "tf32": ["--tf32", "true"],
+    "workers": ["--num_workers", 2],
+    "chunked": ["--task.loss_chunk", 16],
+    "shares": ["--device_shares", "auto", "--micro_batch_size", 1, "--max_steps", 12],
+    "profiled": ["--profile_steps", "[2, 3]"],
+    "compressed": ["--gradient_compression", "fp16"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_trains(small, alone, tmp_path, option, processes):
+    hardware, output = {1: "single_gpu", 2: "multi_gpu"}[processes], tmp_path / "run"
+    rehearse(small, hardware, processes, *OPTIONS[option], "--output_dir", output)
+    if option == "shares":
+        assert lines(output, "loss")[-1]["step"] == 12
+    else:
+        limits = (1e-2, 0.1) if option == "compressed" else (1e-5, 1e-4)
+        agree(output, alone, *limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("multi_gpu_bf16", 2), ("multi_gpu_bf16", 4), ("fsdp2", 2)])
+def test_exact_has_the_bytes_of_one_gpu(small, tmp_path, case):
+    flags = ["--exact", "true", "--micro_batch_size", 1, "--task.dropout", 0.1, "--output_dir"]
+    rehearse(small, "single_gpu_bf16", 1, *flags, tmp_path / "one")
+    rehearse(small, *case, *flags, tmp_path / "other")
+    assert model_digest(tmp_path / "one") == model_digest(tmp_path / "other")
+
+
+# ---- Tasks ---------------------------------------------------------------------------------------
+
+INPUTS = {"text_classification": "def f(): pass", "causal_lm": "When", "seq2seq": "f(x)"}
+TASKS = ["causal_lm", "image_classification", "seq2seq"]
+
+
+@pytest.mark.parametrize(
+    "task", ["text_classification", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS)]
+)
+def test_a_task_trains_continues_evaluates_and_predicts(tmp_path, task):
+    hardware = "single_gpu_bf16"
+    project = bake(tmp_path, task=task, tracker="none")
+    flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
+    flags += ["--log_every", 2, "--eval_every", 2, "--save_every", 2, "--export", "best"]
+    rehearse(project, hardware, 1, *flags, "--max_steps", 4)
+    printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--accept_changes")
+    assert "continuing from" in printed and "the best evaluation was that of step" in printed
+    printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--eval_only")
+    scores = json.loads((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
+    assert scores["eval_loss"] == pytest.approx(
+        lines(tmp_path / "run", "eval_loss")[-1]["eval_loss"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hardware", "processes"), [("single_gpu_bf16", 1), ("multi_gpu_bf16", 2)])
+def test_a_plain_module_trains(tmp_path, hardware, processes):
+    project = bake(tmp_path, tracker="none")
+    shutil.copy(project.path / "examples" / "task.py", project.path / "task.py")
+    flags = ["--max_steps", 6, "--log_every", 3, "--eval_every", 3, "--warmup_steps", 0]
+    flags += ["--output_dir", tmp_path / "run", "--config", tmp_path / "empty.yaml"]
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    rehearse(project, hardware, processes, *flags)
+
+
+# ---- Cards ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["T4", "A100", "B200", "MI300X"])
+def test_a_card_trains(small, tmp_path, card):
+    """Packed rows, whose attention depends on the card."""
+    hardware = "single_gpu_fp16" if card == "T4" else "single_gpu_bf16"
+    flags = ["--task.packing", "best_fit", "--max_steps", 4, "--output_dir", tmp_path / "run"]
+    rehearse(small, hardware, 1, *flags, card=card)
+    for yaml, said in (("single_gpu_bf16", "only emulates bf16"), ("fp8", "8.9")):
+        flags = ["--check", "--config_file", f"configs/accelerate/{yaml}.yaml"]
+        printed = rehearse(small, "single_gpu", 1, *flags, card=card, codes=[0, 2])
+        assert (said in printed) == (card == "T4" or (yaml, card) == ("fp8", "A100"))
+
+
+# ---- hardware.py ---------------------------------------------------------------------------------
+
+
+VERBS = [(verb, "single_gpu_bf16", 1) for verb in ("check", "smoke", "bench", "recommend")]
+VERBS += [(verb, "multi_gpu_bf16", 2) for verb in ("check", "smoke", "bench")]
+VERBS += [("smoke", "fsdp2", 2), ("smoke", "tensor_parallel", 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verb", "hardware", "processes"), VERBS)
+def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
+    flags = {"bench": ["--seconds", 0.01]}.get(verb, [])
+    printed = rehearse(small, hardware, processes, *flags, program=f"hardware.py {verb}")
+    assert verb != "smoke" or " 0 failed" in printed
+    assert "NVIDIA H100" in printed or verb in ("smoke", "bench")
+
+
+@pytest.mark.slow
+def test_tune_runs(small, tmp_path):
+    """Its trials are started by launchers of their own."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nsys.path.append({str(PRETEND.parent)!r})\n"
+        "import pretend_gpu\npretend_gpu.pretend()\n"
+    )
+    flags = ["--steps", 1, "--config_file", "configs/accelerate/single_gpu_bf16.yaml"]
+    small.run("python", "hardware.py", "tune", *flags, PYTHONPATH=str(tmp_path))
+    tuned = (small.path / "configs" / "accelerate" / "tuned.yaml").read_text()
+    assert "distributed_type" in tuned
+
+
+# ---- The rehearsal can fail ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "said"),
+    [
+        ("batch = send_to_device(batch, accelerator.device, non_blocking=True)", "", "same device"),
+        ("step_losses.append(loss.detach())", "step_losses.append(loss.item())", "waits for"),
+    ],
+)
+def test_a_mistake_in_the_loop_is_seen(small, tmp_path, line, other, said):
+    path = shutil.copytree(small.path, tmp_path / "project")
+    text = (path / "train.py").read_text()
+    assert line in text
+    head, _, tail = text.rpartition(line)
+    (path / "train.py").write_text(f"{head}{other or 'pass'}{tail}")
+    flags = ["--output_dir", tmp_path / "run"]
+    printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
+    assert said in printed
