@@ -27,6 +27,9 @@ NOT_TEMPLATE = (".git", ".venv", "demo", "runs", "wandb", "__pycache__", ".*_cac
 # Settings of whoever runs the tests that would change what a run does.
 FOREIGN = ("ACCELERATE_", "WANDB_", "TRACKIO_", "COOKIECUTTER_", "TORCHINDUCTOR_")
 
+# A report computes with all cores: on a busy machine, threads that wait must not spin.
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
 # In the background of a script, or under nohup, all that the tests start would ignore these.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -42,7 +45,7 @@ def preloader():
     """The process of tests/preloaded.py, for the whole session."""
     command = [sys.executable, str(Path(__file__).with_name("preloaded.py"))]
     env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {**THREADS, "HF_HUB_OFFLINE": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen(command, env=env, **pipes)
     atexit.register(server.stdin.close)
@@ -95,7 +98,7 @@ class BakedProject:
         env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
         scripts = str(Path(sys.executable).parent)
         env["PATH"] = os.pathsep.join([scripts, env["PATH"]])
-        return env | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | extra
+        return env | {**THREADS, "HF_HUB_OFFLINE": "1"} | extra
 
     def run(self, *command, check=True, timeout=600, **env):
         """Run a command in the project; `check` demands exit code 0 and shows what was printed."""

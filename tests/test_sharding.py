@@ -500,6 +500,6 @@ def test_one_process_of_a_machine_holds_the_whole_model(small, tmp_path):
     with open(path / "task.py", "a") as file:
         file.write(PEAK.replace("FOLDER", repr(str(tmp_path))))
     train(BakedProject(path), "fsdp2", 2, *flags, "--output_dir", tmp_path / "two")
-    agree(tmp_path / "two", tmp_path / "one", loss=2e-6)
+    agree(tmp_path / "two", tmp_path / "one", loss=2e-6, norm=1e-4)
     main, other = (float((tmp_path / f"peak-{rank}").read_text()) for rank in (0, 1))
     assert other < 0.75 * main  # 68 and 144 MB; before, 164 and 144
