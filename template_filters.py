@@ -1,5 +1,6 @@
 """What the template needs beyond Jinja: checked answers, quoted text, a task's source as it is."""
 
+import contextlib
 import difflib
 import json
 import keyword
@@ -9,6 +10,7 @@ import reprlib
 import shlex
 import shutil
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import click
 from cookiecutter.cli import main as cookiecutter_command
 from cookiecutter.config import get_user_config
 from cookiecutter.exceptions import FailedHookException
+from cookiecutter.generate import is_copy_only_path
 from jinja2.ext import Extension
 from slugify import slugify
 
@@ -26,6 +29,7 @@ QUESTIONS = [name for name in OWN if not name.startswith("_")]
 # Read by cookiecutter itself: how it renders, and what it copies as it is.
 SETTINGS = ["_copy_without_render", "_extensions", "_jinja2_env_vars", "_new_lines"]
 LONGEST = {"project_name": 60, "project_slug": 60, "author_name": 100}
+LONGEST_BAKE = 20  # seconds; one takes two
 JINJA = re.compile(r"\{[{%#]")
 # An emoji may end in a variation selector, and joiners make one emoji of several.
 PICTURE = "[\u2190-\u27ff\u2900-\u2bff\U0001f000-\U0001faff]\ufe0f?"
@@ -83,18 +87,24 @@ def default_slug(name):
 
 def check_answers(answers):
     """Refuse the answers of a command line and those given so far, as soon as they are there."""
-    command = click.get_current_context(silent=True)
-    if command is None or command.command is not cookiecutter_command:
-        check_each(answers)  # cruft or a Python program
+    params = command_params()
+    if not params:
+        check_each(answers)
         return ""
-    check_command(command.params)
+    check_command(params)
     try:
-        check_given(answers, command.params)
+        check_given(answers, params)
     except Refused as refused:
-        if command.params["no_input"]:
+        if params["no_input"]:
             raise
-        raise Refused(f"{refused}\n{again(answers, command.params)}") from None
+        raise Refused(f"{refused}\n{again(answers, params)}") from None
     return ""
+
+
+def command_params():
+    """The options of cookiecutter's command line; empty under cruft or a Python program."""
+    command = click.get_current_context(silent=True)
+    return command.params if command and command.command is cookiecutter_command else {}
 
 
 def check_given(answers, params):
@@ -140,7 +150,25 @@ def check_context(context):
         refuse("__year", context.get("__year"), "is not a year", "Leave it out.")
     if "_output_dir" in context:  # cruft does not say where
         check_folder(context["_output_dir"], context["project_slug"])
+        if command_params():
+            refuse_second_bake(Path(context["_output_dir"], context["project_slug"]))
     return ""
+
+
+def refuse_second_bake(project):
+    """Refuse to write a project together with another bake: each removes files of the other.
+
+    The mark beside the project is removed by hooks/post_gen_project.py. An old one was left behind.
+    """
+    mark = project.with_name(f".{project.name}.bake")
+    with contextlib.suppress(FileNotFoundError):
+        if not 0 <= time.time() - mark.stat().st_mtime < LONGEST_BAKE:
+            mark.unlink()
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        refuse("project_slug", project.name, "is being written by another bake", "Wait for it.")
 
 
 def check_each(answers):
@@ -199,7 +227,7 @@ def check_slug(slug):
 
 def check_folder(output_dir, slug):
     """Refuse a place where cookiecutter would stop half-way; it renders the path as Jinja too."""
-    advice = "Choose another folder."
+    advice, keeps = "Choose another folder.", command_params().get("skip_if_file_exists")
     if JINJA.search(output_dir):
         refuse("--output-dir", output_dir, "contains Jinja code", advice)
     target = Path(output_dir, slug)
@@ -208,15 +236,26 @@ def check_folder(output_dir, slug):
         kind, fits = ("folder", path.is_dir) if source.is_dir() else ("file", path.is_file)
         if os.path.lexists(path) and not fits():
             refuse("--output-dir", str(path), f"is not a {kind}", advice)
-    missing = [folder for folder in (target, *target.parents) if not os.path.lexists(folder)]
+        if keeps and path.is_file() and not is_kept(source.relative_to(ROOT / FOLDER)):
+            problem = "would be replaced or removed all the same"
+            advice = "Leave the option out and commit your edits first, or use `cruft update`."
+            refuse("--skip-if-file-exists", str(path), problem, advice)
+    there = next(folder for folder in (target, *target.parents) if os.path.lexists(folder))
+    problem = "" if os.access(there, os.W_OK | os.X_OK) else "Permission denied"
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target.lstat()
+    except FileNotFoundError:
+        pass
     except OSError as error:
-        refuse("--output-dir", str(target), f"cannot be made ({error.strerror})", advice)
-    finally:
-        for folder in missing:
-            if os.path.lexists(folder):
-                folder.rmdir()
+        problem = error.strerror
+    if problem:
+        refuse("--output-dir", str(target), f"cannot be made ({problem})", advice)
+
+
+def is_kept(name):
+    """Whether --skip-if-file-exists keeps this file: cookiecutter asks only for what it renders,
+    and the hook removes the files of other clusters."""
+    return name.parts[0] != "cluster" and not is_copy_only_path(str(name), {"cookiecutter": OWN})
 
 
 def check_command(params):

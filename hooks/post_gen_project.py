@@ -36,6 +36,7 @@ def main():
             recipe.unlink()
     drop_unused(project)
     drop_clusters(project / "cluster")
+    project.with_name(f".{project.name}.bake").unlink(missing_ok=True)  # see refuse_second_bake
     start = Path(os.environ.get("PWD", project.parent))
     if start in project.parents:
         say(NEXT_STEPS.format(folder=project.relative_to(start)))

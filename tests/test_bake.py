@@ -719,6 +719,51 @@ def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):
     assert recipes == ["default.yaml", "mine.yaml", "smoke.yaml"]
 
 
+def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):
+    """cookiecutter -s asks only for what it renders; in a clone with a README it works."""
+    project = tmp_path / "new" / DEFAULT_SLUG
+    project.mkdir(parents=True)
+    (project / "README.md").write_text("mine\n")
+    assert cook("--no-input", "-f", "-s", "cluster=slurm")[0] == 0
+    assert (project / "README.md").read_text() == "mine\n" and (project / "train.py").exists()
+    for name in ("train.py", "training/order.py", "docs/elastic.md", "cluster/slurm.sbatch"):
+        kept = {path: (project / path).read_bytes() for path in files(project)}
+        (project / name).write_text("# mine\n")
+        for path in kept.keys() - {Path(name)}:
+            (project / path).unlink()
+        ended = cook("--no-input", "-f", "-s", "cluster=none")
+        assert ended[0] == 1 and ended[1].count("\n") == 1, ended[1]
+        assert f"{name}' would be replaced or removed all the same" in ended[1]
+        assert ended[2] == [Path(DEFAULT_SLUG, name)]
+        assert (project / name).read_text() == "# mine\n"
+        for path, content in kept.items():
+            (project / path).write_bytes(content)
+
+
+def test_bakes_at_once_do_not_take_files_from_each_other(tmp_path):
+    """One writes the folder, and the others say so in a line; bakes beside it do not count."""
+    command = [sys.executable, "-m", "cookiecutter", str(template()), "--no-input", "-f"]
+    command += ["--default-config", "-o", str(tmp_path / "new"), "cluster=none"]
+    env = os.environ | {"HOME": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
+    names = ["here", "here", "beside"]
+    bakes = [subprocess.Popen([*command, f"project_slug={name}"], **pipes) for name in names]
+    printed = [bake.communicate()[0] for bake in bakes]
+    codes = [bake.returncode for bake in bakes]
+    assert sorted(codes[:2]) in ([0, 0], [0, 1]) and codes[2] == 0, printed
+    for text in (text for text, code in zip(printed, codes, strict=True) if code):
+        assert text == "project_slug: 'here' is being written by another bake. Wait for it.\n"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["beside", "here"]
+    assert files(tmp_path / "new" / "here") == files(tmp_path / "new" / "beside")
+
+
+def test_checking_a_folder_makes_none(tmp_path, monkeypatch):
+    """Another bake may be writing below a folder that a check would make and remove."""
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("a folder was made"))
+    template_filters.check_folder(str(tmp_path / "new" / "below"), "mine")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_project_stays_if_the_next_steps_cannot_be_printed(tmp_path):
     home = {"HOME": str(tmp_path), "PWD": str(tmp_path)}
