@@ -40,6 +40,23 @@ WORDS = "one two three four five six seven eight nine ten\n" * 50
 
 # Name: (flags, files to write, environment), what the line says.
 CASES = {
+    "run folder in the data": (
+        ["--task.data", "docs", "--output_dir", "docs/run"],
+        "output_dir docs/run lies in task.data, docs, where files of the run would count as data",
+    ),
+    "run folder in a part of the data": (
+        ["--task.data", "README.md:2,docs:1", "--output_dir", "docs/a/run"],
+        "output_dir docs/a/run lies in task.data, docs",
+    ),
+    "run folder in the validation data": (
+        ["--task.validation_data", ".", "--output_dir", "runs/here"],
+        "output_dir runs/here lies in task.validation_data, ., where",
+    ),
+    "prepared data in the validation data": (
+        ["--task.validation_data", ".", "--output_dir", ".runs/here"],
+        "lies in task.validation_data: give another",
+    ),
+    "run folder of nobody": (["--output_dir", "~no-one/x"], "output_dir is ~no-one/x: there is no"),
     "unknown flag": (["--learning_rat", "3"], "no field learning_rat; did you mean learning_rate?"),
     "abbreviated flag": (["--learning_r", "3"], "no field learning_r; did you mean learning_rate?"),
     "unknown flag of the task": (["--task.dat", "x"], "no field task.dat; did you mean task.data?"),

@@ -201,6 +201,21 @@ for step in range(4):
     assert digest(checkpoint(again, 8)) == digest(checkpoint(output, 8))
 
 
+def test_a_home_folder_may_be_named_by_its_sign(tiny, quick, tmp_path):
+    """The shell replaces ~ in neither place."""
+    home = {"env": {"HOME": str(tmp_path)}}
+    (tmp_path / "mine.yaml").write_text(
+        "output_dir: ~/runs/a\nmax_steps: 2\nglobal_batch_size: 4\nwarmup_steps: 1\n"
+    )
+    quick("--config=~/mine.yaml", **home)
+    assert lines(tmp_path / "runs" / "a", "loss")[-1]["step"] == 2
+    flags = ["--config=~/runs/a/config.yaml", "--output_dir=~/b", "--max_steps=4"]
+    text = quick(*flags, "--resume=~/runs/a/checkpoints/step-00000002", "--accept_changes", **home)
+    assert f"continuing from {tmp_path}/runs/a/checkpoints/step-00000002" in text
+    assert [line["step"] for line in lines(tmp_path / "b", "loss")][0] >= 3
+    assert not [*tiny.path.glob("~*")]
+
+
 @pytest.mark.slow
 def test_epochs_count_samples_when_the_global_batch_changes(quick, tmp_path):
     """Two epochs of 37 samples: ten steps of 8, or four and then seven of 6."""

@@ -43,6 +43,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+def path(text: str) -> Path:
+    """A path on the command line; the shell replaces no ~ after an equals sign."""
+    return Path(os.path.expanduser(text))
+
+
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of hardware.py, and the rest, which is for train.py."""
     about, _, rest = __doc__.partition("\n\n")
@@ -56,8 +61,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         about = module.__doc__.splitlines()[0]
         verb = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
         add = verb.add_argument
-        add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
-        add("--compare", type=Path, metavar="OLD", help="name what is slower than in OLD, a .json")
+        add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
+        add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
         slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
         add("--threshold", type=report.threshold, default=0.1, metavar="SHARE", help=slower)
         module.add_arguments(verb)

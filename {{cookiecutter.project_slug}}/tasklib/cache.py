@@ -114,11 +114,11 @@ def hash_input_files(
     `rsync --inplace`), since its folder keeps its times. It sees files that were added, removed,
     renamed or replaced, and reads a folder again after `touch FOLDER`.
     """
+    check_cache_outside_data(cfg)
     found, skipped, given = [*more, *(shipped or [])], [], []
     if shipped is None and hub.is_hub_name(cfg.data):
         hub.check_commit(cfg)
     elif shipped is None:
-        check_cache_outside_data(cfg)
         given.append(("data", cfg.data))
     if cfg.validation_data:
         given.append(("validation_data", cfg.validation_data))
@@ -138,12 +138,13 @@ def hash_input_files(
 
 def check_cache_outside_data(cfg: DataConfig) -> None:
     """Raises ValueError if prepared data would count as data, which would change its own key."""
-    cache, data = (local_path(path, "data").resolve() for path in (cfg.cache_dir, cfg.data))
-    below = cache.relative_to(data).parts if cache.is_relative_to(data) else (".",)
-    if not any(part.startswith(".") for part in below):
-        raise ValueError(
-            f"task.cache_dir: {one_line(cfg.cache_dir, 60)} lies in task.data: give another"
-        )
+    cache = local_path(cfg.cache_dir, "cache_dir").resolve()
+    for name in ("data", "validation_data"):
+        data = local_path(getattr(cfg, name) or os.devnull, name).resolve()
+        below = cache.relative_to(data).parts if cache.is_relative_to(data) else (".",)
+        if not any(part.startswith(".") for part in below):
+            shown = one_line(cfg.cache_dir, 60)
+            raise ValueError(f"task.cache_dir: {shown} lies in task.{name}: give another")
 
 
 # ---- Content -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import os
 import re
 import stat
 from collections.abc import Mapping
@@ -400,7 +401,7 @@ def parse_config(
     place = "command line"
     try:
         flags = convert_all(read_flags(arguments, fields), fields, '"[{}]"')
-        path = Path(flags.pop("config", RECIPE))
+        path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
         place = str(path)
         recipe = convert_all(
             read_recipe(compose_yaml(read_small_file(path)), fields), fields, "[{}]"

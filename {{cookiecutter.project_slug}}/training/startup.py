@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from training.ranks import UserError
 
 TRIAL = 1000  # samples; a shorter run takes no time that is worth a line
 WORTH_A_LINE = 0.1  # share of the time that evaluation takes
+PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
 ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
@@ -101,6 +103,10 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     commands = about.split("\n\n")[1].strip()
     cfg, recipe, remarks = config.parse_config(config_class, sys.argv[1:], commands)
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
+    for name in PATHS:
+        setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
+    if cfg.output_dir.startswith("~"):
+        raise UserError(f"output_dir is {one_line(cfg.output_dir, 100)}: there is no such user")
     if escaped(cfg.output_dir) != cfg.output_dir:
         name = one_line(cfg.output_dir, 100)
         raise UserError(f"output_dir is {name}, which a terminal cannot show; give another")
@@ -147,6 +153,27 @@ def read_layout(cfg: Any) -> Layout:
             "accelerate shards models on GPUs only, and there is none; use cpu_multi.yaml"
         )
     return layout
+
+
+def check_output_outside_data(cfg: Any) -> None:
+    """Raises UserError if files of the run would count as data: the run could not continue.
+
+    Hidden folders are not read as data.
+    """
+    output = Path(cfg.output_dir).resolve()
+    for name in ("data", "validation_data"):
+        given = getattr(cfg.task, name, "")  # a path, PATH:WEIGHT,PATH:WEIGHT, or a list of them
+        paths = [str(each.get("path", "")) for each in given if isinstance(each, dict)]
+        if isinstance(given, str):
+            paths = [given, *re.split(r"(?::\d+)?(?:,|$)", given)]
+        for path in filter(os.path.isdir, map(os.path.expanduser, paths)):
+            folder = Path(path).resolve()
+            below = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
+            if not any(part.startswith(".") for part in below):
+                raise UserError(
+                    f"output_dir {cfg.output_dir} lies in task.{name}, {one_line(path, 100)}, "
+                    "where files of the run would count as data; give another --output_dir"
+                )
 
 
 def check_sharing(cfg: Any, layout: Layout) -> None:
@@ -260,6 +287,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     contract.check_functions(task)
     cfg, remarks = read_config(config_class, about)
     check_profile(cfg.profile_steps)
+    check_output_outside_data(cfg)
     output = Path(cfg.output_dir)
     layout = read_layout(cfg)
     check_sharing(cfg, layout)
