@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
+import yaml
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 from pyarrow import parquet
@@ -909,6 +910,105 @@ shards.WAITS = (0.01, 0.01)
     (project.path / "down").unlink()
     project.train(1, *flags, "--output_dir", output)
     assert losses(output) == losses(whole)
+
+
+DOOR = """
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from tasklib import shards
+
+class Door(LocalFileSystem):
+    protocol = "door"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return str(path)  # as that of https
+
+    def local(self, path):
+        if not (path.startswith("door://me:SECRET") and path.endswith("?version=7&sig=SECRET/+%")):
+            raise PermissionError(f"403 at {path}")
+        return path.partition("?")[0].partition("@")[2]
+
+    def info(self, path, **_):
+        return {**fsspec.filesystem("file").info(self.local(path)), "name": path}
+
+    def find(self, path, **_):
+        found = fsspec.filesystem("file").find(self.local(path), detail=True)
+        path = path.rstrip("/")  # as that of https joins relative links
+        return {f"{path}/{name.rpartition('/')[2]}": info for name, info in found.items()}
+
+    def exists(self, path, **_):
+        return fsspec.filesystem("file").exists(self.local(path))
+
+    def cat_file(self, path, **_):
+        return fsspec.filesystem("file").cat_file(self.local(path))
+
+    def get_file(self, path, target, **_):
+        return fsspec.filesystem("file").get_file(self.local(path), target)
+
+    def open(self, path, *_, **__):
+        return open(self.local(path), "rb")
+
+fsspec.register_implementation("door", Door)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tar", "parquet", "mds"])
+def test_credentials_of_a_url_are_neither_stored_nor_shown(tmp_path, kind):
+    """The same command goes on, also with others: they are no change of the data."""
+    project = bake(tmp_path, task="image_classification", tracker="tensorboard")
+    data = write_images(tmp_path / "rows", kind, (11, 9) * 4)
+    name = "/part-{000..007}.tar" if kind == "tar" else ""
+    with open(project.path / "task.py", "a", encoding="utf-8") as file:
+        file.write(DOOR)
+    clean, query = f"door://{data}{name}?version=7", "?version=7&sig=SECRET/+%"
+    flags = [*SHORT, "--max_steps", 2, "--output_dir", project.path / "runs" / "a"]
+    first = ["--task.data", f"door://me:SECRET1@{data}{name}{query}"]
+    other = ["--task.data", f"door://me:SECRET2@{data}{name}{query}"]
+    text = project.train(1, *flags, *first)
+    assert "8 shards of door:///" in text
+    settings = yaml.safe_load((project.path / "runs" / "a" / "config.yaml").read_text())
+    assert settings["task"]["data"] == clean
+    prepared = sorted((project.path / ".cache" / "data").rglob("*"))
+    text += project.train(1, *flags, *other)
+    assert "is finished: 2 steps" in text
+    assert sorted((project.path / ".cache" / "data").rglob("*")) == prepared
+    text += project.train(1, *flags, *other, "--eval_only")
+    wrong = ["--task.data", f"door://me:SECRET@{data}{name}?sig=SECRET&sig=SECRET"]
+    text += project.train(1, *flags, *wrong, codes=[2])
+    assert "403 at door://" in text
+    command = ["python", "hardware.py", "recommend", "--config", "configs/train/default.yaml"]
+    flags = [*map(str, flags), "--task.cache_dir", tmp_path / "cache"]
+    text += project.run(*command, "--device_memory", 24, *flags, *first).stdout
+    assert (project.path / "configs" / "train" / "recommended.yaml").exists()
+    text += project.run("python", "prepare.py", *flags, *first).stdout
+    assert "SECRET" not in text
+    for path in [*project.path.rglob("*"), *(tmp_path / "cache").rglob("*")]:
+        if path.is_file() and path.name != "task.py" and path.suffix != ".pyc":
+            assert b"SECRET" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    "url, clean",
+    [
+        ("https://me:x@host:8/a.tar?sig=1&se=2", "https://host:8/a.tar"),
+        ("https://token@host/a", "https://host/a"),
+        ("https://host/a?versionId=3&token=x", "https://host/a?versionId=3"),
+        ("s3://KEY:SE/CR+ET@bucket/a", "s3://bucket/a"),
+        ("gs://bucket/a?access_token=x", "gs://bucket/a"),
+        ("simplecache::ftp://me:x@y@host/a", "simplecache::ftp://host/a"),
+        ("cannot read URL('https://h/a?sig=x'): 403", "cannot read URL('https://h/a'): 403"),
+        *((each, each) for each in (
+            "hf://datasets/owner/name@main/a:b", "abfs://container@account/a", "a?b", "/a:b@c",
+            "http://host:80/a@b.tar", "s3://bucket/a:b@c", "github://owner:name@main/a", "why?://",
+        )),
+    ],
+)  # fmt: skip
+def test_what_counts_as_a_credential(url, clean):
+    for module in ("tasklib.messages", "training.console"):
+        functions = load_task(module)
+        assert functions.without_credentials(url) == functions.one_line(url) == clean
 
 
 TEXT = ["--task.max_length", 16, "--task.hidden_size", 32, "--task.num_heads", 2]

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from training import config
-from training.console import one_line
+from training.console import one_line, without_credentials
 from training.ranks import UserError
 from training.run_folder import replace_text
 from training.startup import resolved_config
@@ -64,7 +64,8 @@ def recipe_with(config_class: type, flags: list[str], **settings: Any) -> str:
     """The recipe that `flags` name with their values, and with `settings`.
 
     Its comments stay, unless such a recipe would not give the same config: for example, since with
-    the flags nothing reads one of its fields. Then all fields are listed.
+    the flags nothing reads one of its fields. Then all fields are listed. Credentials of URLs are
+    left out.
     """
     # A config that is in use may differ: tasks write into it what they found.
     cfg, path, _ = config.parse_config(config_class, flags, "")
@@ -87,8 +88,8 @@ def recipe_with(config_class: type, flags: list[str], **settings: Any) -> str:
         config.choose_length(alone, {}, found)
         config.check_unread_fields(alone, {}, found, fields)
         if resolved_config(alone) == resolved_config(wanted):
-            return text
-    return whole_recipe(wanted)
+            return without_credentials(text)
+    return without_credentials(whole_recipe(wanted))
 
 
 def whole_recipe(cfg: Any) -> str:

@@ -29,7 +29,7 @@ import numpy as np
 from tasklib import hub, sources, tables
 from tasklib.fields import local_path
 from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
-from tasklib.messages import one_line
+from tasklib.messages import one_line, without_credentials
 from tasklib.sources import DataConfig
 
 STARTED = time.time()
@@ -53,7 +53,9 @@ def cache_folder(
     """
     fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
-    fields["data"] = [each.data for each in sources.split_data(cfg.data)]  # weights shape nothing
+    # Weights and credentials shape nothing.
+    fields["data"] = [without_credentials(each.data) for each in sources.split_data(cfg.data)]
+    fields["validation_data"] = without_credentials(cfg.validation_data)
     parts, constants = [sources, tables, hub, *shaped_by], {}
     for part in parts:  # it grows
         helpers, values = read_globals(part)

@@ -92,6 +92,8 @@ def local_path(text: str, field: str) -> Path:
 
     Raises ValueError for a text that cannot be a path, and for one without permission to look.
     """
+    if "://" in text:  # may be too long for a path
+        return Path(text)
     try:
         path = Path(text).expanduser()
         os.stat(path)

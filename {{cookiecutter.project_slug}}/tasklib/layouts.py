@@ -46,14 +46,14 @@ def check_layout_fields(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
     shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
     fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
-    wanted = f"{'prompt or chat' if pairs else 'text'} where task.data is {cfg.data}"
+    wanted = f"{'prompt or chat' if pairs else 'text'} where task.data is {one_line(cfg.data, 60)}"
     check_fields(cfg, [("rows", fits, wanted)])
     columns = {
         "text": "text_column",
         "prompt": "prompt_column completion_column",
         "chat": "messages_column tools_column",
     }
-    where = f"where task.data is {cfg.data}"
+    where = f"where task.data is {one_line(cfg.data, 60)}"
     check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
     check_ignored_fields(

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from tasklib.files import PERMANENT_ERRORS
-from tasklib.messages import one_line
+from tasklib.messages import USER, one_line, without_credentials
 from tasklib.sources import IncompleteRow, describe_skipped
 from tasklib.tables import Columns, check_columns, column_names
 
@@ -72,6 +72,20 @@ def open_store(data: str) -> tuple[Any, str]:
         raise ValueError(f"cannot open {one_line(data, 100)}: {one_line(error)}") from None
 
 
+def plain_path(path: str) -> str:
+    """A path in a store without credentials, which may change while the data stays."""
+    return without_credentials(path).partition("?")[0] if is_url(path) else path
+
+
+def with_credentials(path: str, data: str) -> str:
+    """A plain path with the credentials of the URL that names its store."""
+    if not is_url(path):  # the store has taken them from the URL
+        return path
+    user, query = USER.search(data), data.partition("?")[2]
+    path = path.replace("://", f"://{user[2]}@", 1) if user else path
+    return f"{path}?{query}" if query else path
+
+
 def ask_store(what: str, function: Callable, *arguments: Any, **options: Any) -> Any:
     """The result of a call to a store, which is repeated when it fails for a moment.
 
@@ -105,16 +119,18 @@ def list_shards(data: str, field: str) -> list[Shard]:
     roots, shards, others = [], [], Counter()
     for path in expand_braces(data):
         store, root = open_store(path)
-        root, what = root.rstrip("/"), f"task.{field}: {one_line(path, 100)}"
-        info = ask_store(what, store.info, root) if root.endswith(tuple(ENDINGS)) else {}
+        root, what = plain_path(root).rstrip("/"), f"task.{field}: {one_line(path, 100)}"
+        info = {}
+        if root.endswith(tuple(ENDINGS)):
+            info = ask_store(what, store.info, with_credentials(root, path))
         if info.get("type", "directory") != "directory":
             found[root] = info
             root = os.path.dirname(root)
-        elif ask_store(what, store.exists, f"{root}/index.json"):
-            shards += list_mds(store, root, what)
+        elif ask_store(what, store.exists, with_credentials(f"{root}/index.json", path)):
+            shards += list_mds(store, root, what, path)
         else:
-            listed = ask_store(what, store.find, f"{root}/", detail=True)
-            if not listed and not ask_store(what, store.exists, root):
+            listed = list_folder(store, root, what, path)
+            if not listed and not ask_store(what, store.exists, with_credentials(root, path)):
                 raise ValueError(f"{what}: there is no such file or folder")
             found |= listed
         roots.append(f"{root}/")
@@ -147,9 +163,17 @@ def list_shards(data: str, field: str) -> list[Shard]:
     return shards
 
 
-def list_mds(store: Any, root: str, where: str) -> list[Shard]:
-    """The shards that the index.json of an MDS names."""
-    content = ask_store(where, store.cat_file, f"{root}/index.json")
+def list_folder(store: Any, root: str, where: str, data: str) -> dict[str, dict]:
+    """What the store says of each file below a folder, by its plain path."""
+    folder = with_credentials(f"{root}/", data)
+    listed = ask_store(where, store.find, folder, detail=True)
+    # https joins relative links to the whole URL.
+    return {plain_path(name.replace(f"{folder}/", f"{root}/")): listed[name] for name in listed}
+
+
+def list_mds(store: Any, root: str, where: str, data: str) -> list[Shard]:
+    """The shards that the index.json of an MDS names. `data`: the URL that names the folder."""
+    content = ask_store(where, store.cat_file, with_credentials(f"{root}/index.json", data))
     try:
         entries = json.loads(content)["shards"]
         facts = [{**entry, **(entry["zip_data"] or entry["raw_data"])} for entry in entries]
@@ -167,7 +191,7 @@ def list_mds(store: Any, root: str, where: str) -> list[Shard]:
     if formats != {"mds"}:
         names = one_line(", ".join(map(str, formats)), 60) or "none"
         raise ValueError(f"{where} has shards of the format {names}, not mds")
-    listed = ask_store(where, store.find, root, detail=True)
+    listed = list_folder(store, root, where, data)
     for number, shard in enumerate(shards):
         info = listed.get(shard.path)
         if listed and not info:
@@ -216,14 +240,14 @@ def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
     `data`: the path or URL that names the store. Raises ValueError and ConnectionError.
     """
     what = f"cannot read {one_line(shard.path, 150)}"
-    store = open_store(data)[0]
+    store, path = open_store(data)[0], with_credentials(shard.path, data)
     if shard.kind == "parquet":
-        ask_store(what, unpack_parquet, store, shard, target, columns)
+        ask_store(what, unpack_parquet, store, path, shard.size, target, columns)
         return
     packed = target.with_suffix(".packed") if is_packed(shard) else target
 
     def download() -> None:
-        store.get_file(shard.path, str(packed))
+        store.get_file(path, str(packed))
         check_size(packed, shard.size)
 
     try:
@@ -266,7 +290,7 @@ def unpack_mds(packed: Path, shard: Shard, target: Path) -> None:
     check_size(target, shard.facts["raw_data"]["bytes"])
 
 
-def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> None:
+def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Columns) -> None:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -275,11 +299,11 @@ def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> 
     # would read ahead for each column in turn.
     with (
         name_damage(),
-        store.open(shard.path, "rb", cache_type="none") as file,
+        store.open(path, "rb", cache_type="none") as file,
         ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
     ):
         check_columns(table.schema_arrow.names, columns)
-        rows = max(2**23 * table.metadata.num_rows // shard.size, 1)
+        rows = max(2**23 * table.metadata.num_rows // size, 1)
         schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
         with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
             for batch in table.iter_batches(min(rows, 1024), columns=names):
@@ -565,8 +589,8 @@ def index_shard(
                 values = [reader.read(row) for row in range(rows)]
                 reader.close()
         else:
-            store = open_store(data)[0]
-            rows, size, listed = ask_store(what, read_footer, store, shard.path, columns, wanted)
+            store, path = open_store(data)[0], with_credentials(shard.path, data)
+            rows, size, listed = ask_store(what, read_footer, store, path, columns, wanted)
             values = [by_role(wanted, lambda _, name: each[name]) for each in listed]  # noqa: B023
         for row, value in enumerate(values):
             count(row, value)

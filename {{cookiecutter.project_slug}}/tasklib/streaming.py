@@ -40,7 +40,7 @@ from tasklib.fields import (
     number_type,
 )
 from tasklib.files import flush
-from tasklib.messages import one_line
+from tasklib.messages import one_line, without_credentials
 from tasklib.shards import Columns, Shard, ShardIndex
 from tasklib.sources import IncompleteRow, Source, split_data
 
@@ -133,8 +133,7 @@ def prepare(
     are those of `cache.cache_folder`. Raises ValueError and ConnectionError.
     """
     given = {*known}
-    if not shards.is_url(cfg.data):
-        cache.check_cache_outside_data(cfg)
+    cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
     listed = {name: shards.list_shards(getattr(cfg, name), name) for name in fields}
     settings = [columns, known, *settings]
@@ -255,10 +254,9 @@ def build_index(
     for name, rows in (("data", total), (origin, used)):
         if not rows:
             raise ValueError(f"task.{name}: no rows in {one_line(getattr(cfg, name), 100)}")
-    names = write_part(folder, "train", cfg.data, train, total, digest)
+    names = write_part(folder, "train", "data", train, total, digest)
     known = given or {*names}
-    data = getattr(cfg, origin)
-    held_names = write_part(folder, "validation", data, validation, used, digest)
+    held_names = write_part(folder, "validation", origin, validation, used, digest)
     if unknown := min({*held_names} - known, default=None):
         path = one_line(held_names[unknown], 150)
         raise ValueError(
@@ -273,14 +271,15 @@ def build_index(
 
 
 def write_part(
-    folder: Path, part: str, data: str, own: list[Indexed], used: int, digest: Any
+    folder: Path, part: str, origin: str, own: list[Indexed], used: int, digest: Any
 ) -> dict[str, str]:
     """Writes the shards of a part to PART.json and the bounds of their rows to PART.npy.
 
     Adds them to the digest. Returns the names of the labels, each with a shard that has it.
+    `origin`: the field that names their store, whose URL may hold credentials.
     """
     columns = {name: [getattr(each, name) for each in own] for name in ("shard", "rows", "bytes")}
-    facts = {"data": data, "used": used, **columns}
+    facts = {"origin": origin, "used": used, **columns}
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
     count = sum(each.rows + 1 for each in own if each.shard.kind == "tar")
     bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
@@ -337,7 +336,7 @@ class ShardCache:
         """
         if not self.is_copied(shard):
             return Path(shard.path)
-        name = json.dumps([self.data, *shard[:4], self.columns])
+        name = json.dumps([without_credentials(self.data), *shard[:4], self.columns])
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
         if not path.exists():
             try:
@@ -416,7 +415,8 @@ class ShardRows(torch.utils.data.Dataset):
         self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
         self.ends, self.used = np.cumsum(self.rows), facts["used"]
         self.bounds = np.load(folder / f"{part}.npy", mmap_mode="r")
-        self.columns, self.cache = columns, ShardCache(cfg, facts["data"], columns)
+        data = getattr(cfg, facts["origin"])
+        self.columns, self.cache = columns, ShardCache(cfg, data, columns)
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it

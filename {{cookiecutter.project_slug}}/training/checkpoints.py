@@ -20,7 +20,9 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from training import console
 from training.run_folder import (
     DISK_FULL,
     apply_umask,
@@ -433,13 +435,23 @@ def flatten(config: dict) -> dict:
     return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}
 
 
+def without_credentials(settings: Any) -> Any:
+    """Settings without what URLs in them hold to open a door; text with spaces is no URL."""
+    if isinstance(settings, dict):
+        return {name: without_credentials(value) for name, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return type(settings)(map(without_credentials, settings))
+    plain = isinstance(settings, str) and not re.search(r"\s", settings)
+    return console.without_credentials(settings) if plain else settings
+
+
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`.
 
     `effects` maps fields to the effect of a change: nothing, rounding, shape (the saved weights do
     not fit) or result, which is the default.
     """
-    config = flatten(manifest.get("config", {}))
+    config = without_credentials(flatten(manifest.get("config", {})))
     settings = {n: v for n, v in config.items() if effects.get(n) not in ("nothing", "rounding")}
     settings |= {f"data {name}": value for name, value in manifest.get("data", {}).items()}
     return json.loads(json.dumps(settings))  # as a manifest is read: tuples become lists

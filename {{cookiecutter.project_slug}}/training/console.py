@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import select
 import sys
 import unicodedata
@@ -65,13 +66,36 @@ def escaped(text: str, kept: str = "") -> str:
     )
 
 
+# Credentials of a URL: user:secret@ and the query, but for what names a version of a file. What
+# stands before an @ without a colon is a container in abfs://, github:// has owner:repository.
+USER = re.compile(
+    r"\b(?!github:)([a-z][\w+.-]*)://((?<=s3://)[^\s/?#@:]+:[^\s?#@]+|[^\s/?#@:]*:[^\s/?#]*|"
+    r"((?<=http://)|(?<=https://))[^\s/?#]*)@",
+    re.IGNORECASE,
+)
+QUERY = re.compile(r"(\b[a-z][\w+.-]*://[^\s?'\"<>]*)\?([^\s'\"<>)`]*[^\s'\"<>)`\].,:;])", re.I)
+VERSIONS = ("generation", "ref", "revision", "snapshot", "version", "versionid")
+
+
+def without_credentials(text: str) -> str:
+    """The text without what URLs in it hold to open a door: it may be stored and shown."""
+
+    def keep_version(match: re.Match) -> str:
+        kept = [each for each in match[2].split("&") if each.partition("=")[0].lower() in VERSIONS]
+        return "?".join([match[1], *["&".join(kept)] * bool(kept)])
+
+    return QUERY.sub(keep_version, USER.sub(r"\1://", text)) if "://" in text else text
+
+
 def one_line(text: object, longest: int = 300) -> str:
     """Text from outside (a label, a path, an error of a library) as one printable line.
 
-    Line breaks become spaces, and control characters are escaped. A text of more than `longest`
-    characters loses its middle. An error without a text is shown by its type.
+    Line breaks become spaces, control characters are escaped, and credentials of URLs are cut out.
+    A text of more than `longest` characters loses its middle. An error without a text is shown by
+    its type.
     """
-    line = escaped(" ".join(str(text)[: 100 * longest].split()))  # the text may have megabytes
+    # The text may have megabytes.
+    line = escaped(without_credentials(" ".join(str(text)[: 100 * longest].split())))
     if not line and isinstance(text, BaseException):
         line = type(text).__name__
     if len(line) > longest:

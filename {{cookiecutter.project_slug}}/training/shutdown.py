@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from training import meeting, run_folder
-from training.console import IS_MAIN, one_line, protect_output
+from training.console import IS_MAIN, one_line, protect_output, without_credentials
 from training.ranks import (
     PROCESSES,
     SAVE_THREAD,
@@ -121,7 +121,8 @@ def run(main, prepare) -> None:
         # If the main process is the one that does not answer, another process prints the line.
         speaks = IS_MAIN or NOT_MAIN in (line or "") or bool(others and others.speaks)
         if speaks and start:
-            state, reason = "stopped" if code == STOPPED else "failed", line or repr(error)
+            state = "stopped" if code == STOPPED else "failed"
+            reason = one_line(line or repr(error), 1000)
             written, _ = catch(run_folder.write_final_status, start.output, state, reason, code)
             speaks = written is not False
         if speaks or not line:
@@ -154,7 +155,7 @@ def report(error: BaseException, line: str | None, program: str) -> None:
     if line:
         print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
     elif not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+        sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
 
 
 def join_background_save() -> None:

@@ -26,6 +26,7 @@ from training import (
     batches,
     checkpoints,
     config,
+    console,
     contract,
     ranks,
     run_folder,
@@ -102,6 +103,7 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     """The config of this run from defaults, recipe and flags, and lines to print about it."""
     commands = about.split("\n\n")[1].strip()
     cfg, recipe, remarks = config.parse_config(config_class, sys.argv[1:], commands)
+    sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
@@ -343,7 +345,8 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
     if len(sources) > 1 or any(each.shards is not None for each in sources):
         entries["sources"] = "; ".join(map(describe_source, sources))
     identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
-    manifest = {"config": resolved_config(cfg), "data": entries, "identity": identity}
+    settings = checkpoints.without_credentials(resolved_config(cfg))
+    manifest = {"config": settings, "data": entries, "identity": identity}
     return {**manifest, "versions": versions()}
 
 
