@@ -798,3 +798,42 @@ def test_make_train_prints_that_line_alone(project, tmp_path):
 
 def test_the_makefile_calls_the_launcher(project):
     assert "launch.py --config_file" in (ROOT / SOURCE / "Makefile").read_text()
+
+
+LEFT_OVER = [  # program, environment, words of the line
+    ("train.py", {"WORLD_SIZE": "4"}, "WORLD_SIZE is '4' and RANK is not set"),
+    ("prepare.py", {"RANK": "1"}, "RANK is '1' and WORLD_SIZE is not set, which no launcher does"),
+    ("hardware.py", {"WORLD_SIZE": "2", "RANK": "1"}, "and MASTER_ADDR is not set, which no"),
+    ("launch.py", {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
+    ("train.py", {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which no launcher does: unset"),
+    *((name, {"PYTHONOPTIMIZE": "2"}, "PYTHONOPTIMIZE=2 and -OO remove") for name in (
+        "train.py", "prepare.py", "predict.py", "plot.py", "launch.py", "hardware.py",
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program, env, said", LEFT_OVER)
+def test_an_environment_that_no_program_can_work_in_is_one_line(project, program, env, said):
+    result = project.run("python", program, "-B", check=False, **env)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith(f"{program}: ") and said in result.stderr
+
+
+def test_an_environment_of_one_process_is_no_mistake(project):
+    project.run("python", "train.py", "--help", WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
+
+
+@pytest.mark.parametrize("more", [[], ["--check"]])
+def test_a_misspelt_flag_of_the_launcher_is_found_before_the_check_is_through(tiny, tmp_path, more):
+    output = ["--output_dir", tmp_path / "run", "--task.prepare_seconds", 30]
+    words = ["python", "launch.py", "--num_procesess", 2, "train.py", *output, *more]
+    result = tiny.run(*words, check=False, timeout=25)
+    assert result.returncode == 2 and not (tmp_path / "run" / "status.json").exists()
+    line = "launch.py: unrecognized arguments: --num_procesess; see accelerate launch --help\n"
+    assert result.stderr == line
+
+
+def test_a_launch_without_a_program_is_wrong_input(tiny):
+    result = tiny.run("python", "launch.py", "--num_processes", 2, check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("launch.py: name a program, such as train.py")

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -361,3 +362,43 @@ def test_only_the_launcher_of_accelerate_is_missed_when_it_dies(project):
     program = "from training import shutdown; print(shutdown.LAUNCHER_PID)"
     shell = f"python -c '{program}'; : accelerate launch"
     assert project.run("sh", "-c", shell, "accelerate notes").stdout == "None\n"
+
+
+SLOW = "print('now', flush=True)\nimport time; time.sleep(60)\n"  # a module
+PROGRAMS = ["train.py", "prepare.py", "hardware.py", "predict.py", "plot.py", "launch.py"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c_while_a_program_imports_is_one_line(tiny, name):
+    """Slow imports come from a folder that is found first; `begin` is through when they begin."""
+    slow = tiny.path / "slow"
+    slow.mkdir(exist_ok=True)
+    for module in ("torch", "yaml", "psutil", "json"):
+        (slow / f"{module}.py").write_text(
+            "print('now', flush=True)\nimport time; time.sleep(60)\n"
+        )
+    env = {"PYTHONPATH": str(slow)}
+
+    (run,) = tiny.start(1, program=name, **env)
+    assert run.stdout.readline() == "now\n"
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=20)
+    assert run.returncode == 75 and out == ""
+    assert err == f"{name}: stopped before it began; the same command starts again\n"
+
+
+def test_ctrl_c_during_the_check_of_launch_py_is_one_line(tiny):
+    slow = tiny.path / "slow"
+    command = ["python", "launch.py", "train.py"]
+    slow.mkdir(exist_ok=True)
+    (slow / "torch.py").write_text(SLOW)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = tiny.env(PYTHONPATH=str(slow))
+    for module in ("yaml", "psutil", "json"):
+        (slow / f"{module}.py").unlink(missing_ok=True)
+    run = subprocess.Popen(command, cwd=tiny.path, env=env, start_new_session=True, **pipes)
+    assert run.stdout.readline() == "now\n"
+    os.killpg(run.pid, signal.SIGINT)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 75
+    assert err == "launch.py: stopped before it began; the same command starts again\n"

@@ -11,6 +11,7 @@ follow those of a verb, except for check. The figures go to hardware.json in the
 and those of bench also to hardware.png.
 """
 
+import training.begin  # noqa: F401  # isort: skip
 import argparse
 import atexit
 import os

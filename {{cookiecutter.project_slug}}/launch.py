@@ -13,6 +13,7 @@ Exit codes: 0 finished; 2 the input is wrong, do not retry; 75 stopped on reques
 a crash: the same command continues.
 """
 
+import training.begin  # isort: skip
 import argparse
 import contextlib
 import os
@@ -31,14 +32,16 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
 STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
 # Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
-# Its imports take as long as those of the check; it waits for a byte to say that all is well.
+# Its imports take as long as those of the check; it waits for a byte to say that all is well, and
+# ends without one. A wrong argument ends it before.
 LAUNCHER = """
 import os, sys
 sys.stderr = open(sys.argv.pop(1), "w", buffering=1)
 go = int(sys.argv.pop(1))
-from accelerate.commands.launch import main
+from accelerate.commands.launch import launch_command, launch_command_parser
+arguments = launch_command_parser().parse_args()
 if os.read(go, 1):
-    main()
+    launch_command(arguments)
 """
 
 
@@ -47,7 +50,8 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     for i, word in enumerate(arguments):
         if word.endswith(".py"):
             return arguments[:i], arguments[i:]
-    sys.exit(f"launch.py: name a program, such as train.py\n{__doc__.splitlines()[2].strip()}")
+    print("launch.py: name a program, such as train.py; see the top of this file", file=sys.stderr)
+    sys.exit(2)
 
 
 def read_options(launcher: list[str]) -> argparse.Namespace:
@@ -80,11 +84,18 @@ def find_meeting(launcher: list[str]) -> dict[str, str]:
     return {}
 
 
-def run_check(launcher: list[str], program: list[str], signals: list[int], env: dict) -> int:
+def run_check(
+    launcher: list[str],
+    program: list[str],
+    signals: list[int],
+    env: dict,
+    run: subprocess.Popen | None = None,
+) -> int:
     """Runs the program with --check; its exit code, or STOPPED after a signal.
 
-    The numbers of processes and machines, that of this machine, and the address of machine 0 are
-    passed on, since the launcher is not there to do it.
+    Ends it at once if the process `run`, which waits for it, has failed. The numbers of processes
+    and machines, that of this machine, and the address of machine 0 are passed on, since the
+    launcher is not there to do it.
     """
     known = read_options(launcher)
     command = [sys.executable, *program]
@@ -103,9 +114,11 @@ def run_check(launcher: list[str], program: list[str], signals: list[int], env: 
     terminated = False
     while check.poll() is None:
         time.sleep(0.05)
-        if signals and not terminated:
-            check.terminate()
+        if (signals or (run and run.poll())) and not terminated:
+            (check.terminate if signals else check.kill)()
             terminated = True
+    if signals and check.returncode < 0:  # before it could say so itself
+        print(f"launch.py: {training.begin.BEFORE}", file=sys.stderr)
     return STOPPED if signals else check.returncode
 
 
@@ -156,9 +169,11 @@ def main() -> int:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **os.environ,
         }
-        if {"--check", "--help", "-h"} & {*program}:  # nothing to launch
+        if {"--help", "-h"} & {*program}:  # nothing to launch
             return run_check(launcher, program, signals, env)
-        env["VERIFIED_FILE"] = str(Path(folder, "verified"))  # checkpoints, by the check
+        only = "--check" in program
+        if not only:
+            env["VERIFIED_FILE"] = str(Path(folder, "verified"))  # checkpoints, by the check
         waits, go = os.pipe()
         command = [sys.executable, "-c", LAUNCHER, str(report_file), str(waits)]
         run = subprocess.Popen(
@@ -167,12 +182,16 @@ def main() -> int:
             preexec_fn=ignore_sigint,
             pass_fds=[waits],
         )
-        code = run_check(launcher, program, signals, {**env, **find_meeting(launcher)})
-        if code:
+        meeting = {} if only else find_meeting(launcher)
+        code = run_check(launcher, program, signals, {**env, **meeting}, run)
+        if code and not run.poll():
             run.kill()
             run.wait()
             return code
-        os.write(go, b"1")
+        if only:
+            os.close(go)
+        else:
+            os.write(go, b"1")
         training, stopping, refused = [], False, False
         restarts = read_options(launcher).max_restarts
         while run.poll() is None:
@@ -187,12 +206,18 @@ def main() -> int:
         code = "2" if refused else read_code(exit_code_file)
         report = report_file.read_text(errors="replace") if report_file.exists() else ""
         if code not in ("0", "2", str(STOPPED)) and not signals:
-            known = describe_kills(report) or describe_meeting(report)
+            known = describe_refusal(report) or describe_kills(report) or describe_meeting(report)
             sys.stderr.write(known or ("" if code else report))
         elif signals and not code:
             advice = "the same command continues from the newest checkpoint, if there is one"
             print(f"launch.py: stopped without saving; {advice}", file=sys.stderr)
         return int(code) if code else STOPPED if signals else run.returncode
+
+
+def describe_refusal(report: str) -> str:
+    """A line, if the launcher has refused its arguments: its reason, without the usage."""
+    found = re.search(r"^usage:.* error: (.+)", report, re.DOTALL)
+    return f"launch.py: {found[1].strip()}; see accelerate launch --help\n" if found else ""
 
 
 def describe_kills(report: str) -> str:

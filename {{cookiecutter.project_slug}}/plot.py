@@ -8,6 +8,7 @@ A run is a folder with a metrics.jsonl, finished or not. train.py draws the curv
 end. A comparison also prints the settings in which the runs differ.
 """
 
+import training.begin  # noqa: F401  # isort: skip
 import argparse
 import json
 import math

@@ -12,6 +12,7 @@ train.py saves the model in runs/NAME/model; its config.json names the task. Lin
 answers line n of the input, and a blank line stays blank.
 """
 
+import training.begin  # noqa: F401  # isort: skip
 import argparse
 import io
 import json
@@ -264,6 +265,13 @@ def load_model(folder: Path):
     """
     import transformers
 
+    from tasklib.hub import is_local_name
+
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base = str(adapter.get("base_model_name_or_path"))
+        if is_local_name(base) and not os.path.isdir(base):
+            raise ValueError(f"the model that its adapters belong to is gone: no folder {base}")
     auto, options = transformers.AutoModelForCausalLM, {"trust_remote_code": False}
     if (folder / "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(str(folder), **options)

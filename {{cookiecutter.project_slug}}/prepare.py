@@ -10,6 +10,7 @@ run folder. Data that is there is only checked. After an interruption the same c
 Exit codes: 0 the data is there; 2 the input is wrong; 75 stopped on request.
 """
 
+import training.begin  # noqa: F401  # isort: skip
 from pathlib import Path
 
 import task

@@ -14,6 +14,7 @@ number of loss terms. So the loop has no state but the step, and the same comman
 that was killed.
 """
 
+import training.begin  # noqa: F401  # isort: skip
 import math
 import time
 from dataclasses import dataclass, field
@@ -174,8 +175,7 @@ class Config:
     """torch.compile: starts more slowly, runs faster; for GPUs. The repeated blocks of a model are
     compiled once. It changes the masks of dropout."""
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"
-    """Format in which DDP sends gradients. bf16 (needs NCCL) and fp16 take half the bytes of fp32,
-    for slow networks."""
+    """Format of DDP's messages. bf16 (needs NCCL) and fp16 halve the bytes, for slow networks."""
     tf32: bool = field(default=False, metadata=ROUNDING)
     """On a GPU in fp32: round the inputs of matrix products and convolutions to TF32, which is much
     faster and keeps 3 digits."""

@@ -1,6 +1,7 @@
 """The modules that train.py is built on. None of them imports task.py or tasklib/.
 
 Start:
+    begin            Ctrl-C while a program imports; what the environment must not hold
     contract         the functions that train.py calls in task.py, and checks of their results
     startup          all that happens before the model is built: config, data, where to start
     config           reads the recipe and the flags; reports mistakes in one line
