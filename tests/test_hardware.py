@@ -479,6 +479,21 @@ def test_tables_are_those_that_the_command_prints():
         assert f"\n{table}\n" in DOC.read_text(), "python -m machine.memory prints other numbers"
 
 
+def test_commands_for_usual_machines_agree_with_the_table():
+    usual = DOC.read_text().partition("\n## The usual machines")[2]
+    (whole,) = re.findall("^# Two cards of 24 GB.*\n(.*)", usual, re.MULTILINE)
+    assert "| 0.5B | 1 GPU, checkpointing |" in DOC.read_text()
+    assert "--gradient_checkpointing true" in whole
+
+
+def test_a_command_of_the_docs_is_not_wrapped_inside_its_quotes():
+    for path in DOC.parent.glob("*.md"):
+        for block in re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                assert line.count('"') % 2 == 0 or not line.lstrip().startswith("python"), line
+        assert not re.search(r'`python -c "[^"`]*\n', path.read_text()), path
+
+
 def test_all_yamls_are_in_the_tables():
     text = DOC.read_text().partition("\n## Memory")[0].partition("\n## The YAMLs")[2]
     rows = "".join(line for line in text.splitlines() if line.startswith("| `"))

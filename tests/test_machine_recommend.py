@@ -240,21 +240,40 @@ def test_where_nothing_fits_it_says_what_would(card, count):
 
 
 FLAGS = {
-    "--devices: expected a whole number above 0; got '2.5'": {"devices": "2.5"},
-    "--machines: expected a whole number above 0; got '0'": {"machines": "0"},
-    "--device_memory: expected a number above 0; got 'nan'": {"device_memory": "nan"},
-    "--device_memory: expected a number above 0; got '-1'": {"device_memory": "-1"},
-    "torch sees no GPU on this machine; to plan for others, give --device_memory": {"devices": "2"},
-    "torch sees no GPU on this machine; to plan": {"machines": "2"},
+    "--devices: expected a whole number above 0, up to 100,000; got '2.5'": ["--devices", "2.5"],
+    "--machines: expected a whole number above 0, up to 100,000; got '0'": ["--machines", "0"],
+    "--device_memory: expected a number above 0, up to 100,000; got 'nan'": ["--device_memory=nan"],
+    "--device_memory: expected a number above 0, up to 100,000; got '1e99'": [
+        "--device_memory=1e99"
+    ],
+    "torch sees no GPU on this machine; to plan for others, give --device_mem": ["--devices=2"],
+    "torch sees no GPU on this machine; to plan": ["--machines", "2"],
+    "recommended.yaml is not a file that hardware.py wrote": ["--device_memory", "24"],
 }
 
 
+@pytest.fixture(scope="module")
+def hardware():
+    """hardware.py, with the task of a project; a later import of task or train is another's."""
+    sys.modules["task"] = load_task("text_classification")
+    module = load_task("hardware")
+    for name in ("task", "train", "hardware"):
+        del sys.modules[name]
+    return module
+
+
 @pytest.mark.parametrize("line", FLAGS)
-def test_hardware_that_is_not_there(line):
-    none = dict.fromkeys(("devices", "machines"))
-    options = SimpleNamespace(**{**none, "device_memory": None, **FLAGS[line]})
+def test_hardware_that_is_not_there_is_named_before_data_is_prepared(
+    line, hardware, monkeypatch, tmp_path
+):
+    own = tmp_path / "configs" / "accelerate" / "recommended.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine: 1\n" if "recommended" in line else "# Written by hardware.py\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hardware, "read_project", lambda *_: pytest.fail("data is prepared"))
+    monkeypatch.setattr(sys, "argv", ["hardware.py", "recommend", *FLAGS[line]])
     with pytest.raises(ValueError, match=re.escape(line)):
-        verb.read_hardware(options, torch.device("cpu"))
+        hardware.prepare()
 
 
 @pytest.mark.parametrize("measured, fixed", [(20 * GB, 0), (30 * GB, 11 * GB), ("full", 61 * GB)])

@@ -168,6 +168,16 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
+def test_adapters_whose_model_is_gone_are_one_line(models):
+    folder = models / "adapters"
+    folder.mkdir()
+    base = {"base_model_name_or_path": "runs/gone/model", "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps({**base, "peft_type": "LORA"}))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    result = programs.run(predict, models, "--model", "adapters", "x")
+    assert refused(result, "adapters belong to is gone: no folder runs/gone/model")
+
+
 def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
     result = programs.run(predict, models, "--model", "short", "--tokens", "50", "x")
     assert refused(result, "give shorter texts or fewer --tokens")

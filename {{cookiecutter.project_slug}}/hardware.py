@@ -80,6 +80,8 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
         report.check_comparable(options.verb, {}, old)
     if IS_MAIN:
         report.prepare_folder(options.report)
+    if options.verb == "recommend":
+        recommend.check(options)
     if options.verb == "tune":
         return options, tune.read_recipe(train.Config, task, flags), old
     if not VERBS[options.verb].NEEDS_PROJECT:

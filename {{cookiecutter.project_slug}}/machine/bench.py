@@ -10,11 +10,11 @@ from accelerate import Accelerator
 
 from machine import devices, links, slow, workload
 from machine.project import Project
-from machine.report import Figure, Section, short
+from machine.report import Figure, Section, number, short
 from machine.timing import seconds_per_call
 from training.console import IS_MAIN, one_line, say
 from training.device import count_workers, make_accelerator
-from training.ranks import Ranks, UserError, as_user_error
+from training.ranks import Ranks, as_user_error
 
 NEEDS_PROJECT = True
 SECONDS = 1.0  # of each measurement
@@ -23,7 +23,8 @@ STEP, LOADER = "training step alone", "data loader"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag of bench."""
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each measurement")
+    seconds = number(float, 60)
+    parser.add_argument("--seconds", type=seconds, default=SECONDS, help="of each measurement")
 
 
 def run(
@@ -31,8 +32,6 @@ def run(
 ) -> Section:
     """Measures all, for about `options.seconds` each; all processes must call it."""
     seconds, where = options.seconds, str(ranks.layout.rank)
-    if not 0 < seconds <= 60:
-        raise UserError(f"--seconds is {seconds:g}; give seconds above 0, up to 60")
     with ranks.fail_together(), as_user_error():
         accelerator = make_accelerator(project.cfg)
         disk = workload.measure_disk(options.report) if IS_MAIN else []

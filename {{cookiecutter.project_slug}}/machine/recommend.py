@@ -14,10 +14,9 @@ import torch
 from machine import ladder, simulate, written
 from machine.ladder import Choice, Hardware, Rung, Step, Working
 from machine.project import Project
-from machine.report import Figure, Section
+from machine.report import Figure, Section, number
 from machine.simulate import Study
 from training import startup, weights
-from training.console import one_line
 from training.device import PROCESSES
 from training.layout import Layout
 from training.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
@@ -33,20 +32,29 @@ MOST_SAMPLES = 256  # of a micro-batch that is simulated
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of recommend: other hardware than that of this machine."""
-    parser.add_argument("--devices", metavar="N", help="GPUs in a machine, in place of all")
-    parser.add_argument("--device_memory", metavar="GB", help="plan for GPUs that are not here")
-    parser.add_argument("--machines", metavar="M", help="machines with as many GPUs each")
+    count, size = number(int, 100_000), number(float, 100_000)
+    add = parser.add_argument
+    add("--devices", type=count, metavar="N", help="GPUs in a machine, in place of all")
+    add("--device_memory", type=size, metavar="GB", help="plan for GPUs that are not here")
+    add("--machines", type=count, metavar="M", default=1, help="machines with as many GPUs each")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError for what recommend cannot do; call it before data is prepared."""
+    if PROCESSES > 1:
+        raise UserError(
+            "recommend plans for all devices from one process; start it with "
+            "`python hardware.py recommend`"
+        )
+    for path in (YAML, RECIPE):
+        written.refuse_foreign(path)
+    read_hardware(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def run(
     options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
 ) -> Section:
     """Estimates, decides and writes, in one process. Raises UserError."""
-    if PROCESSES > 1:
-        raise UserError(
-            "recommend plans for all devices from one process; start it with "
-            "`python hardware.py recommend`"
-        )
     assert project
     with as_user_error():
         return recommend(options, project, device)
@@ -55,25 +63,10 @@ def run(
 # ---- Hardware ------------------------------------------------------------------------------------
 
 
-def number(options: argparse.Namespace, name: str, kind: type) -> Any:
-    """A flag as a number above 0; None if it was not given."""
-    text = getattr(options, name)
-    if text is None:
-        return None
-    try:
-        value = kind(text)
-        if 0 < value < 1e6:
-            return value
-    except ValueError:
-        pass
-    whole = "whole " if kind is int else ""
-    raise UserError(f"--{name}: expected a {whole}number above 0; got {one_line(repr(text), 60)}")
-
-
 def read_hardware(options: argparse.Namespace, device: torch.device) -> Hardware:
     """The devices to plan for: those of this process's kind, or those of the flags."""
-    devices, machines = number(options, "devices", int), number(options, "machines", int) or 1
-    memory, host = number(options, "device_memory", float), psutil.virtual_memory().total
+    devices, machines, memory = options.devices, options.machines, options.device_memory
+    host = psutil.virtual_memory().total
     if memory:
         # The memory of their host is not known; the lines name what it must be.
         size, planned = 1e9 * memory, {"here": False}
@@ -280,8 +273,6 @@ def hardware_yaml(rung: Rung, hardware: Hardware) -> str:
 
 def recommend(options: argparse.Namespace, project: Project, device: torch.device) -> Section:
     """Estimates, measures where it can, decides, and writes the two files."""
-    for path in (YAML, RECIPE):
-        written.refuse_foreign(path)
     cfg, section = project.cfg, Section("recommend")
     present = read_hardware(options, device)
     hardware = ladder.busy(present, cfg.global_batch_size)

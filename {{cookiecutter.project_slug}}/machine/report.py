@@ -10,6 +10,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,19 @@ def free_name(path: Path) -> Path:
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
+
+
+def number(kind: type, most: float) -> Callable[[str], float]:
+    """A type for argparse: numbers above 0, up to `most`."""
+
+    def convert(text: str) -> float:
+        value, problem = catch(kind, text)
+        if problem or not 0 < value <= most:
+            wanted = f"a {'whole ' if kind is int else ''}number above 0, up to {most:,}"
+            raise argparse.ArgumentTypeError(f"expected {wanted}; got {one_line(repr(text), 60)}")
+        return value
+
+    return convert
 
 
 def threshold(text: str) -> float:

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import fcntl
 import functools
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import project, report, trials, written
-from machine.report import Figure, Section, short
+from machine.report import Figure, Section, number, short
 from machine.search import NOISE, Settings, find_space, search
 from machine.trials import Hardware, Trial
 from training.console import one_line, say
@@ -43,17 +42,10 @@ class Recipe:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of tune."""
+    whole = number(int, 9_999_999)
     parser.add_argument("--config_file", default="", help="accelerate YAML; as make train chooses")
-    parser.add_argument("--steps", type=positive, default=20, help="steps that a trial measures")
-    parser.add_argument("--timeout", type=positive, default=600, help="seconds a trial may take")
-
-
-def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
-    if not re.fullmatch("[0-9]{1,7}", text) or int(text) < 1:
-        wanted = "expected a whole number from 1 to 9,999,999"
-        raise argparse.ArgumentTypeError(f"{wanted}; got {one_line(repr(text), 60)}")
-    return int(text)
+    parser.add_argument("--steps", type=whole, default=20, help="steps that a trial measures")
+    parser.add_argument("--timeout", type=whole, default=600, help="seconds a trial may take")
 
 
 def read_recipe(config_class: type, task: Any, flags: list[str]) -> Recipe:
