@@ -56,6 +56,10 @@ CASES = {
         ["--task.validation_data", ".", "--output_dir", ".runs/here"],
         "lies in task.validation_data: give another",
     ),
+    "run folder that is a URL": (
+        ["--output_dir", "s3://key:secret@bucket/run"],
+        "output_dir is s3://bucket/run, a URL; give a folder",
+    ),
     "run folder of nobody": (["--output_dir", "~no-one/x"], "output_dir is ~no-one/x: there is no"),
     "unknown flag": (["--learning_rat", "3"], "no field learning_rat; did you mean learning_rate?"),
     "abbreviated flag": (["--learning_r", "3"], "no field learning_r; did you mean learning_rate?"),

@@ -109,6 +109,9 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     if cfg.output_dir.startswith("~"):
         raise UserError(f"output_dir is {one_line(cfg.output_dir, 100)}: there is no such user")
+    if "://" in cfg.output_dir:
+        url = one_line(cfg.output_dir, 100)
+        raise UserError(f"output_dir is {url}, a URL; give a folder, and copy it when the run ends")
     if escaped(cfg.output_dir) != cfg.output_dir:
         name = one_line(cfg.output_dir, 100)
         raise UserError(f"output_dir is {name}, which a terminal cannot show; give another")
