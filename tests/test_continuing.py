@@ -275,6 +275,40 @@ def test_a_finished_run_that_lost_its_model_exports_it_again(quick, whole, tmp_p
     assert mine == theirs and status(output)["state"] == "finished"
 
 
+def test_a_finished_run_exports_again_with_other_settings_of_the_export(quick, tmp_path):
+    """The best of the checkpoints, then the last. What it cannot do is refused."""
+    output = tmp_path / "run"
+    base = ["--output_dir", output, "--eval_every", 2, "--save_every", 2, "--max_steps", 24]
+    base += ["--learning_rate", 0.05]
+    quick(*base)
+
+    def exported():
+        import torch
+
+        return torch.load(output / "model" / "weights.pt")
+
+    scores = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    best = min(scores, key=scores.get)
+    assert best < 24
+    for flags, step in ((["--export", "best"], best), ([], 24)):
+        printed = quick(*base, *flags)
+        assert "the finished run exports again: export: " in printed
+        for name, values in weights(output, step).items():
+            assert (exported()[name] == values).all()
+        assert f"Trained for {step} steps" in (output / "model" / "README.md").read_text()
+        assert status(output)["state"] == "finished"
+        assert "is finished: 24 steps" in quick(*base, *flags)
+    assert "exports again: export: last -> best" in quick(*base, "--export", "best", "--check")
+    changed = ["--accept_changes", "--seed", 3]
+    assert "with no step left for seed: 0 -> 3" in quick(*base, *changed, codes=[2])
+    (output / "status.json").write_text(json.dumps({"state": "finished"}))  # of an older version
+    assert "is finished: 24 steps" in quick(*base)
+    assert "exports again: export: last -> best" in quick(*base, "--export", "best")
+    shutil.rmtree(output / "checkpoints")
+    assert "is finished: its checkpoints are gone" in quick(*base, "--export", "best")
+    assert "holds a finished run, whose checkpoints are gone" in quick(*base, codes=[2])
+
+
 @pytest.mark.slow
 def test_what_a_finished_run_leaves_is_on_the_disk_before_it_says_so(tiny, tmp_path):
     """Every file of model/, metrics.jsonl and status.json itself are flushed, in this order."""

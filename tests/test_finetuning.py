@@ -121,7 +121,11 @@ def test_lora_trains_adapters_alone_and_saves_no_more(project, tuned):
 
 
 def test_lora_merged_is_lora(project, tuned):
-    project.train(1, *recipe_of("lora"), "--output_dir", "runs/merged", "--task.merge_lora", "true")
+    """A finished run with adapters alone merges them: it exports again."""
+    shutil.copytree(tuned["lora"], project.path / "runs" / "merged")
+    flags = [*recipe_of("lora"), "--output_dir", "runs/merged", "--task.merge_lora", "true"]
+    printed = project.train(1, *flags)
+    assert "exports again: task.merge_lora: False -> True" in printed
     program = (
         "import sys, torch\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"

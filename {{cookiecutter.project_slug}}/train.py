@@ -51,6 +51,7 @@ from training import (
 )
 from training.batches import EvaluationSampler, SampleDataset, StepBatchSampler, StepReader
 from training.config import (
+    EXPORT,
     NOTHING,
     ONE_COMMAND,
     ROUNDING,
@@ -151,7 +152,7 @@ class Config:
     async_save: bool = field(default=False, metadata=NOTHING)
     """Write checkpoints in the background: training waits only for a copy to host memory, which
     takes as much memory as the checkpoint. Not with DeepSpeed."""
-    export: Literal["last", "best"] = field(default="last", metadata=NOTHING)
+    export: Literal["last", "best"] = field(default="last", metadata=EXPORT)
     """Model to export at the end: the last, or the one with the smallest eval_loss. best also saves
     a checkpoint after each evaluation that is the best so far."""
 
@@ -549,9 +550,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     else:
         last = exported = max(first_step, max_steps)
         if cfg.export == "best":
-            folder = output / "checkpoints"
-            best = weights.load_best(state, ranks, folder, start.manifest)
-            exported = best or last
+            exported = weights.load_best(state, ranks, start) or last
         if exported < last or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         full_model = weights.gather_model(accelerator, ranks, model, build_model)
@@ -566,7 +565,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     accelerator.state.destroy_process_group()
     code, ended = (shutdown.STOPPED, "stopped") if stopped else (0, "finished")
     if accelerator.is_main_process:
-        run_folder.write_status(output, ended, exit_code=code, settings=point.settings)
+        run_folder.write_status(output, ended, exit_code=code, **point.facts)
         if not stopped:
             shown = attempt("no report", report, full_model, sums, output, start, state)
             attempt("the tracker has no report", log.show, shown or {}, exported)

@@ -38,7 +38,7 @@ from tasklib import (
     units,
 )
 from tasklib.attention import restored
-from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
+from tasklib.fields import EXPORT, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.layouts import ENDINGS
 from tasklib.lora import LoraFields, add_adapters, check_adapters
 from tasklib.messages import one_line
@@ -109,7 +109,7 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     loss_chunk: LossChunk = field(default=4096, metadata=ROUNDING)
     """Most tokens whose logits exist at once, on each device: bounds the memory that a large
     vocabulary takes. The result stays the same to rounding."""
-    sample_prompt: str = field(default="When a function is called,", metadata=NOTHING)
+    sample_prompt: str = field(default="When a function is called,", metadata=EXPORT)
     """Beginning of a text, or a user's message, that the trained model continues or answers."""
 
 

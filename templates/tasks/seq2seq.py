@@ -36,7 +36,7 @@ from tasklib import (
     units,
 )
 from tasklib.attention import always_mask
-from tasklib.fields import NOTHING, SHAPE, Dropout, Heads, Layers, Width, number_type
+from tasklib.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width, number_type
 from tasklib.messages import one_line
 from tasklib.pretrained import ModelConfig
 from tasklib.row_files import RowFiles
@@ -92,9 +92,9 @@ class TaskConfig(DataConfig, ModelConfig):
     """Dropout on embeddings, attention weights and layers."""
 
     # Generation
-    num_beams: Beams = field(default=1, metadata=NOTHING)
+    num_beams: Beams = field(default=1, metadata=EXPORT)
     """Beams of the beam search for a target; 1: greedy search. The exported model names it."""
-    report_samples: Samples = field(default=200, metadata=NOTHING)
+    report_samples: Samples = field(default=200, metadata=EXPORT)
     """Validation rows whose targets the trained model generates at the end, for BLEU and chrF."""
 
 

@@ -16,6 +16,7 @@ from tasklib.messages import one_line
 
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
+EXPORT = {"changes": "export"}  # what is exported or reported; a finished run does that again
 SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 

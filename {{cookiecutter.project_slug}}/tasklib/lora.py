@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasklib import pretrained
-from tasklib.fields import NOTHING, SHAPE, Dropout, check_fields, check_ignored_fields, number_type
+from tasklib.fields import EXPORT, SHAPE, Dropout, check_fields, check_ignored_fields, number_type
 from tasklib.messages import one_line
 
 Rank = number_type("Rank", int, 0, 4096)
@@ -24,7 +24,7 @@ class LoraFields:
     """Dropout before the adapters."""
     lora_targets: str = field(default="all-linear", metadata=SHAPE)
     """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
-    merge_lora: bool = field(default=False, metadata=NOTHING)
+    merge_lora: bool = field(default=False, metadata=EXPORT)
     """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
 
 

@@ -448,13 +448,26 @@ def without_credentials(settings: Any) -> Any:
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`.
 
-    `effects` maps fields to the effect of a change: nothing, rounding, shape (the saved weights do
-    not fit) or result, which is the default.
+    `effects` maps fields to the effect of a change: nothing, rounding, export, shape (the saved
+    weights do not fit) or result, which is the default.
     """
     config = without_credentials(flatten(manifest.get("config", {})))
-    settings = {n: v for n, v in config.items() if effects.get(n) not in ("nothing", "rounding")}
+    others = ("nothing", "rounding", "export")
+    settings = {n: v for n, v in config.items() if effects.get(n) not in others}
     settings |= {f"data {name}": value for name, value in manifest.get("data", {}).items()}
     return json.loads(json.dumps(settings))  # as a manifest is read: tuples become lists
+
+
+def export_settings(manifest: dict, effects: dict) -> dict:
+    """The settings of a manifest that determine what is exported and reported."""
+    config = flatten(manifest.get("config", {}))
+    return json.loads(json.dumps({n: v for n, v in config.items() if effects.get(n) == "export"}))
+
+
+def differences(before: dict, after: dict) -> dict[str, str]:
+    """`name: before -> now` of each entry that differs, by its name."""
+    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    return {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
 
 
 def check_settings(
@@ -477,8 +490,7 @@ def check_settings(
             "--output_dir"
         )
     before, after = result_settings(saved, effects), result_settings(current, effects)
-    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
-    changed = {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
+    changed = differences(before, after)
     both = before.keys() & after.keys()  # newer code may have new fields
     shapes = [name for name in changed if name in both and effects.get(name) == "shape"]
     if shapes:

@@ -232,6 +232,7 @@ def show_node(node: yaml.Node) -> str:
 # result and has to be accepted.
 NOTHING = {"changes": "nothing"}
 ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
+EXPORT = {"changes": "export"}  # what is exported or reported; a finished run does that again
 UNSAVED = {"changes": "nothing", "saved": False}  # for one start: not in config.yaml
 ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
 

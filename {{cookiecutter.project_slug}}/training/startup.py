@@ -57,7 +57,7 @@ class StartPoint:
     remarks: list[str] = field(default_factory=list)  # lines to print
     changed: list[str] = field(default_factory=list)  # accepted changes of settings
     finished: str = ""  # why there is nothing left to do
-    settings: str = ""  # digest of the settings, for status.json
+    facts: dict = field(default_factory=dict)  # of the settings, for status.json
 
 
 @dataclass
@@ -410,15 +410,27 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
     if cfg.eval_only:
         return
-    point.settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
+    settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
+    exports = checkpoints.export_settings(manifest, changes)
+    point.facts = {"settings": settings, "export": exports}
     status, trained = run_folder.read_status(output), (output / "model").exists()
+    exported = status.get("export") or checkpoints.export_settings(point.saved or manifest, changes)
+    again = "; ".join(checkpoints.differences(exported, exports).values())
     if point.checkpoint and point.checkpoint.resolve().parent == folder.resolve():
-        # A finished run without its model exports it again.
+        # A finished run without its model, or with other settings for it, exports it again.
         if status.get("state") == "finished" and step >= point.max_steps and trained:
-            point.finished = f"{step} steps"
+            if again:
+                point.remarks.append(f"the finished run exports again: {again}")
+            elif point.changed:
+                raise ValueError(
+                    f"{output} is finished, with no step left for {'; '.join(point.changed)}; give "
+                    f"more max_steps than {step}, or another --output_dir"
+                )
+            else:
+                point.finished = f"{step} steps"
     elif trained or status.get("state") == "finished":
         # The checkpoints were deleted. Another training would replace the model.
-        if not trained or status.get("settings") != point.settings:
+        if not trained or status.get("settings") != settings or again:
             raise ValueError(
                 f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
                 "differ from yours; give another --output_dir"

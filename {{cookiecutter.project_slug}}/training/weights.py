@@ -536,21 +536,22 @@ def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
             )
 
 
-def load_best(state: TrainingState, ranks: Ranks, folder: Path, manifest: dict) -> int | None:
+def load_best(state: TrainingState, ranks: Ranks, start: Any) -> int | None:
     """Loads the weights with the smallest eval_loss; returns their step, or None without any.
 
-    Only losses on the validation data of `manifest` are compared.
+    Only losses on the validation data of the run are compared; `start` is its RunStart.
     """
     best, loss, saved = None, math.inf, {}
     with ranks.fail_together():
         if state.accelerator.is_main_process:
-            best, loss = checkpoints.find_best(folder, manifest)
+            best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
             saved = checkpoints.read_manifest(best) if best else {}
     best, loss, saved = ranks.from_main((best, loss, saved))
     if best is None:
         say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
         return None
     with ranks.fail_together(), as_user_error():
-        state.load_weights(best, saved, manifest)
-    say(f"the best evaluation was that of step {checkpoints.step_of(best)}: {loss:.5g}")
-    return checkpoints.step_of(best)
+        state.load_weights(best, saved, start.manifest)
+    step = checkpoints.step_of(best)
+    say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
+    return step
