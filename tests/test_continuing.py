@@ -9,7 +9,7 @@ import time
 import pytest
 import yaml
 
-from conftest import digest, lines, read_weights, status, trained, wait_until
+from conftest import digest, lines, read_weights, served, status, trained, wait_until
 
 # All fields of the schedule are read, so that each of them can show.
 BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr_scaling", "sqrt"]
@@ -242,6 +242,41 @@ def test_flags_of_one_occasion_are_not_settings(quick, whole, tmp_path):
     again = half(whole, tmp_path / "again")
     flags = ["--config", output / "config.yaml", "--output_dir", again]
     assert "learning_rate: 0.01 -> 0.02" in quick(*flags, codes=[2])
+
+
+# An optimizer for matrices beside one for the rest, whose state is read from both.
+COMPOSED = """
+import torch, train
+
+class Composed(torch.optim.Optimizer):
+    def __init__(self, groups):
+        matrices, others = [group["params"] for group in groups]
+        self.parts = [torch.optim.SGD(matrices, 0.0, 0.9), torch.optim.AdamW(others, 0.0)]
+        super().__init__([p for group in groups for p in group["params"]], {"lr": 0.0})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def read(self):
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    state = property(read, lambda *_: None)
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+adamw = train.build_optimizer
+train.build_optimizer = lambda model, cfg: Composed(adamw(model, cfg).param_groups)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_optimizer_made_of_two_is_refused_before_anything_is_saved(tiny, tmp_path, processes):
+    with served(tiny, processes) as train:
+        printed = train("--output_dir", tmp_path / "run", before=COMPOSED, codes=[2])
+    said = [line for line in printed.splitlines() if line.startswith("train.py: ")]
+    assert len(said) == 1 and "Traceback" not in printed
+    assert "Composed does not take momentum_buffer of 3.weight back from a checkpoint" in said[0]
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 # ---- Finished runs -------------------------------------------------------------------------------

@@ -56,6 +56,120 @@ class Counting(torch.optim.SGD):
                 state["places"] = torch.arange(4, dtype=torch.int16)
 
 
+class Composed(torch.optim.Optimizer):
+    """Two optimizers, of which a checkpoint would hold nothing."""
+
+    def __init__(self, groups, lr):
+        self.parts = [
+            torch.optim.SGD(groups[:1], lr, momentum=0.9),
+            torch.optim.AdamW(groups[1:], lr),
+        ]
+        super().__init__(groups, {"lr": lr})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+class Merged(Composed):
+    """A checkpoint would hold the state of both, and none would take it back."""
+
+    @property
+    def state(self):
+        return {p: s for part in self.parts for p, s in part.state.items()}
+
+    @state.setter
+    def state(self, value):
+        pass
+
+
+class Copying(Composed):
+    """Shows its parts' state after each step."""
+
+    def step(self, closure=None):
+        super().step()
+        for part in self.parts:
+            self.state.update(part.state)
+
+
+class Stateless(Composed):
+    """Its parts have no state, but learning rates of their own."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.parts = [torch.optim.SGD(groups, lr)]
+        self.param_groups = [dict(group) for group in self.parts[0].param_groups]
+
+
+class Several(Composed):
+    """Its state_dict is that of its parts, as lists."""
+
+    def state_dict(self):
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state):
+        for part, own in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(own)
+
+
+class Attributes(torch.optim.SGD):
+    """A mean of each gradient in a list of its own."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        old = getattr(self, "means", [0.0] * len(grads))
+        self.means = [m if g is None else 0.9 * m + g for m, g in zip(old, grads, strict=True)]
+        super().step(closure)
+
+
+class Counter(torch.optim.SGD):
+    def step(self, closure=None):
+        self.done = getattr(self, "done", 0) + 1
+        super().step(closure)
+
+
+class Global(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["all"]["done"] = torch.ones(1)
+        super().step(closure)
+
+
+class History(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["history"] = [0.1]
+        super().step(closure)
+
+
+class Connected(Composed):
+    """Two optimizers done right: both use the state and the groups that are loaded."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, lr)
+        self.connect()
+
+    def connect(self):
+        for i, part in enumerate(self.parts):
+            part.state, part.param_groups = self.state, self.param_groups[i : i + 1]
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.connect()
+
+
+class Wide(torch.optim.SGD):
+    """fp32 state of bf16 weights, which torch would round."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[1]["params"]:
+            mean = self.state[p].get("mean", torch.zeros(p.shape))
+            self.state[p]["mean"] = mean + (1 / 3 if p.grad is None else p.grad.float() / 3)
+
+
+KINDS = [Counting, torch.optim.AdamW, torch.optim.Adafactor, Connected, Wide]
+
+
 def state_of(model, optimizer):
     module = weights.TaskModule(model)
     accelerator = SimpleNamespace(scaler=None, deepspeed_plugin=None, is_main_process=True)
@@ -102,7 +216,7 @@ def plain(value):
     return [plain(each) for each in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("optimizer", [Counting, torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("optimizer", KINDS)
 def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     old = state_of(Odd(0), optimizer)
     train(old, 2)
@@ -121,6 +235,59 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     save(old, again), save(new, tmp_path / "new")
     name = "rank-00000.safetensors"
     assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
+
+
+# ---- Optimizers that hold more than torch's contract ---------------------------------------------
+
+WRONG = {
+    Composed: "Composed keeps parts.0.",
+    Merged: "Merged does not take momentum_buffer of ",
+    Copying: "Copying keeps parts.0.",
+    Stateless: "Stateless keeps parts.0.param_groups where no checkpoint looks",
+    Several: "Several keeps parts.0.param_groups",
+    Attributes: "Attributes keeps means.0 where no checkpoint looks",
+    Counter: "Counter keeps done where no checkpoint looks",
+    Global: "Global keeps `state` of something else than weights",
+    History: "the optimizer's setting history, which has changed, is a list",
+}
+
+
+@pytest.mark.parametrize("optimizer", WRONG, ids=lambda each: each.__name__)
+def test_an_optimizer_that_a_checkpoint_does_not_hold_is_refused_at_the_start(optimizer):
+    with pytest.raises(weights.UserError) as error:
+        train(state_of(Odd(0), optimizer), 2)
+    assert WRONG[optimizer] in str(error.value)
+
+
+@pytest.mark.parametrize("gives", [lambda groups, lr: [torch.optim.SGD(groups)], lambda *_, lr: 3])
+def test_what_is_no_optimizer_or_not_of_the_model_is_refused(gives):
+    with pytest.raises(weights.UserError, match="^build_optimizer returns .*; give one torch.opt"):
+        state_of(Odd(0), gives)
+
+    def more(groups, lr):
+        groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+        return torch.optim.SGD(groups, lr)
+
+    with pytest.raises(weights.UserError, match="gives a weight that is not in the model"):
+        state_of(Odd(0), more)
+
+
+def test_a_loaded_state_that_is_not_used_is_refused(tmp_path):
+    """An optimizer whose load_state_dict drops what it is given, since the first steps."""
+    old = state_of(Odd(0), torch.optim.AdamW)
+    train(old, 3)
+    manifest = save(old, tmp_path)
+    new = state_of(Odd(1), torch.optim.AdamW)
+    for lose in (lambda each: each.update(exp_avg=each["exp_avg"] / 2), lambda each: each.clear()):
+
+        def hook(inner, lose=lose):
+            [lose(each) for each in inner.state.values()]
+
+        hook = new.optimizer.register_load_state_dict_post_hook(hook)
+        with pytest.raises(weights.UserError, match="AdamW does not take .* of .* back from a che"):
+            new.load(tmp_path, manifest, manifest)
+        hook.remove()
+    new.load(tmp_path, manifest, manifest)
 
 
 def test_a_checkpoint_is_a_file_of_tensors_under_the_names_of_the_task(tmp_path):

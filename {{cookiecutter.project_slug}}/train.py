@@ -199,6 +199,7 @@ class Config:
 def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimizer:
     """The optimizer: change it here. `lr` is a placeholder; each step sets it from lr_at.
 
+    All that it keeps lies in `state`, by weight, and `param_groups`: checkpoints hold no more.
     Under FSDP the weights are DTensors, which Adafactor and Rprop cannot update.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]

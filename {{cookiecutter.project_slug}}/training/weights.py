@@ -20,6 +20,7 @@ from training.batches import StepPlan
 from training.console import IS_MAIN, say
 from training.device import PROCESSES, compile_blocks
 from training.layout import this_layout
+from training.optimizers import ContractCheck, restore
 from training.ranks import Ranks, UserError, as_user_error
 from training.sharding import check_deepspeed, whole_groups
 from training.tensor_files import TensorReader
@@ -228,8 +229,20 @@ def sync_batch_norms(
     return model
 
 
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of build_optimizer, inside of accelerate's."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The settings of each parameter group: the optimizer's class, weight_decay, betas, ..."""
+    """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
+
+    Raises UserError for what is no optimizer.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"build_optimizer returns a {type(optimizer).__name__}; give one torch.optim.Optimizer"
+        )
     kind = {"class": type(optimizer).__name__}
     groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
     return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
@@ -317,6 +330,12 @@ class TrainingState:
     optimizer: AcceleratedOptimizer
     settings: list[dict]  # of the optimizer as it was built: see optimizer_settings
 
+    def __post_init__(self):
+        if not this_layout().deepspeed:
+            bare = bare_model(self.accelerator, self.module)
+            names = {parameter: bare_name(name) for name, parameter in bare.named_parameters()}
+            ContractCheck(bare_optimizer(self.optimizer), names, self.collect)
+
     def collect(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
 
@@ -337,9 +356,10 @@ class TrainingState:
         groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
         for i, ((group, *_), built) in enumerate(groups):
             for key, value in group.items():
-                changed = exact_repr(value) != exact_repr(built.get(key))
-                if changed and key != "lr" and isinstance(value, int | float | torch.Tensor):
-                    tensors[f"group.{i}.{key}"] = as_tensor(value, key)
+                if key in ("params", "lr") or exact_repr(value) == exact_repr(built.get(key)):
+                    continue
+                about = f"the optimizer's setting {key}, which has changed,"
+                tensors[f"group.{i}.{key}"] = as_tensor(value, about)
         numbers = {f"scaler.{n}": v for n, v in (scaler.state_dict() if scaler else {}).items()}
         numbers |= registered_state(self.accelerator)
         return tensors | {name: as_tensor(value, name) for name, value in numbers.items()}
@@ -494,11 +514,7 @@ def load_moments(model: torch.nn.Module, optimizer, reader: TensorReader) -> Non
         for key, saved in names.items():
             value = tensors[saved]
             names[key] = value.item() if saved.startswith("number.") else value
-    inner = getattr(optimizer, "optimizer", optimizer)
-    inner.state.clear()  # some, such as Adagrad's, begins with weights that FSDP has replaced
-    packed, ordered = inner.state_dict(), [p for g in inner.param_groups for p in g["params"]]
-    packed["state"] = {i: states[p] for i, p in enumerate(ordered) if p in states}
-    inner.load_state_dict(packed)
+    restore(bare_optimizer(optimizer), states, {p: name for name, p in parameters.items()})
 
 
 def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
