@@ -79,7 +79,7 @@ class Config:
     output_dir: str = field(default="", metadata=NOTHING)
     """Folder of the run; empty: runs/ and the recipe's file name."""
     seed: NonNegativeInt = 0
-    """Seed of the weights, the sample order and dropout."""
+    """Seed of the weights, the sample order, dropout and noise."""
     resume: str = field(default="auto", metadata=UNSAVED)
     """auto: continue from the newest checkpoint in output_dir; or never; or a checkpoint's path."""
     accept_changes: bool = field(default=False, metadata=ONE_COMMAND)
@@ -102,7 +102,7 @@ class Config:
     """Samples in an optimizer step, over all processes."""
     micro_batch_size: BatchSize = field(default=32, metadata=ROUNDING)
     """Largest number of samples that a device takes at once; lower it when memory runs out. The
-    result stays the same to rounding, except for the masks of dropout."""
+    result stays the same to rounding, except for what a model draws, as dropout does."""
     device_shares: Literal["equal", "auto"] | list[PositiveFloat] = field(
         default="equal", metadata=NOTHING
     )
@@ -199,8 +199,7 @@ class Config:
 def build_optimizer(model: torch.nn.Module, cfg: Config) -> torch.optim.Optimizer:
     """The optimizer: change it here. `lr` is a placeholder; each step sets it from lr_at.
 
-    All that it keeps lies in `state`, by weight, and `param_groups`: checkpoints hold no more.
-    Under FSDP the weights are DTensors, which Adafactor and Rprop cannot update.
+    It keeps all in `state`, by weight. Adafactor and Rprop cannot update FSDP's DTensors.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -247,7 +246,7 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
     sharding.SharedBuffers(model).share()
     eval_batches = iter(loader)
     totals = EvaluationSums(loader.batch_sampler.plans, accelerator.device)
-    for _ in range(len(loader)):
+    for number in range(len(loader)):
         fetched, problem = catch(next, eval_batches)
         (stopped,) = ranks.sum_over_ranks(stop(), problem=problem)
         if stopped:
@@ -255,6 +254,7 @@ def evaluate(accelerator: Accelerator, ranks: Ranks, model, loader, stop=lambda:
             return None, None
         # Every rank runs the model on every batch: under DDP and FSDP a forward is a collective.
         batch = send_to_device(fetched[0], accelerator.device, non_blocking=True)
+        batches.seed_micro_batch(0, 1, number)  # a model that draws noise: the same each time
         with device.eager(model), sharding.split_rows(accelerator, batch):
             totals.add(model(task.eval_sums, batch))
     sums = totals.total(ranks)

@@ -164,7 +164,8 @@ def plan_step(
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds dropout for a micro-batch of this step, by its number in the step and not by its rank.
+    """Seeds what a model draws, such as masks of dropout, for a micro-batch of this step, by its
+    number in the step and not by its rank.
 
     Steps are counted from 1. The hash takes those before it, as older versions did: their runs
     continue bit for bit.

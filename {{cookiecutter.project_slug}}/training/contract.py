@@ -117,7 +117,10 @@ class Task(Protocol):
 
     def augment(self, row: Any, generator: torch.Generator) -> Any:
         """The augmented row for training. Draw random numbers from this generator only: it belongs
-        to the row and the epoch, so the result depends on no worker and no rank."""
+        to the row and the epoch, so the result depends on no worker, rank or micro-batch. That goes
+        for the noise of a model, too (a VAE, diffusion), as an entry of the row. What the model
+        itself draws depends on the micro-batch. Rows for validation are not augmented: give them
+        noise in the dataset, from a generator that is seeded with the number of the row."""
 
     def sizes(self, dataset: Any) -> Any:
         """Length of each row: int array (N,). Rows are sorted by it within a step, so that
