@@ -336,6 +336,70 @@ def test_a_write_that_fails_half_way_leaves_nothing_half(tiny, tmp_path):
     assert checkpoint(output, 8).exists()
 
 
+# The disk is full after a part of the weights: for torch, for safetensors, for a plain file.
+LIBRARIES = {
+    "torch": "RuntimeError('unexpected pos 64 vs 0')",
+    "safetensors": "Exception('I/O error: No space left on device (os error 28)')",
+    "plain": "OSError(28, 'No space left on device')",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_disk_that_is_full_at_the_export_is_a_line_and_keeps_the_old_model(
+    quick, tmp_path, library
+):
+    """The status has room again, and the next start exports without room for a checkpoint."""
+    output = tmp_path / "run"
+    flags = ["--output_dir", output, "--max_steps", 4]
+    before = f"""
+import shutil, task
+def export(model, folder, *_):
+    (folder / "weights.pt").write_bytes(b"half")
+    shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10**9, 10**9, {{}})
+    raise {LIBRARIES[library]}
+task.export = export
+"""
+    free = 10**8 * (library != "torch")  # torch gives no number
+    said = quick(*flags, before=before.replace("{}", str(free)), codes=[2])
+    line = said.splitlines()[-1]
+    assert line.startswith(f"train.py: {output}: No space left on device after 0.0 MB of the mod")
+    assert "Traceback" not in said and status(output)["state"] == "failed"
+    assert sorted(p.name for p in output.iterdir() if p.is_dir()) == ["checkpoints"]
+    no_room = "import shutil; shutil.disk_usage = lambda _: shutil._ntuple_diskusage(9, 9, 0)"
+    quick(*flags, before=no_room)
+    model = (output / "model" / "weights.pt").read_bytes()
+    assert status(output)["state"] == "finished"
+    quick(*flags, "--export", "best", before=before.replace("{}", str(free)), codes=[2])
+    assert (output / "model" / "weights.pt").read_bytes() == model
+
+
+def test_a_write_on_a_full_disk_names_its_file_and_the_status_replaces_the_old(quick, tmp_path):
+    """No file can be made or grow: the run has begun, and its status has a place."""
+    full = """
+import errno, pathlib, training.tracking, training.run_folder
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+write, text = training.tracking.Log.write, pathlib.Path.write_text
+def count(self, line):
+    if line["step"] == 2:
+        pathlib.Path.write_text = fail
+        self.file = type("Full", (), {"name": self.file.name, "write": fail, "close": print})()
+    write(self, line)
+training.tracking.Log.write = count
+"""
+    said = quick("--output_dir", tmp_path, before=full, codes=[2]).splitlines()[-1]
+    assert said.startswith(f"train.py: {tmp_path}/metrics.jsonl: No space left on device: free ")
+    assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in said
+    locked = """
+import errno, training.run_folder
+def fail():
+    raise OSError(errno.ENOSPC, "No space left on device")
+training.run_folder.describe_process = fail
+"""
+    said = quick("--output_dir", tmp_path / "new", before=locked, codes=[2])
+    assert f"output_dir {tmp_path}/new: No space left on device; give another" in said
+
+
 def test_a_disk_without_inodes_is_called_full(tiny, tmp_path):
     """torch says only that a file cannot be opened."""
     program = """

@@ -281,10 +281,9 @@ def report(model: torch.nn.Module, sums: dict, output: Path, start: RunStart, st
 def export(model: torch.nn.Module, start: RunStart, run_info: dict) -> None:
     """Saves the trained model with its card. For `run_info` see model_card.write_card."""
     folder = start.output / "model"
-    fresh = run_folder.make_fresh_folder(folder)
-    task.export(model.eval(), fresh, start.cfg.task, start.prepared)
-    model_card.write_card(fresh, folder, run_info)
-    run_folder.replace_folder(fresh, folder)
+    with checkpoints.replaced_folder(folder) as fresh:
+        task.export(model.eval(), fresh, start.cfg.task, start.prepared)
+        model_card.write_card(fresh, folder, run_info)
 
 
 def draw_curves(output: Path) -> Path | str:
@@ -336,8 +335,8 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     # Write the config and the status, and start the tracker.
     settings = start.manifest["config"]
     if accelerator.is_main_process and not cfg.eval_only:
-        with open(output / "config.yaml", "w", encoding="utf-8") as file:
-            yaml.safe_dump(settings, file, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        run_folder.replace_text(output / "config.yaml", text)
         run_folder.write_status(output, "running")
         tracking.start_tracker(accelerator, settings)
 
@@ -555,7 +554,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         if exported < last or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(accelerator, ranks, model, eval_loader)
         full_model = weights.gather_model(accelerator, ranks, model, build_model)
-        with ranks.fail_together():
+        with ranks.fail_together(), as_user_error():
             if accelerator.is_main_process:
                 start.check_folder()
                 run_info = {"step": exported, "steps": last, "scores": scores, **start.manifest}

@@ -27,9 +27,11 @@ from training.run_folder import (
     DISK_FULL,
     apply_umask,
     fsync,
+    make_fresh_folder,
     read_json_object,
     read_text,
     remove,
+    replace_folder,
     replace_text,
 )
 
@@ -43,14 +45,13 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
-def check_disk_space(folder: Path, size: float = 0, written: float = 0) -> None:
+def check_disk_space(folder: Path, size: float = 0) -> None:
     """Raises ValueError unless the disk has room for another checkpoint, plus 10%.
 
-    The expected size is `size` bytes, or that of the newest checkpoint if it is larger. `written`
-    bytes of it are on the disk already.
+    The expected size is `size` bytes, or that of the newest checkpoint if it is larger.
     """
     newest = [path for path in list_checkpoints(folder) if path.is_dir()][:1]
-    needed = 1.1 * max([size, *map(total_size, newest)]) - written
+    needed = 1.1 * max([size, *map(total_size, newest)])
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -70,7 +71,7 @@ def make_partial_folder(partial: Path) -> None:
 
 
 @contextlib.contextmanager
-def report_full_disk(partial: Path) -> Iterator[None]:
+def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None]:
     """Raises ValueError if the body, which writes into this folder, fails because the disk is full.
 
     Each library that writes weights reports a full disk in its own words, or not at all.
@@ -81,15 +82,35 @@ def report_full_disk(partial: Path) -> Iterator[None]:
         number = re.search(r"os error (\d+)", str(error))  # safetensors
         number = int(number[1]) if number else getattr(error, "errno", None)
         written = total_size(partial)
-        check_disk_space(partial.parent, written + 1e6, written)
-        disk = os.statvfs(partial.parent)
-        if disk.f_files and not disk.f_ffree:  # no inodes: torch reports that it cannot open a file
+        disk, free = os.statvfs(partial.parent), shutil.disk_usage(partial.parent).free
+        # Without inodes torch reports that it cannot open a file.
+        if disk.f_files and not disk.f_ffree or free < 1e6 + written / 10:
             number = errno.ENOSPC
         if number in DISK_FULL:
             raise ValueError(
-                f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of a "
-                "checkpoint; free some space, or remove files; saved checkpoints are kept"
+                f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of {what}; "
+                "free some space, or remove files; saved checkpoints are kept"
             ) from error
+        raise
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Replaces a folder by the one that the body fills; if the body fails, the old one stays.
+
+    What was written is removed, and cut first, since the error may keep a file open: a full disk
+    then has room for the status of the run.
+    """
+    fresh = make_fresh_folder(folder)
+    try:
+        with report_full_disk(fresh, f"the {folder.name}"):
+            yield fresh
+            replace_folder(fresh, folder)
+    except BaseException:
+        for path in [each for each in fresh.rglob("*") if each.is_file()]:
+            with contextlib.suppress(OSError):
+                os.truncate(path, 0)
+        shutil.rmtree(fresh, ignore_errors=True)
         raise
 
 

@@ -12,6 +12,7 @@ import shutil
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 UMASK = os.umask(0o022)  # it can only be read by setting it
@@ -78,6 +79,16 @@ def read_json_object(path: Path) -> dict:
     return value if isinstance(value, dict) else {}
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Names this file in errors of the body: a write that fails, on a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
     """Writes or replaces a file. Readers, also after a power cut, see the old or the new text.
 
@@ -85,8 +96,9 @@ def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
     """
     partial = partial or path.with_name(f".{path.name}.partial")
     remove(partial)
-    partial.write_text(text, encoding="utf-8")
-    fsync(partial)
+    with named(path):
+        partial.write_text(text, encoding="utf-8")
+        fsync(partial)
     partial.replace(path)
     fsync(path.parent)
 
@@ -136,13 +148,13 @@ class RunLock:
             output.mkdir(parents=True, exist_ok=True)
             check_file_types(output)
             self.open_file()
+            if hold:
+                self.acquire()
         except OSError as error:
             self.release()
             if error.errno not in PERMANENT_ERRORS:
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
-        if hold:
-            self.acquire()
 
     def open_file(self) -> None:
         self.file = open(self.path, "a", encoding="utf-8")
@@ -238,8 +250,13 @@ def describe_process() -> dict:
 
 def write_status(output: Path, state: str, **more) -> None:
     """Replaces status.json: the state of the run, this process, and more entries."""
-    status = {"state": state, **describe_process(), **more}
-    replace_text(output / "status.json", json.dumps(status) + "\n")
+    text = json.dumps({"state": state, **describe_process(), **more}) + "\n"
+    try:
+        replace_text(output / "status.json", text)
+    except OSError:  # a full disk has room for it in place of the old one
+        with open(output / "status.json", "r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
 
 
 def write_final_status(output: Path, state: str, reason: str, exit_code: int) -> bool:

@@ -172,7 +172,7 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, Failed):
         return 1, f"{error}; the same command continues from the newest checkpoint"
     if isinstance(error, OSError) and error.errno in run_folder.DISK_FULL:
-        return 2, f"{error}: free some space; saved checkpoints are kept"
+        return 2, f"{describe_os_error(error)}: free some space; saved checkpoints are kept"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return 2, f"{describe_os_error(error)}: allow more open files, with ulimit -n"
     if isinstance(error, FileNotFoundError) and error.strerror == run_folder.REMOVED:

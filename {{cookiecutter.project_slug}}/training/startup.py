@@ -436,7 +436,7 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
                 "differ from yours; give another --output_dir"
             )
         point.finished = "its checkpoints are gone, its model is there"
-    if not point.finished:
+    if step < point.max_steps:
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss = checkpoints.find_best(folder, manifest)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from training.checkpoints import flatten
 from training.console import IS_MAIN, one_line, say
-from training.run_folder import replace_text
+from training.run_folder import named, replace_text
 
 if TYPE_CHECKING:  # importing them takes 2 s
     from accelerate import Accelerator
@@ -93,8 +93,9 @@ class Log:
         """Writes a line, which includes its step, to the file, the tracker and the screen."""
         if not IS_MAIN:
             return
-        self.file.write(json.dumps(nan_to_null(line)).encode() + b"\n")
-        self.file.flush()
+        with named(Path(self.file.name)):
+            self.file.write(json.dumps(nan_to_null(line)).encode() + b"\n")
+            self.file.flush()
         if "save_seconds" in line:  # a checkpoint must not be on the disk without its metrics
             os.fsync(self.file.fileno())
         self.track(
