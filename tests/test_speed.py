@@ -164,6 +164,21 @@ def test_a_straggler_is_named_once_and_after_it_persists(clock, fault):
     assert found[5]["median_of_others"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("own, others, named", [(2.8, 2.2, 0), (14, 10, 0), (15.5, 10, 1)])
+def test_a_straggler_is_some_milliseconds_behind(clock, own, others, named):
+    """In milliseconds a step, for 30 steps: 15 % of little is noise."""
+    slow = np.zeros((2, 3))
+    slow[1, 0] = own / 1000
+    meter, stopwatch = make_meter(2, [slow] * 30)
+    meter.start()
+    found = 0
+    for _ in range(30):
+        take_step(clock, meter, stopwatch, compute=others / 1000, fetch=0.0)
+        meter.read()
+        found += bool(meter.straggler)
+    assert found == named
+
+
 def test_single_steps_name_no_straggler_before_the_twentieth(clock):
     slow = np.zeros((2, 3))
     slow[1] = [2.0, 0.0, 0.0]

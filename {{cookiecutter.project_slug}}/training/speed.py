@@ -27,6 +27,7 @@ from training.ranks import Ranks, catch
 from training.run_folder import replace_text
 
 BEHIND = 1.15  # times the median of the other processes: a straggler
+NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine
 PERSISTS = 3, 20  # lines of metrics in a row, and steps, until it is named
 
 
@@ -224,7 +225,7 @@ class SpeedMeter:
             self.slowest, self.behind = slow, (0, 0)
         self.behind = (self.behind[0] + 1, self.behind[1] + steps)
         own, others = compare(busy)
-        if own <= BEHIND * others:
+        if own <= max(BEHIND * others, others + NOTICED):
             self.slowest = -1
         if known or self.slowest < 0 or not all(map(operator.ge, self.behind, PERSISTS)):
             return {}
