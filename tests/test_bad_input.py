@@ -139,6 +139,7 @@ CASES = {
     "check in a recipe": (recipe("check: true\n"), "give it as a flag, --check"),
     "eval_only in a recipe": (recipe("eval_only: true\n"), "give it as a flag, --eval_only"),
     "config_file in a recipe": (recipe("config_file: x\n"), "give it as a flag, --config_file"),
+    "unread upload": (["--upload_code", "true"], "with tracker none nothing reads it"),
     "unread flag": (["--decay_fraction", "0.5"], "with lr_schedule cosine nothing reads it"),
     "unread field": (recipe("reference_batch_size: 8\n"), "with lr_scaling none nothing reads it"),
     "unread end of the schedule": (

@@ -469,6 +469,11 @@ def test_smoke_checks_the_gradients_of_fsdp(tiny, tmp_path, calls, code):
         (["smoke", "--learning_rat", "1"], "learning_rate"),
         (["smoke", "--task.fail_where", "build_model", "--task.fail_rank", "0"], "no build_model"),
         (["smoke", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["smoke", "--resume", "never"], "only train.py can do --resume; leave it out"),
+        (["smoke", "--max_steps", "9"], "a few steps do not read --max_steps; leave it out"),
+        (["bench", "--output_dir", "x"], "a few steps do not read --output_dir; leave it out"),
+        (["bench", "--accept_changes"], "only train.py can do --accept_changes; leave it out"),
+        (["check", "--threshold", "0.2"], "--threshold is read with --compare; give the older"),
     ],
 )
 def test_bad_input_is_one_line_once(tiny, words, error):

@@ -99,6 +99,12 @@ ARGUMENTS = [
     ([*LM, "--file", "f" * 5000], "cannot read fff"),
     ([*LM, "caf\udce9"], "caf\\udce9 is not UTF-8"),
     (["--model", "images", "texts.txt", "x.png"], "cannot read texts.txt: its format is none of"),
+    ([*LM, "--top", "2", "x"], "lm writes text, and --top is not read; leave it out"),
+    (
+        ["--model", "classes", "--tokens", "2", "x"],
+        "names classes or a number, and --tokens is not",
+    ),
+    (["--model", "images", "--temperature", "1", "x.png"], "--temperature is not read; leave it"),
     (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
     (["--model", "images", "https://example.com/a.png"], "No such file or directory"),
 ]
@@ -223,7 +229,8 @@ def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
 
 @pytest.mark.parametrize("model, kind", [("lm", "text"), ("classes", "classes")])
 def test_each_line_is_answered_in_its_place(models, model, kind):
-    flags = ["--model", model, "--tokens", "2", "--batch", "2", "--file", "-"]
+    tokens = ["--tokens", "2"] if kind == "text" else []
+    flags = ["--model", model, *tokens, "--batch", "2", "--file", "-"]
     given = "\ufeff\none\n\n \r\ntwo\u2028lines\n\n\n\nthree".encode()
     result = programs.run(predict, models, *flags, "--json", stdin=given)
     found = [json.loads(line) for line in result.stdout.splitlines()]

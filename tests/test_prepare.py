@@ -65,6 +65,8 @@ def test_no_gpu_and_no_process_group_are_touched(tiny):
         (["--config", "no.yaml"], "no.yaml: No such file or directory; --config takes"),
         (["--task.fail_where", "prepare_data", "--task.fail_rank", 0], "no prepare_data here"),
         (["--task.fail_where", "datasets", "--task.fail_rank", 0], "no datasets here"),
+        (["--check"], "only train.py can do --check; leave it out"),
+        (["--eval_only"], "only train.py can do --eval_only; leave it out"),
     ],
 )
 def test_a_mistake_is_a_line(tiny, flags, said):

@@ -139,6 +139,31 @@ def test_eval_only_needs_no_settings_of_the_training(quick, tmp_path):
     assert "learning_rate" not in said
 
 
+def test_eval_only_takes_the_best_checkpoint_and_refuses_what_it_does_not_read(quick, tmp_path):
+    """Flags of the command that trained are right, and all that affects no training."""
+    output = tmp_path / "run"
+    base = ["--output_dir", output, "--max_steps", 24, "--learning_rate", 0.05]
+    often = [*base, "--save_every", 2, "--eval_every", 2, "--keep_checkpoints", 0]
+    quick(*often)
+    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+    best = min(losses, key=losses.get)
+    assert best < 24
+    found = output / "evaluation" / "metrics.json"
+    for flags, step in (
+        ([*often, "--export", "best"], best),
+        ([*often, "--micro_batch_size", 4, "--num_workers", 0], 24),
+        ([*base, "--export", "best", "--resume", output / "checkpoints" / "step-00000004"], 4),
+    ):
+        quick(*flags, "--eval_only")
+        scores = json.loads(found.read_text())
+        assert scores["step"] == step and scores["eval_loss"] == pytest.approx(losses[step])
+    for name, value in (("max_steps", 8), ("learning_rate", 0.1), ("save_every", 3)):
+        said = quick(*base[:2], f"--{name}", value, "--eval_only", codes=[2])
+        assert f"train.py: --{name} is {value}, and {output}/checkpoints/step-00000024 was" in said
+    said = quick(*base[:2], "--tracker", "tensorboard", "--eval_only", codes=[2])
+    assert "--tracker is tensorboard" in said and "was trained with none: eval_only" in said
+
+
 @pytest.mark.parametrize("flag", ["--check", "--eval_only"])
 def test_a_mistyped_folder_is_not_made(quick, tmp_path, flag):
     quick("--output_dir", tmp_path / "runs" / "mistyped", flag, codes=[0, 2])

@@ -25,7 +25,7 @@ from accelerate import PartialState
 import task
 import train
 from machine import bench, check, recommend, report, smoke, tune
-from machine.project import Project, read_project
+from machine.project import RUN, Project, read_project
 from machine.report import Section
 from training import startup
 from training.console import IS_MAIN, one_line, protect_output, say
@@ -65,7 +65,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
         add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
         slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-        add("--threshold", type=report.threshold, default=0.1, metavar="SHARE", help=slower)
+        add("--threshold", type=report.threshold, metavar="SHARE", help=slower)
         module.add_arguments(verb)
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["check", *words]
@@ -75,6 +75,11 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
     """All that needs no other process: arguments, the project's data, the older report."""
     options, flags = parse_arguments(sys.argv[1:])
+    if options.threshold is not None and not options.compare:
+        raise UserError(
+            "--threshold is read with --compare; give the older report, or leave it out"
+        )
+    options.threshold = 0.1 if options.threshold is None else options.threshold
     old = report.load(options.compare) if options.compare else {}
     if old:
         report.check_comparable(options.verb, {}, old)
@@ -88,7 +93,8 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
         if flags:
             raise UserError(f"{options.verb} takes no {one_line(flags[0])}; see --help")
         return options, None, old
-    return options, read_project(train.Config, task, train.build_optimizer, flags), old
+    unread = () if options.verb == "recommend" else RUN  # it writes them into its recipe
+    return options, read_project(train.Config, task, train.build_optimizer, flags, unread), old
 
 
 def draw_picture(content: dict, output: Path) -> Path | str:

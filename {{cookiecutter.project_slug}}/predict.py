@@ -58,11 +58,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="folder; default: the newest runs/*/model")
     parser.add_argument("--file", help="file with one input a line; -: standard input")
     parser.add_argument("--json", action="store_true", help="print a JSON object a line")
-    parser.add_argument("--top", type=int, default=3, help="classes to name (default: 3)")
+    parser.add_argument("--top", type=int, help="classes to name (default: 3)")
     parser.add_argument(
         "--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)"
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--temperature", type=float, help="0, the default: the likeliest token")
     parser.add_argument("--chat", action="store_true", help="inputs are user messages")
     parser.add_argument("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
@@ -240,7 +240,7 @@ class SourceToTarget:
 def pipeline_options(task: str, arguments: argparse.Namespace, model) -> dict:
     """The options for calls of the pipeline of this task."""
     if task not in ("text-generation", TEXT_TO_TEXT):
-        top_k = min(arguments.top, model.config.num_labels)
+        top_k = min(arguments.top or 3, model.config.num_labels)
         options = {"truncation": True} if task == "text-classification" else {}
         return {"top_k": top_k, "batch_size": arguments.batch, **options}
     from transformers import GenerationConfig
@@ -356,6 +356,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     arguments = parse_arguments()
     folder, task = find_model(arguments.model)
+    writes = task in ("text-generation", TEXT_TO_TEXT)
+    for name in ["top"] if writes else ["tokens", "temperature"]:
+        if getattr(arguments, name):
+            what = "writes text" if writes else "names classes or a number"
+            fail(f"{folder} {what}, and --{name} is not read; leave it out")
     inputs = read_inputs(arguments)
     (check_images if task == "image-classification" else check_texts)(inputs)
     from transformers import pipeline

@@ -24,6 +24,9 @@ def main() -> None:
     """Prepares the data, and prints what is there in a line; raises ValueError for bad input."""
     contract.check_functions(task)
     cfg, _ = read_config(Config, __doc__)
+    for name in ("check", "eval_only"):
+        if getattr(cfg, name):
+            raise ValueError(f"only train.py can do --{name}; leave it out")
     prepared = task.prepare_data(cfg.task)
     data = task.datasets(cfg.task, prepared)
     contract.check_datasets(data)

@@ -89,7 +89,7 @@ class Config:
     config_file: str = field(default="", metadata=ONE_COMMAND)
     """With check: the accelerate YAML to check as well."""
     eval_only: bool = field(default=False, metadata=ONE_COMMAND)
-    """Evaluate the newest checkpoint, or the one that resume names; train nothing."""
+    """Evaluate the newest checkpoint (with export best: the best), or the one that resume names."""
     timeout: Seconds = field(default=1800, metadata=NOTHING)
     """Seconds that a process waits for the others before the run ends with an error."""
 

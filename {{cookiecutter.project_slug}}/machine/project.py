@@ -1,6 +1,7 @@
 """The project that hardware.py measures: its recipe, task and data, without a run folder."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,22 +39,37 @@ class Project:
         return batches.make_collate(self.task)(rows)[0]
 
 
-def read_recipe(config_class: type, task: Any, flags: list[str]) -> tuple[Any, Path]:
-    """The config and the path of the recipe. Raises ValueError."""
+# Fields that a few steps, which leave no run, do not read.
+RUN = (*config.RUN, "output_dir", "timeout", "export", "profile_steps")
+
+
+def read_recipe(
+    config_class: type, task: Any, flags: list[str], unread: Iterable[str] = ()
+) -> tuple[Any, Path]:
+    """The config and the path of the recipe. Raises ValueError, also for flags that are unread."""
     contract.check_functions(task)
     cfg, path, _ = config.parse_config(config_class, flags, "hardware.py VERB FLAGS")
-    for name in ("check", "eval_only"):
-        if getattr(cfg, name):
+    saved = {each.name: each.metadata.get("saved", True) for each in dataclasses.fields(cfg)}
+    for name in config.given_flags(config_class, flags):
+        if not saved.get(name, True):
             raise UserError(f"only train.py can do --{name}; leave it out")
+        if name in unread:
+            raise UserError(f"a few steps do not read --{name}; leave it out")
     return cfg, path
 
 
-def read_project(config_class: type, task: Any, build_optimizer: Callable, flags: list) -> Project:
+def read_project(
+    config_class: type,
+    task: Any,
+    build_optimizer: Callable,
+    flags: list[str],
+    unread: Iterable[str] = (),
+) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
 
     Call it before the processes meet, since preparing data may take longer than their timeout.
     """
-    cfg, recipe = read_recipe(config_class, task, flags)
+    cfg, recipe = read_recipe(config_class, task, flags, unread)
     layout = startup.read_layout(cfg)
     startup.check_sharing(cfg, layout)
     plan = batches.plan_step(

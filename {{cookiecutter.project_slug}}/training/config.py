@@ -237,6 +237,14 @@ UNSAVED = {"changes": "nothing", "saved": False}  # for one start: not in config
 ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
 
 
+# Fields that only a run reads: neither an evaluation alone, nor a few steps of hardware.py.
+RUN = """max_steps num_epochs max_skipped_steps lr_schedule warmup_steps decay_fraction
+    final_lr_fraction lr_scaling reference_batch_size eval_every save_every keep_checkpoints
+    async_save log_every tracker project upload_code""".split()
+# Fields that only training reads, if only for a few steps.
+TRAINING = """learning_rate weight_decay beta1 beta2 max_grad_norm gradient_compression
+    gradient_checkpointing task.merge_lora""".split()
+
 # ---- Fields --------------------------------------------------------------------------------------
 
 
@@ -358,6 +366,7 @@ READERS = {
     "decay_fraction": ("lr_schedule", lambda schedule: schedule == "wsd"),
     "final_lr_fraction": ("lr_schedule", lambda schedule: schedule != "constant"),
     "reference_batch_size": ("lr_scaling", lambda scaling: scaling != "none"),
+    "upload_code": ("tracker", lambda tracker: tracker == "wandb"),
 }
 
 
@@ -381,6 +390,11 @@ def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> No
                 f"{name} is given, but with {switch} {getattr(cfg, switch)} nothing reads it; "
                 f"leave it out, or give another {switch}"
             )
+
+
+def given_flags(config_class: type, arguments: list[str]) -> list[str]:
+    """The fields that are given as flags; raises ValueError for unknown ones."""
+    return [*read_flags(arguments, {"config": (str, {}), **fields_of(config_class)})]
 
 
 def parse_config(

@@ -307,8 +307,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
-        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
-        tracking.check_tracker(cfg.tracker, cfg.project)
+        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.project)
         prepared = task.prepare_data(cfg.task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
@@ -323,6 +322,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
                 effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
             find_start(point, cfg, manifest, effects)
             point.remarks += warn_of_evaluation(cfg, point, len(data[1]))
+        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
         if lock:
@@ -373,6 +373,8 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         folder, cfg.resume, cfg.eval_only
     )
     point.remarks += [f"passed over: {reason}" for reason in passed_over]
+    if cfg.eval_only and point.checkpoint:
+        choose_evaluated(point, cfg, manifest)
     step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
@@ -440,6 +442,28 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss = checkpoints.find_best(folder, manifest)
+
+
+def choose_evaluated(point: StartPoint, cfg: Any, manifest: dict) -> None:
+    """With export best, takes the checkpoint that is exported, unless `resume` names another.
+
+    Raises UserError for a flag of training that is not a setting of the checkpoint: nothing reads
+    it. The command that trained is right.
+    """
+    if cfg.export == "best" and cfg.resume == "auto":
+        best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
+        if best:
+            point.checkpoint, point.saved = best, checkpoints.verify(best)
+        else:
+            point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
+    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (point.saved, manifest))
+    for name in config.given_flags(type(cfg), sys.argv[1:]):
+        unread = name in (*config.RUN, *config.TRAINING) and name in now
+        if unread and now[name] != saved.get(name, now[name]):
+            raise UserError(
+                f"--{name} is {now[name]}, and {point.checkpoint} was trained with {saved[name]}: "
+                "eval_only trains nothing, and does not read it; leave it out"
+            )
 
 
 def warn_of_evaluation(cfg: Any, point: StartPoint, rows: int) -> list[str]:
