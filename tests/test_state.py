@@ -264,6 +264,13 @@ def test_what_is_no_optimizer_or_not_of_the_model_is_refused(gives):
     with pytest.raises(weights.UserError, match="^build_optimizer returns .*; give one torch.opt"):
         state_of(Odd(0), gives)
 
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, groups, lr):
+            self.param_groups = groups
+
+    with pytest.raises(weights.UserError, match="give one torch.optim.Optimizer, whose __init"):
+        state_of(Odd(0), Bare)
+
     def more(groups, lr):
         groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
         return torch.optim.SGD(groups, lr)

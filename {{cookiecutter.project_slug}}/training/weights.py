@@ -239,9 +239,12 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
     Raises UserError for what is no optimizer.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    hooks = "_optimizer_step_post_hooks"  # that only Optimizer.__init__ makes
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, hooks):
+        kind = type(optimizer).__name__
         raise UserError(
-            f"build_optimizer returns a {type(optimizer).__name__}; give one torch.optim.Optimizer"
+            f"build_optimizer returns a {kind}; give one torch.optim.Optimizer, whose __init__ was "
+            "called"
         )
     kind = {"class": type(optimizer).__name__}
     groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
