@@ -337,7 +337,7 @@ class TrainingState:
         if not this_layout().deepspeed:
             bare = bare_model(self.accelerator, self.module)
             names = {parameter: bare_name(name) for name, parameter in bare.named_parameters()}
-            ContractCheck(bare_optimizer(self.optimizer), names, self.collect)
+            ContractCheck(bare_optimizer(self.optimizer), names, self.collect_optimizer)
 
     def collect(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
@@ -350,7 +350,15 @@ class TrainingState:
         for name, values in trained_weights(bare).items():
             if isinstance(values, torch.nn.Parameter | DTensor) or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
-        for name, parameter in bare.named_parameters():
+        numbers = {f"scaler.{n}": v for n, v in (scaler.state_dict() if scaler else {}).items()}
+        numbers |= registered_state(self.accelerator)
+        tensors |= {name: as_tensor(value, name) for name, value in numbers.items()}
+        return tensors | self.collect_optimizer()
+
+    def collect_optimizer(self) -> dict[str, torch.Tensor]:
+        """Those of the optimizer alone: moments do not wait for the device."""
+        tensors = {}
+        for name, parameter in bare_model(self.accelerator, self.module).named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     kind = "state" if torch.is_tensor(value) else "number"
@@ -363,9 +371,7 @@ class TrainingState:
                     continue
                 about = f"the optimizer's setting {key}, which has changed,"
                 tensors[f"group.{i}.{key}"] = as_tensor(value, about)
-        numbers = {f"scaler.{n}": v for n, v in (scaler.state_dict() if scaler else {}).items()}
-        numbers |= registered_state(self.accelerator)
-        return tensors | {name: as_tensor(value, name) for name, value in numbers.items()}
+        return tensors
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
