@@ -162,9 +162,11 @@ def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
     path.write_text(content, encoding="utf-8-sig")
     [(row, _)] = tables.read_rows(path, {"text": "text"})
     assert row == {"text": "x"}
-    path.write_text(content, encoding="utf-16")
-    said = "it is UTF-16; save it as UTF-8"
-    assert said in refused(list, tables.read_rows(path, {"text": "text"}))
+    for encoding in ("utf-16", "utf-32"):
+        for order in ("le", "be"):
+            path.write_text(f"\ufeff{content}", encoding=f"{encoding}-{order}")
+            said = f"it is {encoding.upper()}; save it as UTF-8"
+            assert said in refused(list, tables.read_rows(path, {"text": "text"}))
 
 
 def test_a_role_may_have_several_columns(tmp_path):

@@ -28,6 +28,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SEPARATOR_NAMES = {",": "commas", "\t": "tabs"}
 MAX_EXPANSION = 200  # largest allowed ratio of content to compressed file; text reaches about 10
 BLOCK = 1 << 20  # bytes of a .txt file that are read at once
+# Byte order marks of encodings that are refused. That of UTF-32 begins with that of UTF-16.
+MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
+MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 SEARCHED = 1 << 16  # bytes in which a place is looked for where a .txt file may be cut
 
 
@@ -409,10 +412,11 @@ def open_decompressed(path: Path) -> io.BufferedReader:
     compressed = path.suffix.lower() in COMPRESSIONS
     file = io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb")
     try:
-        start = file.peek(3)[:3]
-        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ValueError("it is UTF-16; save it as UTF-8")
-        if start == codecs.BOM_UTF8:
+        start = file.peek(4)[:4]
+        for mark, encoding in MARKS.items():
+            if start.startswith(mark):
+                raise ValueError(f"it is {encoding}; save it as UTF-8")
+        if start.startswith(codecs.BOM_UTF8):
             file.read(3)
     except BaseException:
         file.close()
