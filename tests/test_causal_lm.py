@@ -813,6 +813,10 @@ BAD_CHATS = [
         [{"from": "bot", "value": "a"}],
         "message 1 is from 'bot' but must be from user, assistant, system",
     ),
+    (
+        [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}],
+        "message 2 is from 'bot' but must be from user, assistant, system",
+    ),
     ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
     ([{"content": "a"}], "message 1 has no role, only content"),
     ([{"role": 1, "content": "a"}], "the role of message 1 is 1 but must be text"),
@@ -848,6 +852,22 @@ def test_messages_of_no_known_form_are_one_line(task, config, tmp_path, messages
         ValueError, match="line 1: tools is .* but must be a list of objects, each with a na"
     ):
         task.prepare_data(config(file))
+
+
+def test_other_names_of_roles_are_read_as_the_known_ones_and_said(task, config, tmp_path, capsys):
+    names = {"user": "human", "assistant": "model"}
+    chats = [
+        {"messages": [{**m, "role": names.get(m["role"], "System")} for m in row["messages"]]}
+        for row in CHATS
+    ]
+    labels = []
+    for rows in (CHATS, chats):
+        file = write_rows(tmp_path, rows, f"{len(labels)}.jsonl")
+        labels.append(packed(task, config(file, context_length=128))[1]["labels"])
+    assert torch.equal(*labels)
+    said = [line for line in capsys.readouterr().out.splitlines() if "is read as" in line]
+    pairs = ("System is read as system", "human is read as user", "model is read as assistant")
+    assert said == [f"Preparing data: in {len(CHATS):,} chats {each}" for each in pairs]
 
 
 PLAIN = (

@@ -17,9 +17,9 @@ from tasklib.sources import IncompleteRow
 from tasklib.tables import replace_surrogates
 
 MOST_BYTES = 50_000_000  # of a chat as text; a template that gives more is broken
-# Roles that ShareGPT names otherwise.
-SPEAKERS = {name: name for name in ("user", "assistant", "system", "tool")}
-SPEAKERS |= {"human": "user", "gpt": "assistant"}
+# Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
+ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
+ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
 # For tokenizers without a template. It needs no special token but the end of text.
 CHAT_TEMPLATE = """\
@@ -44,8 +44,8 @@ CHAT_TEMPLATE = """\
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize_chat(row: dict) -> None:
-    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place.
+def normalize_chat(row: dict) -> list[str]:
+    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles.
 
     Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
@@ -61,6 +61,7 @@ def normalize_chat(row: dict) -> None:
             f"messages is {shorten(messages)} but must be a list of objects with role and content"
         )
     row["messages"] = [normalize_message(m, f"message {n}") for n, m in enumerate(messages, 1)]
+    names = [message.get("role") or message["from"] for message in messages]
     answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
     for number, message in answers:
         if message.get("weight", 1) not in (0, 1):
@@ -81,6 +82,8 @@ def normalize_chat(row: dict) -> None:
                 f"tools is {shorten(tools)} but must be a list of objects, each with a name"
             )
         row["tools"] = tools
+    roles = {(m["role"], name) for m, name in zip(row["messages"], names, strict=True)}
+    return [f"{one_line(name)} is read as {role}" for role, name in roles if name != role]
 
 
 def is_trained_on(message: dict) -> bool:
@@ -104,20 +107,20 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
 
 
 def normalize_message(message: Any, where: str) -> dict:
-    """A message with role and content, and tool_calls if there are any. `where` names it."""
+    """A message with a role of ROLES, content, and tool_calls if there are any. `where` names it.
+
+    A message with another role would be context without a word.
+    """
     if not isinstance(message, dict):
         raise ValueError(
             f"{where} is {shorten(message)} but must be an object with role and content"
         )
     result = drop_nulls(message)
     if "from" in result and "role" not in result:
-        speaker = result.pop("from")
-        if speaker not in [*SPEAKERS]:
-            known = ", ".join(SPEAKERS)
-            raise ValueError(f"{where} is from {shorten(speaker)} but must be from {known}")
-        content = {"content": message["value"]} if "value" in message else {}
-        result.pop("value", None)
-        return normalize_message({**result, **content, "role": SPEAKERS[speaker]}, where)
+        result["role"] = result.pop("from")
+        if "value" in message:
+            message, content = {"content": message["value"]}, result.pop("value", None)
+            result |= {} if content is None else {"content": content}
     calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
     has = {"role": "role" in result, "content": "content" in message or calls}
     for name in has:
@@ -126,6 +129,10 @@ def normalize_message(message: Any, where: str) -> dict:
             raise ValueError(f"{where} has no {name}, only {there}")
         if not isinstance(result.get(name, ""), str):
             raise ValueError(f"the {name} of {where} is {shorten(result[name])} but must be text")
+    role = ROLES.get(result["role"].strip().lower())
+    if not role:
+        known = ", ".join(ROLES)
+        raise ValueError(f"{where} is from {shorten(result['role'])} but must be from {known}")
     if result.get("function_call"):
         raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
     if calls:
@@ -134,7 +141,7 @@ def normalize_message(message: Any, where: str) -> dict:
         result["tool_calls"] = [normalize_call(call, where) for call in calls]
     elif "content" not in result:
         raise IncompleteRow(f"{where} has no content")
-    return {"content": "", **result}
+    return {"content": "", **result, "role": role}
 
 
 def normalize_call(call: Any, where: str) -> dict:

@@ -6,6 +6,7 @@ and the second pass, which writes the tokens of each unit into files: see token_
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,8 +111,8 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[I
     for _, own, layout in by_source:
         ours = [each for each in inputs if each.cfg is own]
         rows = sum(each.notes.rows for each in ours)
-        tools = sum(each.notes.counts["tools"] for each in ours)
-        layouts.describe_input(own, layout, rows, tools)
+        counts = sum((each.notes.counts for each in ours), Counter())
+        layouts.describe_input(own, layout, rows, counts)
     return inputs
 
 

@@ -5,6 +5,7 @@ They are recognised by their columns, read, checked, divided, and tokenised.
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -120,18 +121,20 @@ def describe_columns(layout: Layout) -> str:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str) -> Callable[[dict], str | None]:
-    """What makes a row usable, in place, or raises ValueError; "tools" for a chat with tools."""
+def row_check(kind: str) -> Callable[[dict], list[str]]:
+    """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
+    "tools", if it has some, and what to say of its roles."""
 
-    def check(row: dict) -> str | None:
-        (chats.normalize_chat if kind == "chat" else check_text)(row)
-        return "tools" if "tools" in row else None
+    def check(row: dict) -> list[str]:
+        found = (chats.normalize_chat if kind == "chat" else check_text)(row) or []
+        return [*found, "tools"] if "tools" in row else found
 
     return check
 
 
-def describe_input(cfg: Any, layout: Layout, rows: int, tools: int) -> None:
-    """Prints the number of rows, and which columns are read."""
+def describe_input(cfg: Any, layout: Layout, rows: int, counts: Counter) -> None:
+    """Prints the number of rows, which columns are read, and which roles go by other names."""
+    tools = counts.pop("tools", 0)
     if cfg.tools_column not in ("", "tools") and layout.kind == "chat" and not tools:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
@@ -139,6 +142,8 @@ def describe_input(cfg: Any, layout: Layout, rows: int, tools: int) -> None:
         f"Preparing data: {rows:,} {PLURALS[layout.kind]} of {one_line(cfg.data, 100)}"
         + f", {tools:,} with tools" * bool(tools)
         + describe_columns(layout),
+        *(f"Preparing data: in {counts[each]:,} chats {each}" for each in sorted(counts)),
+        sep="\n",
         flush=True,
     )
 

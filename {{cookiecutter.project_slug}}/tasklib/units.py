@@ -203,7 +203,7 @@ def scan(
     folder: Path,
     columns: Columns,
     optional: Container[str],
-    check: Callable[[dict], str | None],
+    check: Callable[[dict], list[str] | None],
     key: Callable[[dict], str],
     texts: Callable[[dict], Iterable[str]] | None,
     skip: bool,
@@ -242,7 +242,7 @@ def scan(
                 begun, seen, before = Span(), 0, facts["size"]
                 for row, place in piece.read(columns, optional, cursor):
                     try:
-                        counts[None if piece.is_text else check(row)] += 1
+                        counts.update([] if piece.is_text else check(row) or [])
                     except ValueError as error:
                         incomplete = isinstance(error, sources.IncompleteRow)
                         if not (incomplete and skip):
@@ -285,7 +285,7 @@ def scan(
         for file in (path.with_suffix(".npy"), path.with_suffix(".sample")):
             flush(file)
             facts["files"][file.name] = [file.stat().st_size, hash_of_file(file)]
-        facts["counts"] = {name: count for name, count in counts.items() if name}
+        facts["counts"] = counts
         write_json(path.with_suffix(".json"), facts)
 
     do_units(work, sizes, what)
@@ -306,7 +306,7 @@ def scan_field(
     folder: Path,
     endings: Iterable[str],
     columns: Columns,
-    check: Callable[[dict], str | None],
+    check: Callable[[dict], list[str] | None],
     key: Callable[[dict], str],
     texts: Callable[[dict], Iterable[str]] | None,
     shipped: list[Row] | None = None,
