@@ -3,19 +3,22 @@
 import argparse
 import json
 import math
+import random
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT, SOURCE, load_task
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 IGNORE_INDEX = -100
-layouts = load_task("tasklib.layouts")
-text = load_task("tasklib.text")
+corpus, layouts, tables, text = (
+    load_task(f"tasklib.{name}") for name in ("corpus", "layouts", "tables", "text")
+)
 DOCUMENTS = [" ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f" {i}.\n" for i in range(60)]
 
 
@@ -184,17 +187,74 @@ def test_text_of_any_bytes_survives(task, config, tmp_path):
     assert ends == len(texts)  # a document that spells the mark does not end there
 
 
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    source = (ROOT / "templates/tasks/causal_lm.py").read_text()
-    text.train_and_save([source], 600, tmp_path / text.FILE, (), (), "", "")
+def llama_2(tokenizer):
+    """Writes spaces by its normaliser, and separates nowhere."""
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    facts = {**json.loads(tokenizer.to_str()), "pre_tokenizer": None}
+    return Tokenizer.from_str(json.dumps(facts))
+
+
+SEPARATORS = {
+    "byte-level": (pre_tokenizers.ByteLevel(add_prefix_space=False), None),
+    "byte-level, first space": (pre_tokenizers.ByteLevel(), None),
+    "metaspace": (pre_tokenizers.Metaspace(), None),
+    "metaspace, whole texts": (pre_tokenizers.Metaspace("▁", "first", False), None),
+    "llama 2": (pre_tokenizers.Metaspace(), llama_2),
+}
+
+
+@pytest.fixture(params=SEPARATORS)
+def separating(request):
+    """A BPE of English and of Chinese without spaces, and such a text."""
+    draw, signs = random.Random(0), [chr(0x4E00 + i) for i in range(300)]
+    chinese = "".join(draw.choices([*signs, "，", "。\n"], [*[1] * 300, 15, 2], k=20_000))
+    english = (ROOT / "templates/tasks/causal_lm.py").read_text()[:12_000]
+    whole = f"{chinese}{english}\n\n\n{'0123456789' * 300}{' ' * 3000}a\n\n{chinese[::-1]}"
+    separator, change = SEPARATORS[request.param]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # pairs within words are learnt
+    if request.param.startswith("byte"):
+        tokenizer.pre_tokenizer = separator
+    signs = [*pre_tokenizers.ByteLevel.alphabet(), "\n"]
+    signs = {"initial_alphabet": signs, "special_tokens": ["</s>"]}
+    trainer = trainers.BpeTrainer(vocab_size=2500, show_progress=False, **signs)
+    tokenizer.train_from_iterator(f"{chinese}{english}".splitlines(), trainer)
+    tokenizer.pre_tokenizer = separator
+    tokenizer = change(tokenizer) if change else tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / text.FILE))
-    (whole,) = text.tokenize_texts([source], tokenizer)
-    for most in (1500, 2000, 10**6):
-        monkeypatch.setattr(text, "SHORT", most)
-        assert text.tokenize_texts([source, "a b"], tokenizer)[0] == whole
-    assert tokenizer.decode(whole) == source
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), whole
+
+
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
+    tokenizer, source = separating
+    wanted = tokenizer(source, add_special_tokens=False).input_ids
+    assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
+    for short, block in ((5000, 100_000), (1200, 100_000), (700, 1300), (10**6, 10**6)):
+        monkeypatch.setattr(text, "SHORT", short)
+        monkeypatch.setattr(text, "BLOCK", block)
+        monkeypatch.setattr(text, "CONTEXT", 200)
+        found = text.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
+        assert found[1] == found[4] == wanted, (short, block)
+        assert found[2] == []
+
+
+def test_a_file_in_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monkeypatch):
+    tokenizer, source = separating
+    (tmp_path / "a.txt").write_text(source, encoding="utf-8")
+    wanted = tokenizer(source, add_special_tokens=False).input_ids
+    monkeypatch.setattr(tables, "BLOCK", 5000)
+    monkeypatch.setattr(tables, "SEARCHED", 4000)
+    plan = corpus.Plan(tokenizer, 64, 64, "split", False, "<u2")
+    blocks = [*tables.read_text(tmp_path / "a.txt", "data", tables.WHOLE)]
+    assert len(blocks) > 10
+    found = []
+    for number, block in enumerate(blocks):
+        ends = (number == 0, number == len(blocks) - 1)
+        [(ids, _)] = plan.tokenize([({"text": block}, "")], "text", ends)
+        found += ids.tolist()
+    assert found == [*wanted, tokenizer.eos_token_id]
 
 
 def test_preparation_is_done_once_and_again_when_the_file_changes(task, config, tmp_path, capsys):

@@ -106,7 +106,8 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[I
                 nothing="there is no text",
             )
             held = name.startswith("validation")
-            label = Path(own.validation_data).name if held and not on_hub else each.name
+            given = held and not on_hub and own.validation_data != own.data
+            label = Path(own.validation_data).name if given else each.name
             inputs.append(Input(label, own, layout, name, held, notes))
     for _, own, layout in by_source:
         ours = [each for each in inputs if each.cfg is own]
@@ -294,12 +295,18 @@ class Plan(NamedTuple):
         return not self.best_fit and self.start == [self.tokenizer.eos_token_id]
 
     def tokenize(self, rows: list[tables.Row], kind: str, ends: tuple[bool, bool]) -> list:
-        """Token ids and loss masks of the rows; `ends`: whether texts begin and end with them."""
+        """Token ids and loss masks of the rows; `ends`: whether texts begin and end with them.
+
+        Others are parts of a file: see `tables.find_cut` for where they were cut.
+        """
         if kind != "text":
             return layouts.tokenize_rows(rows, kind, self.tokenizer)
         start = [] if self.shares_ends or not ends[0] else self.start
         end = [self.tokenizer.eos_token_id] if ends[1] else []
-        found = text.tokenize_texts([row["text"] for row, _ in rows], self.tokenizer)
+        texts = [row["text"] for row, _ in rows]
+        before = "" if ends[0] else "a" if texts[0][:1].isspace() else "\n"
+        after = "" if ends[1] else "a" if texts[0][-1:].isspace() else "\na"
+        found = text.tokenize_texts(texts, self.tokenizer, before, after)
         texts = [np.concatenate([start, ids, end]).astype(np.int32) for ids in found]
         return [(ids, np.ones(len(ids), np.uint8)) for ids in texts]
 

@@ -6,7 +6,9 @@ token that is a loss term and 0 for context.
 
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ NEEDS = {  # attributes of a tokenizer, and their names in messages
     "pad_token": "pad token",
     "is_fast": FILE,
 }
-BLOCK = 100_000  # characters of a piece of text: the tokenizer takes about 170 bytes for each
-SHORT = 5_000  # where a cut before a space changes no token; short ones take half the time
+SHORT = 5_000  # characters of a text that are tokenised at once: long ones take twice the time
+BLOCK = 100_000  # most of them where nothing separates: the tokenizer takes 170 bytes for each
+SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
+MARGIN, CONTEXT = 200, 1000  # characters at a block's end, and before it, that may change tokens
 
 
 # ---- Tokenizers ----------------------------------------------------------------------------------
@@ -140,36 +144,84 @@ def begin_tokens(tokenizer: Any) -> list[int]:
     return [i for i in tokenizer("").input_ids[:1] if i == tokenizer.bos_token_id]
 
 
-def tokenize_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """The token ids of texts, without special tokens: text that spells one stays text."""
-    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    blocks, owners = [], []
-    ids = [tokenizer(each, **options).input_ids for each in ("Two words", "Two", " words")]
-    most = SHORT if ids[0] == ids[1] + ids[2] else BLOCK
-    for owner, each in enumerate(texts):
-        start = 0
-        while len(each) - start > most:
-            cut = cut_before(each, start + most)
-            blocks.append(each[start:cut])
-            owners.append(owner)
-            start = cut
-        blocks.append(each[start:])
-        owners.append(owner)
-    found: list[list[int]] = [[] for _ in texts]
-    encoded = tokenizer(blocks, return_attention_mask=False, **options).input_ids
-    for owner, ids in zip(owners, encoded, strict=True):
-        found[owner] += ids
-    return found
+def tokenize_texts(
+    texts: list[str], tokenizer: Any, before: str = "", after: str = ""
+) -> list[list[int]]:
+    """The token ids of texts, without special tokens: text that spells one stays text.
 
-
-def cut_before(text: str, place: int) -> int:
-    """A place between a word and a space, at most 1,000 characters before this one, or this one.
-
-    No token of a byte-level BPE reaches across it. Amid several spaces one might.
+    A long text goes through the tokenizer in blocks, and gets the tokens of the whole: a block ends
+    where the tokenizer's own pre-tokenizer separates, and begins with the word before, because some
+    tokenizers write a space before whatever they get. `before` and `after`: what a file has around
+    these texts.
     """
-    start = place - 1000
-    found = [match.end() for match in re.finditer(r"\S(?= )", text[start:place])]
-    return start + found[-1] if found else place
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    ids = [tokenizer(each, **options).input_ids for each in ("Two words", "Two", " words")]
+    parts, firsts, todo = [], [0], []  # firsts: of each text its first part, and an end
+    for each in texts:
+        whole = before + each + after
+        own = split_at_spaces(whole) if ids[0] == ids[1] + ids[2] else [whole]
+        # A part's number, the start of a block, how much of it is tokenised already, its size.
+        todo += [(len(parts) + i, 0, 0 if i else len(before), SHORT) for i in range(len(own))]
+        parts += own
+        firsts.append(len(parts))
+    found: list[list[int]] = [[] for _ in parts]
+    while todo:
+        blocks = [parts[part][start : start + size] for part, start, _, size in todo]
+        encoded = tokenizer(blocks, return_attention_mask=False, **options)
+        waiting = []
+        for i, (part, start, known, size) in enumerate(todo):
+            tokens, ids = encoded[i], encoded.input_ids[i]
+            first, last = 0, len(ids)
+            while known and first < last and tokens.token_to_chars(first)[1] <= known:
+                first += 1
+            if start + size < len(parts[part]):
+                last, again = find_cut(tokens, first, size)
+                if not last:
+                    waiting.append((part, start, known, max(4 * size, BLOCK)))
+                    continue
+                end = tokens.token_to_chars(last - 1)[1]
+                waiting.append((part, start + again, end - again, size))
+            elif after and part + 1 in firsts:
+                end = len(blocks[i]) - len(after)
+                while last > first and tokens.token_to_chars(last - 1)[0] >= end:
+                    last -= 1
+            found[part] += ids[first:last]
+        todo = waiting
+    return [[*chain(*found[i:j])] for i, j in pairwise(firsts)]
+
+
+def split_at_spaces(text: str) -> list[str]:
+    """A text in parts of at least SHORT characters, or nearly, that end between a word and a space.
+
+    Tokenizers separate there, so that all parts are tokenised at once.
+    """
+    parts, start = [], 0
+    while match := SPACED.search(text, start + SHORT - 100):
+        parts.append(text[start : match.end()])
+        start = match.end()
+    return [*parts, text[start:]]
+
+
+def find_cut(tokens: Any, first: int, size: int) -> tuple[int, int]:
+    """How many tokens of a block of `size` characters are those of the whole text, and where the
+    next block begins; 0: a larger block is needed.
+
+    The block's end is not the text's, so that its last tokens may be other ones. Where nothing
+    separates in a large block it ends with a token: those of BPE do not depend on what is far away.
+    """
+    starts = lambda i: tokens.token_to_chars(i)[0]  # noqa: E731
+    last = bisect_left(range(len(tokens) - 1), size - MARGIN, lo=first, key=starts)
+    if last <= first:  # white space can be no token at all
+        return 0, 0
+    word, begin = tokens.word_to_tokens(tokens.token_to_word(last))[0], 0
+    if word > first:
+        last, begin = word, tokens.word_to_tokens(tokens.token_to_word(word - 1))[0]
+    elif size < BLOCK:
+        return 0, 0
+    while starts(last) < tokens.token_to_chars(last - 1)[1]:  # amid the bytes of a character
+        last -= 1
+    near = bisect_left(range(last), starts(last) - CONTEXT, key=starts)
+    return last, starts(max(near, begin))
 
 
 def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> Tokens:
