@@ -630,6 +630,36 @@ def test_pictures_of_many_classes_with_odd_names(task, config, tmp_path):
     assert len(shown["classes"].splitlines()) == 32
 
 
+def test_a_folder_of_splits_is_known_by_its_names(task, config, tmp_path, capsys):
+    for split in ("train", "val", "test"):
+        for name, color in COLORS.items():
+            (tmp_path / "a" / split / name).mkdir(parents=True)
+            for number in range(4):
+                shade = [value * (8 - number) // 8 for value in color]
+                picture(shade).save(tmp_path / "a" / split / name / f"{split}_{number}.png")
+    given = {"validation_data": str(tmp_path / "a/val")}
+    (tmp_path / "a/test/red/odd.png").write_text("no image")
+    folders = [
+        task.prepare_data(config(tmp_path / "a")),
+        task.prepare_data(config(tmp_path / "a/train", **given)),
+    ]
+    digests = [task.digest(None, folder) for folder in folders]
+    assert digests[0] == digests[1]
+    rows = len(COLORS) * 4
+    said = f"{rows} files to train on, {rows} to evaluate on; not read: {rows + 1} for test"
+    assert said in capsys.readouterr().out
+
+
+def test_a_class_named_train_is_a_class(task, config, tmp_path):
+    for name, color in zip(("bus", "train", "car"), COLORS.values(), strict=False):
+        (tmp_path / "a" / name).mkdir(parents=True)
+        for number in range(4):
+            shade = [value * (8 - number) // 8 for value in color]
+            picture(shade).save(tmp_path / "a" / name / f"test_{number}.png")
+    folder = task.prepare_data(config(tmp_path / "a"))
+    assert json.loads((folder / "labels.json").read_text()) == ["bus", "car", "train"]
+
+
 # ---- Bad input -----------------------------------------------------------------------------------
 
 
@@ -639,7 +669,8 @@ BAD = [
     ("a", {"a/red/1.png": "red"}, "two classes"),
     ("a", {"a/1.png": "red", "a/red/1.png": "red"}, "it should be {root}/a/CLASS/1.png"),
     ("a", {"a/new/red/1.png": "red"}, "not in the folder of its class"),
-    ("a", {"a/train/red/1.png": "red"}, "--task.data {root}/a/train --task.validation_data"),
+    ("a", {"a/train/red/1.png": "red", "a/train/red/2.png": "blue"}, "2 images of 1 classes (red)"),
+    ("a", {"a/val/red/1.png": "red", "a/test/blue/1.png": "blue"}, "and none to train on; name"),
     ("a", {"a/red/1.png": "red", "a/blue/1.png": "blue"}, "no images to evaluate on"),
     ("a.csv", {"a.csv": "image,label\n1.png,\n"}, "a.csv, line 2: 1.png: the label is empty"),
     ("a.csv", {"a.csv": "image,label\n ,a\n"}, "a.csv, line 2: the image is empty; --task.incompl"),

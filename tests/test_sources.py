@@ -12,6 +12,8 @@ import socket
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -733,3 +735,94 @@ def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused(weight):
             sources.data_as_text([{"path": "a", "weight": value}])
     given = [each[:2] for each in sources.split_data("a:2,b.1, c")]
     assert given == [("a", 2), ("b.1", 1), ("c", 1)]
+
+
+# ---- Splits --------------------------------------------------------------------------------------
+
+TREES = {  # of files: those to train on, and those to evaluate on
+    "train.jsonl validation.jsonl test.jsonl extra.jsonl": ("train.jsonl", "validation.jsonl"),
+    "Training.csv.gz dev_2.csv.gz my-eval.csv.gz": ("Training.csv.gz", "dev_2.csv.gz"),
+    "train/a.txt train/test/b.txt val/train.txt evaluation/c.txt": (
+        "train/a.txt train/test/b.txt",
+        "val/train.txt",
+    ),
+    "data/train-00000-of-00001.parquet data/valid-00000-of-00001.parquet": (
+        "data/train-00000-of-00001.parquet",
+        "data/valid-00000-of-00001.parquet",
+    ),
+    "rows.jsonl test.jsonl": ("rows.jsonl", ""),
+    "en/train.json en/test.json de/train.json": ("de/train.json en/train.json", ""),
+    "a.txt training.txt": ("a.txt training.txt", ""),  # a title, rather
+    "contest.txt trainer.txt latest.txt": ("contest.txt latest.txt trainer.txt", ""),
+    "test.txt": ("test.txt", ""),  # who names its folder means it
+}
+
+
+@pytest.mark.parametrize("names", TREES)
+def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names):
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    endings = (".txt", *tables.TABLES)
+    [(_, own)] = sources.by_source(sources.DataConfig(data=str(tmp_path)), endings)
+    for field, wanted in zip(("data", "validation_data"), TREES[names], strict=True):
+        files, _ = sources.find_files(getattr(own, field), endings, field)
+        assert " ".join(str(file.relative_to(tmp_path)) for file in files) == wanted, field
+
+
+def write_splits(folder, ending, columns):
+    """Rows whose number says where they belong: 0 to train on, 1 to evaluate on, 2 for the test."""
+    for number, split in enumerate(("train", "dev", "test")):
+        rows = [{name: f"{split} {i} {name}" for name in columns} for i in range(20)]
+        rows = [{**row, "label": "ab"[i % 2]} for i, row in enumerate(rows)]
+        path = folder / f"{split}{number}.{ending}"
+        folder.mkdir(exist_ok=True)
+        if ending == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif ending == "csv":
+            lines = [",".join(map(str, row.values())) for row in rows]
+            path.write_text("\n".join([",".join(rows[0]), *lines]))
+        else:
+            lines = [json.dumps(row) for row in rows]
+            path.write_text("\n".join(lines) if ending == "jsonl" else f"[{','.join(lines)}]")
+
+
+def texts_of(task, cfg):
+    """The splits whose words the rows of each part hold."""
+    folder, found = task.prepare_data(cfg), []
+    loader = task if hasattr(task, "load_tokenizer") else task.text_data
+    tokenizer = loader.load_tokenizer(cfg, folder)
+    for part in task.datasets(cfg, folder):
+        rows = [part[i] for i in range(len(part))]
+        text = " ".join(tokenizer.decode(row["input_ids"].tolist()) for row in rows)
+        found.append({split for split in ("train", "dev", "test") if split in text})
+    return found
+
+
+SPLIT_TASKS = {
+    "causal_lm": (["text"], {"context_length": 16, "vocab_size": 300}),
+    "seq2seq": (["source", "target"], {"vocab_size": 300}),
+    "text_classification": (["text"], {"vocab_size": 300}),
+}
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("name", SPLIT_TASKS)
+def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
+    task, (columns, fields) = load_task(name), SPLIT_TASKS[name]
+    fields = {**fields, "cache_dir": str(tmp_path / "cache")}
+    write_splits(tmp_path / "a", ending, columns)
+    cfg = task.TaskConfig(data=str(tmp_path / "a"), **fields)
+    assert texts_of(task, cfg) == [{"train"}, {"dev"}]
+    said = "1 file to train on, 1 to evaluate on; not read: 1 for test"
+    assert said in capsys.readouterr().out
+    before = task.prepare_data(cfg)
+    (tmp_path / "a" / f"test9.{ending}").write_text("no rows")
+    assert task.prepare_data(cfg) == before
+    write_splits(tmp_path / "b", ending, columns)
+    (tmp_path / "b" / f"dev1.{ending}").unlink()
+    cfg = task.TaskConfig(data=f"{tmp_path}/a:2,{tmp_path}/b:1", **fields)
+    assert texts_of(task, cfg) == [{"train"}, {"dev"}]
+    given = {**fields, "validation_data": str(tmp_path / "b" / f"test2.{ending}")}
+    cfg = task.TaskConfig(data=f"{tmp_path}/a", **given)
+    assert texts_of(task, cfg) == [{"train"}, {"test"}]

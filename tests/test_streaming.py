@@ -335,6 +335,18 @@ def test_whole_shards_are_held_out(config, tmp_path):
         images.prepare_data(config(data / "part-001.tar"))
 
 
+@pytest.mark.parametrize("scheme", ["", "counting://"])
+def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, scheme):
+    for number, split in enumerate(("train", "val", "test")):
+        write_images(tmp_path / "rows" / split, "tar", seed=number)
+    prepared = images.prepare_data(config(f"{scheme}{tmp_path}/rows"))
+    for part, split in (("train", "train"), ("validation", "val")):
+        names = [name for name, *_ in listed(prepared, part)["shard"]]
+        assert names == [f"{split}/part-{i:03}.tar" for i in range(3)]
+    said = "has, by the names: 3 files to train on, 3 to evaluate on; not read: 3 for test"
+    assert said in capsys.readouterr().out
+
+
 # ---- Copies on this machine ----------------------------------------------------------------------
 
 

@@ -152,7 +152,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     """
     check_config(cfg)
     pretrained.check_unread(cfg)
-    data = [(each, own, layouts.recognize_layout(own)) for each, own in by_source(cfg)]
+    data = [(each, own, layouts.recognize_layout(own)) for each, own in by_source(cfg, ENDINGS)]
     kinds = {layout.kind: own.data for _, own, layout in data}
     if len(kinds) > 1:
         found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())

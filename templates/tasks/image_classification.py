@@ -31,7 +31,7 @@ from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Wid
 from tasklib.image_store import StoredImages
 from tasklib.image_streams import StreamedSquares, prepare_index
 from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Source, check_data_config, split_data
+from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
 from tasklib.streaming import StreamFields, check_streaming, sources_of
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
@@ -128,6 +128,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     check_config(cfg)
     if cfg.streaming:
         return prepare_index(cfg)
+    ((_, cfg),) = by_source(cfg, image_data.readable_endings(cfg.data))
     return cache.prepare_once(
         cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
     )
@@ -140,7 +141,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     """
     settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt, cfg.background]
     settings.append(cfg.decoded_gb)
-    used = [] if cfg.data == "digits" else cache.hash_input_files(cfg, image_data.ENDINGS)
+    used = [] if cfg.data == "digits" else cache.hash_input_files(cfg, image_data.readable_endings)
     code = [digit_rows, image_data, image_store, image_store.pieces, images, build_data]
     return cache.cache_folder(cfg, settings, used, code)
 

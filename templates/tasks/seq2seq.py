@@ -319,7 +319,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     files = pretrained.used_files(cfg)
     used = [
         cache.hash_input_files(own, TABLES, *files, shipped=[] if own.data == "dates" else None)
-        for _, own in by_source(cfg)
+        for _, own in by_source(cfg, TABLES)
     ]
     code = (demo_data, pairs, row_files, text, token_rows, units, build_data)
     return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)

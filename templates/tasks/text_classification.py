@@ -162,7 +162,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     files = pretrained.used_files(cfg)
     used = [
         cache.hash_input_files(own, text_data.ENDINGS, *files, shipped=shipped.get(own.data))
-        for _, own in by_source(cfg)
+        for _, own in by_source(cfg, text_data.ENDINGS)
     ]
     settings = [getattr(cfg, name) for name in names]
     shaped_by = [demo_data, labels, row_files, text, text_data, token_rows, units, build_data]

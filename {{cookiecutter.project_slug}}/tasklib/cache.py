@@ -103,13 +103,16 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def hash_input_files(
-    cfg: DataConfig, endings: Iterable[str], *more: Path, shipped: list[Path] | None = None
+    cfg: DataConfig,
+    endings: Iterable[str] | Callable[[str], Iterable[str]],
+    *more: Path,
+    shipped: list[Path] | None = None,
 ) -> list[list]:
     """Paths and digests of the files that the data comes from, for `cache_folder`.
 
     Data on the Hub counts by its commit, which is checked here. Skipped files are counted, so that
-    a new one is reported. `more`: files beside the data, such as a tokenizer. `shipped`: the files,
-    if `data` names data that the task brings along.
+    a new one is reported. `endings`: perhaps a function of the path. `more`: files beside the data,
+    such as a tokenizer. `shipped`: the files, if `data` names data that the task brings along.
 
     More than 1,000 files count by their folders (`hash_folder`): a start then lists folders, and
     asks about no file. It cannot see a file that was overwritten in place (`cp` over it, `>>`,
@@ -126,14 +129,15 @@ def hash_input_files(
         given.append(("validation_data", cfg.validation_data))
     for name, path in given:
         paths, folders, number, others = [], [], 0, Counter()
-        for folder, names, skipped_here in sources.walk(path, endings, name):
+        read = endings(path) if callable(endings) else endings
+        for folder, names, skipped_here in sources.walk(path, read, name):
             others += skipped_here
             number += len(names)
             folders += [Path(folder)] * bool(names)
             if number <= MANY_FILES:
                 paths += [Path(folder, each) for each in names]
         paths = folders if number > MANY_FILES else sorted(paths)
-        found += paths or sources.list_files(path, endings, name)  # raises, with the reason
+        found += paths or sources.list_files(path, read, name)  # raises, with the reason
         skipped.append(others)
     return [*hash_files(found, cfg).items(), *(sorted(each.items()) for each in skipped)]
 

@@ -11,6 +11,7 @@ from PIL import Image
 from tasklib import cache, hub, pretrained, sources, tables
 from tasklib.fields import local_path
 from tasklib.messages import one_line
+from tasklib.splits import split_of
 from tasklib.tables import TABLES, Row
 
 ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -112,17 +113,13 @@ def read_class_folders(
 ) -> Iterator[Row]:
     """A row for each image; its label is the name of its folder.
 
-    Raises ValueError for an image elsewhere, and for a folder of parts such as train and val.
+    The folder of a split may be between. Raises ValueError for an image elsewhere.
     """
     for folder, names in folders:
         parts = Path(folder).relative_to(root).parts
         file = Path(folder, names[0])
-        if len(parts) == 2 and {*os.listdir(root)} & {"train", "training"}:
-            inside = one_line(root, 100)
-            raise ValueError(
-                f"task.{field}: {inside} has parts, not classes, as {one_line(file, 150)} shows; "
-                f"give each: --task.data {inside}/train --task.validation_data {inside}/val"
-            )
+        if len(parts) == 2 and split_of(parts[0]):
+            parts = parts[1:]
         if len(parts) != 1:
             raise ValueError(
                 f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
@@ -164,7 +161,8 @@ def hash_named_images(
     for name in ("data", "validation_data"):
         root = getattr(cfg, name)
         if root and os.path.isdir(local_path(root, name)):
-            among |= {os.path.realpath(folder) for folder, *_ in sources.walk(root, ENDINGS, name)}
+            found = sources.walk(root, ENDINGS, name)
+            among |= {os.path.realpath(folder) for folder, names, _ in found if names}
     whole, single = set(), set()
     for (folder, counts), number in places.items():
         if counts and os.path.realpath(folder) in among:

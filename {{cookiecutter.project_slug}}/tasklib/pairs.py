@@ -73,7 +73,7 @@ def scan_pairs(
     texts = None if cfg.model_name_or_path else dict.values
     key: Callable[[dict], str] = lambda row: row["source"]  # noqa: E731
     layouts = []
-    for each, own in sources.by_source(cfg):
+    for each, own in sources.by_source(cfg, TABLES):
         rows = list(shipped[each.data]()) if each.data in shipped else None
         sources.print_skipped_files(own, TABLES, rows is not None)
         layouts.append(Layout(each.name, own, columns, TABLES, check_pair, key, texts, None, rows))

@@ -84,7 +84,7 @@ def scan(layouts: list[Layout], folder: Path, purpose: str) -> list[Input]:
                 layout.shipped,
                 label=layout.label,
             )
-            is_file = field == "validation_data"
+            is_file = field == "validation_data" and layout.cfg.validation_data != layout.cfg.data
             name = Path(layout.cfg.validation_data).name if is_file else layout.name
             inputs.append(Input(name, layout, notes))
     return inputs

@@ -3,17 +3,19 @@
 Errors in the data are a ValueError of one line.
 """
 
+import functools
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tasklib import hub, tables
+from tasklib import hub, splits, tables
 from tasklib.fields import (
     NOTHING,
     Fraction,
@@ -60,7 +62,8 @@ class DataConfig:
     data_revision: str = ""
     """Data set on the Hub: the commit, 40 hex digits, because names and branches move on."""
     validation_data: str = ""
-    """Validation rows: a file or a folder; empty: a fraction of the training rows is held out."""
+    """Validation rows: a file or a folder; empty: the files of `data` that are named validation,
+    valid, val or dev, or without these a fraction of the training rows, which is held out."""
     validation_split: str = ""
     """Data set on the Hub: the validation split; empty: as for validation_data."""
     validation_fraction: Fraction = 0.1
@@ -116,13 +119,20 @@ def check_source_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
 # ---- Several sources -----------------------------------------------------------------------------
 
 
-def by_source(cfg: Any) -> list[tuple[WeightedData, Any]]:
+def by_source(cfg: Any, endings: Iterable[str] = ()) -> list[tuple[WeightedData, Any]]:
     """Each source that cfg.data names, and the config with its data alone.
 
-    validation_data is that of the first: it is read once.
+    validation_data is that of the first: it is read once. If it is empty, it becomes the source
+    itself where that has files with these endings for validation (`splits.py`): `walk` takes, of
+    such a folder, for each field those that are meant.
     """
-    found = [(each, replace(cfg, data=each.data)) for each in split_data(cfg.data)]
-    return found[:1] + [(each, replace(own, validation_data="")) for each, own in found[1:]]
+    found = []
+    for each in split_data(cfg.data):
+        given = "" if found else cfg.validation_data
+        if not cfg.validation_data and "validation" in count_splits(each.data, endings):
+            given = each.data
+        found.append((each, replace(cfg, data=each.data, validation_data=given)))
+    return found
 
 
 def data_as_text(data: str | list[dict]) -> str:
@@ -200,6 +210,47 @@ def walk(data: str, endings: Iterable[str], field: str) -> Iterator[tuple[str, l
     """Each folder from `data` down: its path, the sorted names of its files with these endings, and
     the number of its other files by their endings. A file is all of its folder.
 
+    Of a folder that holds several splits, those files alone that `field` means.
+    """
+    counts = count_splits(data, endings, field)
+    split = counts and splits.choose(counts, field, data)
+    for folder, names, others in walk_all(data, endings, field):
+        if counts:
+            found = splits_of(data, folder, names)
+            names = [name for name, own in zip(names, found, strict=True) if own == split]
+        yield folder, names, others
+
+
+def splits_of(data: str, folder: str, names: list[str]) -> list[str]:
+    """The split of each file of a folder below `data`. The name of an image says none."""
+    above = splits.split_of(os.path.relpath(folder, os.path.expanduser(data)))
+    readable = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
+    return [
+        above or (splits.split_of(name) if name.lower().endswith(readable) else "")
+        for name in names
+    ]
+
+
+def count_splits(data: str, endings: Iterable[str], field: str = "data") -> Counter:
+    """The number of files with these endings of each split; empty: the folder is not divided."""
+    root = local_path(data, field)
+    if not (data and endings and root.is_dir()):
+        return Counter()
+    return list_splits(data, tuple(endings), field, root.stat().st_mtime_ns)
+
+
+@functools.cache  # a start asks several times, and there may be a million files
+def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -> Counter:
+    """`count_splits` of a folder; `changed`: when it did last."""
+    listed = walk_all(data, endings, field)
+    return splits.count(chain.from_iterable(splits_of(data, *each[:2]) for each in listed))
+
+
+def walk_all(
+    data: str, endings: Iterable[str], field: str
+) -> Iterator[tuple[str, list[str], Counter]]:
+    """`walk` over all splits.
+
     Lists folders, and asks the system about no file. Hidden files do not count: notebooks and file
     managers keep copies in them. Raises ValueError for what is unreachable.
     """
@@ -275,9 +326,13 @@ def describe_skipped(others: Counter) -> str:
 
 
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
-    """Prints the files beside the data that are not read, for example with a misspelt ending."""
+    """Prints the splits of the data, and the files beside it that are not read, for example with a
+    misspelt ending."""
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
-    for name, data in (("data", local), ("validation_data", cfg.validation_data)):
+    if counts := count_splits(local, endings):
+        splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+    given = cfg.validation_data if cfg.validation_data != local else ""
+    for name, data in (("data", local), ("validation_data", given)):
         if others := sum((each for *_, each in walk(data, endings, name)), Counter()):
             print(f"Preparing data: {one_line(data, 100)}{describe_skipped(others)}", flush=True)
 

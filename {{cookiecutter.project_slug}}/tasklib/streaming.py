@@ -18,7 +18,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from tasklib import cache, hub, shards
+from tasklib import cache, hub, shards, splits
 from tasklib.fields import (
     NOTHING,
     Gigabytes,
@@ -136,12 +136,24 @@ def prepare(
     cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
     listed = {name: shards.list_shards(getattr(cfg, name), name) for name in fields}
+    counts = splits.count(splits.split_of(shard.name) for shard in listed["data"])
+    if counts["validation"] and not cfg.validation_data:
+        cfg = replace(cfg, validation_data=cfg.data)
+        listed["validation_data"] = listed["data"]
+    for name, found in listed.items():
+        if own := splits.count(splits.split_of(shard.name) for shard in found):
+            split = splits.choose(own, name, getattr(cfg, name))
+            listed[name] = [shard for shard in found if splits.split_of(shard.name) == split]
     settings = [columns, known, *settings]
     folder = cache.cache_folder(cfg, settings, listed, [shards, build_index, *shaped_by])
 
     def build_all(folder: Path) -> dict[str, str]:
         count = None if given else label_names
-        found = {name: index_shards(cfg, name, listed[name], settings, count) for name in fields}
+        if counts:
+            splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+        found = {
+            name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
+        }
         return build_index(cfg, folder, found, given, build)
 
     return cache.prepare_once(cfg, lambda: folder, build_all)

@@ -134,7 +134,7 @@ def scan_rows(
 
     layouts, columns = [], columns_of(cfg)
     texts = None if cfg.model_name_or_path else texts_of
-    for each, own in sources.by_source(cfg):
+    for each, own in sources.by_source(cfg, ENDINGS):
         rows = list(shipped[each.data]()) if each.data in shipped else None
         sources.print_skipped_files(own, ENDINGS, rows is not None)
         layout = Layout(each.name, own, columns, ENDINGS, check, key_of, texts, label_of, rows)
