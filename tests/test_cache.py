@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, SOURCE, load_task
 
 cache, child = load_task("tasklib.cache"), load_task("tasklib.child")
-sources = load_task("tasklib.sources")
+own_code, sources = load_task("tasklib.own_code"), load_task("tasklib.sources")
 ROWS = 200
 PATHS = [str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")]
 
@@ -180,7 +180,7 @@ def loss_sum(model, batch):
 
 
 def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "STARTED", time.time() + 60)  # the files are written now
+    monkeypatch.setattr(own_code, "STARTED", time.time() + 60)  # the files are written now
     monkeypatch.syspath_prepend(tmp_path)
     edits = {"first": SHAPED, "loss": SHAPED.replace("0", '"""The loss."""'), "again": SHAPED}
     edits["encoding"] = SHAPED.replace("split()", "split(' ')")
@@ -200,12 +200,121 @@ def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, m
     assert cache.cache_folder(cfg, [], [], [module.encode]) == functions["constant"]
 
 
+USES = """
+import other
+import package.most
+from package import part as inner
+from stars import *
+
+TABLE = {}
+TABLE["a"] = "first"
+
+if True:
+    def chosen(word):
+        return word
+
+class Reader:
+    def read(self, text):
+        return other.clean(text) + TABLE["a"] + chosen(text)
+
+def prepare(text):
+    from package.deep import finish
+    return [finish(inner.scale(Reader().read(each))) for each in package.most.cut(star(text))]
+
+def loss():
+    return other.unused()
+"""
+MODULES = {
+    "uses": USES,
+    "other": "def clean(text):\n    return text\n\ndef unused():\n    return 1\n",
+    "stars": "def star(text):\n    return text\n\ndef unused():\n    return 1\n",
+    "package/most": "def cut(text):\n    return text[:3]\n",
+    "package/part": "from . import deep\nSIZE = 3\ndef scale(text):\n    return text * SIZE\n",
+    "package/deep": "import re\nX = re.compile('a')\ndef finish(text):\n    return X.sub('', text)",
+}
+EDITS = [  # module, before, after, whether the key is another one
+    ("uses", "return [finish", "return [finish(each) or finish", True),
+    ("uses", '"first"', '"second"', True),
+    ("uses", "return word", "return word + word", True),
+    ("uses", "self, text):", "self, text, more=None):", True),
+    ("other", "return text", "return text.strip()", True),
+    ("package/part", "3", "4", True),
+    ("package/most", "3", "4", True),
+    ("stars", "return text", "return [text]", True),
+    ("stars", "return 1", "return 2", False),
+    ("package/deep", "'a'", "'b'", True),
+    ("uses", "    return [", "    # a comment\n    return [", False),
+    ("uses", "class Reader:", 'class Reader:\n    """Reads."""\n', False),
+    ("uses", "def prepare(text):", "def prepare(\n    text: 'str',\n) -> list:", False),
+    ("uses", "return other.unused()", "return 2", False),
+    ("other", "return 1", "return 2", False),
+]
+
+
+def test_the_key_takes_what_a_function_runs_and_no_comment(cfg, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_code, "STARTED", time.time() + 60)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "package").mkdir()
+    names = {"uses", "other", "package", "package.part", "package.deep", "package.most", "stars"}
+
+    def key():
+        for function in vars(own_code).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+        for module in names & {*sys.modules}:
+            del sys.modules[module]
+        return cache.cache_folder(cfg, [], [], [load_task("uses").prepare])
+
+    for name, source in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    first = key()
+    for name, before, after, differs in EDITS:
+        assert before in MODULES[name]
+        (tmp_path / f"{name}.py").write_text(MODULES[name].replace(before, after, 1))
+        assert (key() != first) == differs, (name, after)
+        (tmp_path / f"{name}.py").write_text(MODULES[name])
+    assert key() == first
+
+
+TASK_EDITS = {  # module and function, and whether an edit prepares the data anew
+    "causal_lm": ["text.tokenize_texts", "chats.normalize_chat", "corpus.finish"],
+    "seq2seq": ["pairs.tokenize_texts", "row_files.finish", "sources.walk"],
+    "text_classification": ["text_data.build", "labels.encode_labels", "units.hold_out"],
+    "image_classification": ["images.square", "image_store.hold_out", "image_data.read_rows"],
+}
+
+
+@pytest.mark.parametrize("name", TASK_EDITS)
+def test_editing_what_prepares_the_data_of_a_task_prepares_it_anew(name, monkeypatch):
+    task, source = load_task(name), own_code.read_source
+    wanted = [f"{name}.prepare_data", *(f"tasklib.{each}" for each in TASK_EDITS[name])]
+    others = [f"{name}.loss_sum", f"{name}.build_model", "tasklib.pretrained.load_model"]
+    others.append("tasklib.cache.file_lock")
+
+    def code(edited=""):
+        where, _, what = edited.rpartition(".")
+
+        def read(module):
+            text, old = source(module), f"def {what}("
+            assert module != where or old in text
+            return text.replace(old, f"{old}*more, ", 1) if module == where else text
+
+        monkeypatch.setattr(own_code, "read_source", read)
+        own_code.read_module.cache_clear()
+        own_code.read_place.cache_clear()
+        return own_code.own_code([task.prepare_data], ["tasklib.cache", "tasklib.own_code"])
+
+    first = code()
+    assert [each for each in wanted if code(each) == first] == []
+    assert [each for each in others if code(each) != first] == []
+
+
 def test_code_that_was_edited_after_the_start_prepares_nothing(cfg, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "shaped_early.py"
     file.write_text(SHAPED)
     parts = [load_task("shaped_early").encode]
-    monkeypatch.setattr(cache, "STARTED", time.time() - 60)
+    monkeypatch.setattr(own_code, "STARTED", time.time() - 60)
     with pytest.raises(ValueError, match=r"shaped_early.py was edited .*: start again$"):
         cache.cache_folder(cfg, [], [], parts)
     for seconds in (-3600, 3600):  # before the start, and by a clock that is ahead

@@ -1025,24 +1025,3 @@ def test_tool_calls_that_are_left_out_only_beside_content_are_noticed(drop):
     )
     assert drop(WITH_TOOLS + either, chats[:2]) == ""
     assert "leaves out tool_calls of message 2 (assistant)" in drop(WITH_TOOLS + either, chats)
-
-
-# ---- The key of prepared data --------------------------------------------------------------------
-
-
-def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
-    """Preparation counts, also where it stands in task.py; the loss does not."""
-    cfg, source = config("pydoc"), task.cache.read_source
-    data = [(each, own, layouts.recognize_layout(own)) for each, own in task.by_source(cfg)]
-
-    def key(changed):
-        mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
-        monkeypatch.setattr(task.cache, "read_source", mark)
-        return task.prepared_folder(cfg, data)
-
-    before = key(None)
-    assert key(task.loss_sum) == key(task.report) == before
-    shaping = (task.text, task.packing, task.chats, task.layouts, task.demo_data)
-    shaping += (task.corpus, task.token_rows, task.units)
-    for each in (*shaping, task.load_tokenizer, task.max_text_length, task.uses_best_fit):
-        assert key(each) != before

@@ -311,20 +311,6 @@ def test_unreadable_images_are_refused_or_named_and_left_out(task, config, tmp_p
     assert sum(map(len, task.datasets(cfg, prepared))) == 34
 
 
-def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
-    """Preparation counts, also where it stands in task.py; the loss and the scores do not."""
-    cfg, source = config(), task.cache.read_source
-
-    def key(changed):
-        mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
-        monkeypatch.setattr(task.cache, "read_source", mark)
-        return task.prepared_folder(cfg)
-
-    same = [key(changed) for changed in (None, task.loss_sum, task.classification)]
-    others = [key(changed) for changed in (task.build_data, task.images, task.digit_rows)]
-    assert len({*same}) == 1 and len({*same, *others}) == 4
-
-
 # ---- Decoded, or from the files ------------------------------------------------------------------
 
 

@@ -264,20 +264,6 @@ def test_pairs_are_encoded_as_the_tokenizer_does(task, config, tmp_path, bert, s
     assert set(lengths) == {2} and task.sizes(task.datasets(short, prepared)[0]).max() <= 8
 
 
-def test_the_key_of_prepared_data_takes_the_code_that_shapes_it(task, config, monkeypatch):
-    """Preparation counts, also where it stands in task.py; the loss and the scores do not."""
-    cfg, source = config("stdlib"), task.cache.read_source
-
-    def key(changed):
-        mark = lambda each: source(each) + "# changed" * (each is changed)  # noqa: E731
-        monkeypatch.setattr(task.cache, "read_source", mark)
-        return task.prepared_folder(cfg)
-
-    same = [key(changed) for changed in (None, task.loss_sum, task.classification)]
-    others = [key(changed) for changed in (task.build_data, task.text_data, task.demo_data)]
-    assert len({*same}) == 1 and len({*same, *others}) == 4
-
-
 # ---- Loss and metrics ----------------------------------------------------------------------------
 
 LABELS = {

@@ -35,7 +35,6 @@ from tasklib import (
     pretrained,
     text,
     token_rows,
-    units,
 )
 from tasklib.attention import restored
 from tasklib.fields import EXPORT, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
@@ -329,9 +328,7 @@ def prepared_folder(cfg: TaskConfig, data: list) -> Path:
         cache.hash_input_files(own, ENDINGS, *files, shipped=demo_data.text_files(own.data))
         for _, own, _ in data
     ]
-    code = [chats, corpus, demo_data, layouts, packing, text, token_rows, units]
-    code += [load_tokenizer, max_text_length, uses_best_fit]
-    return cache.cache_folder(cfg, settings, used, code)
+    return cache.cache_folder(cfg, settings, used, [prepare_data])
 
 
 @cache.once_per_folder

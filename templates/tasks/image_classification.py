@@ -142,8 +142,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
     settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt, cfg.background]
     settings.append(cfg.decoded_gb)
     used = [] if cfg.data == "digits" else cache.hash_input_files(cfg, image_data.readable_endings)
-    code = [digit_rows, image_data, image_store, image_store.pieces, images, build_data]
-    return cache.cache_folder(cfg, settings, used, code)
+    return cache.cache_folder(cfg, settings, used, [prepare_data])
 
 
 def stored_side(cfg: TaskConfig) -> int:

@@ -30,10 +30,7 @@ from tasklib import (
     fields,
     pairs,
     pretrained,
-    row_files,
     text,
-    token_rows,
-    units,
 )
 from tasklib.attention import always_mask
 from tasklib.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width, number_type
@@ -321,8 +318,8 @@ def prepared_folder(cfg: TaskConfig) -> Path:
         cache.hash_input_files(own, TABLES, *files, shipped=[] if own.data == "dates" else None)
         for _, own in by_source(cfg, TABLES)
     ]
-    code = (demo_data, pairs, row_files, text, token_rows, units, build_data)
-    return cache.cache_folder(cfg, [getattr(cfg, name) for name in names], used, code)
+    settings = [getattr(cfg, name) for name in names]
+    return cache.cache_folder(cfg, settings, used, [prepare_data])
 
 
 @cache.once_per_folder

@@ -31,11 +31,7 @@ from tasklib import (
     fields,
     labels,
     pretrained,
-    row_files,
-    text,
     text_data,
-    token_rows,
-    units,
 )
 from tasklib.attention import always_mask
 from tasklib.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
@@ -165,8 +161,7 @@ def prepared_folder(cfg: TaskConfig) -> Path:
         for _, own in by_source(cfg, text_data.ENDINGS)
     ]
     settings = [getattr(cfg, name) for name in names]
-    shaped_by = [demo_data, labels, row_files, text, text_data, token_rows, units, build_data]
-    return cache.cache_folder(cfg, settings, used, shaped_by)
+    return cache.cache_folder(cfg, settings, used, [prepare_data])
 
 
 def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:

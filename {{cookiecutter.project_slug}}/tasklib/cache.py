@@ -6,12 +6,10 @@ files, code. The content digest (`hash_columns`) depends on the output: the rows
 
 import contextlib
 import dataclasses
-import dis
 import errno
 import fcntl
 import functools
 import hashlib
-import inspect
 import json
 import os
 import socket
@@ -21,18 +19,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
 
-from tasklib import hub, sources, tables
+from tasklib import hub, sources
 from tasklib.fields import local_path
 from tasklib.files import PERMANENT_ERRORS, flush, read_json_object, remove
 from tasklib.messages import one_line, without_credentials
+from tasklib.own_code import own_code
 from tasklib.sources import DataConfig
 
-STARTED = time.time()
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
@@ -47,59 +45,17 @@ def cache_folder(
     """The folder for prepared data; its name is a hash of all that shapes the data.
 
     `settings`: values of the task's own fields, and `used`: the files (`hash_input_files`), both as
-    JSON. `shaped_by`: modules, and single functions, whose code shapes the data. What a function
-    uses of its own module counts too; another module that is missing here changes without a new
-    key. The fields of DataConfig and the modules that read rows always count.
+    JSON. `shaped_by`: the functions that prepare the data. All that they use of the project counts
+    (`own_code`), but for this module, which keeps the data.
     """
     fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
     # Weights and credentials shape nothing.
     fields["data"] = [without_credentials(each.data) for each in sources.split_data(cfg.data)]
     fields["validation_data"] = without_credentials(cfg.validation_data)
-    parts, constants = [sources, tables, hub, *shaped_by], {}
-    for part in parts:  # it grows
-        helpers, values = read_globals(part)
-        parts += [each for each in helpers if each not in parts]
-        constants |= values
-    code = [*map(read_source, parts), sorted(constants.items())]
+    code = own_code(shaped_by, [__name__, own_code.__module__])
     key = hashlib.sha256(json.dumps([fields, settings, used, code]).encode()).hexdigest()[:16]
     return local_path(cfg.cache_dir, "cache_dir") / key
-
-
-@functools.cache  # an edit during the preparation must not change the key
-def read_source(part: ModuleType | Callable) -> str:
-    """The source of a module, function or class.
-
-    Raises ValueError if its file was edited since the start: the code that runs may be older.
-    """
-    file = inspect.getsourcefile(part)
-    if STARTED < os.stat(file).st_mtime <= time.time():  # in the future: another clock's time
-        raise ValueError(f"{one_line(file, 200)} was edited after the start: start again")
-    return inspect.getsource(part)
-
-
-@functools.cache  # here too, and a list may grow
-def read_globals(part: ModuleType | Callable) -> tuple[list[Callable], dict[str, str]]:
-    """Functions and classes of its own module that a function names, and constants, as JSON."""
-    function, helpers, constants = inspect.unwrap(part), [], {}
-    if not inspect.isfunction(function):
-        return helpers, constants
-    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
-        value = function.__globals__[name]
-        if getattr(value, "__module__", None) == function.__module__:
-            with contextlib.suppress(OSError, TypeError):  # a named tuple, for example
-                inspect.getsource(value)
-                helpers.append(value)
-        with contextlib.suppress(TypeError, ValueError):  # not JSON: a module, for example
-            constants[name] = json.dumps(value)
-    return helpers, constants
-
-
-def names_in(code: CodeType) -> set[str]:
-    """The global names that code uses, with those of the functions inside it."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return names.union(*map(names_in, inner))
 
 
 def hash_input_files(

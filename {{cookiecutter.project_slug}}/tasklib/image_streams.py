@@ -33,9 +33,8 @@ def prepare_index(cfg: Any) -> Path:
         path.write_text(json.dumps(sorted(names)), encoding="utf-8")
         return [path]
 
-    shaped_by = [image_data.check_image_row, class_of, prepare_index]
     known = streaming.read_classes(cfg)
-    return streaming.prepare(cfg, columns_of(cfg), known, [], shaped_by, class_of, build)
+    return streaming.prepare(cfg, columns_of(cfg), known, [], prepare_index, class_of, build)
 
 
 class StreamedSquares(streaming.ShardRows):

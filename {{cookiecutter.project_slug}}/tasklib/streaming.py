@@ -23,7 +23,6 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -41,6 +40,7 @@ from tasklib.fields import (
 )
 from tasklib.files import flush
 from tasklib.messages import one_line, without_credentials
+from tasklib.own_code import own_code
 from tasklib.shards import Columns, Shard, ShardIndex
 from tasklib.sources import IncompleteRow, Source, split_data
 
@@ -121,7 +121,7 @@ def prepare(
     columns: Columns,
     known: list[str],
     settings: list,
-    shaped_by: list[ModuleType | Callable],
+    prepare_index: Callable,
     label_names: Callable[[dict], list[str]],
     build: Callable[[Path, set[str]], list[Path]],
 ) -> Path:
@@ -129,8 +129,9 @@ def prepare(
 
     `known`: the names of the labels; if it is empty, a pass over the shards finds them, with
     `label_names`, which gives the names in a row's values. `build` gets the folder and the names.
-    It adds files of the task, and returns those that the digest covers. `settings` and `shaped_by`
-    are those of `cache.cache_folder`. Raises ValueError and ConnectionError.
+    It adds files of the task, and returns those that the digest covers. `settings` are those of
+    `cache.cache_folder`, and the code of `prepare_index`, the caller, counts. Raises ValueError and
+    ConnectionError.
     """
     given = {*known}
     cache.check_cache_outside_data(cfg)
@@ -145,7 +146,7 @@ def prepare(
             split = splits.choose(own, name, getattr(cfg, name))
             listed[name] = [shard for shard in found if splits.split_of(shard.name) == split]
     settings = [columns, known, *settings]
-    folder = cache.cache_folder(cfg, settings, listed, [shards, build_index, *shaped_by])
+    folder = cache.cache_folder(cfg, settings, listed, [prepare_index])
 
     def build_all(folder: Path) -> dict[str, str]:
         count = None if given else label_names
@@ -172,7 +173,7 @@ def index_shards(
     """
     data, columns = getattr(cfg, field), settings[0]
     store = ShardCache(cfg, data, columns)
-    code = [cache.read_source(shards), label_names is None]
+    code = [own_code([shards.index_shard]), label_names is None]
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -49,9 +49,8 @@ def prepare_index(cfg: Any) -> Path:
         return [folder / "names.json", folder / "tokenizer.json"]
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
-    shaped_by = [labels, text_data, prepare_index]
     wanted = text_data.columns_of(cfg)
-    return streaming.prepare(cfg, wanted, known, settings, shaped_by, names_in, build)
+    return streaming.prepare(cfg, wanted, known, settings, prepare_index, names_in, build)
 
 
 def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
