@@ -23,6 +23,7 @@ def sources(dataset):
 task.sources = sources
 """
 BEFORE = SOURCES.replace("WEIGHT", "2")
+ACCEPT = ["--accept_changes", "--lr_schedule", "constant", "--log_every", 1]
 LAST = "checkpoints/step-00000012"
 KEYS = ("samples", "samples/a", "samples/d", "samples/b/c", "epoch", "batch_hash", "lr")
 
@@ -105,7 +106,37 @@ def test_another_weight_or_source_is_another_result(quick, tmp_path):
     flags = ["--output_dir", output, *FLAGS, "--max_steps", 5, "--accept_changes"]
     quick(*flags, before=BEFORE.replace("7, 2", "7, 3"))
     (changed,), (*_, last) = lines(output, "changes"), lines(output, "loss")
-    assert "data sources: a: weight 2" in changed["changes"] and last["samples/a"] in (13, 14)
+    assert "data sources: a: weight 2" in changed["changes"] and last["samples/a"] in (10, 11)
+
+
+@pytest.mark.slow
+def test_the_mixture_goes_on_when_weights_change_twice(tiny, quick, tmp_path):
+    """The same rows on another number of processes, and with another stop in between."""
+    runs = {name: tmp_path / name for name in ("one", "two")}
+
+    def flags(name, steps):
+        return [*FLAGS, *ACCEPT, "--output_dir", runs[name], "--max_steps", steps]
+
+    quick(*flags("one", 4), before=BEFORE)
+    shutil.copytree(runs["one"], runs["two"])
+    first, second = BEFORE.replace("7, 2", "7, 30"), BEFORE.replace("7, 2", "7, 1")
+    printed = quick(*flags("one", 8), before=first)
+    said = "after 32 samples: a goes on after 8, d goes on after 4, b/c goes on after 20\n"
+    assert said in printed
+    assert "goes on after" not in quick(*flags("one", 10), before=first)
+    quick(*flags("one", 12), before=second)
+    with served(tiny, 2) as train:
+        train(*flags("two", 9), before=first)
+        train(*flags("two", 10), before=first)
+        train(*flags("two", 12), before=second)
+    found = [{line["step"]: line for line in lines(run, "loss")} for run in runs.values()]
+    assert [*found[0]] == [*found[1]] == [*range(1, 13)]
+    for mine, theirs in zip(*(each.values() for each in found), strict=True):
+        assert [mine[key] for key in KEYS] == [theirs[key] for key in KEYS]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    counts = [[found[0][step][key] for key in KEYS[1:4]] for step in (4, 8, 10, 12)]
+    assert counts[0] == [8, 4, 20] and [sum(each) for each in counts] == [32, 64, 80, 96]
+    assert counts[1][0] == 8 + 27 and counts[3][0] - counts[2][0] in (2, 3)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import math
 import pickle
 import tracemalloc
@@ -140,8 +141,8 @@ def test_so_it_is_for_all_small_weights(number, most):
 def test_samples_of_each_source_are_counted_anywhere_in_the_run():
     sources = [Source("a", 10, 30), Source("b", 7, 10), Source("c", 1000, 50)]
     one = order.SampleOrder(1017, 0, sources)
-    assert len(one.mixture) == 9  # the weights 3, 1 and 5
-    found, _ = one.locate(np.arange(2000, dtype=np.uint64))
+    assert len(one.mixture.table) == 9  # the weights 3, 1 and 5
+    found, _ = one.mixture.locate(np.arange(2000, dtype=np.uint64))
     for samples in (0, 1, 8, 9, 10, 123, 2000):
         counts = np.bincount(found[:samples], minlength=3).tolist()
         assert one.count(samples) == counts
@@ -154,7 +155,11 @@ def test_each_source_passes_over_its_own_rows():
     one = order.SampleOrder(21, 7, sources)
     for first in (0, 5 * 10**11):
         positions = np.arange(first, first + 400, dtype=np.uint64)
-        ids, passes, (found, _) = one.ids(positions), one.passes(positions), one.locate(positions)
+        ids, passes, (found, _) = (
+            one.ids(positions),
+            one.passes(positions),
+            one.mixture.locate(positions),
+        )
         orders = {}
         for source, (begin, end) in enumerate([(0, 5), (5, 13), (13, 21)]):
             own = found == source
@@ -165,6 +170,53 @@ def test_each_source_passes_over_its_own_rows():
         assert len({*map(tuple, orders.values())}) > 40
         pairs = [(turn, orders[2, n]) for (source, n), turn in orders.items() if source == 1]
         assert len(pairs) > 5 and all(own != other for own, other in pairs)
+
+
+def test_each_source_goes_on_where_it_stood_when_weights_change():
+    """Also twice, away for a time and back, alone, in another order, under a longer path."""
+    rows = {"a": 7, "b": 100, "c": 40, "x/a": 7}
+    begun = order.first_mixture({"a": 2, "b": 1})
+    record, samples, given = begun, 0, {}
+    for weights, count in [
+        ({"a": 2, "b": 1}, 50), ({"a": 1, "b": 30}, 33), ({"b": 3}, 10), ({"b": 3}, 5),
+        ({"c": 1, "a": 5, "b": 2}, 91), ({"b": 2, "c": 1, "a": 5}, 8300), ({"x/a": 1, "c": 7}, 40),
+    ]:  # fmt: skip
+        shards = {"c": np.array([9, 1, 10, 20])}
+        sources = [Source(n, rows[n], w, shards.get(n), 2) for n, w in weights.items()]
+        record = json.loads(json.dumps(order.next_mixture(record, samples, weights)))
+        assert order.next_mixture(record, samples + 3, weights) == record
+        total = sum(rows[n] for n in weights)
+        one = order.SampleOrder(total, 5, sources, record)
+        ids = one.ids(range(samples, samples + count))
+        assert [one.ids([samples + i])[0] for i in (0, count - 1)] == [ids[0], ids[-1]]
+        passes = one.passes(range(samples, samples + count))
+        ends = np.cumsum([rows[n] for n in weights])
+        number = np.searchsorted(ends, ids, "right")
+        for i, name in enumerate(weights):
+            own = given.setdefault(name[-1], ([], []))
+            own[0].extend((ids[number == i] - ends[i] + rows[name]).tolist())
+            own[1].extend(passes[number == i].tolist())
+            share = count * weights[name] / sum(weights.values())
+            assert abs((number == i).sum() - share) <= 1
+        samples += count
+        counted = dict(zip(weights, one.count(samples), strict=True))
+        assert all(counted[n] == len(given[n[-1]][0]) for n in weights)
+    for name, seed in (("a", 0), ("b", 1), ("c", 2)):  # as if it had been the only one
+        source = [Source("all", rows[name], 1, shards.get(name), 2)]
+        alone = order.SampleOrder(rows[name], order.hash64(5, seed)[0], source)
+        places = range(len(given[name][0]))
+        assert given[name] == (alone.ids(places).tolist(), alone.passes(places).tolist())
+
+
+def test_one_source_that_moves_keeps_its_order():
+    """Its name is its path; beside others it is the last part of that."""
+    record = order.next_mixture(order.first_mixture({"x/old": 1}), 40, {"y/new": 1})
+    assert record == order.first_mixture({"y/new": 1})
+    mixed = order.next_mixture(record, 40, {"more": 1, "new": 2})
+    assert mixed == {"first": 40, "sources": {"more": [1, 0, 0], "new": [2, -1, 40]}}
+    one = order.SampleOrder(37, 5, [Source("new", 37)], order.next_mixture(mixed, 70, {"new": 1}))
+    plain = order.SampleOrder(37, 5).ids(range(60, 80))
+    assert one.ids(range(70, 90)).tolist() == plain.tolist()
 
 
 def test_random_numbers_of_a_row_belong_to_the_pass_over_its_source():
@@ -351,7 +403,7 @@ def test_weights_count_by_their_ratio():
     sources = [Source("a", 6, 4 * 10**9), Source("b", 6, 10**9)]
     task = type("Task", (), {"sources": lambda dataset: sources})
     found = contract.list_sources(task, range(12), training=True)
-    assert len(order.SampleOrder(12, 0, found).mixture) == 5
+    assert len(order.SampleOrder(12, 0, found).mixture.table) == 5
 
 
 def test_no_score_takes_the_name_of_a_value_of_metrics():

@@ -356,7 +356,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     share_trained = parameters / sum(p.numel() for p in model.parameters())
 
     # Build the loaders.
-    train_rows = SampleDataset(train_data, task, cfg.seed)
+    train_rows = SampleDataset(train_data, task, cfg.seed, point.mixture)
     eval_rows = SampleDataset(eval_data, task)
     last_sample = first_sample + max(max_steps - first_step, 0) * step_size
     train_sampler = StepBatchSampler(plan, first_sample, last_sample, train_rows.sort)

@@ -248,17 +248,25 @@ class SampleDataset(torch.utils.data.Dataset):
     generator, so the random numbers depend on no worker and no rank. Without a seed positions are
     sample ids, and a position past the end gives (-1, first row).
 
-    Without a task there is no `augment`, one source, and `sort` changes nothing.
+    Without a task there is no `augment`, one source, and `sort` changes nothing. For `mixture` see
+    order.SampleOrder.
     """
 
-    def __init__(self, dataset: Any, task: Any = None, seed: int | None = None):
+    def __init__(
+        self,
+        dataset: Any,
+        task: Any = None,
+        seed: int | None = None,
+        mixture: dict | None = None,
+    ):
         self.dataset, self.seed = dataset, seed
         self.sources = contract.list_sources(task, dataset, training=seed is not None)
         self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
-        self.order = None if seed is None else SampleOrder(len(dataset), seed, self.sources)
+        make = functools.partial(SampleOrder, len(dataset), seed, self.sources, mixture)
+        self.order = None if seed is None else make()
         self.ahead = getattr(dataset, "ahead", 0)
         if self.order and self.ahead:  # an order keeps the tables of its last call
-            self.later = SampleOrder(len(dataset), seed, self.sources)
+            self.later = make()
         sizes = getattr(task, "sizes", None)
         self.sizes = np.asarray(sizes(dataset)) if sizes else None
         if sizes and self.sizes.shape != (len(dataset),):

@@ -1,10 +1,11 @@
 """The order of the samples: which row each position of a run takes, as a function of the seed.
 
-Nothing is stored: any position is found at once, however far it is. The positions go round the
-sources of the data, in proportion to their weights. Each source passes over its own rows again and
-again, and each pass is a permutation of its own. Where the rows lie in shards that should be read
-one after the other, the shards are permuted, cut into windows, and the rows of each window
-permuted.
+Any position is found at once, however far it is. The positions go round the sources of the data, in
+proportion to their weights. Each source passes over its own rows again and again, and each pass is
+a permutation of its own. Where the rows lie in shards that should be read one after the other, the
+shards are permuted, cut into windows, and the rows of each window permuted.
+
+Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
 """
 
 import functools
@@ -146,25 +147,100 @@ def mix(weights: Sequence[int]) -> np.ndarray:
     return np.array(table)
 
 
+class Mixture:
+    """Which source each position takes, and which place in the order of that source.
+
+    Positions count from 0, where each source stands at its place.
+    """
+
+    def __init__(self, weights: Sequence[int], places: Sequence[int]):
+        weights = [weight // math.gcd(*weights) for weight in weights]
+        self.weights, self.places = np.array(weights, np.uint64), np.array(places, np.uint64)
+        self.table = mix(weights)
+        self.turns = np.zeros(len(self.table), np.uint64)  # earlier ones of the same source
+        for source, weight in enumerate(weights):
+            self.turns[self.table == source] = np.arange(weight)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each position, and the place in its order: int64 and uint64 (N,)."""
+        periods, turns = np.divmod(positions, np.uint64(len(self.table)))
+        sources, turns = (each[turns.astype(np.int64)] for each in (self.table, self.turns))
+        return sources, self.places[sources] + periods * self.weights[sources] + turns
+
+    def count(self, samples: int) -> list[int]:
+        """The place of each source after so many samples."""
+        periods, rest = divmod(samples, len(self.table))
+        counts = np.bincount(self.table[:rest], minlength=len(self.places)).tolist()
+        parts = zip(self.places, self.weights, counts, strict=True)
+        return [int(place) + periods * int(weight) + n for place, weight, n in parts]
+
+
+def first_mixture(weights: dict[str, int]) -> dict:
+    """What manifests record of a mixture, here of the one with which a run begins.
+
+    `first`: the position at which it begins. For each of `sources`: its weight, 0 if it is no
+    longer in use; the number that its seed is made with, -1 for the seed of the run; its place.
+    """
+    weights = weights or {"": 1}
+    first = 0 if len(weights) > 1 else -1
+    return {
+        "first": 0,
+        "sources": {
+            name: [w, number, 0] for number, (name, w) in enumerate(weights.items(), first)
+        },
+    }
+
+
+def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
+    """The record of the mixture with these weights, which follows another after so many samples.
+
+    Each source goes on from where it stood, also one that was not in use for a time. With the same
+    weights the record stays the same.
+    """
+    weights, known = weights or {"": 1}, before["sources"]
+    alone = len(weights) == sum(weight > 0 for weight, _, _ in known.values()) == 1
+    for name in weights.keys() - known.keys():  # is it one of these, by a longer or shorter path?
+        others = [n for n in known if n not in weights and (same_end(n, name) or alone)]
+        if len(others) == 1:
+            known = {name if n == others[0] else n: facts for n, facts in known.items()}
+    used = {name: weight for name, (weight, _, _) in known.items() if weight}
+    if [*used.items()] == [*weights.items()]:
+        return {**before, "sources": known}
+    mixture = Mixture([*used.values()], [known[name][2] for name in used])
+    places = dict(zip(used, mixture.count(samples - before["first"]), strict=True))
+    known = {n: [0, number, places.get(n, place)] for n, (_, number, place) in known.items()}
+    for name, weight in weights.items():
+        new = 1 + max(number for _, number, _ in known.values())
+        _, number, place = known.pop(name, (0, new, 0))
+        known[name] = [weight, number, place]  # at the end, in the order of the weights
+    return {"first": samples, "sources": known}
+
+
+def same_end(one: str, other: str) -> bool:
+    """Whether a path ends with the other: sources have short names where these differ."""
+    return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
+
+
 class SampleOrder:
     """The order of one run, computed in blocks: thousands cost little more than one.
 
-    Without sources the rows are one source. Positions are those of the run, from 0 on.
+    Without sources the rows are one source. Positions are those of the run. They begin with the
+    `mixture`, a record of `next_mixture`; without it, with a new one.
     """
 
     block = 8192  # positions in a block
 
-    def __init__(self, rows: int, seed: int, sources: Sequence[Source] = ()):
+    def __init__(
+        self, rows: int, seed: int, sources: Sequence[Source] = (), mixture: dict | None = None
+    ):
+        mixture = mixture or first_mixture({each.name: int(each.weight) for each in sources})
+        names = [each.name for each in sources] or [""]
+        weights, numbers, places = zip(*(mixture["sources"][n] for n in names), strict=True)
+        self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
         sizes = [int(each.rows) for each in sources] or [rows]
-        weights = [int(each.weight) for each in sources] if len(sources) > 1 else [1]
-        weights = [weight // math.gcd(*weights) for weight in weights]
-        seeds = [seed] if len(sizes) == 1 else hash64(seed, range(len(sizes))).tolist()
-        self.sizes, self.weights = np.array(sizes, np.uint64), np.array(weights, np.uint64)
+        seeds = [seed if n < 0 else int(hash64(seed, n)[0]) for n in numbers]
+        self.sizes = np.array(sizes, np.uint64)
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
-        self.mixture = mix(weights)
-        self.turns = np.zeros(len(self.mixture), np.uint64)  # earlier ones of the same source
-        for source, weight in enumerate(weights):
-            self.turns[self.mixture == source] = np.arange(weight)
         self.orders = []
         for size, own_seed, each in zip(sizes, seeds, sources or [None], strict=True):
             shards = None if each is None else each.shards
@@ -174,26 +250,18 @@ class SampleOrder:
                 self.orders.append(WindowedOrder(shards, int(each.window), own_seed).ids)
         self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each position, and the place in its order: int64 and uint64 (N,)."""
-        periods, places = np.divmod(positions, np.uint64(len(self.mixture)))
-        sources = self.mixture[places.astype(np.int64)]
-        return sources, periods * self.weights[sources] + self.turns[places.astype(np.int64)]
-
     def passes(self, positions) -> np.ndarray:
         """How often the source of each position has given all of its rows before: uint64 (N,)."""
-        sources, places = self.locate(np.asarray(positions, np.uint64))
+        sources, places = self.mixture.locate(np.asarray(positions, np.uint64) - self.first)
         return places // self.sizes[sources]
 
     def count(self, samples: int) -> list[int]:
         """How many of the first samples of the run come from each source."""
-        periods, rest = divmod(samples, len(self.mixture))
-        counts = np.bincount(self.mixture[:rest], minlength=len(self.sizes)).tolist()
-        return [periods * int(w) + n for w, n in zip(self.weights, counts, strict=True)]
+        return self.mixture.count(samples - int(self.first))
 
     def ids(self, positions) -> np.ndarray:
         """Sample ids at these positions: int64, shape of positions (N,)."""
-        positions = np.asarray(positions, np.uint64)
+        positions = np.asarray(positions, np.uint64) - self.first
         number, place = np.divmod(positions, np.uint64(self.block))
         needed = np.unique(number).tolist() if len(positions) else []
         if len(needed) > 2:
@@ -209,9 +277,9 @@ class SampleOrder:
         return ids
 
     def compute(self, positions: np.ndarray) -> np.ndarray:
-        """`ids` without the blocks."""
+        """`ids` without the blocks; positions count from the beginning of the mixture."""
         ids = np.empty(len(positions), np.int64)
-        sources, places = self.locate(positions)
+        sources, places = self.mixture.locate(positions)
         for source, (first, order) in enumerate(zip(self.firsts, self.orders, strict=True)):
             own = sources == source
             ids[own] = first + order(places[own])

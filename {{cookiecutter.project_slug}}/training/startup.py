@@ -36,7 +36,7 @@ from training.batches import StepPlan
 from training.console import IS_MAIN, escaped, one_line
 from training.device import use_cpu
 from training.layout import Layout, this_layout
-from training.order import hash64
+from training.order import first_mixture, hash64, next_mixture
 from training.ranks import UserError
 
 TRIAL = 1000  # samples; a shorter run takes no time that is worth a line
@@ -56,6 +56,7 @@ class StartPoint:
     best_loss: float = math.inf  # the smallest eval_loss of a checkpoint, if export is best
     remarks: list[str] = field(default_factory=list)  # lines to print
     changed: list[str] = field(default_factory=list)  # accepted changes of settings
+    mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
     finished: str = ""  # why there is nothing left to do
     facts: dict = field(default_factory=dict)  # of the settings, for status.json
 
@@ -308,6 +309,9 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
         tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.project)
+        point = StartPoint(cfg.max_steps, remarks=remarks)
+        if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
+            find_saved(point, cfg)
         prepared = task.prepare_data(cfg.task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
@@ -315,8 +319,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             check_shared_rows(cfg, task, prepared)
         check_rows(data[0], layout)
         manifest = collect_manifest(cfg, task, prepared, data)
-        point = StartPoint(cfg.max_steps, remarks=remarks)
-        if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
+        if IS_MAIN:
             effects = change_effects(config_class)
             if cfg.exact:  # rounding is a part of the result
                 effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
@@ -348,9 +351,10 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
     if len(sources) > 1 or any(each.shards is not None for each in sources):
         entries["sources"] = "; ".join(map(describe_source, sources))
     identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
+    mixture = first_mixture({each.name: int(each.weight) for each in sources})
     settings = checkpoints.without_credentials(resolved_config(cfg))
     manifest = {"config": settings, "data": entries, "identity": identity}
-    return {**manifest, "versions": versions()}
+    return {**manifest, "mixture": mixture, "versions": versions()}
 
 
 def describe_source(source: contract.Source) -> str:
@@ -362,18 +366,47 @@ def describe_source(source: contract.Source) -> str:
     return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
 
 
-def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
-    """Finds the checkpoint to continue from, the last step, and whether the run has finished.
+def continue_mixture(point: StartPoint, current: dict) -> dict:
+    """The mixture of the sources after the checkpoint; `current`: that of a run which begins now.
 
-    Raises ValueError if the run cannot continue. For `changes` see `change_effects`.
+    That of an older checkpoint, which records none, is the one with which its run began.
     """
-    output = Path(cfg.output_dir)
-    folder = output / "checkpoints"
+    weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
+    saved, samples = point.saved, point.saved.get("samples", 0)
+    old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
+    before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
+    mixture = next_mixture(before, samples, weights)
+    if mixture["first"] != before["first"]:
+        places = [(name, mixture["sources"][name][2]) for name in weights]
+        text = ", ".join(
+            f"{name} goes on after {n:,}" if n else f"{name} begins" for name, n in places
+        )
+        point.remarks.append(f"the sources have other weights after {samples:,} samples: {text}")
+    return mixture
+
+
+def find_saved(point: StartPoint, cfg: Any) -> None:
+    """Finds the checkpoint to continue from; raises ValueError if there is none that can be used.
+
+    It comes before the data, whose preparation may take hours.
+    """
+    folder = Path(cfg.output_dir) / "checkpoints"
     point.checkpoint, point.saved, passed_over = checkpoints.find_checkpoint(
         folder, cfg.resume, cfg.eval_only
     )
     point.remarks += [f"passed over: {reason}" for reason in passed_over]
-    if cfg.eval_only and point.checkpoint:
+    if cfg.eval_only and not point.checkpoint:
+        raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
+
+
+def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
+    """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
+
+    Raises ValueError if it cannot continue. For `changes` see `change_effects`.
+    """
+    output = Path(cfg.output_dir)
+    folder = output / "checkpoints"
+    if cfg.eval_only:
         choose_evaluated(point, cfg, manifest)
     step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
     if cfg.num_epochs:
@@ -408,10 +441,11 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         if moved:
             remark = "versions or devices changed, rounding may differ"
             point.remarks.append(f"{remark}: {', '.join(moved)}")
-    elif cfg.eval_only:
-        raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
     if cfg.eval_only:
         return
+    if point.checkpoint:
+        manifest["mixture"] = continue_mixture(point, manifest["mixture"])
+    point.mixture = manifest["mixture"]
     settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
     exports = checkpoints.export_settings(manifest, changes)
     point.facts = {"settings": settings, "export": exports}
