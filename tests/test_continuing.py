@@ -471,6 +471,17 @@ def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
     assert [p.name for p in tmp_path.rglob("*")] == ["there"]
 
 
+def test_a_checkpoint_is_looked_for_before_data_is_prepared(tiny, tmp_path):
+    fails = ["--output_dir", tmp_path, "--task.fail_where", "prepare_data", "--task.fail_rank", 0]
+    for more, said in (
+        (["--resume", "none"], "resume: none has no manifest"),
+        (["--eval_only"], "there is no checkpoint in "),
+        ([], "prepare_data"),
+    ):
+        ((code, _, errors),) = tiny.forked([{"flags": [*fails, *more]}])
+        assert code == 2 and said in errors and errors.count("\n") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["in the middle", "at the end"])
 def test_a_run_folder_that_is_removed_ends_the_run_with_an_error(tiny, tmp_path, when):

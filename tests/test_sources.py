@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -826,3 +827,23 @@ def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
     given = {**fields, "validation_data": str(tmp_path / "b" / f"test2.{ending}")}
     cfg = task.TaskConfig(data=f"{tmp_path}/a", **given)
     assert texts_of(task, cfg) == [{"train"}, {"test"}]
+
+
+def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
+    contract = load_task("training.contract")
+    assert sources.LONGEST_PERIOD == contract.LONGEST_PERIOD
+    said = "task.data: the weights 50001, 50000 are too fine; give .* sum of at most 100,000"
+    for name in ("causal_lm", "text_classification", "seq2seq"):
+        task = load_task(name)
+        with pytest.raises(ValueError, match=said):
+            task.prepare_data(task.TaskConfig(data="no.jsonl:50001,nothing:50000"))
+    assert [each.weight for each in sources.split_data("a:500000,b:500000")] == [500_000] * 2
+
+
+def test_attention_without_its_package_is_refused_before_any_row_is_read(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("causal_lm", "text_classification", "image_classification", "seq2seq"):
+        task = load_task(name)
+        cfg = task.TaskConfig(attn_implementation="flash_attention_2", cache_dir="/proc/none")
+        with pytest.raises(ValueError, match="whose package, flash-attn, is not installed"):
+            task.prepare_data(cfg)

@@ -1,6 +1,7 @@
 """Models of transformers: pretrained weights and their tokenizers, or new weights."""
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,13 +54,20 @@ def folder_of(cfg: ModelConfig) -> Path | None:
 
 
 def check_unread(cfg: ModelConfig) -> None:
-    """Raises ValueError for fields of a model on the Hub that are set without one.
+    """Raises ValueError for fields of a model on the Hub that are set without one, and for
+    attention without its package: before the data is prepared.
 
     Sizes of a new model are accepted beside a model to start from, as they are in its recipe.
     """
     hub = bool(cfg.model_name_or_path and not folder_of(cfg))
     fields = "revision trust_remote_code"
     check_ignored_fields(cfg, [(fields, hub, "without a model on the Hub to start from")])
+    packages = map(importlib.util.find_spec, ("flash_attn", "kernels"))  # the latter downloads it
+    if cfg.attn_implementation == "flash_attention_2" and not any(packages):
+        raise ValueError(
+            "task.attn_implementation is flash_attention_2, whose package, flash-attn, is not "
+            "installed; install it, or give sdpa"
+        )
 
 
 def check_memory(weights: int) -> None:

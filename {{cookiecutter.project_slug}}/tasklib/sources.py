@@ -4,6 +4,7 @@ Errors in the data are a ValueError of one line.
 """
 
 import functools
+import math
 import os
 import re
 from collections import Counter
@@ -27,6 +28,7 @@ from tasklib.fields import (
 from tasklib.messages import one_line
 from tasklib.tables import Row
 
+LONGEST_PERIOD = 100_000  # largest sum of weights, as in training/contract.py
 ValidationRows = number_type("ValidationRows", int, 1, 10**9)
 
 
@@ -155,7 +157,7 @@ def data_as_text(data: str | list[dict]) -> str:
 def split_data(data: str) -> list[WeightedData]:
     """The sources that `data` names, as a.jsonl:2,b.jsonl; a weight that is not given is 1.
 
-    Raises ValueError for a weight below 1, and for a source that is named twice.
+    Raises ValueError for weights that cannot be, and for a source that is named twice.
     """
     if os.path.lexists(local_path(data, "data")) or not re.search(r",|:\d+$", data):
         return [WeightedData(data, 1, data)]
@@ -168,10 +170,15 @@ def split_data(data: str) -> list[WeightedData]:
                 "PATH:WEIGHT, with a whole weight of at least 1"
             )
         found.append((name, int(weight or 1)))
-    paths = [path for path, _ in found]
+    paths, weights = zip(*found, strict=True)
     if len({*paths}) < len(paths):
         raise ValueError(f"task.data: {one_line(data, 100)} names a source twice; add its weights")
-    names = [Path(path).name for path in paths]
+    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
+        raise ValueError(
+            f"task.data: the weights {', '.join(map(str, weights))} are too fine; give some in "
+            f"about the same proportion, with a sum of at most {LONGEST_PERIOD:,}"
+        )
+    names = [Path(path).name or path for path in paths]
     names = names if len({*names}) == len(names) else paths
     return [WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
 
