@@ -347,6 +347,109 @@ def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, sch
     assert said in capsys.readouterr().out
 
 
+def write_tar_of(path, texts, labels="ab"):
+    """A .tar of texts, whose labels alternate."""
+    path.parent.mkdir(exist_ok=True)
+    parts = ((text.encode(), labels[i % 2].encode()) for i, text in enumerate(texts))
+    write_tar(path, members(parts, ("txt", "cls")))
+
+
+@pytest.mark.parametrize("scheme", ["", "counting://"])
+@pytest.mark.parametrize("kind", ["tar", "mds", "parquet"])
+def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(tmp_path, kind, scheme, capsys):
+    """In its place or beside it: other texts of the same lengths are other data."""
+    data, cache = tmp_path / "rows", str(tmp_path / "cache")
+    data.mkdir()
+
+    def write(words):
+        rows = [{"text": f"{words[i % 2]} {i}", "label": "ab"[i % 2]} for i in range(8)]
+        for number in range(2):
+            if kind == "mds":
+                continue
+            path = data / f"{number}.{kind}"
+            if kind == "tar":
+                write_tar_of(path, [row["text"] for row in rows])
+            else:
+                table = pyarrow.Table.from_pylist(rows)
+                options = {"compression": "none", "use_dictionary": False}
+                parquet.write_table(table, path, write_statistics=False, **options)
+        if kind == "mds":
+            encoded = [{name: value.encode() for name, value in row.items()} for row in rows]
+            write_mds(data, [encoded, encoded], {"text": "str", "label": "str"})
+        return sorted(path for path in data.iterdir() if path.suffix == f".{kind}")
+
+    def prepare():
+        cfg = texts.TaskConfig(data=f"{scheme}{data}", streaming=True, cache_dir=cache)
+        cfg.vocab_size = 300
+        return texts.digest(cfg, texts.prepare_data(cfg))
+
+    files = write(("good", "evil"))
+    times = [path.stat() for path in files]
+    first = prepare()
+    assert prepare() == first
+    capsys.readouterr()
+    files = write(("nice", "grim"))
+    assert [path.stat().st_size for path in files] == [each.st_size for each in times]
+    for path, each in zip(files, times, strict=True):
+        os.utime(path, ns=(each.st_atime_ns, each.st_mtime_ns))
+    assert prepare() != first
+    printed = capsys.readouterr().out
+    assert printed.count("has changed: indexing it again") == 2
+
+
+def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
+    path = tmp_path / "large"
+    for size in (0, 1, 2**20, 2**24, 2**24 + 1, 2**26):
+        with open(path, "wb") as file:
+            file.truncate(size)
+        found = {shards.sample_digest(open(path, "rb"))}
+        places = {0, size // 2, size - 1} if 0 < size <= 2**24 else {0, size - 1} if size else {0}
+        for place in places:
+            content = bytearray(path.read_bytes())
+            content[place : place + 1] = b"x"
+            (tmp_path / "other").write_bytes(content)
+            found.add(shards.sample_digest(open(tmp_path / "other", "rb")))
+        assert len(found) == 1 + len(places)
+
+
+def overlap(capsys, expected):
+    found = [line for line in capsys.readouterr().out.splitlines() if "training rows too" in line]
+    said = f"Preparing data: {expected} validation rows are training rows too: evaluation will "
+    assert [line.startswith(said) for line in found] == [True] * bool(expected)
+
+
+def test_rows_on_both_sides_are_said(tmp_path, capsys, monkeypatch, config):
+    """Of equal shards, of a shard that is given, and of images in each format."""
+    for number in range(6):
+        write_tar_of(tmp_path / f"a/{number}.tar", [f"text {number % 3} {i}" for i in range(10)])
+    write_tar_of(tmp_path / "given.tar", ["text 1 3", "other", "text 0 9", "text 1 3"], "ba")
+
+    def prepare(data, **fields):
+        fields |= {"streaming": True, "vocab_size": 300}
+        cache = str(tmp_path / f"cache{len([*tmp_path.iterdir()])}")
+        texts.prepare_data(texts.TaskConfig(data=str(data), cache_dir=cache, **fields))
+
+    prepare(tmp_path / "a", validation_data=str(tmp_path / "given.tar"))
+    overlap(capsys, "3 of 4")
+    prepare(f"counting://{tmp_path / 'a'}", validation_data=str(tmp_path / "given.tar"))
+    overlap(capsys, "3 of 4")
+    prepare(tmp_path / "a", validation_fraction=0.1)  # of six shards two by two are equal
+    overlap(capsys, "6 of 6")
+    for number in range(3, 6):
+        os.unlink(tmp_path / f"a/{number}.tar")
+    prepare(tmp_path / "a", validation_fraction=0.4)
+    overlap(capsys, "")
+    monkeypatch.setattr(streaming, "COMPARED", 15)
+    prepare(tmp_path / "a", validation_data=str(tmp_path / "given.tar"), classes="a,b")
+    assert "at least " in capsys.readouterr().out
+    monkeypatch.setattr(streaming, "COMPARED", 20_000)
+    for kind in KINDS:
+        data = write_images(tmp_path / kind, kind, (4, 5, 6))
+        held = write_images(tmp_path / f"{kind}-held", kind, (4, 2), 0)
+        images.prepare_data(config(data, validation_data=str(held)))
+        overlap(capsys, "6 of 6")
+
+
 # ---- Copies on this machine ----------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ columns are first unpacked into an Arrow file, and a compressed .mds into a plai
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import mmap
@@ -31,7 +32,9 @@ from tasklib.tables import Columns, check_columns, column_names
 
 WAITS = (0.5, 2, 8)  # seconds before a store is asked again
 DIGESTS = ("ETag", "etag", "md5Hash", "content_hash", "blob_id")  # of a file's content, by stores
-TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated")
+# The last two are of local files: the time of the last change of any kind, which cannot be set.
+TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created", "ino")
+BLOCK = 2**20
 ENDINGS = {".tar": "tar", ".mds": "mds", ".parquet": "parquet"}
 ARCHIVES = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 COMPRESSIONS = {"zstd": "zstd", "gz": "gzip"}  # of MDS, by pyarrow's names
@@ -218,7 +221,20 @@ def expand_braces(data: str) -> list[str]:
 
 def tag_of(info: dict) -> str:
     """What a store says that changes with the content of a file; empty: nothing."""
-    return next((f"{name} {info[name]}" for name in (*DIGESTS, *TIMES) if info.get(name)), "")
+    tags = [f"{name} {info[name]}" for name in (*DIGESTS, *TIMES) if info.get(name)]
+    return tags[0] if tags and tags[0].startswith(DIGESTS) else ", ".join(tags)
+
+
+def sample_digest(file: BinaryIO) -> str:
+    """SHA-256 of a file of at most 16 MB; of a larger one, of 16 blocks that lie evenly in it."""
+    last = max(file.seek(0, os.SEEK_END) - BLOCK, 0)
+    places = range(0, last, BLOCK) if last <= 15 * BLOCK else [last * i // 15 for i in range(15)]
+    digest = hashlib.sha256()
+    with file:
+        for place in (*places, last):
+            file.seek(place)
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()
 
 
 # ---- Bringing a shard here -----------------------------------------------------------------------
@@ -546,6 +562,7 @@ class ShardIndex(NamedTuple):
     incomplete: int  # rows without a label
     first: str  # the first of them, and why
     bytes: int  # of the local file
+    digest: str  # of the content, as far as it is known
 
 
 def index_shard(
@@ -573,8 +590,20 @@ def index_shard(
         except ValueError as error:
             raise ValueError(f"row {place}: {error}") from None
 
-    bounds, size, values = [], shard.size, []
+    bounds, size, values, store = [], shard.size, [], open_store(data)[0]
+    path = with_credentials(shard.path, data)
+
+    def read_digest() -> str:
+        if shard.tag.startswith(DIGESTS):
+            return shard.tag
+        if not is_url(data):
+            return sample_digest(open(shard.path, "rb", buffering=0))
+        if shard.kind == "parquet":
+            return sample_digest(store.open(path, "rb", cache_type="none"))
+        return sample_digest(open_local(shard)) if shard.kind == "tar" or wanted else ""
+
     try:
+        digest = ask_store(what, read_digest)
         if shard.kind == "tar":
             for begin, key, value in walk_tar(open_local(shard), wanted):
                 bounds.append(begin)
@@ -589,7 +618,6 @@ def index_shard(
                 values = [reader.read(row) for row in range(rows)]
                 reader.close()
         else:
-            store, path = open_store(data)[0], with_credentials(shard.path, data)
             rows, size, listed = ask_store(what, read_footer, store, path, columns, wanted)
             values = [by_role(wanted, lambda _, name: each[name]) for each in listed]  # noqa: B023
         for row, value in enumerate(values):
@@ -601,4 +629,5 @@ def index_shard(
         raise
     except OSError as error:  # of the disk or the network that the shard lies on
         raise ConnectionError(f"{what}: {error.strerror or one_line(error)}") from None
-    return ShardIndex(np.array(bounds, np.int64), rows, dict(counts), incomplete, first, size)
+    bounds = np.array(bounds, np.int64)
+    return ShardIndex(bounds, rows, dict(counts), incomplete, first, size, digest)

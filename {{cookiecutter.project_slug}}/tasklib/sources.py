@@ -388,9 +388,9 @@ def valid_rows(
         print(f"Preparing data: left out {text}", flush=True)
 
 
-def say_overlap(number: int, total: int) -> None:
+def say_overlap(number: int, total: int, least: str = "") -> None:
     if number:
-        text = f"{number:,} of {total:,} validation rows are training rows too"
+        text = f"{least}{number:,} of {total:,} validation rows are training rows too"
         print(f"Preparing data: {text}: evaluation will look better than it is", flush=True)
 
 

@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from tasklib import cache, hub, shards, splits
+from tasklib import cache, hub, shards, sources, splits
 from tasklib.fields import (
     NOTHING,
     Gigabytes,
@@ -48,6 +48,7 @@ Window = number_type("Window", int, 1, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 MOST_OPEN = 256  # shards in a process
+COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -155,7 +156,9 @@ def prepare(
         found = {
             name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
         }
-        return build_index(cfg, folder, found, given, build)
+        facts = build_index(cfg, folder, found, given, build)
+        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
+        return facts
 
     return cache.prepare_once(cfg, lambda: folder, build_all)
 
@@ -303,9 +306,7 @@ def write_part(
         bounds[at : at + len(index.bounds)] = index.bounds
         at += len(index.bounds)
         names |= {name: shard.path for name in index.names}
-        # Times change where files are copied; their content may not.
-        tag = shard.tag if shard.tag.startswith(shards.DIGESTS) else ""
-        line = [part, shard.name, shard.size, tag, shard.facts, *index[1:3]]
+        line = [part, shard.name, shard.size, index.digest, shard.facts, *index[1:3]]
         digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
     bounds.flush()
     return names
@@ -328,6 +329,13 @@ class ShardCache:
     def is_copied(self, shard: Shard) -> bool:
         return shards.is_url(self.data) or shards.is_packed(shard)
 
+    def path(self, shard: Shard) -> Path:
+        """Where a shard is on this machine, or will be."""
+        if not self.is_copied(shard):
+            return Path(shard.path)
+        name = json.dumps([without_credentials(self.data), *shard[:4], self.columns])
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
+
     def open(self, shard: Shard, size: int = 0) -> BinaryIO:
         """A shard, as its reader needs it. For `size` see `bring`."""
         for _ in range(10):
@@ -347,10 +355,9 @@ class ShardCache:
 
         `size`: about the bytes of the copy. Raises ValueError and ConnectionError.
         """
+        path = self.path(shard)
         if not self.is_copied(shard):
-            return Path(shard.path)
-        name = json.dumps([without_credentials(self.data), *shard[:4], self.columns])
-        path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
+            return path
         if not path.exists():
             try:
                 with cache.file_lock(path.with_suffix(".lock")):
@@ -482,6 +489,27 @@ class ShardRows(torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
+    def sample(self) -> Iterator[dict[str, Any]]:
+        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
+        on this machine, or from those that fill 1 GB where they have to be unpacked."""
+        names = [hashlib.sha256(shard.name.encode()).digest() for shard in self.shards]
+        chosen = sorted(range(len(names)), key=names.__getitem__)
+        if shards.is_url(self.cache.data):
+            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
+        if self.copied:
+            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
+            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
+        total = int(self.ends[-1])
+        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
+        for number in chosen:
+            end = int(self.ends[number])
+            rows = (end - int(self.rows[number]), end)
+            first, last = (-(-row * self.used // total) for row in rows)
+            for i in range(-(-first // step) * step, last, step):
+                reader = self.reader(number)
+                with contextlib.suppress(Exception):  # training tells what cannot be read
+                    yield reader.read(self.locate(i)[1])
+
     def reader(self, number: int) -> Any:
         """The reader of a shard; some of those that were used last stay open."""
         if number in self.readers:
@@ -541,6 +569,26 @@ def copy_shards(store: ShardCache, queue: SimpleQueue) -> None:
     while True:
         with contextlib.suppress(Exception):
             store.bring(*queue.get())
+
+
+def say_overlap(train: ShardRows, validation: ShardRows) -> None:
+    """Prints how many of the validation rows are training rows too, of some of each."""
+    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
+    least, known = "at least " * (len(known) < len(train)), {*known}
+    sources.say_overlap(sum(each in known for each in held), len(held), least)
+
+
+def hash_values(values: dict[str, Any]) -> bytes:
+    """A hash of the values of a row without its label."""
+    digest = hashlib.sha256()
+    for role, value in values.items():
+        if role == "label":
+            continue
+        if isinstance(value, dict):  # an image of a .parquet
+            value = value.get("bytes") or value.get("path")
+        value = value.tobytes() if hasattr(value, "tobytes") else value
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+    return digest.digest()
 
 
 def sources_of(dataset: Any) -> list[Source]:
