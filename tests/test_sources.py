@@ -817,6 +817,8 @@ def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
     assert texts_of(task, cfg) == [{"train"}, {"dev"}]
     said = "1 file to train on, 1 to evaluate on; not read: 1 for test"
     assert said in capsys.readouterr().out
+    ignored = task.TaskConfig(data=cfg.data, validation_fraction=0.2, **fields)
+    assert "nothing reads it where " in refused(task.prepare_data, ignored)
     before = task.prepare_data(cfg)
     (tmp_path / "a" / f"test9.{ending}").write_text("no rows")
     assert task.prepare_data(cfg) == before

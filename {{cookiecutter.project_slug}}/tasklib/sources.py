@@ -132,6 +132,9 @@ def by_source(cfg: Any, endings: Iterable[str] = ()) -> list[tuple[WeightedData,
     for each in split_data(cfg.data):
         given = "" if found else cfg.validation_data
         if not cfg.validation_data and "validation" in count_splits(each.data, endings):
+            unread = "validation_fraction validation_rows"
+            where = f"where {one_line(each.data, 60)} has files for validation"
+            check_ignored_fields(cfg, [(unread, False, where)])
             given = each.data
         found.append((each, replace(cfg, data=each.data, validation_data=given)))
     return found
