@@ -10,6 +10,7 @@ import pytest
 import reference
 from conftest import load_task
 
+row_files, units = load_task("tasklib.row_files"), load_task("tasklib.units")
 KINDS = ("text_classification", "seq2seq")
 
 
@@ -61,7 +62,6 @@ def contents(folder):
 
 @pytest.fixture
 def small_units(kind, monkeypatch):
-    units = kind[1].units
     monkeypatch.setattr(units, "SMALLEST", 4000)
     monkeypatch.setattr(units, "LARGEST", 20_000)
     return units
@@ -80,7 +80,7 @@ def test_cores_and_kills_change_nothing(kind, small_units, tmp_path, monkeypatch
         monkeypatch.setitem(workers, "count_cores", lambda cores=cores: cores)
         cfg = config(kind, data, tmp_path / f"cache-{cores}")
         found.append(contents(task.prepare_data(cfg)))
-    writer = task.row_files.UnitWriter
+    writer = row_files.UnitWriter
     commit, cfg = writer.commit, config(kind, data, tmp_path / "killed")
     kills = 0
     for unit in range(50):
@@ -180,7 +180,7 @@ def test_each_class_keeps_a_text_and_numbers_have_exact_sums(tmp_path):
     data = write(tmp_path / "b.jsonl", rows, ("text", "label"))
     cfg = config(kind, data, tmp_path / "cache", problem_type="regression")
     folder = task.prepare_data(cfg)
-    hashes = task.units.hash_of
+    hashes = units.hash_of
     held = sorted(range(100), key=lambda i: hashes(f"text {i}"))[:10]
     kept = [value for i, value in enumerate(values) if i not in held]
     mean = math.fsum(kept) / 90
