@@ -18,6 +18,8 @@ ZERO = .venv/deepspeed
 ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
 # Processes that share the tests.
 WORKERS ?= 2
+# Benchmarks take the library from its sources, as the tests do; the demo has a wheel.
+SOURCES = PYTHONPATH='$(CURDIR)/src'
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
@@ -28,7 +30,8 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
-	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
+	@test -d demo/my_training || { $(BAKE) --output-dir demo >/dev/null && \
+		.venv/bin/python -m pip install --quiet --no-deps demo/my_training/vendor/*.whl; }
 	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
 	@echo
 	@echo '(eval_loss is the validation loss; unigram_loss, what token frequencies alone would give.)'
@@ -55,16 +58,16 @@ torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS
 	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
 
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
-	@.venv/bench/bin/python benchmarks/compare.py $(ARGS)
+	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)
 
 bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
-	@.venv/bench/bin/python benchmarks/steps.py $(ARGS)
+	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
-	@.venv/bench/bin/python benchmarks/scale.py $(ARGS)
+	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 gpu: $(TESTS)  ## check what only a GPU can show, against stored figures: an hour at most
-	@.venv/bin/python benchmarks/checklist.py $(ARGS)
+	@$(SOURCES) .venv/bin/python benchmarks/checklist.py $(ARGS)
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
 # $(call setup,TASK,EXTRAS)

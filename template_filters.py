@@ -22,6 +22,8 @@ from cookiecutter.generate import is_copy_only_path
 from jinja2.ext import Extension
 from slugify import slugify
 
+import library_wheel
+
 ROOT = Path(__file__).resolve().parent
 FOLDER = "{{cookiecutter.project_slug}}"
 OWN = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
@@ -62,8 +64,8 @@ INSTALLED = """
     pandas peft pil pillow pip platformdirs pluggy portalocker protobuf psutil py py_spy pyarrow
     pydantic pydantic_core pygments pylab pynvml pyparsing pytest pytest_xdist python_dateutil
     python_dotenv python_multipart python_slugify pyyaml referencing regex requests rich rpds
-    rpds_py ruff sacrebleu safetensors scikit_learn scipy sentencepiece setuptools shellingham
-    sklearn sky skypilot slugify smmap sniffio starlette sympy tabulate tensorboard
+    rpds_py ruff sacrebleu safetensors samestep scikit_learn scipy sentencepiece setuptools
+    shellingham sklearn sky skypilot slugify smmap sniffio starlette sympy tabulate tensorboard
     tensorboard_data_server test text_unidecode threadpoolctl tiktoken timm tokenizers tomli
     torch torchao torchaudio torchgen torchvision tqdm trackio transformer_engine transformers
     triton truststore typer typing_extensions typing_inspection tzdata urllib3 uvicorn uvloop
@@ -311,9 +313,14 @@ def task_source(name):
     return path.read_text(encoding="utf-8").removesuffix("\n")
 
 
-def modules(folder):
-    """Return the names of the Python modules in a folder of the project."""
-    return " ".join(sorted(path.stem for path in (ROOT / FOLDER / folder).glob("*.py")))
+def library_version(name):
+    """Return the version of the library, which pyproject.toml pins."""
+    return library_wheel.version()
+
+
+def template_root(name):
+    """Return the template's folder as hex digits: a hook finds there what writes the wheel."""
+    return os.fsencode(ROOT).hex()
 
 
 def own_templates():
@@ -323,17 +330,24 @@ def own_templates():
     yield FOLDER
 
 
+FILTERS = (
+    *(check_answers, check_context, default_slug, library_version, quoted, task_source),
+    template_root,
+)
+
+
 class TemplateFilters(Extension):
     """The filters above, and a guard: cookiecutter renders given answers as Jinja."""
 
     def __init__(self, environment):
         super().__init__(environment)
-        for function in (check_answers, check_context, default_slug, modules, quoted, task_source):
+        for function in FILTERS:
             environment.filters[function.__name__] = function
         self.own_templates = set(own_templates())
         # `cruft update` bakes the old template and the new one in one process and would keep
         # the old module for both (cruft issue 253): let the next bake import it afresh.
         sys.modules.pop(__name__, None)
+        sys.modules.pop(library_wheel.__name__, None)
 
     def preprocess(self, source, name, filename=None):
         """Refuse Jinja in an answer before it runs; files have a name, answers have none."""

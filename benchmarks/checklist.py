@@ -201,9 +201,9 @@ def compiled(here: Place) -> Iterator[Row]:
 
 
 def hardware(here: Place, verb: str) -> Iterator[Row]:
-    """The figures of a verb of hardware.py; of matrices those of the largest."""
+    """The figures of a verb of samestep hardware; of matrices those of the largest."""
     flags = work.flags(here.size(replace(gpu.LARGE, batch=8))) if verb == "recommend" else []
-    here.launch("hardware.py", verb, *flags)
+    here.launch("-m", "samestep", "hardware", verb, *flags)
     found = json.loads((here.project / "runs/hardware/hardware.json").read_text())[verb]
     note = found["facts"].get("estimate and measurement") or "; ".join(found["lines"])
     yield Row(verb, "passed", note)

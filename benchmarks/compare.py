@@ -32,6 +32,7 @@ from peers import PEERS
 from work import SIZES, Size, Work
 
 HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 PACKAGES = ("torch", "accelerate", "transformers", "lightning", "datasets")
 PLAIN, BAKED, LAUNCHED = "plain loop", "baked project", "make train"
 # Prepares the data, as train.py would, and saves the order of the samples.
@@ -39,8 +40,8 @@ PREPARE = """
 import sys
 import numpy as np
 import task
-from training.order import sample_ids
-from training.startup import read_config
+from samestep.step.order import sample_ids
+from samestep.start.startup import read_config
 from train import Config
 cfg, _ = read_config(Config, "\\n\\n")
 folder = task.prepare_data(cfg.task)
@@ -235,8 +236,9 @@ def time_starts(todo: Work, peers: list[str], starts: int) -> dict[str, list[lis
 
 
 def time_launch(todo: Work, output: str) -> list[float]:
-    """The same for `make train`, whose launch.py checks the input in a process of its own."""
-    command = [sys.executable, "launch.py", "--config_file", "configs/accelerate/cpu.yaml"]
+    """The same for `make train`, whose samestep launch checks the input in a process of its own."""
+    command = [sys.executable, "-m", "samestep", "launch"]
+    command += ["--config_file", "configs/accelerate/cpu.yaml"]
     command += ["train.py", *work.flags(todo.size), "--output_dir", output]
     command[command.index("--log_every") + 1] = "1"
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -329,12 +331,12 @@ def about(report: dict) -> str:
     )
 
 
-def write_readme(command: str, text: str) -> None:
-    """Replaces what stands between the marks of this command in README.md."""
-    readme, marks = HERE.parent / "README.md", (f"<!-- {command} -->", f"<!-- end of {command} -->")
-    before, rest = readme.read_text().split(marks[0])
-    after = rest.split(marks[1])[1]
-    readme.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}")
+def write_page(command: str, text: str) -> None:
+    """Replaces what stands between the marks of this command in docs/benchmarks.md."""
+    begin, end = f"<!-- {command} -->", f"<!-- end of {command} -->"
+    before, rest = PAGE.read_text().split(begin)
+    after = rest.split(end)[1]
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def start_cells(report: dict, peer: str) -> list[str]:
@@ -404,7 +406,7 @@ def about_machine() -> dict:
 
 
 def publish(report: dict, describe: Callable, asked: argparse.Namespace, command: str) -> None:
-    """Prints the tables, and writes them to the .json, and to README.md if that is asked for."""
+    """Prints the tables, and writes them to the .json, and if that is asked for to the page."""
     report["load"].append(os.getloadavg()[0])
     text, path = describe(report), asked.output / f"{asked.name}.json"
     say("")
@@ -412,8 +414,8 @@ def publish(report: dict, describe: Callable, asked: argparse.Namespace, command
     asked.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(path)
-    if asked.readme:
-        write_readme(command, text)
+    if asked.docs:
+        write_page(command, text)
 
 
 def main() -> None:
@@ -426,7 +428,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="starts of each peer")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="cpu", help="name of the files of results")
-    parser.add_argument("--readme", action="store_true", help="replace the table of README.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
     asked = parser.parse_args()
     peers = [PLAIN, *(name for name in asked.peers if name != PLAIN)]
     folder = Path(tempfile.mkdtemp(prefix="bench"))

@@ -121,14 +121,14 @@ ROWS = [
 
 def library_attention() -> None:
     """Models keep the attention that transformers gives them."""
-    from tasklib import attention
+    from samestep.models import attention
 
     attention.replace = lambda *_, **__: False
 
 
 def fp32_residual() -> None:
     """Embeddings, and so the residual stream, stay fp32 under autocast."""
-    from tasklib import next_token
+    from samestep.models import next_token
 
     prepare, inputs = next_token.prepare, next_token.model_inputs
 

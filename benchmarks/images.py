@@ -80,7 +80,7 @@ def loaders(project: Path, data: Path, workers: int) -> dict[str, Iterator]:
     if str(project) not in sys.path:
         sys.path.insert(0, str(project))
     import task
-    from training import batches
+    from samestep.step import batches
 
     datasets, transforms = import_torchvision()
     found: dict[str, Callable] = {}
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=6, help="in a turn")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="images", help="name of the file of results")
-    parser.add_argument("--readme", action="store_true", help="replace the table of README.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
     asked = parser.parse_args()
     asked.output = asked.output.resolve()
     torch.set_num_threads(1)

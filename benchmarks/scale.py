@@ -4,7 +4,7 @@
     python benchmarks/scale.py --megabytes 10 --rounds 1 --batches 50
     python benchmarks/scale.py --megabytes 10 50 200 1000
 
-Three ways turn the same text into the tokens of the same tokenizer: `prepare.py` of the project,
+Three ways turn the same text into the tokens of the same tokenizer: `prepare` of the project,
 on all cores, from a .jsonl of many texts and from a .txt that is one; the way of transformers'
 run_clm.py, `datasets` and its map, on one core; and `tokenizers` alone, on one core, which keeps
 nothing but a file of token ids. In a round they take turns. The words are those of Python's
@@ -12,7 +12,7 @@ sources, as frequent as there, in a random order, and one in twenty is new.
 
 MB/s per core is megabytes of text a second of CPU time, of all processes together. Start-up counts
 neither there nor in all: it is what the same way takes for 0.1 MB. Memory is the peak of all
-processes together; a page that several share counts once. Again: `prepare.py` once more, which
+processes together; a page that several share counts once. Again: `prepare` once more, which
 finds the prepared data; most of it is the start of Python.
 
 Batches of 32 rows of 512 tokens then come in turns from the rows of the project and from the Arrow
@@ -32,6 +32,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -108,7 +109,7 @@ def run_clm(model: str, data: str, folder: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def group_texts(examples: dict) -> dict:
-        joined = {name: sum(lists, []) for name, lists in examples.items()}
+        joined = {name: list(chain(*lists)) for name, lists in examples.items()}
         total = len(joined["input_ids"]) // LENGTH * LENGTH
         result = {
             name: [values[i : i + LENGTH] for i in range(0, total, LENGTH)]
@@ -153,7 +154,8 @@ def prepare(way: str, project: Path, model: Path, data: str, folder: Path) -> di
     else:
         fields = {"data": data, "model_name_or_path": model, "cache_dir": folder}
         fields["context_length"] = LENGTH
-        command = ["prepare.py", *(f"--task.{name}={value}" for name, value in fields.items())]
+        command = ["-m", "samestep", "prepare"]
+        command += [f"--task.{name}={value}" for name, value in fields.items()]
     log, used, began = folder / "log.txt", cpu_of_children(), time.perf_counter()
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -262,7 +264,7 @@ def time_batches(asked, task, prepared: str, table: str) -> dict[str, list[float
 
 def time_order(asked, task) -> dict[str, dict[str, list[list[float]]]]:
     """For rows and positions, in each round: milliseconds until the first batch, and of a batch."""
-    from training import batches
+    from samestep.step import batches
 
     places = [(rows, 0) for rows in ROWS] + [(ROWS[-1], position) for position in POSITIONS[1:]]
     found: dict[str, dict] = {"rows": {}, "positions": {}}
@@ -386,7 +388,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200, help="in a turn")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="scale", help="name of the files of results")
-    parser.add_argument("--readme", action="store_true", help="replace the tables of README.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
     parser.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.way:

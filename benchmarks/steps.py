@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--settled", type=int, default=30, help="steps before shares are timed")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
     parser.add_argument("--name", default="steps", help="name of the file of results")
-    parser.add_argument("--readme", action="store_true", help="replace the tables of README.md")
+    parser.add_argument("--docs", action="store_true", help="write the tables into docs/")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     tables: dict[str, list] = {"exact": [], "memory": [], "shares": []}

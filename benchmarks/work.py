@@ -108,14 +108,14 @@ def build_dataset(work: Work):
     from torch.utils.data import Subset
 
     sys.path.append(work.project)
-    from tasklib.token_rows import TokenRows
+    from samestep.text.token_rows import TokenRows
 
     return Subset(TokenRows(Path(work.data), "train", []), np.load(work.order).tolist())
 
 
 def collate(rows: list[dict]) -> dict:
     """input_ids and labels, int64 (B, context): each label is the token after its input."""
-    from tasklib.token_rows import stack
+    from samestep.text.token_rows import stack
 
     return stack(rows)
 

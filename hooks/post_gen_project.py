@@ -1,15 +1,14 @@
-"""Drop what the task has no use for, and what tools left behind; print what to do next."""
+"""Write the library's wheel, drop what was not chosen, print what to do next."""
 
-import ast
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 CACHES = (".mypy_cache", ".pytest_cache", ".ruff_cache")
-# The template's own: with --overwrite-if-exists there may be others, which are the owner's.
-TASKLIB = "{{ 'tasklib' | modules }}".split()
+TEMPLATE = os.fsdecode(bytes.fromhex("{{ '' | template_root }}"))
 CLUSTER_FILES = {
     "slurm": "slurm.sbatch",
     "kubernetes": "kubernetes.yaml",
@@ -34,7 +33,10 @@ def main():
     for recipe in project.glob("configs/train/*.yaml"):
         if recipe.is_file() and not recipe.read_bytes().strip():
             recipe.unlink()
-    drop_unused(project)
+    sys.path.insert(0, TEMPLATE)
+    import library_wheel
+
+    library_wheel.write(project / "vendor")
     drop_clusters(project / "cluster")
     project.with_name(f".{project.name}.bake").unlink(missing_ok=True)  # see refuse_second_bake
     start = Path(os.environ.get("PWD", project.parent))
@@ -45,16 +47,6 @@ def main():
         say(NEXT_STEPS.format(folder=project))
 
 
-def drop_unused(project):
-    """Remove the modules of tasklib that neither task.py nor a program imports."""
-    used, new = set(), {"__init__", *imported(project.glob("*.py"))}
-    while new:
-        used |= new
-        new = imported(project / "tasklib" / f"{name}.py" for name in new) - used
-    for name in set(TASKLIB) - used:
-        (project / "tasklib" / f"{name}.py").unlink(missing_ok=True)
-
-
 def drop_clusters(folder):
     """Remove the files of clusters that were not chosen, and the folder if nothing is left."""
     for cluster, name in CLUSTER_FILES.items():
@@ -62,15 +54,6 @@ def drop_clusters(folder):
             (folder / name).unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
-
-
-def imported(files):
-    """The modules of tasklib that these files import."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.is_file()]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    found = {each.name for node in nodes if node.module == "tasklib" for each in node.names}
-    modules = [node.module or "" for node in nodes]
-    return found | {name.split(".")[1] for name in modules if name.startswith("tasklib.")}
 
 
 def say(text):

@@ -37,7 +37,10 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, default)
 
 # Run in forks of tests/preloaded.py, unless a variable is set that imports may read.
-PRELOADED = ("-c", "train.py", "predict.py")
+PRELOADED = ("-c", "train.py", "-m")
+# What is baked and started here imports the library from its sources, not from a wheel.
+LIBRARY = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(LIBRARY)))
 
 
 @functools.cache
@@ -95,6 +98,8 @@ class BakedProject:
 
     def env(self, **extra):
         """The environment of a run: one thread, no network, nothing of the caller's settings."""
+        if "PYTHONPATH" in extra:
+            extra["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
         scripts = str(Path(sys.executable).parent)
         env["PATH"] = os.pathsep.join([scripts, env["PATH"]])
@@ -123,18 +128,18 @@ class BakedProject:
         return result
 
     def launch(self, launcher, hardware, *flags, **env):
-        """Start a launcher (accelerate or launch.py) in a process group of its own."""
+        """Start a launcher (accelerate or samestep launch) in a process group of its own."""
         command = {
             "accelerate": ["accelerate", "launch", "--quiet"],
-            "launch.py": ["python", "launch.py"],
+            "samestep": ["python", "-m", "samestep", "launch"],
         }[launcher.split()[0]]
         command += [*launcher.split()[1:], "--config_file", f"configs/accelerate/{hardware}.yaml"]
-        # What launch.py sets where accelerate is called by itself.
+        # What samestep launch sets where accelerate is called by itself.
         signals = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
         return subprocess.Popen(
             [*command, "train.py", *latest(flags)],
             cwd=self.path,
-            env=self.env(**({} if "launch.py" in command else signals), **env),
+            env=self.env(**({} if "samestep" in command else signals), **env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -158,7 +163,7 @@ class BakedProject:
     def start(self, processes, *flags, program="train.py", **env):
         """Start a program in so many processes, as a launcher would: a list of Popen objects."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = ["python", program, *latest(flags)]
+        command = ["python", *program.split(), *latest(flags)]
         return [
             subprocess.Popen(command, cwd=self.path, env=each, stdin=subprocess.DEVNULL, **pipes)
             for each in self.envs(processes, **env)
@@ -321,7 +326,8 @@ def load_task(name):
 
 def parse_error(task, field, value):
     """The message for a value that the type of a task's field does not take."""
-    config = load_task("training.config")
+    from samestep.settings import config
+
     fields = config.fields_of(task.TaskConfig)
     with pytest.raises(ValueError) as error:
         config.convert_all(config.read_flags([f"--{field}", value], fields), fields, "")

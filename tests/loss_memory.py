@@ -12,8 +12,6 @@ import sys
 
 import torch
 
-from conftest import load_task
-
 TOKENS, VOCABULARY, WIDTH = 8192, 32_768, 256
 
 
@@ -23,7 +21,8 @@ def peak():
 
 
 def main(chunk):
-    next_token = load_task("tasklib.next_token")
+    from samestep.models import next_token
+
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH).div_(16).requires_grad_()

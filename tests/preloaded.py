@@ -64,7 +64,11 @@ def begin(folder, env, arguments, files):
 
 
 def execute(arguments):
-    """Runs a file, or the code after -c, as Python does."""
+    """Runs a file, the code after -c, or the module after -m, as Python does."""
+    if arguments[0] == "-m":
+        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
     if arguments[0] != "-c":
         sys.argv, sys.path[0] = arguments, os.getcwd()
         runpy.run_path(arguments[0], run_name="__main__")

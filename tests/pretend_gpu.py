@@ -99,7 +99,8 @@ def watch_steps():
 
     An exact run compares the buffers in its first step. Offload computes on the CPU.
     """
-    from training import batches, tracking
+    from samestep.report import tracking
+    from samestep.step import batches
 
     take, write, steps = batches.StepReader.take, tracking.Log.write, []
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"
@@ -396,7 +397,7 @@ def mark_parameters():
 
 def shrink_bench():
     """Measures with the sizes for CPUs, which take seconds there."""
-    from machine import devices, links
+    from samestep.hardware import devices, links
 
     devices.MATRICES, links.GPU_SIZES = devices.CPU_MATRICES, links.CPU_SIZES
 
@@ -416,5 +417,12 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
     pretend()
-    {"train.py": watch_steps, "hardware.py": shrink_bench}.get(sys.argv[0], list)()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    {"train.py": watch_steps, "-m": shrink_bench}.get(sys.argv[0], list)()
+    if sys.argv[0] == "-m":
+        from samestep.hardware import smoke
+
+        smoke.OWN_LOOP[1:] = [__file__, "-m", "samestep.hardware.own_loop"]
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

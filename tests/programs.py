@@ -1,24 +1,11 @@
 """Runs a program of the template in forks of this process, which has imported it already."""
 
-import importlib
 import io
 import os
 import sys
 import tempfile
 import traceback
-from pathlib import Path
 from types import SimpleNamespace
-
-PROJECT = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"
-
-
-def load(name):
-    """A program as a module, together with the module that it imports late."""
-    sys.dont_write_bytecode = True  # a __pycache__ beside it would be part of the template
-    if str(PROJECT) not in sys.path:
-        sys.path.append(str(PROJECT))
-    importlib.import_module("training.console")
-    return importlib.import_module(name)
 
 
 def run(module, folder, *arguments, stdin=b"", stdout=None, encoding="utf-8"):
@@ -37,7 +24,7 @@ def run(module, folder, *arguments, stdin=b"", stdout=None, encoding="utf-8"):
                 sys.stderr = open(
                     2, "w", encoding=encoding, errors="backslashreplace", closefd=False
                 )
-                sys.argv = [module.__file__, *map(str, arguments)]
+                sys.argv = [f"samestep {module.__name__.rpartition('.')[2]}", *map(str, arguments)]
                 code = 0
                 try:
                     os.chdir(folder)
@@ -59,4 +46,4 @@ def refused(result, said):
     """Whether a program ended with one line, on stderr alone, that says these words."""
     line = result.stderr.removesuffix("\n")
     alone = (result.returncode, result.stdout) == (2, "") and line.isprintable()
-    return alone and ".py: " in line[:20] and len(line) < 400 and said in line
+    return alone and ": " in line[:20] and len(line) < 400 and said in line

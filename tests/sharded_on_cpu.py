@@ -24,17 +24,17 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-import training.accelerate_yaml
-import training.device
+import samestep.processes.device
+import samestep.settings.accelerate_yaml
 
 if "LOCAL_RANK" in os.environ:
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
 torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for offload
-training.device.use_cpu = lambda: False
-training.device.check_device = lambda _: None
+samestep.processes.device.use_cpu = lambda: False
+samestep.processes.device.check_device = lambda _: None
 torch.accelerator.device_count = lambda: 8  # for the check of the YAML
 see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
-training.accelerate_yaml.check_axes = see_gpu(training.accelerate_yaml.check_axes)
+samestep.settings.accelerate_yaml.check_axes = see_gpu(samestep.settings.accelerate_yaml.check_axes)
 attention = F.scaled_dot_product_attention
 
 
@@ -89,4 +89,11 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        from samestep.hardware import smoke
+
+        smoke.OWN_LOOP[1:] = [__file__, "-m", "samestep.hardware.own_loop"]
+        sys.argv = sys.argv[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

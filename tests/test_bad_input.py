@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from conftest import ROOT, SOURCE, forks, load_task
+from conftest import ROOT, SOURCE, forks
+from samestep.settings import accelerate_yaml, config
 
-accelerate_yaml, config = load_task("training.accelerate_yaml"), load_task("training.config")
 CPU = "configs/accelerate/cpu.yaml"
 
 
@@ -763,7 +763,7 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     """As when each of two processes believes that it is alone."""
     case = {
         "flags": ["--output_dir", tmp_path / "run"],
-        "before": "import os; from training import network, ranks; ranks.PROCESSES = 2\n"
+        "before": "import os; from samestep.processes import network, ranks; ranks.PROCESSES = 2\n"
         "os.environ['RANK'] = '0'; network.try_cpus = lambda *_: (None, [])",
     }
     ((code, printed, errors),) = tiny.forked([case])
@@ -774,7 +774,7 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_make_train_prints_that_line_alone(project, tmp_path):
-    """launch.py ends with the code of the check, before any launcher runs."""
+    """launch ends with the code of the check, before any launcher runs."""
     for flags, said in [
         (["--config_file", "configs/accelerate/multi_gpu.yaml", "train.py"], "which has 0"),
         (["--config_file", "configs/accelerate/cpu_multi.yaml", "train.py", "--sed", "1"], "seed"),
@@ -782,7 +782,7 @@ def test_make_train_prints_that_line_alone(project, tmp_path):
          "starts only one process"),
     ]:  # fmt: skip
         more = ["--output_dir", tmp_path / "run", "--tracker", "none"]
-        result = project.run("python", "launch.py", *flags, *more, check=False)
+        result = project.run("python", "-m", "samestep", "launch", *flags, *more, check=False)
         assert result.returncode == 2 and result.stdout == "", result.stdout + result.stderr
         assert said in result.stderr and result.stderr.count("\n") == 1
     machines = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_machines", "2"]
@@ -794,32 +794,34 @@ def test_make_train_prints_that_line_alone(project, tmp_path):
         (address, 0, ""),
     ]:  # fmt: skip
         words = [*machines, *more, "train.py", "--check", "--output_dir", "runs/machines"]
-        result = project.run("python", "launch.py", *words, check=False)
+        result = project.run("python", "-m", "samestep", "launch", *words, check=False)
         assert result.returncode == code and said in result.stderr, result.stderr
         assert result.stderr.count("\n") == bool(code)
-    result = project.run("python", "launch.py", "--config_file", CPU, check=False)
-    assert result.returncode == 1 and "name a program, such as train.py" in result.stderr
+    result = project.run("python", "-m", "samestep", "launch", "--config_file", CPU, check=False)
+    assert result.returncode == 2 and "name a program, such as train.py" in result.stderr
 
 
 def test_the_makefile_calls_the_launcher(project):
-    assert "launch.py --config_file" in (ROOT / SOURCE / "Makefile").read_text()
+    assert "-m samestep launch --config_file" in (ROOT / SOURCE / "Makefile").read_text()
 
 
 LEFT_OVER = [  # program, environment, words of the line
     ("train.py", {"WORLD_SIZE": "4"}, "WORLD_SIZE is '4' and RANK is not set"),
-    ("prepare.py", {"RANK": "1"}, "RANK is '1' and WORLD_SIZE is not set, which no launcher does"),
-    ("hardware.py", {"WORLD_SIZE": "2", "RANK": "1"}, "and MASTER_ADDR is not set, which no"),
-    ("launch.py", {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
+    ("prepare", {"RANK": "1"}, "RANK is '1' and WORLD_SIZE is not set, which no launcher does"),
+    ("hardware", {"WORLD_SIZE": "2", "RANK": "1"}, "and MASTER_ADDR is not set, which no"),
+    ("launch", {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
     ("train.py", {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which no launcher does: unset"),
     *((name, {"PYTHONOPTIMIZE": "2"}, "PYTHONOPTIMIZE=2 and -OO remove") for name in (
-        "train.py", "prepare.py", "predict.py", "plot.py", "launch.py", "hardware.py",
+        "train.py", "prepare", "predict", "plot", "launch", "hardware",
     )),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("program, env, said", LEFT_OVER)
 def test_an_environment_that_no_program_can_work_in_is_one_line(project, program, env, said):
-    result = project.run("python", program, "-B", check=False, **env)
+    words = ["train.py"] if program == "train.py" else ["-m", "samestep", program]
+    program = program if program == "train.py" else f"samestep {program}"
+    result = project.run("python", *words, "-B", check=False, **env)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"{program}: ") and said in result.stderr
 
@@ -831,14 +833,16 @@ def test_an_environment_of_one_process_is_no_mistake(project):
 @pytest.mark.parametrize("more", [[], ["--check"]])
 def test_a_misspelt_flag_of_the_launcher_is_found_before_the_check_is_through(tiny, tmp_path, more):
     output = ["--output_dir", tmp_path / "run", "--task.prepare_seconds", 30]
-    words = ["python", "launch.py", "--num_procesess", 2, "train.py", *output, *more]
+    words = ["python", "-m", "samestep", "launch", "--num_procesess", 2, "train.py", *output, *more]
     result = tiny.run(*words, check=False, timeout=25)
     assert result.returncode == 2 and not (tmp_path / "run" / "status.json").exists()
-    line = "launch.py: unrecognized arguments: --num_procesess; see accelerate launch --help\n"
+    line = (
+        "samestep launch: unrecognized arguments: --num_procesess; see accelerate launch --help\n"
+    )
     assert result.stderr == line
 
 
 def test_a_launch_without_a_program_is_wrong_input(tiny):
-    result = tiny.run("python", "launch.py", "--num_processes", 2, check=False)
+    result = tiny.run("python", "-m", "samestep", "launch", "--num_processes", 2, check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("launch.py: name a program, such as train.py")
+    assert result.stderr.startswith("samestep launch: name a program, such as train.py")

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def check_files_parse(project):
     """Parse every file of a project with the parser of its kind."""
     for name in files(project):
         path = project / name
+        if name.suffix == ".whl":
+            continue
         text = path.read_text(encoding="utf-8")
         assert text.strip(), f"{name} is empty"
         if name.suffix == ".py":
@@ -118,7 +121,10 @@ def test_every_file_parses(bakes, license_name, task, tracker):
     project = bake_with(bakes, license_name, task, tracker)
     check_files_parse(project)
     for name in files(project):
-        if name.suffix != ".py":  # compared with its source below: Python may hold braces
+        if name.suffix not in (
+            ".py",
+            ".whl",
+        ):  # compared with its source below: Python may hold braces
             text = (project / name).read_text(encoding="utf-8")
             assert not re.search(r"cookiecutter\.\w|\{%|%\}|\{#|(?<!\$)\{\{", text), name
 
@@ -135,51 +141,37 @@ def test_python_is_copied_byte_for_byte(bakes, license_name, task, tracker):
     for pattern in VERBATIM:
         for source in (template() / SOURCE).glob(pattern):
             copy = project / source.relative_to(template() / SOURCE)
-            if source.parent.name == "tasklib" and not copy.exists():
-                continue  # see test_modules_of_tasklib_are_there_where_they_are_used
             assert copy.read_bytes() == source.read_bytes(), copy
             assert os.access(copy, os.X_OK) == os.access(source, os.X_OK), copy
 
 
+# The rooms of the library, the floor first: each imports what stands before it, and itself.
+ROOMS = """base settings processes step checkpoint report models data text images streaming start
+    training hardware programs""".split()
+
+
 def imports(path):
-    """The modules that a file imports, those of packages with their own names: tasklib.text."""
+    """The modules that a file imports; those of the library with their own names."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module in ("training", "tasklib", "machine"):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
-def graph(project):
-    """The project's own modules, and which of them each imports."""
-    folders = ("training", "tasklib", "machine")
-    paths = [*project.glob("*.py"), *(p for each in folders for p in (project / each).glob("*.py"))]
-    names = {".".join(path.relative_to(project).with_suffix("").parts): path for path in paths}
-    names = {name: path for name, path in names.items() if not name.endswith("__init__")}
-    return {name: imports(path) & names.keys() for name, path in names.items()}
-
-
-@pytest.mark.parametrize("task", QUESTIONS["task"])
-def test_imports_go_down_three_floors_and_in_no_circle(bakes, task):
-    """train -> task -> tasklib, train -> training, programs -> either wing, and nothing else.
-
-    prepare.py reads the config of the training program, and hardware.py measures it, so they stand
-    above train.py.
-    """
-    arrows = graph(bake_of(bakes, task))
-    wing = lambda name: name.partition(".")[0] if "." in name else name  # noqa: E731
-    allowed = {"train": {"task", "training", "plot"}, "task": {"tasklib"}}
-    allowed |= {"training": {"training"}, "tasklib": {"tasklib"}}
-    allowed |= {"prepare": {"train", "task", "training"}}
-    allowed |= {"hardware": {"train", "task", "machine", "training"}}
-    allowed |= {"machine": {"machine", "training"}}
+def test_imports_of_the_library_go_down_and_in_no_circle():
+    paths = {
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts): path
+        for path in (ROOT / "src").rglob("*.py")
+        if path.stem not in ("__init__", "__main__")
+    }
+    arrows = {name: imports(path) & paths.keys() for name, path in paths.items()}
+    assert {name.split(".")[1] for name in arrows} == {*ROOMS}
+    floor = {name: ROOMS.index(name.split(".")[1]) for name in arrows}
     for name, targets in arrows.items():
-        wrong = {wing(each) for each in targets} - allowed.get(wing(name), {"training", "tasklib"})
-        assert not wrong, f"{name} imports {wrong}"
+        assert not [each for each in targets if floor[each] > floor[name]], name
     remaining = dict(arrows)
     while leaves := [name for name, targets in remaining.items() if not targets & {*remaining}]:
         for name in leaves:
@@ -188,14 +180,42 @@ def test_imports_go_down_three_floors_and_in_no_circle(bakes, task):
 
 
 @pytest.mark.parametrize("task", QUESTIONS["task"])
-def test_modules_of_tasklib_are_there_where_they_are_used(bakes, task):
-    arrows = graph(bake_of(bakes, task))
-    used, new = set(), {name for name in arrows if "." not in name}
-    while new:
-        used |= new
-        new = set().union(*(arrows[name] for name in new)) - used
-    assert {name for name in arrows if name.startswith("tasklib.")} <= used
-    assert "tasklib.sources" in arrows
+def test_a_project_is_a_few_files_on_the_library(bakes, task):
+    """train.py -> task.py, and both on samestep: there are no other arrows."""
+    project = bake_of(bakes, task)
+    python = [name for name in files(project) if name.suffix == ".py"]
+    assert [*map(str, python)] == ["task.py", "tests/test_training.py", "train.py"]
+    own = {"train", "task"}
+    assert imports(project / "train.py") & own == {"task"}
+    assert not imports(project / "task.py") & own
+    lines = {name: len((project / name).read_text().splitlines()) for name in map(str, python)}
+    assert lines["train.py"] <= 350 and lines["task.py"] <= 360
+    (wheel,) = project.glob("vendor/*")
+    settings = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
+    version = wheel.name.removeprefix("samestep-").removesuffix("-py3-none-any.whl")
+    assert f"samestep=={version}" in settings["project"]["dependencies"]
+    assert settings["tool"]["uv"]["sources"]["samestep"]["path"] == f"vendor/{wheel.name}"
+    with zipfile.ZipFile(wheel) as archive:
+        for path in (ROOT / "src").rglob("*.py"):
+            assert archive.read(str(path.relative_to(ROOT / "src"))) == path.read_bytes()
+        assert archive.read(f"samestep/examples/{task}.py") == (project / "task.py").read_bytes()
+
+
+def test_the_version_of_the_wheel_names_its_content(tmp_path):
+    template = copy_template(tmp_path / "template")
+    write = [sys.executable, "-c", "import library_wheel as w, sys; print(w.write(w.Path('out')))"]
+
+    def wheel():
+        path = subprocess.check_output(write, cwd=template, text=True).strip()
+        return path, (template / path).read_bytes()
+
+    first = wheel()
+    assert wheel() == first
+    file = template / "src" / "samestep" / "base" / "files.py"
+    file.write_text(file.read_text() + "# Mine.\n")
+    second = wheel()
+    assert second[0] != first[0] and second[1] != first[1]
+    assert os.listdir(template / "out") == [Path(second[0]).name]
 
 
 @pytest.mark.parametrize("license_name, task, tracker", EVERY)
@@ -241,7 +261,8 @@ def test_apache_license_is_whole():
 
 def test_golden_tree(tmp_path):
     """The files of a default project; if they change: make test ARGS="-k golden" UPDATE_GOLDEN=1"""
-    tree = "".join(f"{name}\n" for name in files(bake(tmp_path).path))
+    names = [re.sub(r"[+]\w{8}", "+CONTENT", str(name)) for name in files(bake(tmp_path).path)]
+    tree = "".join(f"{name}\n" for name in names)
     if os.environ.get("UPDATE_GOLDEN"):
         GOLDEN.write_text(tree, encoding="utf-8")
     assert tree == GOLDEN.read_text(encoding="utf-8"), test_golden_tree.__doc__
@@ -281,8 +302,7 @@ def test_every_import_is_a_declared_dependency(bakes, task):
     lines = metadata["project"]["dependencies"]
     lines += itertools.chain(*metadata["project"]["optional-dependencies"].values())
     declared = {re.split("[<>=~!]", line)[0].replace("-", "_") for line in lines}
-    own = {name.stem for name in files(project)} | {"conftest"}
-    own |= {"tests", "training", "tasklib", "machine"}
+    own = {name.stem for name in files(project)} | {"conftest", "tests", "samestep"}
     known = set(sys.stdlib_module_names) | own | declared | {"yaml", "PIL", "sklearn"}
     for name in files(project):
         if name.suffix != ".py":
@@ -303,7 +323,7 @@ def test_names_of_what_is_installed_are_taken():
     names |= {n for n in importlib.metadata.packages_distributions() if n.isidentifier()}
     names = {re.sub("[-.]", "_", n.lower()) for n in names if n[0].isalpha()} - {"my_training"}
     assert names - template_filters.TAKEN == set()
-    for name in ("filelock", "jinja2", "requests", "packaging", "training", "tasklib", "plot"):
+    for name in ("filelock", "jinja2", "requests", "packaging", "samestep", "train", "task"):
         with pytest.raises(SystemExit, match="is the name of a Python module"):
             template_filters.check_slug(name)
 
@@ -726,7 +746,7 @@ def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):
     (project / "README.md").write_text("mine\n")
     assert cook("--no-input", "-f", "-s", "cluster=slurm")[0] == 0
     assert (project / "README.md").read_text() == "mine\n" and (project / "train.py").exists()
-    for name in ("train.py", "training/order.py", "docs/elastic.md", "cluster/slurm.sbatch"):
+    for name in ("train.py", "install.sh", "docs/cookbook.md", "cluster/slurm.sbatch"):
         kept = {path: (project / path).read_bytes() for path in files(project)}
         (project / name).write_text("# mine\n")
         for path in kept.keys() - {Path(name)}:

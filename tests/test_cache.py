@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, SOURCE, load_task
+from samestep.base import child
+from samestep.data import cache, own_code, sources
 
-cache, child = load_task("tasklib.cache"), load_task("tasklib.child")
-own_code, sources = load_task("tasklib.own_code"), load_task("tasklib.sources")
 ROWS = 200
 PATHS = [str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")]
 
@@ -277,19 +277,27 @@ def test_the_key_takes_what_a_function_runs_and_no_comment(cfg, tmp_path, monkey
 
 
 TASK_EDITS = {  # module and function, and whether an edit prepares the data anew
-    "causal_lm": ["text.tokenize_texts", "chats.normalize_chat", "corpus.finish"],
-    "seq2seq": ["pairs.tokenize_texts", "row_files.finish", "sources.walk"],
-    "text_classification": ["text_data.build", "labels.encode_labels", "units.hold_out"],
-    "image_classification": ["images.square", "image_store.hold_out", "image_data.read_rows"],
+    "causal_lm": ["text.text.tokenize_texts", "text.chats.normalize_chat", "text.corpus.finish"],
+    "seq2seq": ["text.pairs.tokenize_texts", "text.row_files.finish", "data.sources.walk"],
+    "text_classification": [
+        "text.text_data.build",
+        "data.labels.encode_labels",
+        "text.units.hold_out",
+    ],
+    "image_classification": [
+        "images.images.square",
+        "images.image_store.hold_out",
+        "images.image_data.read_rows",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", TASK_EDITS)
 def test_editing_what_prepares_the_data_of_a_task_prepares_it_anew(name, monkeypatch):
     task, source = load_task(name), own_code.read_source
-    wanted = [f"{name}.prepare_data", *(f"tasklib.{each}" for each in TASK_EDITS[name])]
-    others = [f"{name}.loss_sum", f"{name}.build_model", "tasklib.pretrained.load_model"]
-    others.append("tasklib.cache.file_lock")
+    wanted = [f"{name}.prepare_data", *(f"samestep.{each}" for each in TASK_EDITS[name])]
+    others = [f"{name}.loss_sum", f"{name}.build_model", "samestep.models.pretrained.load_model"]
+    others.append("samestep.data.cache.file_lock")
 
     def code(edited=""):
         where, _, what = edited.rpartition(".")
@@ -302,7 +310,9 @@ def test_editing_what_prepares_the_data_of_a_task_prepares_it_anew(name, monkeyp
         monkeypatch.setattr(own_code, "read_source", read)
         own_code.read_module.cache_clear()
         own_code.read_place.cache_clear()
-        return own_code.own_code([task.prepare_data], ["tasklib.cache", "tasklib.own_code"])
+        return own_code.own_code(
+            [task.prepare_data], ["samestep.data.cache", "samestep.data.own_code"]
+        )
 
     first = code()
     assert [each for each in wanted if code(each) == first] == []
@@ -441,8 +451,8 @@ def test_bytes_are_read_in_full_once_a_boot_and_when_a_stamp_changed(cfg, monkey
 
 def test_everything_is_on_the_disk_before_it_has_its_name(cfg, monkeypatch):
     flushed, renamed = [], []
-    real, rename = cache.flush, Path.rename
-    monkeypatch.setattr(cache, "flush", lambda path: (flushed.append(path), real(path)))
+    real, rename = cache.fsync, Path.rename
+    monkeypatch.setattr(cache, "fsync", lambda path: (flushed.append(path), real(path)))
 
     def noted(path, target):
         renamed.append([Path(path), len(flushed)])
@@ -520,7 +530,9 @@ def test_the_first_failure_serves_all_that_were_waiting(cfg, tmp_path):
     program = f"""
 import sys, time
 sys.path[:0] = {PATHS!r}
-from tasklib import cache, child, sources
+from samestep.data import cache
+from samestep.base import child
+from samestep.data import sources
 cfg = sources.DataConfig(data={cfg.data!r}, cache_dir={cfg.cache_dir!r})
 name = lambda: cache.cache_folder(cfg, [], cache.hash_input_files(cfg, (".jsonl",)), [])
 def build(folder):
@@ -554,7 +566,9 @@ def test_a_signal_ends_the_learning_of_a_vocabulary_and_leaves_no_child(tmp_path
     program = f"""
 import os, signal, sys
 sys.path[:0] = {PATHS!r}
-from tasklib import cache, child, sources
+from samestep.data import cache
+from samestep.base import child
+from samestep.data import sources
 def stop(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
@@ -673,7 +687,7 @@ HOLD = """
 import sys, time
 sys.path[:0] = {paths}
 from pathlib import Path
-from tasklib import cache
+from samestep.data import cache
 with cache.file_lock(Path({path!r})):
     print("held", flush=True)
     time.sleep(1000)

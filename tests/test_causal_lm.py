@@ -13,12 +13,13 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT, SOURCE, load_task
+from samestep.data import tables
+from samestep.text import corpus, layouts
+from samestep.text import text as text_module
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 IGNORE_INDEX = -100
-corpus, layouts, tables, text = (
-    load_task(f"tasklib.{name}") for name in ("corpus", "layouts", "tables", "text")
-)
+
 DOCUMENTS = [" ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f" {i}.\n" for i in range(60)]
 
 
@@ -143,7 +144,8 @@ def favour_unused_tokens(head, tokenizer):
 def test_a_new_vocabulary_has_rows_that_are_never_generated(task, config, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    predict = load_task("predict")
+    from samestep.programs import predict
+
     cfg = config(write(tmp_path, "jsonl"))
     prepared = task.prepare_data(cfg)
     tokenizer, model = task.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
@@ -232,10 +234,10 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
     for short, block in ((5000, 100_000), (1200, 100_000), (700, 1300), (10**6, 10**6)):
-        monkeypatch.setattr(text, "SHORT", short)
-        monkeypatch.setattr(text, "BLOCK", block)
-        monkeypatch.setattr(text, "CONTEXT", 200)
-        found = text.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
+        monkeypatch.setattr(text_module, "SHORT", short)
+        monkeypatch.setattr(text_module, "BLOCK", block)
+        monkeypatch.setattr(text_module, "CONTEXT", 200)
+        found = text_module.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
         assert found[1] == found[4] == wanted, (short, block)
         assert found[2] == []
 
@@ -377,7 +379,8 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
 def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
-    config = load_task("training.config")
+    from samestep.settings import config
+
     flags = config.read_flags([f"--{field}", value], config.fields_of(task.TaskConfig))
     with pytest.raises(ValueError) as error:
         config.convert_all(flags, config.fields_of(task.TaskConfig), "")

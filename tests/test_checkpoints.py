@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from conftest import ROOT, SOURCE, load_task, reseal
-
-checkpoints, run_folder = load_task("training.checkpoints"), load_task("training.run_folder")
+from conftest import ROOT, SOURCE, reseal
+from samestep.base import run_folder
+from samestep.checkpoint import checkpoints
 
 FILES = {"model.safetensors": b"weights" * 999, "optimizer.bin": b"moments", "inner/rng.pkl": b"4"}
 
@@ -225,7 +225,7 @@ def test_what_the_check_has_hashed_is_handed_over(tmp_path, monkeypatch):
     save(tmp_path / "run", 2)
     monkeypatch.setenv(checkpoints.VERIFIED_FILE, str(tmp_path / "verified"))
     checkpoints.hand_over_verified()
-    program = "import pathlib, sys\nfrom training import checkpoints\n"
+    program = "import pathlib, sys\nfrom samestep.checkpoint import checkpoints\n"
     program += "checkpoints.hash_blocks = lambda *a: sys.exit('hashed again')\n"
     program += "print(checkpoints.find_checkpoint(pathlib.Path(sys.argv[1]), 'auto')[1]['step'])"
 
@@ -268,7 +268,9 @@ def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_empty_one(tmp_path):
     """Else the run would start from the beginning. Tried as a user without rights."""
     folder = tmp_path / "checkpoints"
     save(folder, 2)
-    program = "import os, pathlib, sys\nfrom training import checkpoints\nos.setuid(65534)\n"
+    program = (
+        "import os, pathlib, sys\nfrom samestep.checkpoint import checkpoints\nos.setuid(65534)\n"
+    )
     program += "print(checkpoints.find_checkpoint(pathlib.Path(sys.argv[1]), 'auto'))"
     command = [sys.executable, "-c", program, str(folder)]
     for each in (tmp_path, *tmp_path.parents):

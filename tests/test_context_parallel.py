@@ -7,15 +7,15 @@ import torch
 
 import test_sharding
 from conftest import load_task
+from samestep.checkpoint import weights
+from samestep.processes import ranks
+from samestep.settings import mesh as layout
+from samestep.start import startup
+from samestep.step import sharding
 from test_sharding import agree, curve, make_small, train
 
 alone = test_sharding.alone  # a fixture: a run of one process
 
-layout = load_task("training.layout")
-ranks = load_task("training.ranks")
-sharding = load_task("training.sharding")
-startup = load_task("training.startup")
-weights = load_task("training.weights")
 
 SHARED = layout.layout_of(2, 1, ("FSDP", "PARALLELISM_CONFIG"), {"cp": 2})
 

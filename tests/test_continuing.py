@@ -53,7 +53,7 @@ TINY = {"samples": 36, "held_out": 10, "dropout": 0.5, "seed": 1, "silent": 3}
 @pytest.mark.slow
 def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
     """Every field that changes the result: it is refused, and accepted it shows in the numbers."""
-    program = "import json, train; from training import startup; c = train.Config(); "
+    program = "import json, train; from samestep.start import startup; c = train.Config(); "
     program += (
         "print(json.dumps([startup.change_effects(train.Config), startup.resolved_config(c)]))"
     )
@@ -113,7 +113,9 @@ def test_settings_that_the_optimizer_has_restored_are_those_of_now(tiny, whole, 
     program = """
 import json, pathlib, sys, torch
 from accelerate import Accelerator
-from training import ranks, tensor_files, weights
+from samestep.processes import ranks
+from samestep.checkpoint import tensor_files
+from samestep.checkpoint import weights
 path = pathlib.Path(sys.argv[1])
 accelerator, ranks = Accelerator(cpu=True), ranks.Ranks(60)
 def state_of(optimizer=torch.optim.AdamW, **settings):
@@ -181,7 +183,7 @@ def test_another_global_batch_goes_on_with_the_next_sample(tiny, whole, tmp_path
     assert [line["samples"] for line in lines(output, "loss")] == [38, 44, 50, 56]
     program = """
 import sys
-from training import order as d
+from samestep.step import order as d
 ids = d.sample_ids(range(56), 37, 0)
 for step in range(4):
     part = ids[32 + 6 * step: 38 + 6 * step]
@@ -373,7 +375,7 @@ train.shutdown.run(train.main, train.prepare)
 
 def test_a_report_that_fails_or_is_killed_does_not_fail_the_run(quick, tmp_path):
     """Nor does a tracker that does not close. The next start does not export the model again."""
-    closing = "from training import tracking; tracking.end_tracker = lambda _: 1 / 0"
+    closing = "from samestep.report import tracking; tracking.end_tracker = lambda _: 1 / 0"
     killed = "import os, task; task.report = lambda *_: os.kill(os.getpid(), 9)"
     for flags, before, code in ((["--task.fail_report"], closing, 0), ([], killed, -9)):
         output = tmp_path / str(code)
@@ -461,7 +463,9 @@ def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
     """Nor does a check; a folder that was there stays."""
     (tmp_path / "there").mkdir()
     checked = ["--config_file", "configs/accelerate/cpu.yaml", "train.py", "--check"]
-    printed = tiny.run("python", "launch.py", *checked, "--output_dir", tmp_path / "checked").stdout
+    printed = tiny.run(
+        "python", "-m", "samestep", "launch", *checked, "--output_dir", tmp_path / "checked"
+    ).stdout
     assert printed.count("checked: ") == 1  # and nothing is launched
     mistakes = [["--task.fail_where", "prepare_data", "--task.fail_rank", 0], ["--resume", "none"]]
     mistakes += [["--eval_only"], ["--check"], ["--task.samples", 0], ["--tracker", "mlflow"]]
@@ -513,10 +517,10 @@ def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
 def test_a_killed_launcher_leaves_a_run_that_its_restart_names(tiny, tmp_path):
     output = tmp_path / "run"
     flags = ["--output_dir", output, "--max_steps", 10_000, "--task.row_seconds", 0.03]
-    launcher = tiny.launch("launch.py", "cpu", *flags)
+    launcher = tiny.launch("samestep", "cpu", *flags)
     wait_until(lambda: trained(output, 3), launcher)
     launcher.kill()
-    again = tiny.launch("launch.py", "cpu", *flags)
+    again = tiny.launch("samestep", "cpu", *flags)
     printed = again.communicate(timeout=60)[0]
     pid = status(output)["pid"]
     assert again.returncode == 2 and f"is in use by process {pid} on " in printed

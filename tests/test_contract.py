@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conftest import lines, status
-from programs import load
+from samestep.settings import contract, mesh
 
-ONE = load("training.layout").Layout()  # of the processes: one alone
+ONE = mesh.Layout()  # of the processes: one alone
 
 OLD = "import task, torch; task.old = {{}}; old = task.{0}; task.{0} = lambda *a: "
 SCALAR = "give the sum of the losses, a float32 of shape ()"
@@ -148,7 +148,8 @@ def test_metrics_that_need_more_rows_than_the_first_batch_do_not_end_a_run(quick
 
 
 def test_a_line_has_the_mean_loss_of_all_terms_since_the_line_before():
-    monitor = load("training.monitor")
+    from samestep.step import monitor
+
     ranks = SimpleNamespace(sum_arrays=lambda values: values, layout=ONE)
     watch, one = monitor.StepMonitor(SimpleNamespace(scaler=None), ranks, 1, 10), torch.ones(())
     for step, (terms, total) in enumerate([(3, 6.0), (1, 10.0), (5, torch.nan), (0, 0.0)], 1):
@@ -178,7 +179,9 @@ def losses_of_steps(monitor, values, shares):
 
 def test_losses_are_added_in_the_order_of_the_micro_batches_whoever_computed_them():
     """In float64, where 2**60 + 1 is 2**60: another order gives another sum."""
-    monitor, values = load("training.monitor"), [1.0, 2.0**60, 1.0, -(2.0**60), 3.0]
+    from samestep.step import monitor
+
+    values = [1.0, 2.0**60, 1.0, -(2.0**60), 3.0]
     for shares in ((5,), (2, 3), (1, 1, 3), (4, 0, 1)):
         assert losses_of_steps(monitor, values, shares) == [3.0, 6.0]
     assert losses_of_steps(monitor, values[::-1], (2, 3)) == [1.0, 2.0]
@@ -236,5 +239,5 @@ def test_one_batch_is_rehearsed_without_its_loss():
             return function(self, batch)
 
     task = SimpleNamespace(**functions, metrics=lambda sums: {"loss": 1.0})
-    assert load("training.contract").try_evaluation(task, Model(), [{}]) == []
+    assert contract.try_evaluation(task, Model(), [{}]) == []
     assert len(called) == 1

@@ -22,13 +22,23 @@ from conftest import (
     read_checkpoint,
     read_moments,
     read_weights,
-    reseal,
     served,
     status,
 )
 
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
-NO_PICTURE = "import plot; plot.draw = lambda *_: 'none'"  # it takes most of the time
+# It takes most of the time.
+NO_PICTURE = "from samestep.report import curves; curves.draw = lambda *_: 'none'"
+# A signal comes as soon as the evaluation of this step begins.
+CUT = """{}
+from samestep.training import log, loading
+steps, batches = [], loading.EvalLoader.batches
+begin = log.RunLog.begin
+log.RunLog.begin = lambda self, step: (steps.append(step), begin(self, step))[1]
+def cut(self, model, requested):
+    return batches(self, model, lambda: 1 if steps[-1:] == [{}] else requested())
+loading.EvalLoader.batches = cut
+"""
 # The tiny task with a head called as those of real models, and with more rows to evaluate on.
 MORE = """
 
@@ -248,7 +258,7 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
 
     # The same command again, also where the end was cut off, trains no further.
     before = (whole / "metrics.jsonl").read_bytes()
-    assert f"is finished: {stop} steps" in train("--output_dir", whole, *flags)
+    train("--output_dir", whole, *flags)
     expected = final(whole)
     shutil.rmtree(whole / "model")
     train("--output_dir", whole, *flags)
@@ -262,17 +272,13 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
     train("--output_dir", half, *flags)
     assert final(half) == expected and lines(half, "loss")[-1]["step"] == stop
 
-    # A signal has cut the last evaluation short: the second start makes up for it, and ends.
-    cut = continued(whole, stop, tmp_path / "cut")
+    # A signal cuts the last evaluation short: the second start makes up for it, and ends.
+    cut = continued(whole, 5, tmp_path / "cut")
     shutil.copytree(checkpoint(whole, best + 1), checkpoint(cut, best + 1))
-    file = checkpoint(cut, stop) / "manifest.json"
-    manifest = json.loads(file.read_text())
-    assert manifest["eval_losses"] == losses[:stop]
-    del manifest["eval_loss"]
-    file.write_text(json.dumps({**manifest, "eval_losses": losses[: stop - 1]}))
-    reseal(checkpoint(cut, stop))
+    train("--output_dir", cut, *flags, before=CUT.format(NO_PICTURE, stop), codes=[75])
+    assert checkpoint(cut, stop).exists() and not (cut / "model").exists()
     train("--output_dir", cut, *flags)
-    assert final(cut) == expected and lines(cut, "loss") == lines(whole, "loss")
+    assert final(cut) == expected and lines(cut, "loss")[-1]["step"] == stop
 
     # With more patience it goes on, as if it had had that from the beginning.
     train("--output_dir", half, *patient, "--patience", 0)
@@ -282,27 +288,22 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
 
 def test_evaluations_that_count_for_patience(base, tmp_path):
     project = cook(base, "Early stopping", tmp_path / "project")
-    source = (project.path / "training" / "startup.py").read_text()
-    names = {"math": math}
-    exec(re.search(r"^def out_of_patience.*?\n\n\n", source, flags=re.M | re.S)[0], names)
-    nan, over = math.nan, names["out_of_patience"]
-    for losses, patience in [
-        ([3, 3], 1),
-        ([3, 4], 1),
-        ([2, 3, 3], 2),
-        ([4, nan], 1),
-        ([nan, nan], 1),
-    ]:
-        assert over(losses, patience), losses
-    for losses, patience in [
-        ([], 1),
-        ([3], 1),
-        ([3, 2], 1),
-        ([3, 4], 0),
-        ([3, 4], 2),
-        ([3, 4, 2], 2),
-    ]:
-        assert not over(losses, patience), losses
+    source, names = (project.path / "train.py").read_text(), {"math": math}
+    exec(re.search(r"^class Patience.*?\n\n\n(?=\S)", source, flags=re.M | re.S)[0], names)
+    nan = math.nan
+
+    def over(losses, limit):
+        patience = names["Patience"](limit)
+        for loss in losses[:-1]:
+            patience.best, patience.waited = patience.after({"eval_loss": loss})
+        again = names["Patience"](limit)
+        again.load_state_dict(patience.state_dict())
+        return again.over({"eval_loss": losses[-1]})
+
+    for losses, limit in [([3, 3], 1), ([3, 4], 1), ([2, 3, 3], 2), ([4, nan], 1), ([nan], 1)]:
+        assert over(losses, limit), losses
+    for losses, limit in [([3], 1), ([3, 2], 1), ([3, 4], 0), ([3, 4], 2), ([3, 4, 2], 2)]:
+        assert not over(losses, limit), losses
     assert not over([nan, 4], 1) and not over([4, nan, 3], 2)
 
 

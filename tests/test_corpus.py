@@ -23,11 +23,10 @@ import pytest
 import torch
 
 from conftest import ROOT, SOURCE, load_task
+from samestep.base import workers
+from samestep.data import cache, tables
+from samestep.text import corpus, text, token_rows, units
 
-cache, corpus, tables, text, token_rows, units, workers = (
-    load_task(f"tasklib.{name}")
-    for name in ("cache", "corpus", "tables", "text", "token_rows", "units", "workers")
-)
 IGNORE_INDEX = -100
 WORDS = "the quick brown fox jumps over a lazy dog and runs far away".split()
 UNIT = 3000  # bytes
@@ -430,7 +429,7 @@ def test_the_first_pass_is_kept_where_the_vocabulary_fails(
 ):
     cfg = config(write(tmp_path / "a.jsonl"))
     with monkeypatch.context() as patch:
-        patch.setattr(text, "flush", end)
+        patch.setattr(text, "fsync", end)
         with pytest.raises(ValueError, match=f"^task.{said}"):
             task.prepare_data(cfg)
     (unfinished,) = (tmp_path / "cache").glob("*.unfinished")

@@ -99,7 +99,7 @@ def test_a_killed_run_continues(tiny, tmp_path, kind):
     flags = ["--task.samples", "100", "--max_steps", "12", "--output_dir"]
     train(tiny, "cpu", 1, *flags, reference)
     # A sample of step 8, which is read while step 7 computes.
-    (sample,) = load_task("training.order").sample_ids([56], 100, 0)
+    (sample,) = load_task("samestep.step.order").sample_ids([56], 100, 0)
     kill = ["--task.signal_at", str(sample)]
     train(tiny, kind, 2, *kill, *flags, output, codes=(-9, 1, 75))
     found = sorted(path.name for path in (output / "checkpoints").glob("step-*"))

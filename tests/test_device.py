@@ -13,7 +13,9 @@ COUNTED = f"""
 import sys
 sys.path.append({str(ROOT / "tests")!r})
 from waits import host_waits
-from training import batches, monitor, ranks
+from samestep.step import batches
+from samestep.step import monitor
+from samestep.processes import ranks
 take, fetch, add = batches.StepReader.take, batches.StepReader.fetch, monitor.StepMonitor.add
 exchange = ranks.Ranks.sum_over_ranks
 found, block = [], None
@@ -81,7 +83,7 @@ def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path
     (project.path / ".cache").touch()
     project.train(1, "--max_steps", 2, "--output_dir", tmp_path / "run")
     words = ["import os", "name = 'TORCHINDUCTOR_CACHE_DIR'", "os.environ.pop(name, None)"]
-    words += ["from training import device", "device.keep_compiled_code({!r})"]
+    words += ["from samestep.processes import device", "device.keep_compiled_code({!r})"]
     words += ["print(os.environ.get(name))"]
     for folder, kept in ((".cache/compiled", "None"), (tmp_path / "new", tmp_path / "new")):
         code = "\n".join(words).format(str(folder))
@@ -98,7 +100,7 @@ def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path
 )
 def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32, own):
     """torch computes convolutions in TF32 unless it is told not to, and a task may set its own."""
-    shown = f"import torch; from training import tracking; b = torch.backends; {own}; "
+    shown = f"import torch; from samestep.report import tracking; b = torch.backends; {own}; "
     shown += "b.cudnn.allow_tf32 = True; tracking.end_tracker = lambda _: print('allowed:', "
     shown += "b.cuda.matmul.allow_tf32, b.cudnn.allow_tf32, torch.get_float32_matmul_precision(), "
     shown += "b.cudnn.benchmark)"
@@ -123,7 +125,7 @@ OFFLOAD = {
 
 def test_an_optimizer_on_the_cpu_has_the_cores_of_its_process(quick, tmp_path):
     """Four processes share 14 cores; launchers have told each to use one."""
-    shown = "import os, torch; from training import tracking; os.sched_getaffinity = "
+    shown = "import os, torch; from samestep.report import tracking; os.sched_getaffinity = "
     shown += "lambda _: range(14); os.environ['LOCAL_WORLD_SIZE'] = '4'; tracking.end_tracker = "
     shown += "lambda _: print('threads:', torch.get_num_threads()); os.environ[{!r}] = {!r}"
     flags = ["--max_steps", 1, "--output_dir"]
@@ -141,8 +143,10 @@ LEAKING = [
 
 
 def test_a_torch_that_leaks_is_warned_of_where_weights_are_sharded(quick, tmp_path):
-    program = "import torch; from training import device, layout, monitor; "
-    program += "torch.__version__ = {!r}; device.this_layout = lambda: layout.Layout(kinds=({!r},))"
+    program = (
+        "import torch; from samestep.processes import device; from samestep.settings import mesh; "
+    )
+    program += "torch.__version__ = {!r}; device.this_layout = lambda: mesh.Layout(kinds=({!r},))"
     for version, kind, leaks in LEAKING:
         flags = ["--max_steps", 1, "--output_dir", tmp_path / version]
         printed = quick(*flags, before=program.format(version, kind))
@@ -152,7 +156,9 @@ def test_a_torch_that_leaks_is_warned_of_where_weights_are_sharded(quick, tmp_pa
 @pytest.mark.parametrize("version", ["2.12.1", "2.13.0"])
 def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypatch, version):
     """On Apple's GPUs below 2.13: it gets no gradients, as optimizers that are not fused."""
-    monitor, torch = load_task("training.monitor"), load_task("training.device").torch
+    from samestep.step import monitor
+
+    torch = load_task("samestep.processes.device").torch
     monkeypatch.setattr(torch, "__version__", version)
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), torch.inf)
@@ -165,9 +171,11 @@ def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypat
 
 def test_a_gathered_model_moves_to_the_gpu_if_it_fits_there(monkeypatch):
     """A tenth of the memory is left for the report, which otherwise has all cores."""
-    weights, device = load_task("training.weights"), load_task("training.device")
+    from samestep.checkpoint import weights
+    from samestep.processes import device
+
     cuda, used, moved = device.torch.cuda, [], []
-    fsdp = load_task("training.layout").Layout(kinds=("FSDP",))
+    fsdp = load_task("samestep.settings.mesh").Layout(kinds=("FSDP",))
     monkeypatch.setattr(weights, "this_layout", lambda: fsdp)
     monkeypatch.setattr(weights.os, "sched_getaffinity", lambda _: range(14))
     monkeypatch.setattr(device.torch, "set_num_threads", used.append)
@@ -184,7 +192,8 @@ def test_a_gathered_model_moves_to_the_gpu_if_it_fits_there(monkeypatch):
 
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
-    device = load_task("training.device")
+    from samestep.processes import device
+
     cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
     images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
     monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
@@ -200,7 +209,8 @@ def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes):
     """The step before it is saved, although its data is fetched before that."""
-    order = load_task("training.order")
+    from samestep.step import order
+
     size, row = 1000, 5  # a row that the fingerprint of the data does not read
     place = order.sample_ids(range(size), size, 0).tolist().index(row)
     micro = 4 // processes
@@ -215,7 +225,9 @@ def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes
 
 
 def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
-    batches, ranks = load_task("training.batches"), load_task("training.ranks")
+    from samestep.processes import ranks
+    from samestep.step import batches
+
     asked = {"stop": 0}
 
     def loader():
@@ -225,7 +237,7 @@ def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
 
     class OneProcess(ranks.Ranks):
         def __init__(self):
-            self.group, self.layout = None, load_task("training.layout").Layout()
+            self.group, self.layout = None, load_task("samestep.settings.mesh").Layout()
 
     class Loader:
         batch_sampler = batches.StepBatchSampler(batches.StepPlan(4, 2, (2,)), 0, 8)
@@ -304,7 +316,8 @@ def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):
     program = """
 import torch
 from torch._dynamo.utils import counters
-from training import device, weights
+from samestep.processes import device
+from samestep.checkpoint import weights
 whole = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module: whole(module, backend="eager")
 class Block(torch.nn.Module):

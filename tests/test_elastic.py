@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from conftest import digest, latest, lines, load_task, status, wait_until
+from conftest import digest, latest, lines, status, wait_until
 
 # Steps of 0.1 s with four processes, without an end in sight.
 FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]
@@ -37,7 +37,7 @@ class Machines:
 
     def start(self, number):
         """Starts so many more."""
-        launcher = "launch.py --num_processes 1 --rdzv_backend c10d --max_restarts 20 --rdzv_conf "
+        launcher = "samestep --num_processes 1 --rdzv_backend c10d --max_restarts 20 --rdzv_conf "
         env = {"PET_NNODES": self.count, "PET_RDZV_ID": "test"}
         env["PET_RDZV_ENDPOINT"] = "{}:{}".format(*self.endpoint)
         for _ in range(number):
@@ -199,7 +199,7 @@ def test_without_the_rendezvous_all_save_and_stop(tiny, machines):
 def test_launch_py_does_not_restart_what_the_user_must_correct(tiny, tmp_path):
     poison = ["--task.poisoned", 1, "--task.samples", 2, "--max_skipped_steps", 2]
     flags = [*poison, "--output_dir", tmp_path / "run"]
-    run = tiny.launch("launch.py --max_restarts 5", "cpu_multi", *flags)
+    run = tiny.launch("samestep --max_restarts 5", "cpu_multi", *flags)
     printed = run.communicate(timeout=120)[0]
     assert run.returncode == 2 and printed.count("train.py: ") == 1, printed
 
@@ -210,7 +210,8 @@ ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
 
 def test_where_restarted_processes_meet(monkeypatch):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
-    ranks = load_task("training.ranks")
+    from samestep.processes import ranks
+
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, value in (ELASTIC | {"MASTER_PORT": str(store.port)}).items():
         monkeypatch.setenv(name, value)
@@ -229,7 +230,7 @@ def test_where_restarted_processes_meet(monkeypatch):
 
     # c10d on one machine; its store is not the launcher's own.
     assert found(True, 0, 1) == "" and found(True, 2, 1) == "restart-2"
-    # c10d on several machines, as launch.py sets it up.
+    # c10d on several machines, as samestep launch sets it up.
     assert found(False, 0, 2) == "" and found(False, 2, 2) == ""
     # c10d on several machines with a shared store.
     for restarts in (0, 2):
@@ -245,9 +246,8 @@ def test_where_restarted_processes_meet(monkeypatch):
 
 def test_processes_whose_launchers_count_differently_meet(tiny):
     """One has restarted its process twice, the other machine has just come."""
-    meet = (
-        "import os; from training.ranks import Ranks; print(Ranks(30).gather(os.environ['RANK']))"
-    )
+    meet = "import os; from samestep.processes.ranks import Ranks; "
+    meet += "print(Ranks(30).gather(os.environ['RANK']))"
     settings = ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     runs = []
     for rank, env in enumerate(tiny.envs(2)):
@@ -281,7 +281,8 @@ def test_the_check_counts_the_processes_of_all_machines(quick, tmp_path, nodes, 
 
 def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):
     """A network disk lets go of it late. Only here it is a lock of this machine."""
-    run_folder = load_task("training.run_folder")
+    from samestep.base import run_folder
+
     held = run_folder.RunLock(tmp_path / "run")
     gone = {"pid": 1, "host": "gone", "since": "?"}
     held.path.write_text(json.dumps(gone))

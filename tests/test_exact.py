@@ -177,7 +177,7 @@ def test_evaluations_are_equal_with_exact_and_without(tiny, tmp_path):
 
 def sample_of(step):
     """The id of a sample of this step, among 200."""
-    return int(load_task("training.order").sample_ids([8 * step - 3], 200, 0)[0])
+    return int(load_task("samestep.step.order").sample_ids([8 * step - 3], 200, 0)[0])
 
 
 def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp_path):
@@ -288,7 +288,7 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def batches():
-    return load_task("training.batches")
+    return load_task("samestep.step.batches")
 
 
 def ways(count, ranks):
@@ -377,8 +377,8 @@ def test_exact_fixes_the_micro_batches(batches):
 
 @pytest.fixture
 def symbols(monkeypatch):
-    """training.sums, which adds texts in place of tensors: a sum shows its order."""
-    sums = load_task("training.sums")
+    """samestep.step.sums, which adds texts in place of tensors: a sum shows its order."""
+    from samestep.step import sums
 
     def add(left, right):
         left[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]

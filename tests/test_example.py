@@ -1,21 +1,36 @@
-"""examples/task.py, a task around a plain nn.Module: it trains, continues, exports."""
+"""The example around a plain nn.Module: it is written, trains, continues, exports."""
 
 import shutil
 import sys
+import zipfile
 
 import pytest
 from safetensors.torch import load_file
 
-from conftest import bake, digest, lines, served, status
+from conftest import ROOT, bake, digest, lines, served, status
+
+TASKS = [path.stem for path in (ROOT / "templates" / "tasks").glob("*.py")]
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """A project whose task.py is the example."""
     baked = bake(tmp_path_factory.mktemp("own"), tracker="none")
-    code = (baked.path / "examples" / "task.py").read_text(encoding="utf-8")
+    (wheel,) = baked.path.glob("vendor/*.whl")
+    library = tmp_path_factory.mktemp("library")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(library)
+    example = ["python", "-m", "samestep", "example"]
+    listed = baked.run(*example, PYTHONPATH=str(library)).stdout
+    names = [line.split()[0] for line in listed.splitlines()]
+    assert names == sorted([*TASKS, "plain_module"])
+    baked.run(*example, "plain_module", PYTHONPATH=str(library))
+    again = baked.run(*example, "plain_module", check=False, PYTHONPATH=str(library))
+    assert again.returncode == 2 and "plain_module.py is there already" in again.stderr
+    code = (baked.path / "plain_module.py").read_text(encoding="utf-8")
+    (baked.path / "plain_module.py").unlink()
     assert 40 <= len([line for line in code.splitlines() if line.strip()]) <= 60
-    assert "transformers" not in code and "tasklib" not in code
+    assert "transformers" not in code and "import samestep" not in code
     (baked.path / "task.py").write_text(code, encoding="utf-8")
     (baked.path / "configs" / "train" / "default.yaml").write_text(
         "max_steps: 60\nglobal_batch_size: 32\nmicro_batch_size: 8\nlearning_rate: 0.02\n"
@@ -51,14 +66,3 @@ def test_the_example_trains_resumes_and_exports(own, tmp_path):
 def test_a_projects_own_tests_pass_with_the_example(own):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     assert "skipped" not in own.run(*command).stdout
-
-
-def test_without_tasklib_the_model_is_exported_without_a_picture(tmp_path):
-    """Nothing of tasklib is imported by this task.py, so its owner may delete all of it."""
-    baked = bake(tmp_path, tracker="none")
-    shutil.copy(baked.path / "examples" / "task.py", baked.path / "task.py")
-    shutil.rmtree(baked.path / "tasklib")
-    (baked.path / "configs" / "train" / "default.yaml").write_text("max_steps: 2\n")
-    printed = baked.train(1, "--output_dir", "runs/a")
-    assert "curves: no picture: No module named 'tasklib'" in printed
-    assert (baked.path / "runs" / "a" / "model" / "model.safetensors").is_file()

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from conftest import lines, load_task, read_checkpoint, read_weights, status, trained, wait_until
+from conftest import lines, read_checkpoint, read_weights, status, trained, wait_until
 
 
 def checkpoint(output, step):
@@ -97,7 +97,8 @@ def test_spikes_and_fp16_overflows(tiny):
     """The watch on its own: what is noted, what counts."""
     program = """
 import math, types, torch
-from training import layout, monitor
+from samestep.settings import mesh as layout
+from samestep.step import monitor
 ranks = types.SimpleNamespace(sum_arrays=lambda values: values, layout=layout.Layout())
 watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 2, 2)
 def feed(watch, *losses, norm=1.0):
@@ -138,7 +139,7 @@ def test_fp16_skips_a_step_whose_gradients_are_finite_and_whose_norm_is_not(tiny
 import math, torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from training import monitor
+from samestep.step import monitor
 Accelerator(cpu=True)
 weight = torch.nn.Parameter(torch.ones(8))
 settings = {{"fused": True}} if "{kind}" == "AdamW" else {{"momentum": 0.9}}
@@ -172,14 +173,14 @@ assert not same(before, step(1.0))
 def test_a_mask_of_infinities_may_be_saved_and_a_buffer_with_nan_not(tiny):
     program = """
 import torch
-from training import weights
+from samestep.checkpoint import weights
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 2)
 model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
 optimizer = torch.optim.AdamW(model.parameters())
-module, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
 settings = weights.optimizer_settings(optimizer)
+module, optimizer = accelerator.prepare(weights.TaskModule(model), optimizer)
 state = weights.TrainingState(accelerator, module, optimizer, settings)
 def named():
     try:
@@ -206,7 +207,7 @@ def test_one_bad_value_among_a_million_is_seen_in_any_type(tiny):
     """Wherever it stands; integers, empty and complex tensors are looked at too."""
     program = """
 import torch
-from training import weights
+from samestep.checkpoint import weights
 def finite(values):
     return bool(weights.min_and_max(values).isfinite().all())
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
@@ -227,7 +228,8 @@ def test_a_curve_that_falls_and_flattens_is_no_spike(tiny):
     """Losses of the demo's shape, with noise: no alarm in 2,000 steps."""
     program = """
 import types, numpy, torch
-from training import layout, monitor
+from samestep.settings import mesh as layout
+from samestep.step import monitor
 draw = numpy.random.default_rng(0)
 ranks = types.SimpleNamespace(sum_arrays=lambda values: values, layout=layout.Layout())
 watch = monitor.StepMonitor(types.SimpleNamespace(scaler=None), ranks, 1, 2)
@@ -376,25 +378,25 @@ task.export = export
 def test_a_write_on_a_full_disk_names_its_file_and_the_status_replaces_the_old(quick, tmp_path):
     """No file can be made or grow: the run has begun, and its status has a place."""
     full = """
-import errno, pathlib, training.tracking, training.run_folder
+import errno, pathlib, samestep.report.tracking, samestep.base.files
 def fail(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
-write, text = training.tracking.Log.write, pathlib.Path.write_text
+write, text = samestep.report.tracking.Log.write, pathlib.Path.write_text
 def count(self, line):
     if line["step"] == 2:
         pathlib.Path.write_text = fail
         self.file = type("Full", (), {"name": self.file.name, "write": fail, "close": print})()
     write(self, line)
-training.tracking.Log.write = count
+samestep.report.tracking.Log.write = count
 """
     said = quick("--output_dir", tmp_path, before=full, codes=[2]).splitlines()[-1]
     assert said.startswith(f"train.py: {tmp_path}/metrics.jsonl: No space left on device: free ")
     assert status(tmp_path)["state"] == "failed" and status(tmp_path)["reason"] in said
     locked = """
-import errno, training.run_folder
+import errno, samestep.base.run_folder
 def fail():
     raise OSError(errno.ENOSPC, "No space left on device")
-training.run_folder.describe_process = fail
+samestep.base.run_folder.describe_process = fail
 """
     said = quick("--output_dir", tmp_path / "new", before=locked, codes=[2])
     assert f"output_dir {tmp_path}/new: No space left on device; give another" in said
@@ -440,7 +442,7 @@ def test_what_a_run_writes_has_the_rights_that_new_files_get(quick, tmp_path, um
     """safetensors makes files that only their owner can read; colleagues are to load model/."""
     output = tmp_path / "run"
     quick("--output_dir", output, before=f"import os; os.umask({umask}); "
-          f"from training import run_folder; run_folder.UMASK = {umask}")  # fmt: skip
+          f"from samestep.base import files; files.UMASK = {umask}")  # fmt: skip
     found = [output, *output.rglob("*")]
     modes = {p.stat().st_mode & 0o777 | (0o111 & ~umask if p.is_file() else 0) for p in found}
     assert len(found) > 15 and modes == {0o777 & ~umask}
@@ -517,7 +519,9 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4d000
 
 def test_a_first_exchange_that_fails_is_told_with_its_error(monkeypatch):
     """And one that takes too long, with its limit, which follows the timeout."""
-    network, address = load_task("training.network"), ["node0 at eth0 10.0.0.1"]
+    from samestep.processes import network
+
+    address = ["node0 at eth0 10.0.0.1"]
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "me", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
 

@@ -243,7 +243,8 @@ def test_predict_answers_from_arguments_a_file_and_standard_input(project, tuned
         import subprocess
 
         result = subprocess.run(
-            ["python", "predict.py", *map(str, flags)], cwd=project.path, env=project.env(),
+            ["python", "-m", "samestep", "predict", *map(str, flags)],
+            cwd=project.path, env=project.env(),
             input=text, capture_output=True, text=True,
         )  # fmt: skip
         assert result.returncode == code, result.stderr
@@ -258,7 +259,7 @@ def test_predict_answers_from_arguments_a_file_and_standard_input(project, tuned
     assert predict(*flags, text=(tmp_path / "in.txt").read_text()) == answers
     chat = predict("--model", "runs/lora/model", "--chat", "--json", "7 + 1?")
     assert json.loads(chat)["input"] == "7 + 1?"
-    assert "python predict.py photo.jpg" in predict("--help")
+    assert "python -m samestep predict photo.jpg" in predict("--help")
     for wrong, said in [
         (["--model", "runs/none/model", "x"], "there is no model in runs/none/model; train first"),
         (["--model", "configs", "x"], "configs holds no model of transformers"),
@@ -338,7 +339,7 @@ OPT = (
 
 
 def test_adapters_of_a_model_with_tied_weights_make_small_checkpoints(project):
-    """The embedding has two names there; as gpt2's own classes do, predict.py knows its task."""
+    """The embedding has two names there; as gpt2's own classes do, predict knows its task."""
     flags = [*recipe_of("lora"), *make_model(project, "gpt2", GPT2), "--max_steps", "3"]
     project.train(2, *flags)
     output = project.path / "runs" / "gpt2-run"
@@ -348,7 +349,9 @@ def test_adapters_of_a_model_with_tied_weights_make_small_checkpoints(project):
     assert "continuing from" in printed
     files = {path.name for path in (output / "model").iterdir()}
     assert "model.safetensors" in files and "adapter_config.json" not in files
-    answer = project.run("python", "predict.py", "--model", "runs/gpt2-run/model", "--json", "1 +")
+    answer = project.run(
+        "python", "-m", "samestep", "predict", "--model", "runs/gpt2-run/model", "--json", "1 +"
+    )
     assert "text" in json.loads(answer.stdout)
     assert "pipeline_tag: text-generation" in (output / "model" / "README.md").read_text()
 
@@ -370,6 +373,8 @@ def test_other_data_would_change_the_vocabulary_and_is_refused(project):
     [(code, _, printed)] = project.forked(cases)
     assert code == 2 and printed.count("\n") == 1
     assert "was made with another vocabulary, other classes" in printed
+    assert "numbers (task.data: some.jsonl -> more.jsonl), so its weights" in printed
+    assert "--task.model_name_or_path runs/words/model" in printed
 
 
 def test_other_validation_rows_are_noticed(project, tuned):
@@ -384,7 +389,7 @@ def test_other_validation_rows_are_noticed(project, tuned):
 
 def test_the_digest_of_frozen_weights_is_the_same_for_any_number_of_threads(project):
     program = (
-        "import sys, torch\nfrom training import weights\n"
+        "import sys, torch\nfrom samestep.checkpoint import weights\n"
         "torch.set_num_threads(int(sys.argv[1]))\n"
         "generator = torch.Generator().manual_seed(0)\n"
         "model = torch.nn.Linear(4096, 2048)\n"

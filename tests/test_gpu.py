@@ -205,7 +205,8 @@ NO_WAITS = """
 import sys
 import torch
 import train
-from training import batches, monitor
+from samestep.step import batches
+from samestep.step import monitor
 take, add, taken = batches.StepReader.take, monitor.StepMonitor.add, []
 def begin(reader):
     taken.append(reader)
@@ -274,13 +275,14 @@ def test_texts_of_many_lengths_compile_twice(tmp_path):
     assert (result.stdout + result.stderr).count("Recompiling function") == 1
 
 
-# ---- hardware.py ---------------------------------------------------------------------------------
+# ---- samestep hardware ---------------------------------------------------------------------------
 
 
 def bench(project, hardware, folder):
-    """What `hardware.py bench` says of the GPUs: {name: figures}, and its lines."""
+    """What `samestep hardware bench` says of the GPUs: {name: figures}, and its lines."""
     command = ["accelerate", "launch", "--quiet", "--config_file"]
-    command += [f"configs/accelerate/{hardware}.yaml", "hardware.py", "bench"]
+    command += [f"configs/accelerate/{hardware}.yaml", "-m", "samestep"]
+    command += ["hardware", "bench"]
     project.run(*command, "--seconds", 0.1, "--report", folder, CUDA_VISIBLE_DEVICES=GPUS)
     section = json.loads((folder / "hardware.json").read_text())["bench"]
     figures = {}

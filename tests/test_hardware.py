@@ -14,9 +14,11 @@ from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
 from conftest import ROOT, SOURCE, load_task
+from samestep.processes import ranks
+from samestep.settings import accelerate_yaml
+from samestep.settings import mesh as layout
+from samestep.start import startup
 
-accelerate_yaml, layout = load_task("training.accelerate_yaml"), load_task("training.layout")
-startup, ranks = load_task("training.startup"), load_task("training.ranks")
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 FSDP2 = {
@@ -155,7 +157,7 @@ def test_real_launch(tmp_path, name):
     program = tmp_path / "show.py"
     program.write_text(
         f"import sys\nsys.path.insert(0, {str(ROOT / SOURCE)!r})\n"
-        "from training.layout import this_layout\n"
+        "from samestep.settings.mesh import this_layout\n"
         "sys.stdout.write(f'{this_layout()}\\n')\n"
     )
     command = ["accelerate", "launch", "--config_file", FOLDER / f"{name}.yaml", program]
@@ -332,7 +334,7 @@ def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
 
 
 def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
-    """launch.py --num_processes 8 overrides the YAML, but not its parallelism_config."""
+    """--num_processes 8 of the launcher overrides the YAML, but not its parallelism_config."""
     machine.setenv("LAUNCH_PROCESSES", "8")
     assert accelerate_yaml.read_hardware(FOLDER / "fsdp2.yaml").replicas == 8
     with pytest.raises(
@@ -453,9 +455,8 @@ def test_check_prints_one_line(tiny, tmp_path, name, said):
 
 
 def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
-    code = (
-        "from train import Config; from training.config import fields_of; print(*fields_of(Config))"
-    )
+    code = "from train import Config; from samestep.settings.config import fields_of; "
+    code += "print(*fields_of(Config))"
     fields = {*tiny.run("python", "-c", code).stdout.split()}
     for name in SHIPPED:
         keys = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
@@ -470,13 +471,15 @@ DOC = ROOT / SOURCE / "docs" / "hardware.md"
 
 
 def test_tables_are_those_that_the_command_prints():
-    command = [sys.executable, "-m", "machine.memory"]
+    command = [sys.executable, "-m", "samestep.hardware.memory"]
     options = {"capture_output": True, "text": True, "check": True}
     printed = subprocess.run(command, cwd=ROOT / SOURCE, **options).stdout
     tables = printed.strip().split("\n\n")
     assert len(tables) == 3
     for table in tables:
-        assert f"\n{table}\n" in DOC.read_text(), "python -m machine.memory prints other numbers"
+        assert f"\n{table}\n" in DOC.read_text(), (
+            "python -m samestep.hardware.memory prints other numbers"
+        )
 
 
 def test_commands_for_usual_machines_agree_with_the_table():
@@ -498,16 +501,13 @@ def test_all_yamls_are_in_the_tables():
     text = DOC.read_text().partition("\n## Memory")[0].partition("\n## The YAMLs")[2]
     rows = "".join(line for line in text.splitlines() if line.startswith("| `"))
     assert {*re.findall(r"`([a-z0-9_]+)`", rows)} >= {*SHIPPED}
-    for readme in (ROOT / SOURCE / "README.md", ROOT / "README.md"):
-        table = readme.read_text().partition("\n## Hardware")[2]
-        assert {*re.findall(r"`([a-z0-9_]+)`", table)} >= {*SHIPPED}, readme
 
 
 @pytest.mark.parametrize("name", ["0.5B", "1B", "7B", "70B"])
 def test_models_have_the_parameters_that_transformers_counts(name):
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    model = load_task("machine.memory").MODELS[name]
+    model = load_task("samestep.hardware.memory").MODELS[name]
     config = LlamaConfig(
         vocab_size=model.vocabulary,
         hidden_size=model.width,
@@ -528,7 +528,9 @@ def test_activations_are_those_that_autograd_saves(checkpointing):
     """Of a Llama in bf16 whose residual stream is bf16, as causal_lm computes it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    memory, tokens = load_task("machine.memory"), 512
+    from samestep.hardware import memory
+
+    tokens = 512
 
     def saved(layers):
         """Bytes that a micro-batch keeps, without weights and their copies in bf16."""
@@ -541,7 +543,7 @@ def test_activations_are_those_that_autograd_saves(checkpointing):
         )
         model, found = AutoModelForCausalLM.from_config(config).train(), {}
         if checkpointing:
-            load_task("training.weights").enable_gradient_checkpointing(model)
+            load_task("samestep.checkpoint.weights").enable_gradient_checkpointing(model)
 
         def keep(tensor):
             storage = tensor.untyped_storage()

@@ -130,6 +130,19 @@ def test_a_folder_of_images_for_each_class(task, config, tmp_path, monkeypatch):
     assert list(map(len, task.datasets(cfg, prepared))) == [30, 12]
 
 
+def test_images_on_both_sides_are_told(task, config, tmp_path, capsys):
+    """In other files, and of other formats: what counts are the pixels that the model sees."""
+    folders(tmp_path / "a", 10)
+    folders(tmp_path / "b", 4)
+    own = next((tmp_path / "a").rglob("*.png"))
+    shutil.copy(own, tmp_path / "b" / own.parent.name / "again.png")
+    task.prepare_data(config(tmp_path / "a", validation_data=str(tmp_path / "b")))
+    said = [line for line in capsys.readouterr().out.splitlines() if "training rows too" in line]
+    both = {path.read_bytes() for path in (tmp_path / "a").rglob("*.png")}
+    number = sum(path.read_bytes() in both for path in (tmp_path / "b").rglob("*.png"))
+    assert number >= 1 and len(said) == 1 and f" {number:,} of 13 validation rows" in said[0]
+
+
 def test_a_data_set_of_the_hub(task, config, tmp_path, monkeypatch):
     import datasets
 
@@ -242,7 +255,9 @@ def test_samples_are_of_all_classes_even_where_rows_are_in_their_order(task, tmp
             return type("Answer", (), {"logits": torch.eye(8)[[0] * len(pixel_values)]})
 
     figures = []
-    monkeypatch.setattr("tasklib.pictures.save_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(
+        "samestep.base.pictures.save_figure", lambda figure, path: figures.append(figure)
+    )
     task.draw_samples(Model(), rows, [f"kind {i}" for i in range(8)], tmp_path / "samples.png")
     titles = [axes.get_title() for axes in figures[0].axes]
     true = [title.partition("true ")[2] for title in titles]
@@ -380,7 +395,7 @@ def test_encoded_images_lie_in_files_of_bounded_size(task, config, tmp_path, mon
 
 @pytest.mark.parametrize("damage", ["gone", "other", "half"])
 def test_an_image_that_changes_during_training_is_named(task, config, tmp_path, damage):
-    from training import batches
+    from samestep.step import batches
 
     cfg = config(folders(tmp_path / "a"), decoded_gb=0)
     train, _ = task.datasets(cfg, task.prepare_data(cfg))
@@ -537,7 +552,9 @@ def test_augmentation_depends_on_its_generator_alone(task, config):
     cfg = config(min_crop=0.5, flip=True, image_size=12)
     prepared = task.prepare_data(cfg)
     train, validation = task.datasets(cfg, prepared)
-    assert train[0][0].shape == (14, 14, 3)
+    assert train[0][0].shape == (12, 12, 3)  # digits have no more to show
+    folder = task.TaskConfig(data="photos", min_crop=0.5, image_size=12)
+    assert task.stored_side(folder) == 14
     torch.manual_seed(1)
     once = augmented(task, train, 5)
     torch.manual_seed(2)
@@ -881,7 +898,9 @@ def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monk
     inputs = answer.image_processor([Image.open(files[0])], return_tensors="pt")["pixel_values"]
     assert torch.allclose(inputs, task.collate([rows[0]])["pixel_values"], atol=1e-5)
 
-    result = baked.run("python", "predict.py", "--model", output / "model", "--json", *files[:3])
+    result = baked.run(
+        "python", "-m", "samestep", "predict", "--model", output / "model", "--json", *files[:3]
+    )
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert [each["classes"][0]["label"] for each in found] == guesses[:3]
 
@@ -902,7 +921,7 @@ def test_processes_and_workers_change_nothing(baked, runs):
 
 
 def test_workers_give_the_same_bits_and_epochs_differ(task, config):
-    from training import batches
+    from samestep.step import batches
 
     cfg = config(min_crop=0.5, flip=True)
     prepared = task.prepare_data(cfg)

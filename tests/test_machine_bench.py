@@ -1,4 +1,4 @@
-"""`hardware.py bench`: its formulas, its advice about slow devices, and whole runs on CPUs."""
+"""`hardware bench`: its formulas, its advice about slow devices, and whole runs on CPUs."""
 
 import argparse
 import contextlib
@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import load_task, make_tiny
+from conftest import make_tiny
+from samestep.hardware import bench, links, report, slow, timing, workload
+from samestep.processes import ranks
 
-bench, links, slow = (load_task(f"machine.{name}") for name in ("bench", "links", "slow"))
-workload, timing = load_task("machine.workload"), load_task("machine.timing")
-report, ranks = load_task("machine.report"), load_task("training.ranks")
 Figure = report.Figure
 
 
@@ -204,7 +203,8 @@ def test_many_devices_share_a_row():
 
 
 def test_without_figures_there_is_no_picture(tmp_path):
-    picture = load_task("machine.picture")
+    from samestep.hardware import picture
+
     said = picture.try_draw({"bench": {"figures": []}}, tmp_path / "hardware.png")
     assert said == "none: there is no figure to draw" and not [*tmp_path.iterdir()]
 
@@ -215,7 +215,8 @@ def test_without_figures_there_is_no_picture(tmp_path):
 def launch(project, hardware, folder, *flags, code=0):
     """Runs bench under a YAML; what it printed, and its section of hardware.json."""
     command = ["accelerate", "launch", "--quiet"]
-    command += ["--config_file", f"configs/accelerate/{hardware}.yaml", "hardware.py", "bench"]
+    command += ["--config_file", f"configs/accelerate/{hardware}.yaml"]
+    command += ["-m", "samestep", "hardware", "bench"]
     result = project.run(*command, "--seconds", 0.02, "--report", folder, *flags, check=False)
     text = result.stdout + result.stderr
     assert result.returncode == code, text

@@ -1,4 +1,4 @@
-"""hardware.py check and smoke: what they find out, and faults that they name."""
+"""`hardware check` and `hardware smoke`: what they find out, and faults that they name."""
 
 import json
 import re
@@ -8,11 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import ROOT, load_task, preloaded
-
-check, host, places = (load_task(f"machine.{name}") for name in ("check", "host", "places"))
-nvidia_smi, precisions = (load_task(f"machine.{name}") for name in ("nvidia_smi", "precisions"))
-smoke = load_task("machine.smoke")
+from conftest import ROOT, preloaded
+from samestep.hardware import check, host, nvidia_smi, places, precisions, smoke
 
 # ---- What nvidia-smi prints ----------------------------------------------------------------------
 
@@ -346,8 +343,10 @@ def test_a_sketch_shows_errors_that_keep_the_norm():
 
 
 def run(project, processes, *words, seconds=120):
-    """Runs hardware.py in so many processes: exit codes, what the first printed, all errors."""
-    ended = preloaded(project.path, project.envs(processes), ["hardware.py", *words], seconds)
+    """Runs `hardware` in so many processes: exit codes, what the first printed, all errors."""
+    ended = preloaded(
+        project.path, project.envs(processes), ["-m", "samestep", "hardware", *words], seconds
+    )
     codes, out, errors = zip(*ended, strict=True)
     return {*codes}, out[0], "".join(errors)
 
@@ -379,7 +378,7 @@ def test_check_runs(tiny, tmp_path, processes):
 def test_smoke_passes(tiny, tmp_path, processes, left_out):
     codes, out, errors = run(tiny, processes, "smoke", "--report", str(tmp_path))
     assert codes == {0} and not errors, out + errors
-    assert f"{7 - left_out} passed, 0 failed, {left_out} left out" in out
+    assert f"{8 - left_out} passed, 0 failed, {left_out} left out" in out
     assert [path.name for path in tmp_path.iterdir()] == ["hardware.json"]
     assert max(map(len, out.splitlines())) <= 100
 
@@ -388,7 +387,7 @@ def test_smoke_passes(tiny, tmp_path, processes, left_out):
 @pytest.mark.parametrize("flags", [["--device_shares", "[3,1]"], ["--exact", "true"]])
 def test_smoke_passes_with_other_sums(tiny, tmp_path, flags):
     codes, out, errors = run(tiny, 2, "smoke", "--report", str(tmp_path), *flags)
-    assert codes == {0} and "7 passed, 0 failed" in out, out + errors
+    assert codes == {0} and "8 passed, 0 failed" in out, out + errors
 
 
 LOSS = "old = loss_sum\ndef loss_sum(model, batch):\n    return old(model, batch) * {} ** RANK\n"
@@ -432,13 +431,49 @@ def test_smoke_names_the_process_that_is_wrong(tiny, tmp_path, fault):
     assert not list((tmp_path / "report").glob(".smoke*"))
 
 
+BACKWARD = "accelerator.backward(gradients.guard(loss) * (gradients.averaged / max(terms, 1)))"
+SCALED = "its first step has grad_norm "
+LOOP_FAULTS = {  # what the owner of train.py writes in place of what, and what smoke says
+    "scaled twice": (BACKWARD, BACKWARD.replace("(grad", "(2 * grad"), SCALED),
+    "a micro-batch left out": (
+        "        gradients.begin(train_loader.plan)\n",
+        "        gradients.begin(train_loader.plan)\n"
+        "        micro_batches[0] = micro_batches[ranks.layout.rank]\n",
+        "its first step has ",
+    ),
+    "a share left out": (
+        "for number, batch in micro_batches:",
+        "for number, batch in micro_batches[int(ranks.layout.rank == 1) :]:",
+        "waited 5 s for the other processes",
+    ),
+    "raises": ("        gradients.complete()", "        raise TypeError", "ended with an error"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", LOOP_FAULTS)
+def test_smoke_runs_the_loop_of_the_owner(tiny, tmp_path, fault):
+    old, new, words = LOOP_FAULTS[fault]
+    project = with_fault(tiny, tmp_path, "")
+    train = project.path / "train.py"
+    assert train.read_text().count(old) == 1
+    train.write_text(train.read_text().replace(old, new))
+    with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
+        file.write("timeout: 5\n")
+    codes, out, errors = run(project, 2, "smoke", "--report", str(tmp_path / "report"))
+    assert codes == {1} and "7 passed, 1 failed" in out, out + errors
+    line = next(each for each in out.splitlines() if each.startswith("failed: the loop of train"))
+    assert words in line
+    assert not list((tmp_path / "report").glob(".smoke*"))
+
+
 @pytest.mark.slow
 def test_a_signal_leaves_no_files(tiny, tmp_path):
     fault = "import os\n" + CALLS.replace("if RANK == 1 and", "if").format(4)
     fault = fault.replace("raise RuntimeError('broken')", "os.kill(os.getpid(), 15)")
     project = with_fault(tiny, tmp_path, fault)
     codes, out, errors = run(project, 1, "smoke", "--report", str(tmp_path / "report"))
-    assert (codes, errors) == ({1}, "hardware.py: stopped by a signal\n"), out
+    assert (codes, errors) == ({1}, "samestep hardware: stopped by a signal\n"), out
     assert not list((tmp_path / "report").iterdir())
 
 
@@ -452,11 +487,13 @@ def test_smoke_checks_the_gradients_of_fsdp(tiny, tmp_path, calls, code):
     project = with_fault(tiny, tmp_path, fault)
     launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/fsdp2.yaml"]
     launch += ["--num_processes", "2", "--mixed_precision", "no", ROOT / "tests/sharded_on_cpu.py"]
-    result = project.run(*launch, "hardware.py", "smoke", "--report", tmp_path, check=False)
+    result = project.run(
+        *launch, "-m", "samestep", "hardware", "smoke", "--report", tmp_path, check=False
+    )
     assert result.returncode == code, result.stdout + result.stderr
     wrong = re.search("added up: processes 0-1 on .*: the sum of gradients of", result.stdout)
     assert bool(wrong) == bool(code), result.stdout
-    assert f"{6 - code} passed, {code} failed, 1 left out" in result.stdout
+    assert f"{7 - code} passed, {code} failed, 1 left out" in result.stdout
 
 
 @pytest.mark.slow
@@ -479,7 +516,7 @@ def test_smoke_checks_the_gradients_of_fsdp(tiny, tmp_path, calls, code):
 def test_bad_input_is_one_line_once(tiny, words, error):
     codes, out, errors = run(tiny, 2, *words)
     assert codes == {2} and error in errors, errors
-    assert errors.startswith("hardware.py: ") and errors.count("\n") == 1
+    assert errors.startswith("samestep hardware: ") and errors.count("\n") == 1
     assert "failed" not in out
 
 
@@ -487,4 +524,4 @@ def test_bad_input_is_one_line_once(tiny, words, error):
 def test_a_missing_model_folder_is_one_line(project):
     codes, _, errors = run(project, 2, "smoke", "--task.model_name_or_path", "nowhere")
     assert codes == {2} and "nowhere" in errors
-    assert errors.startswith("hardware.py: ") and errors.count("\n") == 1
+    assert errors.startswith("samestep hardware: ") and errors.count("\n") == 1

@@ -1,4 +1,4 @@
-"""hardware.py recommend: what a model needs, the decision, and the files that it writes."""
+"""`hardware recommend`: what a model needs, the decision, and the files that it writes."""
 
 import contextlib
 import dataclasses
@@ -12,11 +12,12 @@ import torch
 import yaml
 
 from conftest import ROOT, SOURCE, bake, load_task
+from samestep.checkpoint import weights
+from samestep.hardware import ladder, memory, simulate
+from samestep.hardware import recommend as verb
+from samestep.hardware import written as written_by
+from samestep.models import next_token
 
-memory, ladder = load_task("machine.memory"), load_task("machine.ladder")
-simulate, written_by = load_task("machine.simulate"), load_task("machine.written")
-verb = load_task("machine.recommend")
-weights, next_token = load_task("training.weights"), load_task("tasklib.next_token")
 GB = 10**9
 CARDS = (24, 80, 141)
 INF = float("inf")
@@ -248,18 +249,16 @@ FLAGS = {
     ],
     "torch sees no GPU on this machine; to plan for others, give --device_mem": ["--devices=2"],
     "torch sees no GPU on this machine; to plan": ["--machines", "2"],
-    "recommended.yaml is not a file that hardware.py wrote": ["--device_memory", "24"],
+    "recommended.yaml is not a file that samestep hardware wrote": ["--device_memory", "24"],
 }
 
 
 @pytest.fixture(scope="module")
 def hardware():
-    """hardware.py, with the task of a project; a later import of task or train is another's."""
-    sys.modules["task"] = load_task("text_classification")
-    module = load_task("hardware")
-    for name in ("task", "train", "hardware"):
-        del sys.modules[name]
-    return module
+    """The program, in a folder that looks like that of a project."""
+    from samestep.programs import hardware
+
+    return hardware
 
 
 @pytest.mark.parametrize("line", FLAGS)
@@ -268,10 +267,10 @@ def test_hardware_that_is_not_there_is_named_before_data_is_prepared(
 ):
     own = tmp_path / "configs" / "accelerate" / "recommended.yaml"
     own.parent.mkdir(parents=True)
-    own.write_text("mine: 1\n" if "recommended" in line else "# Written by hardware.py\n")
+    own.write_text("mine: 1\n" if "recommended" in line else "# Written by samestep hardware\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware, "read_project", lambda *_: pytest.fail("data is prepared"))
-    monkeypatch.setattr(sys, "argv", ["hardware.py", "recommend", *FLAGS[line]])
+    monkeypatch.setattr(sys, "argv", ["samestep hardware", "recommend", *FLAGS[line]])
     with pytest.raises(ValueError, match=re.escape(line)):
         hardware.prepare()
 
@@ -286,13 +285,13 @@ def test_an_estimate_that_is_wrong_gives_way_to_the_measurement(monkeypatch, mea
         return measured
 
     monkeypatch.setattr(verb, "measure", measure)
-    section = load_task("machine.report").Section("recommend")
+    section = load_task("samestep.hardware.report").Section("recommend")
     study = simulate.Study(sizes, {False: ladder.Working(0, GB)}, 1.0)  # 18 GB, and 1 GB a sample
     one, device = ladder.Step(1, 1), torch.device("cuda")
     found = verb.compare_with_a_step(section, study, None, gpus(2, 80), one, device)
     assert found == {False: ladder.Working(fixed, GB)}
     assert bool(section.lines) == bool(fixed)
-    section = load_task("machine.report").Section("recommend")
+    section = load_task("samestep.hardware.report").Section("recommend")
     found = verb.compare_with_a_step(section, study, None, gpus(2, 10), one, device)
     assert found == study.working and "not measured" in str(section.facts)
 
@@ -349,13 +348,15 @@ def test_yamls_keep_their_comments(monkeypatch, machines):
 
 
 def recommend(project, *flags, check=True, **options):
-    return project.run("python", "hardware.py", "recommend", *flags, check=check, **options)
+    return project.run(
+        "python", "-m", "samestep", "hardware", "recommend", *flags, check=check, **options
+    )
 
 
 def refused(project, *flags, **options):
     """The line for an error of the user."""
     result = recommend(project, *flags, check=False, **options)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("hardware.py: ")]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("samestep hardware: ")]
     assert (result.returncode, result.stderr.count("\n"), len(lines)) == (2, 1, 1), result.stderr
     return lines[0]
 
@@ -381,7 +382,9 @@ def test_recommend_on_a_cpu(tmp_path, task):
     files = written(project)
     for text in files:
         first, _, rest = text.partition("\n")
-        assert re.match(r"# Written by hardware.py recommend on [\d-]{10} for 1 x CPU:", first)
+        assert re.match(
+            r"# Written by samestep hardware recommend on [\d-]{10} for 1 x CPU:", first
+        )
         assert rest.startswith("\n# ")
     assert yaml.safe_load(files[1])["micro_batch_size"] == 32
     assert "checked: runs/recommended starts from the beginning" in train_check(project)
@@ -397,7 +400,9 @@ def test_recommend_on_a_cpu(tmp_path, task):
 
     # GPUs that are not here, and too small for a step at once.
     out = recommend(project, "--device_memory", "0.02", "--devices", "2", "--machines", "2").stdout
-    assert "Next: python launch.py --config_file configs/accelerate/recommended.yaml" in out
+    assert (
+        "Next: python -m samestep launch --config_file configs/accelerate/recommended.yaml" in out
+    )
     assert "--machine_rank R --main_process_ip 10.0.0.1" in out
     assert all(name in out for name in ("DDP, bf16", "FSDP2 on 4 GPUs of 2 machines"))
     values = yaml.safe_load(written(project)[0])
@@ -416,7 +421,7 @@ def test_recommend_keeps_files_that_it_has_not_written(tmp_path):
     )
     recipe = project.path / "configs/train/recommended.yaml"
     recipe.write_text("max_steps: 5\n")
-    line = "configs/train/recommended.yaml is not a file that hardware.py wrote, and stays as it is"
+    line = "configs/train/recommended.yaml is not a file that samestep hardware wrote, and stays"
     assert line in refused(project)
     assert recipe.read_text() == "max_steps: 5\n"
     assert not (project.path / "configs/accelerate/recommended.yaml").exists()
@@ -444,12 +449,12 @@ def test_recommend_for_adapters_and_for_several_processes(tmp_path):
     )
 
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "hardware.py", "recommend"]
+    command = [sys.executable, "-m", "samestep", "hardware", "recommend"]
     runs = [subprocess.Popen(command, cwd=project.path, env=e, **pipes) for e in project.envs(2)]
     ended = [run.communicate(timeout=120) for run in runs]
     assert [run.returncode for run in runs] == [2, 2], ended
     lines = "".join(errors for _, errors in ended).splitlines()
-    assert len(lines) == 1 and "start it with `python hardware.py recommend`" in lines[0]
+    assert len(lines) == 1 and "start it with `python -m samestep hardware recommend`" in lines[0]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""hardware.py tune: its search, the YAMLs that it writes, its trials; and comparing reports."""
+"""`hardware tune`: its search, the YAMLs that it writes, its trials; and comparing reports."""
 
 import dataclasses
 import json
@@ -12,11 +12,8 @@ import psutil
 import pytest
 
 from conftest import load_task, make_tiny, wait_until
+from samestep.hardware import report, search, trials, written
 
-search = load_task("machine.search")
-trials = load_task("machine.trials")
-report = load_task("machine.report")
-written = load_task("machine.written")
 Settings, Trial = search.Settings, trials.Trial
 START = Settings("bf16", False, False, 8)
 FULL = Trial(problem=trials.FULL)
@@ -124,7 +121,7 @@ def config(**changes):
 
 
 def hardware(processes=1, precision="bf16", kind="cuda", capability=(8, 0), kinds=()):
-    layout = load_task("training.layout").Layout(processes, kinds=kinds)
+    layout = load_task("samestep.settings.mesh").Layout(processes, kinds=kinds)
     return trials.Hardware(Path("x.yaml"), precision, kind, "a card", capability, layout, {})
 
 
@@ -154,8 +151,8 @@ def test_lines_of_a_trial(tmp_path):
     file.write_text(torn)
     assert [each["step"] for each in trials.read_lines(file, "tokens_per_second")] == [1]
     assert trials.read_lines(tmp_path / "none", "tokens_per_second") == []
-    text = "Traceback\ntrain.py: it is full\nlaunch.py: process 0 was ended\n\nbye\n"
-    assert trials.last_line(text) == "launch.py: process 0 was ended"
+    text = "Traceback\ntrain.py: it is full\nsamestep launch: process 0 was ended\n\nbye\n"
+    assert trials.last_line(text) == "samestep launch: process 0 was ended"
     assert trials.last_line("a\nValueError: b\n") == "ValueError: b"
     text = "a\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCHDYNAMO_VERBOSE=1\n"
     assert trials.last_line(text) == "torch._inductor.exc.InductorError: no compiler"
@@ -170,7 +167,7 @@ with open(folder / "run" / "metrics.jsonl", "w") as file:
         line = {"step": n, "tokens_per_second": 10.0 * n, "peak_memory_gb": 2 - n / 10}
         print(json.dumps(line), file=file)
 if kind == "fails":
-    print("train.py: the memory is full: no room\\nlaunch.py: bye")
+    print("train.py: the memory is full: no room\\nsamestep launch: bye")
     sys.exit(1)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"], start_new_session=True)
 time.sleep(99)
@@ -188,10 +185,12 @@ time.sleep(99)
     ],
 )
 def test_a_trial_ends_with_all_its_processes(tmp_path, monkeypatch, recipe, speed, problem):
-    (tmp_path / "launch.py").write_text(FAKE)
+    program = tmp_path / "samestep" / "__main__.py"
+    program.parent.mkdir()
+    program.write_text(FAKE)
     (tmp_path / "recipe.yaml").write_text(recipe)
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(trials, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     trial = trials.run_trial(tmp_path, hardware(), "tokens", 3, 1)
     assert (trial.speed, trial.problem, trial.memory) == (speed, problem, 2.0)
     assert not marked(tmp_path)
@@ -245,7 +244,7 @@ WHOLE = (
     [
         # An older heading goes; comments, and flags of all runs, stay.
         (
-            "# Written by hardware.py x\n# y\n\n# Mine.\nmax_steps: 3 # 3\n",
+            "# Written by samestep hardware x\n# y\n\n# Mine.\nmax_steps: 3 # 3\n",
             ["--num_epochs", "2", "--resume", "never"],
             "# Mine.\nmax_steps: 0 # 3\n\nnum_epochs: 2.0\n\nmicro_batch_size: 2\n",
         ),
@@ -364,9 +363,9 @@ def tuned(tmp_path_factory):
 
 
 def hardware_py(project, *words, **options):
-    """Runs hardware.py without a C++ compiler, so that tune tries no compilation."""
+    """Runs samestep hardware without a C++ compiler, so that tune tries no compilation."""
     path = str(Path(sys.executable).parent)
-    return project.run("python", "hardware.py", *words, PATH=path, **options)
+    return project.run("python", "-m", "samestep", "hardware", *words, PATH=path, **options)
 
 
 def marked(folder):
@@ -413,7 +412,17 @@ def test_tuned_pair_trains(tuned, yaml):
     words = ("train.py", "--config", pair[0])
     assert "checked" in tuned.run("python", *words, "--check", "--config_file", pair[1]).stdout
     output = f"runs/after_{yaml}"
-    tuned.run("python", "launch.py", "--config_file", pair[1], *words, "--output_dir", output)
+    tuned.run(
+        "python",
+        "-m",
+        "samestep",
+        "launch",
+        "--config_file",
+        pair[1],
+        *words,
+        "--output_dir",
+        output,
+    )
     assert json.loads((tuned.path / output / "status.json").read_text())["state"] == "finished"
 
 
@@ -453,7 +462,17 @@ def test_out_of_memory_is_a_row_and_slower_is_told(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_nothing(tuned, number):
     before = {path: path.read_bytes() for path in tuned.path.glob("configs/*/tuned.yaml")}
-    command = ["python", "hardware.py", "tune", "--steps", "100000", "--task.row_seconds", "0.01"]
+    command = [
+        "python",
+        "-m",
+        "samestep",
+        "hardware",
+        "tune",
+        "--steps",
+        "100000",
+        "--task.row_seconds",
+        "0.01",
+    ]
     yaml = "configs/accelerate/cpu_multi.yaml"
     run = subprocess.Popen(
         [*command, "--config_file", yaml, "--num_workers", "1"],
@@ -480,7 +499,7 @@ def test_a_signal_leaves_nothing(tuned, number):
         assert nothing_left(tuned)
         return
     assert run.returncode == 1
-    assert printed.endswith("hardware.py: stopped by a signal; no YAML was written\n")
+    assert printed.endswith("samestep hardware: stopped by a signal; no YAML was written\n")
     assert "Traceback" not in printed
     assert nothing_left(tuned)
     assert before == {path: path.read_bytes() for path in tuned.path.glob("configs/*/tuned.yaml")}
@@ -507,11 +526,11 @@ def test_wrong_input_is_one_line(tuned, tmp_path):
         assert expected in ended.stderr and ended.stderr.count("\n") == 1, ended.stderr
         assert nothing_left(tuned)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = ["python", "hardware.py", "tune"]
+    command = ["python", "-m", "samestep", "hardware", "tune"]
     several = [subprocess.Popen(command, cwd=tuned.path, env=e, **pipes) for e in tuned.envs(2)]
     printed = [each.communicate(timeout=60) for each in several]
     assert [each.returncode for each in several] == [2, 2]
-    assert "".join(err for _, err in printed).count("python hardware.py tune") == 1
+    assert "".join(err for _, err in printed).count("python -m samestep hardware tune") == 1
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from conftest import latest, lines, load_task
+from conftest import ROOT, SOURCE, latest, lines, load_task
 from slurm import free_ports
 
 # ---- What all processes must have in common ------------------------------------------------------
@@ -30,7 +30,8 @@ FACTS = {"torch": "2.13", "code task.py": "1", "learning_rate": "0.1"}
     ],
 )  # fmt: skip
 def test_a_difference_names_the_machines(changes, said):
-    agreement, ranks = load_task("training.agreement"), load_task("training.ranks")
+    from samestep.processes import agreement, ranks
+
     found = [{k: v for k, v in (FACTS | each).items() if v} for each in changes]
     gathered = [["x", "y"] if said else ["x"], [*zip("abc", found, strict=True)]]
     processes = SimpleNamespace(gather=lambda _: gathered.pop(0))
@@ -39,7 +40,8 @@ def test_a_difference_names_the_machines(changes, said):
 
 
 def test_processes_of_one_machine_are_named_by_their_ranks():
-    agreement = load_task("training.agreement")
+    from samestep.processes import agreement
+
     everywhere = [("a", {}), ("a", {}), ("b", {})]
     assert agreement.describe_places({"x": [0, 2], "y": [1]}, everywhere) == (
         "x on process 0, process 2 and y on process 1"
@@ -47,14 +49,15 @@ def test_processes_of_one_machine_are_named_by_their_ranks():
 
 
 def test_devices_may_differ_but_not_with_exact():
-    agreement = load_task("training.agreement")
+    from samestep.processes import agreement
+
     versions = {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.0", "cpu": "AVX2"}
     manifest = {"versions": versions, "data": {"fingerprint": "1"}, "config": {"seed": 0}}
-    facts = agreement.collect_facts(manifest, exact=False)
+    facts = agreement.collect_facts(manifest, False, ROOT / SOURCE)
     assert (facts["python"], facts["torch"], facts["seed"]) == ("3.11", "2.13.0", "0")
     assert not {"numpy", "cpu"} & {*facts}
-    assert {"data fingerprint", "code train.py", "code training/agreement.py"} <= {*facts}
-    facts = agreement.collect_facts(manifest, exact=True)
+    assert {"data fingerprint", "code train.py", "code samestep/processes/agreement.py"} <= {*facts}
+    facts = agreement.collect_facts(manifest, True, ROOT / SOURCE)
     assert (facts["python"], facts["cpu"]) == ("3.11.7", "AVX2")
 
 
@@ -67,13 +70,15 @@ def test_an_interface_that_is_not_there_is_named(tiny, tmp_path):
 
 
 def start_alone(tiny, machine, *options):
-    """launch.py on one of two machines, while the other one does not start; code, line, port."""
+    """One of two machines, while the other one does not start; code, line, port."""
     (port,) = free_ports(1)
-    launcher = f"launch.py --num_machines 2 --machine_rank {machine} --main_process_port {port} "
+    launcher = f"samestep --num_machines 2 --machine_rank {machine} --main_process_port {port} "
     launcher += f"--main_process_ip 127.0.0.1 {' '.join(options)}"
     run = tiny.launch(launcher, "cpu_multi", "--output_dir", tiny.path / "alone", "--timeout", 5)
     printed = run.communicate(timeout=120)[0]
-    (line,) = [line for line in printed.splitlines() if ".py: " in line]
+    (line,) = [
+        line for line in printed.splitlines() if re.match("train.py: |samestep launch: ", line)
+    ]
     assert "Traceback" not in printed
     return run.returncode, line, port
 
@@ -91,7 +96,7 @@ def test_launchers_that_do_not_meet_say_so(tiny):
     """With c10d, where machines come at any time: the one that keeps the list does not start."""
     options = ["--rdzv_backend", "c10d", "--rdzv_conf", "is_host=0,read_timeout=5"]
     code, line, _ = start_alone(tiny, 1, *options)
-    said = "launch.py: the launchers of the machines did not meet: "
+    said = "samestep launch: the launchers of the machines did not meet: "
     assert code == 1 and line.startswith(said) and "timed out" in line, line
 
 
@@ -122,7 +127,9 @@ def test_where_the_checks_of_several_machines_meet(tmp_path, text, options, meet
     file = tmp_path / "hardware.yaml"
     if text is not None:
         file.write_text(text)
-    found = load_task("launch").find_meeting(["--config_file", str(file), *options.split()])
+    found = load_task("samestep.programs.launch").find_meeting(
+        ["--config_file", str(file), *options.split()]
+    )
     assert found == ({"LAUNCH_MEETING": meeting} if meeting else {})
 
 
@@ -141,7 +148,7 @@ def without_namespaces():
     return ""
 
 
-LAUNCH = ("python", "launch.py")
+LAUNCH = ("python", "-m", "samestep", "launch")
 
 
 class Machines:
@@ -365,7 +372,7 @@ def test_a_signal_to_one_machine_stops_the_other(tiny, machines, tmp_path, stopp
     runs = [machines.start(i, tiny, *flags) for i in range(2)]
     wait_for_line(runs[1], "waiting for ")
     start = time.monotonic()
-    (launcher,) = machines.programs(stopped, "launch.py")
+    (launcher,) = machines.programs(stopped, "samestep", "launch")
     launcher.terminate()
     codes, printed = machines.end(runs)
     assert codes == [75, 75] and time.monotonic() - start < 30, printed

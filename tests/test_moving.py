@@ -117,7 +117,8 @@ def test_fsdp2_continues_bit_by_bit(tiny, tmp_path, async_save):
 
 
 def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
-    checkpoints = load_task("training.checkpoints")
+    from samestep.checkpoint import checkpoints
+
     saved = {"step": 3, "files": {"model.safetensors": {}, "optimizer.bin": {}}}
     with pytest.raises(ValueError, match="older version of this project; finish or evaluate"):
         checkpoints.check_settings(tmp_path, saved, {}, {}, accept=True)
@@ -129,7 +130,7 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
 PROGRAM = """
 import os, signal, sys, threading, time
 import train
-from training import tensor_files
+from samestep.checkpoint import tensor_files
 write, calls, inside = tensor_files.write_share, [], []
 def slow(share, folder):
     assert not inside, "two saves at once"
@@ -248,13 +249,14 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_it_has_begun(tiny, slowed, t
     output = tmp_path / "run"
     flags = ["--output_dir", output, *ASYNC, "--max_skipped_steps", 1, "--eval_every", 0]
     flags += ["--save_every", 2, "--global_batch_size", 1, "--micro_batch_size", 1]
-    order = load_task("training.order")
+    from samestep.step import order
+
     seen = [int(i) for i in order.sample_ids(range(4), 37, 0)]
     flags += ["--task.poisoned", seen[2]]
     printed = tiny.train(1, *flags, codes=[2], **slowed("time.sleep(2)"))
     assert "not finite in 1 steps in a row" in printed
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000002"]
-    assert load_task("training.checkpoints").verify(checkpoint(output, 2))["step"] == 2
+    assert load_task("samestep.checkpoint.checkpoints").verify(checkpoint(output, 2))["step"] == 2
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from conftest import GPUS, ROOT, load_task
+from conftest import GPUS, ROOT
+from samestep.models import attention, next_token
+from samestep.text import packing
 from waits import host_waits
-
-attention = load_task("tasklib.attention")
-next_token = load_task("tasklib.next_token")
-packing = load_task("tasklib.packing")
 
 LENGTH = 32
 SIZES = {

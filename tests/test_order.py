@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import load_task
-
-order = load_task("training.order")
-batches = load_task("training.batches")
-contract = load_task("training.contract")
+from samestep.settings import contract
+from samestep.step import batches, order
 
 
 class Source(NamedTuple):

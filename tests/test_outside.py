@@ -1,4 +1,4 @@
-"""What comes from outside: predict.py's input, images of any kind, and names in what is shown."""
+"""What comes from outside: predict's input, images of any kind, and names in what is shown."""
 
 import io
 import json
@@ -17,11 +17,10 @@ from PIL import Image
 
 import programs
 from conftest import load_task
-from programs import PROJECT, refused
-
-predict = programs.load("predict")
-images = programs.load("tasklib.images")
-model_card = programs.load("training.model_card")
+from programs import refused
+from samestep.images import images
+from samestep.programs import predict
+from samestep.report import model_card
 
 HOSTILE = ["a\nb\x1b[31m|`x`", "\u202eright to left", "x" * 10_000, "$\\frac_{\udcff\u4e2d"]
 
@@ -69,7 +68,7 @@ def models(tmp_path_factory):
     return folder
 
 
-# ---- The arguments of predict.py -----------------------------------------------------------------
+# ---- The arguments of predict --------------------------------------------------------------------
 
 
 LM = ["--model", "lm"]
@@ -116,9 +115,10 @@ def test_wrong_arguments_are_one_line(models, arguments, said):
 
 
 def test_arguments_are_refused_without_an_import_that_takes_seconds():
-    code = "import predict, sys; print(*{'torch', 'transformers', 'PIL'} & {*sys.modules})"
+    code = "import samestep.programs.predict, sys; "
+    code += "print(*{'torch', 'transformers', 'PIL'} & {*sys.modules})"
     command = [sys.executable, "-B", "-c", code]
-    assert subprocess.check_output(command, cwd=PROJECT, text=True) == "\n"
+    assert subprocess.check_output(command, text=True) == "\n"
 
 
 # ---- Its models ----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
 
 def test_ctrl_c_ends_it_without_a_word(models):
     ours, terminal = os.openpty()
-    command = [sys.executable, "-B", PROJECT / "predict.py", *LM]
+    command = [sys.executable, "-m", "samestep", "predict", *LM]
     pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(command, cwd=models, **pipes)
     assert run.stderr.readline() == b"One input a line; Ctrl-D ends the input.\n"
@@ -216,7 +216,8 @@ CHATS = [
 def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
     models, tmp_path, monkeypatch, template, said
 ):
-    child = programs.load("tasklib.child")
+    from samestep.base import child
+
     limit = child.time_limit
     monkeypatch.setattr(child, "time_limit", lambda _: limit(0.5))
     model = shutil.copytree(models / "lm", tmp_path / "model")
@@ -224,7 +225,7 @@ def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
     assert refused(programs.run(predict, tmp_path, "--model", "model", "--chat", "hi"), said)
 
 
-# ---- What predict.py prints ----------------------------------------------------------------------
+# ---- What predict prints -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model, kind", [("lm", "text"), ("classes", "classes")])
@@ -285,16 +286,20 @@ def test_answers_that_cannot_be_written_are_one_line(models):
 
 
 def test_a_reader_that_leaves_ends_it_quietly(models):
-    command = f"{{ sleep 1; '{sys.executable}' -B '{PROJECT}/predict.py' --help; echo $? >code; }}"
+    command = f"{{ sleep 1; '{sys.executable}' -m samestep predict --help; echo $? >code; }}"
     result = subprocess.run(["sh", "-c", f"{command} | :"], cwd=models, capture_output=True)
     assert (result.stderr, (models / "code").read_text()) == (b"", "0\n")
 
 
 def test_closed_streams_are_no_traceback(models):
-    command = f"exec '{sys.executable}' -B '{PROJECT}/predict.py' --top 0 x >&- 2>closed.txt"
+    command = f"exec '{sys.executable}' -m samestep predict --top 0 x >&- 2>closed.txt"
     assert subprocess.run(["sh", "-c", command], cwd=models).returncode == 2
-    assert (models / "closed.txt").read_text().startswith("predict.py: --top is 0; give a number")
-    command = f"exec '{sys.executable}' -B '{PROJECT}/predict.py' --top 0 x <&- >&- 2>/dev/full"
+    assert (
+        (models / "closed.txt")
+        .read_text()
+        .startswith("samestep predict: --top is 0; give a number")
+    )
+    command = f"exec '{sys.executable}' -m samestep predict --top 0 x <&- >&- 2>/dev/full"
     assert subprocess.run(["sh", "-c", command], cwd=models).returncode == 2
 
 
@@ -444,7 +449,8 @@ def test_predictions_see_transparent_images_as_training_does(models, tmp_path):
 
 @pytest.mark.filterwarnings("error:Glyph")
 def test_a_report_on_classes_with_hostile_names(tmp_path):
-    classification = programs.load("tasklib.classification")
+    from samestep.models import classification
+
     table = torch.tensor(np.arange(16).reshape(4, 4), dtype=torch.float64)
     shown = classification.report_table(table, HOSTILE, tmp_path)
     assert len(shown["classes"].splitlines()) == 6
@@ -454,7 +460,8 @@ def test_a_report_on_classes_with_hostile_names(tmp_path):
 
 
 def test_a_picture_that_cannot_be_drawn_fails_nothing(tmp_path, monkeypatch):
-    classification = programs.load("tasklib.classification")
+    from samestep.models import classification
+
     task = load_task("image_classification")
     table = torch.eye(2, dtype=torch.float64)
     shown = classification.report_table(table, ["a", "b"], tmp_path / "none")
@@ -493,7 +500,8 @@ def test_samples_of_classes_with_hostile_names(tmp_path):
 
 
 def test_a_model_card_with_hostile_names(tmp_path):
-    model_card = programs.load("training.model_card")
+    from samestep.report import model_card
+
     path = "a`b```\n## Evaluation\n<script>|\u202e\udcff"
     config = {
         "project": f"# {path}\n---\n",
@@ -530,7 +538,7 @@ def test_a_model_card_with_hostile_names(tmp_path):
     config["task"]["background"] = "navy"
     model_card.write_card(tmp_path, place, facts)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "\nTraining put transparent images on navy, and predict.py does the same; " in card
+    assert "\nTraining put transparent images on navy, and samestep predict does the same; " in card
 
 
 # ---- Formats that come in disguise ---------------------------------------------------------------

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 import programs
-from programs import PROJECT
-
-plot = programs.load("plot")
+from samestep.programs import plot
+from samestep.report import curves
 
 
 def training(step, loss, **more):
@@ -59,13 +58,13 @@ def test_the_last_line_of_a_step_counts(tmp_path):
         {"step": 20, "eval_loss": 2.7},
         training(30, 1.9),
     ]
-    train, evals = plot.read_metrics(write(tmp_path / "a", lines))
+    train, evals = curves.read_metrics(write(tmp_path / "a", lines))
     assert {step: row["loss"] for step, row in train.items()} == {10: 3.0, 20: 2.4, 30: 1.9}
     assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
 
 
 def test_steps_are_sorted(tmp_path):
-    train, _ = plot.read_metrics(
+    train, _ = curves.read_metrics(
         write(tmp_path / "a", [training(30, 1), training(10, 3), training(20, 2)])
     )
     assert list(train) == [10, 20, 30]
@@ -76,8 +75,8 @@ def test_steps_are_sorted(tmp_path):
 )
 def test_other_and_torn_lines_are_ignored(tmp_path, torn):
     lines = [{"note": "started"}, {"step": 10, "note": "saved"}, "", training(10, 3.0), torn]
-    train, evals = plot.read_metrics(write(tmp_path / "a", lines))
-    assert plot.column(train, "loss") == [3.0]
+    train, evals = curves.read_metrics(write(tmp_path / "a", lines))
+    assert curves.column(train, "loss") == [3.0]
     assert evals == {}
 
 
@@ -85,32 +84,32 @@ def test_a_line_torn_inside_a_letter_is_ignored(tmp_path):
     run = write(tmp_path / "a", [training(10, 3.0), ""])
     with open(run / "metrics.jsonl", "ab") as file:
         file.write('{"step": 20, "é'.encode()[:-1])
-    assert list(plot.read_metrics(run)[0]) == [10]
+    assert list(curves.read_metrics(run)[0]) == [10]
 
 
 def test_what_is_not_finite_is_a_gap(tmp_path):
     lines = [training(i, loss) for i, loss in enumerate([2.0, math.nan, math.inf, None, "x", 1])]
-    train, _ = plot.read_metrics(write(tmp_path / "a", lines))
-    values = plot.column(train, "loss")
+    train, _ = curves.read_metrics(write(tmp_path / "a", lines))
+    values = curves.column(train, "loss")
     assert [math.isnan(value) for value in values] == [False, True, True, True, True, False]
-    assert all(math.isnan(value) for value in plot.column(train, "no such key"))
+    assert all(math.isnan(value) for value in curves.column(train, "no such key"))
 
 
 def test_the_average_neither_lags_nor_spreads_gaps():
     straight = [100.0 - i for i in range(100)]
-    averaged = plot.smooth(straight)
+    averaged = curves.smooth(straight)
     assert averaged[:96] == pytest.approx(straight[:96])
-    noisy = plot.smooth([(-1.0) ** i for i in range(100)])
+    noisy = curves.smooth([(-1.0) ** i for i in range(100)])
     assert max(map(abs, noisy[10:90])) < 0.2
-    gap = plot.smooth([*straight[:50], math.nan, *straight[51:]])
+    gap = curves.smooth([*straight[:50], math.nan, *straight[51:]])
     assert [i for i, value in enumerate(gap) if math.isnan(value)] == [50]
 
 
 def test_names_tell_runs_apart():
-    assert plot.short_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert plot.short_names([Path("runs/a"), Path("other/a")]) == ["runs/a", "other/a"]
-    assert plot.short_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
-    assert len(plot.short_names([Path("runs") / ("long" * 40)])[0]) == 50
+    assert curves.short_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert curves.short_names([Path("runs/a"), Path("other/a")]) == ["runs/a", "other/a"]
+    assert curves.short_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
+    assert len(curves.short_names([Path("runs") / ("long" * 40)])[0]) == 50
 
 
 # ---- Pictures ------------------------------------------------------------------------------------
@@ -120,7 +119,7 @@ def test_the_picture_shows_the_data(tmp_path):
     a = write(tmp_path / "a", curve())
     b = write(tmp_path / "other" / "a", curve(last=2.2))
     again = write(tmp_path / "again" / "a", curve())
-    pictures = [plot.draw([run], run / "curves.png") for run in (a, b, again)]
+    pictures = [curves.draw([run], run / "curves.png") for run in (a, b, again)]
     assert pictures == [run / "curves.png" for run in (a, b, again)]
     assert {size(picture) for picture in pictures} == {(1600, 1200)}
     shown = [picture.read_bytes() for picture in pictures]
@@ -132,8 +131,8 @@ def test_the_picture_shows_the_data(tmp_path):
 def texts(monkeypatch, runs, output):
     """All the words in the picture of `runs`."""
     figures = []
-    monkeypatch.setattr(plot, "FigureCanvasAgg", figures.append)
-    plot.draw(runs, output)
+    monkeypatch.setattr(curves, "FigureCanvasAgg", figures.append)
+    curves.draw(runs, output)
     return {text.get_text() for text in figures[0].findobj(lambda part: hasattr(part, "get_text"))}
 
 
@@ -162,13 +161,13 @@ def test_the_words_of_a_comparison(tmp_path, monkeypatch):
 def test_what_is_drawn_is_said(tmp_path, monkeypatch):
     """Means are told from what was logged, and only evaluations have dots."""
     figures = []
-    monkeypatch.setattr(plot, "FigureCanvasAgg", figures.append)
+    monkeypatch.setattr(curves, "FigureCanvasAgg", figures.append)
     for number, said in [
         (3, ["training"]), (24, ["training"]),
         (100, ["training, as logged", "training, mean of 9 values"]),
     ]:  # fmt: skip
         run = write(tmp_path / str(number), curve(steps=number))
-        plot.draw([run], tmp_path / "a.png")
+        curves.draw([run], tmp_path / "a.png")
         *drawn, validation = figures[-1].axes[0].get_lines()
         assert [line.get_label() for line in drawn] == said
         assert len(drawn[0].get_xdata()) == number
@@ -176,7 +175,7 @@ def test_what_is_drawn_is_said(tmp_path, monkeypatch):
         assert not any(line.get_marker() == "o" for line in drawn)
     training = [line["loss"] for line in curve(steps=100)[:100]]
     assert list(drawn[0].get_ydata()) == training
-    assert list(drawn[1].get_ydata()) == plot.smooth(training)
+    assert list(drawn[1].get_ydata()) == curves.smooth(training)
 
 
 def scored(**scores):
@@ -213,9 +212,9 @@ def test_scores_have_panels(tmp_path, monkeypatch, scores, panels):
         if panels == ["scores"] and name != "unigram_loss" and name.isascii() and last == last:
             assert f"{name.replace('_', ' ')} {last:#.4g}" in words
     monkeypatch.undo()
-    assert size(plot.draw([run], run / "a.png")) == (1600, 1200 + 280 * len(panels))
+    assert size(curves.draw([run], run / "a.png")) == (1600, 1200 + 280 * len(panels))
     both = [run, write(tmp_path / "b", scored(**scores))]
-    assert size(plot.draw(both, tmp_path / "both.png")) == (1600, 1200 + 280 * len(panels))
+    assert size(curves.draw(both, tmp_path / "both.png")) == (1600, 1200 + 280 * len(panels))
 
 
 def test_settings_that_differ_are_named(tmp_path, monkeypatch):
@@ -241,7 +240,7 @@ def test_settings_that_differ_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["", "[]", "1", "\x00", "a: *b", "[" * 9999, "task: 5", "é"])
 def test_a_config_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
-    assert plot.differing_settings([tmp_path, tmp_path]) == [[], []]
+    assert curves.differing_settings([tmp_path, tmp_path]) == [[], []]
 
 
 @pytest.mark.filterwarnings("error")
@@ -269,9 +268,9 @@ def test_odd_data_are_drawn(tmp_path, lines):
     run = write(tmp_path / "_a$\\b$c", lines)
     # What a file name in latin-1, in Chinese, or with a line end and a mark is to Python.
     run = run.rename(tmp_path / "_$\\b{$c\udce9\u4e2d\n\u202e\x1b[31m")
-    assert size(plot.draw([run], run / "curves.png")) == (1600, 1200)
+    assert size(curves.draw([run], run / "curves.png")) == (1600, 1200)
     compared = [run, write(tmp_path / "b", curve())]
-    assert size(plot.draw(compared, tmp_path / "both.png")) == (1600, 1200)
+    assert size(curves.draw(compared, tmp_path / "both.png")) == (1600, 1200)
 
 
 def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -283,9 +282,9 @@ def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         Path(file).write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plot.Figure, "savefig", full_disk)
+    monkeypatch.setattr(curves.Figure, "savefig", full_disk)
     with pytest.raises(OSError, match="No space"):
-        plot.draw([run], picture)
+        curves.draw([run], picture)
     assert picture.read_text() == "the old one"
     assert sorted(path.name for path in run.iterdir()) == ["curves.png", "metrics.jsonl"]
 
@@ -339,7 +338,7 @@ def test_the_path_is_printed(folder, arguments, picture):
 def test_bad_input_gets_one_line(folder, arguments, line):
     result = command(folder, *arguments)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"plot.py: {line}")
+    assert result.stderr.startswith(f"samestep plot: {line}")
     assert result.stderr.count("\n") == 1
     if line.endswith("runs/"):
         assert all(name in result.stderr for name in ("runs/a", "runs/b"))
@@ -347,14 +346,14 @@ def test_bad_input_gets_one_line(folder, arguments, line):
 
 def test_help_shows_the_commands(folder):
     result = subprocess.run(
-        [sys.executable, "-B", PROJECT / "plot.py", "--help"],
+        [sys.executable, "-m", "samestep", "plot", "--help"],
         cwd=folder,
         env={name: value for name, value in os.environ.items() if name != "DISPLAY"},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0
-    assert "python plot.py runs/a runs/b" in result.stdout
+    assert "python -m samestep plot runs/a runs/b" in result.stdout
 
 
 def test_a_full_disk_behind_the_output_is_no_traceback(folder):
@@ -365,8 +364,6 @@ def test_a_full_disk_behind_the_output_is_no_traceback(folder):
 
 def test_it_stands_alone():
     foreign = "{'torch', 'train', 'task', 'matplotlib.pyplot'}"
-    code = f"import sys, plot; print(*{foreign} & {{*sys.modules}})"
-    result = subprocess.run(
-        [sys.executable, "-B", "-c", code], cwd=PROJECT, capture_output=True, text=True
-    )
+    code = f"import sys, samestep.programs.plot; print(*{foreign} & {{*sys.modules}})"
+    result = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
     assert (result.stdout, result.stderr) == ("\n", "")

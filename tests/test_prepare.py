@@ -1,4 +1,4 @@
-"""prepare.py: the preparation of train.py as a program of its own, without a run."""
+"""samestep prepare: the preparation of train.py as a program of its own, without a run."""
 
 import re
 import signal
@@ -29,7 +29,9 @@ def test_train_finds_what_prepare_has_prepared(fresh, tmp_path):
     before = {path.name for path in fresh.path.iterdir()} | {"__pycache__"}
     flags = ["--config", "configs/train/smoke.yaml", "--task.cache_dir", tmp_path / "cache"]
     flags += ["--output_dir", tmp_path / "run", "--max_steps", 2, "--warmup_steps", 1]
-    first, again = [fresh.run("python", "prepare.py", *flags).stdout for _ in range(2)]
+    first, again = [
+        fresh.run("python", "-m", "samestep", "prepare", *flags).stdout for _ in range(2)
+    ]
     pattern = r"prepared in (\S+): ([\d,]+) rows to train on, ([\d,]+) to evaluate on\n"
     folder, rows, _ = re.fullmatch(pattern, again).groups()
     assert first.endswith(again) and folder.startswith(str(tmp_path / "cache"))
@@ -41,17 +43,20 @@ def test_train_finds_what_prepare_has_prepared(fresh, tmp_path):
     assert files(Path(folder)) == prepared
     checked = fresh.run("python", "train.py", *flags, "--check", "--resume", "never", check=False)
     assert checked.returncode == 2  # of a run that is there; `prepare` has not looked for one
-    assert fresh.run("python", "prepare.py", *flags, "--resume", "never").stdout == again
+    assert (
+        fresh.run("python", "-m", "samestep", "prepare", *flags, "--resume", "never").stdout
+        == again
+    )
 
 
 def test_no_gpu_and_no_process_group_are_touched(tiny):
     """Also where a launcher's variables say that there are others."""
     program = (
-        "import sys, runpy, torch; sys.argv = ['prepare.py']\n"
+        "import sys, torch; sys.argv = ['samestep prepare']\n"
         "def refuse(*_, **__): raise TypeError('touched')\n"
         "torch.cuda.init = torch.cuda._lazy_init = refuse\n"
         "torch.distributed.init_process_group = torch.distributed.TCPStore = refuse\n"
-        "runpy.run_path('prepare.py', run_name='__main__')"
+        "from samestep.programs import prepare; prepare.main()"
     )
     for env in ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}):
         result = tiny.run("python", "-c", program, **env)
@@ -70,22 +75,24 @@ def test_no_gpu_and_no_process_group_are_touched(tiny):
     ],
 )
 def test_a_mistake_is_a_line(tiny, flags, said):
-    result = tiny.run("python", "prepare.py", *flags, check=False)
+    result = tiny.run("python", "-m", "samestep", "prepare", *flags, check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"prepare.py: {said}") and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
 
 
 def test_another_error_has_its_traceback(tiny):
     flags = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
-    result = tiny.run("python", "prepare.py", *flags, "--task.fail_kind", "TypeError", check=False)
+    result = tiny.run(
+        "python", "-m", "samestep", "prepare", *flags, "--task.fail_kind", "TypeError", check=False
+    )
     assert result.returncode == 1 and result.stderr.count("Traceback") == 1
     assert result.stderr.endswith("TypeError: no prepare_data here\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_preparation_at_once(tiny, tmp_path, number):
-    program = "import prepare; print('begun', flush=True); "
-    program += "prepare.shutdown.run_alone(prepare.main)"
+    program = "from samestep.programs import prepare; print('begun', flush=True); "
+    program += "prepare.main()"
     command = ["python", "-c", program, "--task.prepare_seconds", "100"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tiny.path, env=tiny.env(), **pipes) as run:

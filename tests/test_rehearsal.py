@@ -160,7 +160,7 @@ def test_a_card_trains(small, tmp_path, card):
         assert (said in printed) == (card == "T4" or (yaml, card) == ("fp8", "A100"))
 
 
-# ---- hardware.py ---------------------------------------------------------------------------------
+# ---- samestep hardware ---------------------------------------------------------------------------
 
 
 VERBS = [(verb, "single_gpu_bf16", 1) for verb in ("check", "smoke", "bench", "recommend")]
@@ -172,7 +172,7 @@ VERBS += [("smoke", "fsdp2", 2), ("smoke", "tensor_parallel", 2)]
 @pytest.mark.parametrize(("verb", "hardware", "processes"), VERBS)
 def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
     flags = {"bench": ["--seconds", 0.01]}.get(verb, [])
-    printed = rehearse(small, hardware, processes, *flags, program=f"hardware.py {verb}")
+    printed = rehearse(small, hardware, processes, *flags, program=f"-m samestep hardware {verb}")
     assert verb != "smoke" or " 0 failed" in printed
     assert "NVIDIA H100" in printed or verb in ("smoke", "bench")
 
@@ -185,7 +185,7 @@ def test_tune_runs(small, tmp_path):
         "import pretend_gpu\npretend_gpu.pretend()\n"
     )
     flags = ["--steps", 1, "--config_file", "configs/accelerate/single_gpu_bf16.yaml"]
-    small.run("python", "hardware.py", "tune", *flags, PYTHONPATH=str(tmp_path))
+    small.run("python", "-m", "samestep", "hardware", "tune", *flags, PYTHONPATH=str(tmp_path))
     tuned = (small.path / "configs" / "accelerate" / "tuned.yaml").read_text()
     assert "distributed_type" in tuned
 
@@ -197,7 +197,11 @@ def test_tune_runs(small, tmp_path):
     ("line", "other", "said"),
     [
         ("batch = send_to_device(batch, accelerator.device, non_blocking=True)", "", "same device"),
-        ("step_losses.append(loss.detach())", "step_losses.append(loss.item())", "waits for"),
+        (
+            "            losses.append(loss.detach())",
+            "            losses.append(loss.item())",
+            "waits for",
+        ),
     ],
 )
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path, line, other, said):

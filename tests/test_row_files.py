@@ -10,7 +10,7 @@ import pytest
 import reference
 from conftest import load_task
 
-row_files, units = load_task("tasklib.row_files"), load_task("tasklib.units")
+row_files, units = load_task("samestep.text.row_files"), load_task("samestep.text.units")
 KINDS = ("text_classification", "seq2seq")
 
 

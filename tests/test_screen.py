@@ -64,7 +64,7 @@ def test_in_a_log_file_each_line_is_shown_and_no_bar(quick, tmp_path):
 @pytest.mark.parametrize("hardware", ["cpu", pytest.param("cpu_multi", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_with_one_line(tiny, tmp_path, hardware):
     output = tmp_path / "run"
-    run = tiny.launch("launch.py", hardware, *LONG, "--output_dir", output)
+    run = tiny.launch("samestep", hardware, *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
     os.killpg(run.pid, signal.SIGINT)
     printed = run.communicate(timeout=60)[0]
@@ -79,7 +79,7 @@ def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     import psutil
 
     output = tmp_path / "run"
-    run = tiny.launch("launch.py", "cpu_multi", *LONG, "--output_dir", output)
+    run = tiny.launch("samestep", "cpu_multi", *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
     family = psutil.Process(run.pid).children(recursive=True)
     ranks = {p.environ().get("RANK"): p for p in family}
@@ -87,7 +87,7 @@ def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
     printed = run.communicate(timeout=60)[0]
     assert run.returncode == 1 and "Traceback" not in printed, printed
     assert "lost the connection to another process, which has died" in printed
-    assert f"launch.py: process 1 (pid {ranks['1'].pid}) was ended by SIGKILL" in printed
+    assert f"samestep launch: process 1 (pid {ranks['1'].pid}) was ended by SIGKILL" in printed
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_killed_process_is_named_where_there_is_only_one(tiny, tmp_path):
     import psutil
 
     output = tmp_path / "run"
-    run = tiny.launch("launch.py", "cpu", *LONG, "--output_dir", output)
+    run = tiny.launch("samestep", "cpu", *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
     family = psutil.Process(run.pid).children(recursive=True)
     [p for p in family if "-u" in p.cmdline() or "ACCELERATE_MIXED_PRECISION" in p.environ()][
@@ -103,11 +103,13 @@ def test_a_killed_process_is_named_where_there_is_only_one(tiny, tmp_path):
     ].kill()
     printed = run.communicate(timeout=60)[0]
     assert run.returncode == 1 and "Traceback" not in printed, printed
-    assert "launch.py: the process that trained was ended by SIGKILL, as the kernel" in printed
+    assert (
+        "samestep launch: the process that trained was ended by SIGKILL, as the kernel" in printed
+    )
 
 
 def test_what_the_launcher_itself_refuses_is_shown(tiny):
-    run = tiny.launch("launch.py --no_such_flag", "cpu", "--max_steps", 3)
+    run = tiny.launch("samestep --no_such_flag", "cpu", "--max_steps", 3)
     printed = run.communicate(timeout=60)[0]
     assert run.returncode == 2 and "no_such_flag" in printed
 

@@ -362,7 +362,7 @@ def test_pretrained_models_train_and_answer(task, project, models, tmp_path, nam
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     tokens = model.generate(**tokenizer(["read: one two three"], return_tensors="pt"))
     (answer,) = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    given = ["predict.py", "--json", "--model", output / "model", "one two three"]
+    given = ["-m", "samestep", "predict", "--json", "--model", output / "model", "one two three"]
     assert json.loads(project.run("python", *given).stdout)["text"] == answer
     # The example of the card says the same.
     card = (output / "model" / "README.md").read_text()
@@ -416,7 +416,7 @@ def test_the_report_scores_the_targets_that_the_model_writes(task, learnt, proje
     sums = task.eval_sums(model, task.collate(encoded))
     equal = sum(mine == target for mine, target in zip(written, targets, strict=True))
     assert int(sums["right_rows"]) == equal > 0
-    given = ["predict.py", "--model", output / "model", sources[0], sources[1]]
+    given = ["-m", "samestep", "predict", "--model", output / "model", sources[0], sources[1]]
     printed = project.run("python", *given).stdout
     assert printed == f"{sources[0]}: {written[0]}\n{sources[1]}: {written[1]}\n"
 

@@ -102,11 +102,14 @@ class Machine:
 def machine(tmp_path):
     for name in ("Makefile", "install.sh"):
         shutil.copy(template() / SOURCE / name, tmp_path / name)
+    (tmp_path / "vendor").mkdir()
+    (tmp_path / WHEEL).touch()
     (tmp_path / "pyproject.toml").write_text('dependencies = [\n    "torch>=2.6",\n]\n')
     return Machine(tmp_path)
 
 
-PLAIN = "pip install torch>=2.6 -e ."
+WHEEL = "vendor/samestep-1.0.0+0-py3-none-any.whl"
+PLAIN = f"pip install torch>=2.6 {WHEEL} -e ."
 HOPPER, OLD_DRIVER, VOLTA = "580.65.06,9.0", "550.54.15,8.0", "580.65.06,7.0"
 
 
@@ -231,7 +234,7 @@ def test_uv_is_used_where_it_is_there(machine, gpus, words, installed, expected)
     if installed:
         machine.installed(installed)
     command = "uv pip install --quiet --python .venv/bin/python torch>=2.6"
-    assert machine.setup(*words)[0][1:] == [f"{command} {expected} -e ."]
+    assert machine.setup(*words)[0][1:] == [f"{command} {expected} {WHEEL} -e ."]
     assert "uv failed" in machine.setup(*words, expect=2, FAKE_INSTALL_FAILS="1")[1][-1]
 
 
@@ -246,7 +249,7 @@ def test_uv_takes_torch_from_an_index_and_needs_no_pip(machine):
     log, _ = machine.setup(f"TORCH_INDEX={SECRET}", FAKE_NO_PIP="1")
     assert log[1:] == [
         f"{command} --no-deps --index-url {SECRET} torch>=2.6",
-        f"{command} torch>=2.6 -e .",
+        f"{command} torch>=2.6 {WHEEL} -e .",
     ]
 
 
@@ -308,7 +311,7 @@ def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
         "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
         "PyTorch comes. PyPI's brings several GB of CUDA 13. For the build that fits this machine, "
         "press Ctrl-C and add to the command: TORCH_BACKEND=cpu",
-        "setup: installing torch>=2.6 -e .",
+        f"setup: installing torch>=2.6 {WHEEL} -e .",
     ]
     machine.installed("2.13.0+cpu")
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
@@ -345,7 +348,7 @@ def test_torch_can_be_pinned_and_extras_chosen(machine):
     log, _ = machine.setup(TORCH="torch==2.13.0", EXTRAS="dev,trackio")
     assert log[1:] == [
         f"pip install --no-deps --index-url {CPU_INDEX} torch==2.13.0",
-        "pip install torch==2.13.0 -e .[dev,trackio]",
+        f"pip install torch==2.13.0 {WHEEL} -e .[dev,trackio]",
     ]
 
 
@@ -407,7 +410,8 @@ def test_the_wheels_of_offline_md_are_all_that_a_project_needs(tmp_path, task):
         r'^    "([\w-]+)', pyproject.partition("[project.optional")[0], re.MULTILINE
     )
     assert len(needed) > 15
-    assert {name.replace("_", "-") for name in needed} - found <= {"torch"}
+    # The library lies in vendor/.
+    assert {name.replace("_", "-") for name in needed} - found <= {"torch", "samestep"}
 
 
 # ---- make ----------------------------------------------------------------------------------------
@@ -459,7 +463,7 @@ def test_train_finds_the_hardware(ready, gpus, visible, hardware):
     env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     hardware, number = [*hardware.split(), ""][:2]
     assert ready.run("make", "--silent", "train", **env).stdout.split() == [
-        *f"launch.py --config_file configs/accelerate/{hardware}.yaml".split(),
+        *f"-m samestep launch --config_file configs/accelerate/{hardware}.yaml".split(),
         *(["--num_processes", number] if number else []),
         *"train.py --config configs/train/default.yaml".split(),
     ]
@@ -472,7 +476,7 @@ def test_train_finds_the_hardware(ready, gpus, visible, hardware):
 def test_train_finds_amd_gpus(ready):
     ready.add("rocm_agent_enumerator", "#!/bin/sh\nprintf 'gfx000\\ngfx90a\\ngfx90a\\n'\n")
     words = ready.run("make", "--silent", "train").stdout.split()
-    assert words[2:5] == ["configs/accelerate/multi_gpu_bf16.yaml", "--num_processes", "2"]
+    assert words[4:7] == ["configs/accelerate/multi_gpu_bf16.yaml", "--num_processes", "2"]
 
 
 def test_train_takes_hardware_recipe_and_flags(ready):
@@ -481,7 +485,7 @@ def test_train_takes_hardware_recipe_and_flags(ready):
     assert (
         result.stdout.split()
         == (
-            "launch.py --config_file configs/accelerate/single_gpu_bf16.yaml "
+            "-m samestep launch --config_file configs/accelerate/single_gpu_bf16.yaml "
             "train.py --config configs/train/smoke.yaml --learning_rate 1e-3"
         ).split()
     )
@@ -490,7 +494,7 @@ def test_train_takes_hardware_recipe_and_flags(ready):
 def test_prepare_takes_recipe_and_flags_and_looks_for_no_gpu(ready):
     ready.gpus(AMPERE)
     result = ready.run("make", "--silent", "prepare", "RECIPE=smoke", "ARGS=--task.data corpus")
-    words = "prepare.py --config configs/train/smoke.yaml --task.data corpus"
+    words = "-m samestep prepare --config configs/train/smoke.yaml --task.data corpus"
     assert result.stdout.split() == words.split()
     assert not (ready.folder / "log.smi").exists()
 
@@ -504,7 +508,7 @@ def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target):
     commands = {"test": ["python -m pytest"], "lint": ["ruff check .", "ruff format --check ."]}
     assert ready.run("make", "--silent", target).stdout.splitlines() == commands[target]
     (scripts / "pytest").unlink()
-    install = "python -m pip install --quiet --disable-pip-version-check -e .[dev]"
+    install = f"python -m pip install --quiet --disable-pip-version-check {WHEEL} -e .[dev]"
     first = ["installing pytest and ruff, once", install]
     assert ready.run("make", "--silent", target).stdout.splitlines() == first + commands[target]
     (scripts / "python").write_text("#!/bin/sh\nexit 1\n")

@@ -22,11 +22,12 @@ from PIL import Image
 
 import hub
 from conftest import ROOT, SOURCE, bake, load_task
+from samestep.base import child
+from samestep.data import cache, sources, tables
+from samestep.data import hub as data_hub
+from samestep.step import batches
 from test_cache import open_to_all, unprivileged
 
-batches, cache = load_task("training.batches"), load_task("tasklib.cache")
-child, sources = load_task("tasklib.child"), load_task("tasklib.sources")
-data_hub, tables = load_task("tasklib.hub"), load_task("tasklib.tables")
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
 ROLES = ("user", "assistant")
@@ -374,7 +375,9 @@ def test_fields_that_nothing_reads_are_refused(tmp_path, monkeypatch, name, fiel
 
 def test_fields_of_models_on_the_hub_are_not_read_elsewhere(tmp_path):
     """Sizes of a new model may stay in a recipe that goes on from a model."""
-    pretrained, task = load_task("tasklib.pretrained"), load_task("causal_lm")
+    from samestep.models import pretrained
+
+    task = load_task("causal_lm")
     cfg = task.TaskConfig(model_name_or_path=str(tmp_path), revision="v1")
     assert "without a model on the Hub" in refused(pretrained.check_unread, cfg)
     pretrained.check_unread(task.TaskConfig(model_name_or_path="a/b", revision="v1"))
@@ -650,11 +653,17 @@ def test_data_and_model_of_the_hub_by_name_config_split_and_commit(project, tmp_
 def test_the_contract_names_what_train_py_calls():
     """The Protocol says all that train.py and training/ take from a task, and no more."""
     called = set()
-    for file in [ROOT / SOURCE / "train.py", *(ROOT / SOURCE / "training").glob("*.py")]:
-        code = re.sub(r'"[^"\n]*"', '""', file.read_text())
+    rooms = ("settings", "processes", "step", "checkpoint", "start", "training")
+    for file in [
+        ROOT / SOURCE / "train.py",
+        *(p for room in rooms for p in (ROOT / "src" / "samestep" / room).glob("*.py")),
+    ]:
+        text = r'""".*?"""|#[^\n]*|"[^"\n]*"'  # and comments
+        code = re.sub(text, '""', file.read_text(), flags=re.S)
         called |= set(re.findall(r"(?<!import )\btask\.([a-z_]+)\b(?!:)", code)) - {"py"}
         called |= set(re.findall(r'getattr\(task, "(\w+)"', file.read_text())) - {"UNIT"}
-    contract = load_task("training.contract")
+    from samestep.settings import contract
+
     assert called == {*contract.REQUIRED, *contract.OPTIONAL}
     names = {name for name in vars(contract.Task) if name[0].islower()}
     assert names == called
@@ -704,7 +713,7 @@ def test_sorting_moves_rows_within_a_step_alone():
 
 
 def test_configs_that_python_makes_are_checked_too():
-    fields = load_task("tasklib.fields")
+    from samestep.base import fields
 
     @dataclasses.dataclass
     class Config:
@@ -720,7 +729,8 @@ def test_configs_that_python_makes_are_checked_too():
 
 def test_files_of_a_tokenizer_are_told_from_weights(tmp_path):
     """Marian's tokenizer has two models of SentencePiece."""
-    pretrained = load_task("tasklib.pretrained")
+    from samestep.models import pretrained
+
     for name in ("source.spm", "vocab.json", "model.safetensors", "pytorch_model.bin"):
         (tmp_path / name).touch()
     cfg = pretrained.ModelConfig(model_name_or_path=str(tmp_path))
@@ -832,7 +842,7 @@ def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
 
 
 def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
-    contract = load_task("training.contract")
+    contract = load_task("samestep.settings.contract")
     assert sources.LONGEST_PERIOD == contract.LONGEST_PERIOD
     said = "task.data: the weights 50001, 50000 are too fine; give .* sum of at most 100,000"
     for name in ("causal_lm", "text_classification", "seq2seq"):

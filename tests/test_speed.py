@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from conftest import lines, load_task, make_tiny
+from samestep.report import speed
+from samestep.settings import mesh as layout
+from samestep.start import startup
 
-speed, startup = load_task("training.speed"), load_task("training.startup")
-layout = load_task("training.layout")
 CPU = torch.device("cpu")
 SLOW = """
 
@@ -116,13 +117,14 @@ def test_the_whole_backward_pass_counts(clock):
         forward = staticmethod(lambda context, x: x.clone())
         backward = staticmethod(lambda context, grad: (clock(3), grad)[1])
 
-    sums, batches = load_task("training.sums"), load_task("training.batches")
+    from samestep.step import batches, sums
+
     model = torch.nn.ParameterList([torch.ones(1), torch.ones(1)])
-    accelerator = SimpleNamespace(gradient_accumulation_steps=1, step=0)
+    accelerator = SimpleNamespace(gradient_accumulation_steps=1, step=0, parallelism_config=None)
     _, stopwatch = make_meter()
     gradients = sums.StepGradients(accelerator, Others(), model, False, stopwatch)
-    gradients.start(batches.StepPlan(1, 1), 1)
-    with gradients.micro_batch(0):
+    gradients.begin(batches.StepPlan(1, 1))
+    with gradients.micro_batch(0, {}):
         (model[0] * Slow.apply(model[1])).backward()
         clock(5)
     assert stopwatch.take() == [3.0]
@@ -199,7 +201,7 @@ def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
     known = {"fp32": 67.0, "tf32": 495.0}
     monkeypatch.setattr(speed, "peaks_of", lambda device: known)
     meter, stopwatch = make_meter(precision=precision)
-    ranks = load_task("training.ranks").Ranks
+    ranks = load_task("samestep.processes.ranks").Ranks
     meter.ranks.fail_together = ranks.fail_together.__get__(meter.ranks)
     meter.ranks.raise_everywhere = lambda problem: None
     model = torch.nn.Linear(8, 16, bias=False)
@@ -247,7 +249,7 @@ def test_mfu_by_hand(clock, monkeypatch, precision, tf32, peak, share_trained):
 )
 def test_peaks_of_names_that_contain_others(monkeypatch, name, bf16, memory):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found = load_task("training.peaks").peaks_of(torch.device("cuda"))
+    found = load_task("samestep.report.peaks").peaks_of(torch.device("cuda"))
     assert (found.get("bf16"), found.get("memory")) == (bf16, memory)
 
 

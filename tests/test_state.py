@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 
 from conftest import read_checkpoint, read_weights
-from programs import load
+from samestep.checkpoint import tensor_files, weights
+from samestep.training import saving
 
-weights, tensor_files = load("training.weights"), load("training.tensor_files")
 ONE = SimpleNamespace(gather=lambda value: [value])  # the ranks of a run of one process
 PATH = "checkpoints/step-00000003"
 
@@ -418,7 +418,7 @@ def test_copies_in_host_memory_are_used_again(tmp_path):
     """They take the memory of the tensors, each rounded up to 64 bytes, and are written from it."""
     parts = {"a": torch.arange(6.0)[::2], "b": torch.tensor(3), "c": torch.zeros(0)}
     parts["d"] = torch.arange(5_000_000).to(torch.bfloat16)
-    host = load("training.saving").HostCopies()
+    host = saving.HostCopies()
     first = host.copy(parts)
     memory = host.memory
     places = {name: first[name].data_ptr() - memory.ctypes.data for name in "abd"}
@@ -429,7 +429,8 @@ def test_copies_in_host_memory_are_used_again(tmp_path):
     second = host.copy(parts)
     assert host.memory is memory and second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
     places = {name: {"saved_offsets": [0] * part.dim()} for name, part in parts.items()}
-    files = load("training.tensor_files")
+    from samestep.checkpoint import tensor_files as files
+
     files.write_share(files.Share(second, places), tmp_path)
     with safe_open(tmp_path / "rank-00000.safetensors", "pt") as file:
         assert all(torch.equal(file.get_tensor(name), part) for name, part in parts.items())
@@ -439,7 +440,9 @@ def test_copies_in_host_memory_are_used_again(tmp_path):
 
 
 def test_host_memory_is_pinned_where_the_system_allows_it(monkeypatch):
-    saving, torch = load("training.saving"), load("training.saving").torch
+    from samestep.training import saving
+
+    torch = saving.torch
     calls, launched = [], []
     register = lambda *given: calls.append(given) or 0  # noqa: E731
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls.append)

@@ -56,14 +56,14 @@ def check_stopped(output, printed):
 
 
 SIGNALS = [
-    ("launch.py", "cpu", "SIGTERM", False),
-    ("launch.py", "cpu", "SIGUSR1", False),
-    ("launch.py", "cpu", "SIGINT", False),
-    ("launch.py", "cpu", "SIGINT", True),
-    ("launch.py", "cpu", "SIGHUP", True),
-    ("launch.py", "cpu_multi", "SIGTERM", False),
-    ("launch.py", "cpu_multi", "SIGUSR1", False),
-    ("launch.py", "cpu_multi", "SIGINT", True),
+    ("samestep", "cpu", "SIGTERM", False),
+    ("samestep", "cpu", "SIGUSR1", False),
+    ("samestep", "cpu", "SIGINT", False),
+    ("samestep", "cpu", "SIGINT", True),
+    ("samestep", "cpu", "SIGHUP", True),
+    ("samestep", "cpu_multi", "SIGTERM", False),
+    ("samestep", "cpu_multi", "SIGUSR1", False),
+    ("samestep", "cpu_multi", "SIGINT", True),
     ("accelerate", "cpu", "SIGTERM", False),
     ("accelerate", "cpu", "SIGUSR1", True),
     ("accelerate", "cpu_multi", "SIGTERM", True),
@@ -79,7 +79,7 @@ def stop(project, output, launcher, hardware, name, whole_group):
     (os.killpg if whole_group else os.kill)(run.pid, getattr(signal, name))
     printed = end(run, processes)
     check_stopped(output, printed)
-    if launcher == "launch.py":
+    if launcher == "samestep":
         assert run.returncode == 75 and "Traceback" not in printed
 
 
@@ -97,7 +97,7 @@ def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
     """Of two minutes. The step that was to be evaluated is saved."""
     output = tmp_path / "run"
     flags = ["--task.eval_seconds", 2, "--task.held_out", 60, "--eval_every", 3, "--save_every", 0]
-    run, processes = begin(tiny, "launch.py", "cpu_multi", output, *flags)
+    run, processes = begin(tiny, "samestep", "cpu_multi", output, *flags)
     time.sleep(1)
     os.kill(run.pid, signal.SIGTERM)
     check_stopped(output, end(run, processes))
@@ -115,7 +115,7 @@ def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):
     slow = "import time\n\n\ndef hash_files(*a): time.sleep(2); return fast(*a)\n\n\ndef fast("
     file.write_text(file.read_text().replace("def hash_files(", slow))
     flags = [*LONG, "--output_dir", output, "--save_every", 3]
-    run = type(tiny)(project).launch("launch.py", "cpu_multi", *flags)
+    run = type(tiny)(project).launch("samestep", "cpu_multi", *flags)
     wait_until(lambda: list(output.glob("checkpoints/.step-00000003.partial")), run)
     processes = family(run)
     os.kill(run.pid, signal.SIGTERM)
@@ -216,7 +216,7 @@ def test_another_number_of_processes_goes_on_along_the_same_curve(tiny, tmp_path
 def test_workers_are_forked_whatever_the_python(tiny):
     """From 3.14 on a server starts them by default: they would not inherit the blocked signals."""
     program = "import multiprocessing as m; m.set_start_method('forkserver');"
-    program += "from training import shutdown;"
+    program += "from samestep.processes import shutdown;"
     program += "shutdown.StopRequest(); print(m.get_start_method())"
     assert tiny.run("python", "-c", program).stdout == "fork\n"
 
@@ -233,7 +233,9 @@ def test_worker_processes_do_not_hold_the_folder_of_a_run_that_was_killed(tiny, 
     run.kill()
     run.wait()
     try:
-        held = "import pathlib, sys; from training import run_folder; run_folder.LOCK_WAIT = 2;"
+        held = (
+            "import pathlib, sys; from samestep.base import run_folder; run_folder.LOCK_WAIT = 2;"
+        )
         held += "run_folder.RunLock(pathlib.Path(sys.argv[1]))"
         assert len(workers) >= 2 and all(worker.is_running() for worker in workers)
         tiny.run("python", "-c", held, output)
@@ -247,7 +249,7 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, ph
     output = tmp_path / "run"
     flags = [*LONG, "--output_dir", output]
     flags += ["--task.prepare_seconds", 30] if phase == "check" else []
-    run = tiny.launch("launch.py", "cpu", *flags)
+    run = tiny.launch("samestep", "cpu", *flags)
     wait_until(lambda: (output / "lock").exists(), run)
     processes = family(run)
     if phase == "start":  # the check has ended, and accelerate begins
@@ -265,7 +267,7 @@ def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):
     """As when a whole process group gets SIGTERM in the moment in which a loader starts."""
     program = """
 import multiprocessing, os, signal, time, torch
-from training import shutdown
+from samestep.processes import shutdown
 stop = shutdown.StopRequest()
 stop.training = True
 def worker():
@@ -289,7 +291,7 @@ assert stop.requested()
 def test_a_second_ctrl_c_quits_at_once_and_a_doubled_one_does_not(project):
     program = """
 import os, signal, sys, time
-from training import shutdown
+from samestep.processes import shutdown
 stop = shutdown.StopRequest()
 stop.training = True
 assert not stop.requested()
@@ -308,7 +310,7 @@ print("not reached", flush=True)
 @pytest.mark.slow
 def test_killing_one_rank_ends_the_others(tiny, tmp_path):
     output = tmp_path / "run"
-    run, processes = begin(tiny, "launch.py", "cpu_multi", output)
+    run, processes = begin(tiny, "samestep", "cpu_multi", output)
     next(p for p in processes if p.environ().get("RANK") == "1").kill()
     began = time.monotonic()
     printed = end(run, processes)
@@ -321,7 +323,7 @@ def test_killing_one_rank_ends_the_others(tiny, tmp_path):
 def test_max_restarts_continues_after_a_kill(tiny, tmp_path):
     output = tmp_path / "run"
     flags = ["--max_steps", 60, "--save_every", 2]
-    run, processes = begin(tiny, "launch.py --max_restarts 2", "cpu_multi", output, *flags)
+    run, processes = begin(tiny, "samestep --max_restarts 2", "cpu_multi", output, *flags)
     next(p for p in processes if p.environ().get("RANK") == "1").kill()
     printed = end(run, processes)
     assert run.returncode == 0, printed
@@ -330,8 +332,8 @@ def test_max_restarts_continues_after_a_kill(tiny, tmp_path):
 
 
 def test_a_signal_after_the_end_of_a_check_is_no_traceback(quick, tmp_path):
-    """launch.py forwards a Ctrl-C; the handler's SystemExit would come out of a destructor."""
-    late = "import os, signal; from training import run_folder; run_folder.RunLock.release = "
+    """launch forwards a Ctrl-C; the handler's SystemExit would come out of a destructor."""
+    late = "import os, signal; from samestep.base import run_folder; run_folder.RunLock.release = "
     late += "lambda self: os.kill(os.getpid(), signal.SIGTERM)"
     printed = quick("--check", "--output_dir", tmp_path / "run", before=late)
     assert "checked:" in printed and "Traceback" not in printed and "SystemExit" not in printed
@@ -359,13 +361,14 @@ def test_a_reader_of_the_output_may_leave(tiny, tmp_path):
 
 def test_only_the_launcher_of_accelerate_is_missed_when_it_dies(project):
     """A shell whose command line merely names accelerate may go: think of `nohup ... &`."""
-    program = "from training import shutdown; print(shutdown.LAUNCHER_PID)"
+    program = "from samestep.processes import shutdown; print(shutdown.LAUNCHER_PID)"
     shell = f"python -c '{program}'; : accelerate launch"
     assert project.run("sh", "-c", shell, "accelerate notes").stdout == "None\n"
 
 
+VERBS = ("prepare", "hardware", "predict", "plot", "launch")
 SLOW = "print('now', flush=True)\nimport time; time.sleep(60)\n"  # a module
-PROGRAMS = ["train.py", "prepare.py", "hardware.py", "predict.py", "plot.py", "launch.py"]
+PROGRAMS = ["train.py", *(f"-m samestep {verb}" for verb in VERBS)]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -384,12 +387,13 @@ def test_ctrl_c_while_a_program_imports_is_one_line(tiny, name):
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=20)
     assert run.returncode == 75 and out == ""
+    name = name.removeprefix("-m ")
     assert err == f"{name}: stopped before it began; the same command starts again\n"
 
 
 def test_ctrl_c_during_the_check_of_launch_py_is_one_line(tiny):
     slow = tiny.path / "slow"
-    command = ["python", "launch.py", "train.py"]
+    command = ["python", "-m", "samestep", "launch", "train.py"]
     slow.mkdir(exist_ok=True)
     (slow / "torch.py").write_text(SLOW)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -401,4 +405,4 @@ def test_ctrl_c_during_the_check_of_launch_py_is_one_line(tiny):
     os.killpg(run.pid, signal.SIGINT)
     _, err = run.communicate(timeout=20)
     assert run.returncode == 75
-    assert err == "launch.py: stopped before it began; the same command starts again\n"
+    assert err == "samestep launch: stopped before it began; the same command starts again\n"

@@ -27,12 +27,12 @@ from PIL import Image
 from pyarrow import parquet
 
 from conftest import bake, digest, lines, load_task, trained, wait_until
+from samestep.base import console
+from samestep.step import batches
+from samestep.streaming import shards, streaming
 
 images = load_task("image_classification")
 texts = load_task("text_classification")
-shards = load_task("tasklib.shards")
-streaming = load_task("tasklib.streaming")
-batches = load_task("training.batches")
 
 TINY = ["--task.hidden_size", 64, "--task.num_layers", 1, "--task.patch_size", 16]
 SHORT = ["--global_batch_size", 16, "--micro_batch_size", 4, "--warmup_steps", 2, "--log_every", 1]
@@ -161,7 +161,7 @@ def members(rows, endings, first=0):
 
 def expected(cfg, counts=(7, 5, 6), seed=0):
     """The rows that `write_images` writes, as a task should give them."""
-    square = load_task("tasklib.images").square
+    square = load_task("samestep.images.images").square
     names, side = ["cat", "dog", "owl"], images.stored_side(cfg)
     parts = [pictures(count, [seed, number]) for number, count in enumerate(counts)]
     return [(square(image, side), names.index(name)) for part in parts for image, name in part]
@@ -230,7 +230,7 @@ def test_odd_members_of_archives(config, tmp_path):
                     archive.addfile(info, io.BytesIO(part))
     cfg = config(folder, validation_fraction=0.4)
     train, _ = images.datasets(cfg, images.prepare_data(cfg))
-    square = load_task("tasklib.images").square
+    square = load_task("samestep.images.images").square
     names = ["cat", "dog", "owl"]
     assert equal(read(train), [(square(i, train.side), names.index(n)) for i, n in rows])
 
@@ -994,7 +994,7 @@ def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
 import os
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from tasklib import shards
+from samestep.streaming import shards
 
 class Failing(LocalFileSystem):
     protocol = "failing"
@@ -1030,7 +1030,7 @@ shards.WAITS = (0.01, 0.01)
 DOOR = """
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from tasklib import shards
+from samestep.streaming import shards
 
 class Door(LocalFileSystem):
     protocol = "door"
@@ -1093,11 +1093,19 @@ def test_credentials_of_a_url_are_neither_stored_nor_shown(tmp_path, kind):
     wrong = ["--task.data", f"door://me:SECRET@{data}{name}?sig=SECRET&sig=SECRET"]
     text += project.train(1, *flags, *wrong, codes=[2])
     assert "403 at door://" in text
-    command = ["python", "hardware.py", "recommend", "--config", "configs/train/default.yaml"]
+    command = [
+        "python",
+        "-m",
+        "samestep",
+        "hardware",
+        "recommend",
+        "--config",
+        "configs/train/default.yaml",
+    ]
     flags = [*map(str, flags), "--task.cache_dir", tmp_path / "cache"]
     text += project.run(*command, "--device_memory", 24, *flags, *first).stdout
     assert (project.path / "configs" / "train" / "recommended.yaml").exists()
-    text += project.run("python", "prepare.py", *flags, *first).stdout
+    text += project.run("python", "-m", "samestep", "prepare", *flags, *first).stdout
     assert "SECRET" not in text
     for path in [*project.path.rglob("*"), *(tmp_path / "cache").rglob("*")]:
         if path.is_file() and path.name != "task.py" and path.suffix != ".pyc":
@@ -1121,9 +1129,7 @@ def test_credentials_of_a_url_are_neither_stored_nor_shown(tmp_path, kind):
     ],
 )  # fmt: skip
 def test_what_counts_as_a_credential(url, clean):
-    for module in ("tasklib.messages", "training.console"):
-        functions = load_task(module)
-        assert functions.without_credentials(url) == functions.one_line(url) == clean
+    assert console.without_credentials(url) == console.one_line(url) == clean
 
 
 TEXT = ["--task.max_length", 16, "--task.hidden_size", 32, "--task.num_heads", 2]

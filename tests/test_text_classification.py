@@ -557,7 +557,16 @@ def test_the_exported_model_answers_as_the_evaluation_did(task, learnt, project)
         assert result["label"] == answer.model.config.id2label[int(row.argmax())]
         assert result["score"] == pytest.approx(row.max().item(), rel=1e-4)
     given = "class Codec(codecs.Codec): def encode(self, input, errors='strict'):"
-    command = ["python", "predict.py", "--json", "--model", "runs/learnt/model", given]
+    command = [
+        "python",
+        "-m",
+        "samestep",
+        "predict",
+        "--json",
+        "--model",
+        "runs/learnt/model",
+        given,
+    ]
     printed = json.loads(project.run(*command).stdout)
     (best,) = answer([given], truncation=True)
     assert printed["classes"][0]["label"] == best["label"] == "encodings"
@@ -583,7 +592,7 @@ def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt,
     model = f"runs/{kind}/model"
     between = "\t" if number else " "
     given = [f"the oak{between}and the elm", f"the carp{between}and the eel"]
-    command = ["python", "predict.py", "--json", "--model", model, *given]
+    command = ["python", "-m", "samestep", "predict", "--json", "--model", model, *given]
     answers = [json.loads(line) for line in project.run(*command).stdout.splitlines()]
     if number:
         assert 1020 > answers[0]["value"] > answers[1]["value"] + 1.5 > 980
@@ -592,7 +601,9 @@ def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt,
         code = f"{code.replace('its pair', 'and the elm')}\nprint(number)"
         said = project.run("python", "-c", code).stdout
         assert float(said) == pytest.approx(answers[0]["value"], rel=1e-6)
-        refused = project.run("python", "predict.py", "--model", model, "the oak", check=False)
+        refused = project.run(
+            "python", "-m", "samestep", "predict", "--model", model, "the oak", check=False
+        )
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
         assert "the oak has no tab, but" in refused.stderr
         return
@@ -604,7 +615,8 @@ def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt,
 
 def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
     """Its bytes are part of `identity`: runs of older projects would be refused otherwise."""
-    text = load_task("tasklib.text")
+    from samestep.text import text
+
     text.learn_vocabulary(
         ["one text"], 262, tmp_path, first=["[P]", "[C]", "[S]"], begin="[C]", end="[S]"
     )

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from conftest import load_task
+from samestep.models import attention
 from waits import host_waits
 
-attention = load_task("tasklib.attention")
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 KINDS = ["causal_lm", "causal_lm packed", "text_classification", "seq2seq", "image_classification"]
@@ -148,7 +148,7 @@ class CountingBackend:
 
 def compiled(task, model, batches, autocast):
     """The backend, the number of graph breaks, and the losses, of a compiled TaskModule."""
-    from training.weights import TaskModule
+    from samestep.checkpoint.weights import TaskModule
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -118,8 +118,8 @@ def preparation_kills(folders, kills, draw):
     tried, and kills survived.
     """
     project = bake(folders.mktemp("prepare"), tracker="none")
-    rows, words = folders.mktemp("rows") / "rows.jsonl", (project.path / "README.md").read_text()
-    words = words.split()
+    rows = folders.mktemp("rows") / "rows.jsonl"
+    words = (project.path / "docs" / "hardware.md").read_text().split()
     with open(rows, "w") as file:
         while file.tell() < 24_000_000:
             text = " ".join(draw.choices(words, k=draw.randint(20, 400)))
@@ -127,7 +127,7 @@ def preparation_kills(folders, kills, draw):
 
     def start(cache):
         flags = ["--task.data", rows, "--task.cache_dir", cache]
-        command = [sys.executable, "prepare.py", *map(str, flags)]
+        command = [sys.executable, "-m", "samestep", "prepare", *map(str, flags)]
         options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=project.path, env=project.env(), **options)
 

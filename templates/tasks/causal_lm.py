@@ -1,6 +1,6 @@
 """What is trained: a language model, on texts, on prompts with completions, or on chats.
 
-train.py calls these functions. training/contract.py says what each gets and returns:
+train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
     datasets(cfg, prepared)               (train, validation)
@@ -23,28 +23,28 @@ from typing import Any, Literal
 
 import torch
 
-from tasklib import (
-    cache,
-    chats,
-    corpus,
-    demo_data,
-    fields,
-    layouts,
-    next_token,
-    packing,
-    pretrained,
-    text,
-    token_rows,
+from samestep.base import fields
+from samestep.base.console import one_line
+from samestep.base.fields import (
+    EXPORT,
+    IGNORE_INDEX,
+    ROUNDING,
+    SHAPE,
+    Dropout,
+    Heads,
+    Layers,
+    Width,
+    number_type,
 )
-from tasklib.attention import restored
-from tasklib.fields import EXPORT, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
-from tasklib.layouts import ENDINGS
-from tasklib.lora import LoraFields, add_adapters, check_adapters
-from tasklib.messages import one_line
-from tasklib.packing import IGNORE_INDEX
-from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
-from tasklib.token_rows import TokenRows
+from samestep.data import cache, demo_data
+from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.models import next_token, pretrained
+from samestep.models.attention import restored
+from samestep.models.lora import LoraFields, add_adapters, check_adapters
+from samestep.models.pretrained import ModelConfig
+from samestep.text import chats, corpus, layouts, packing, text, token_rows
+from samestep.text.layouts import ENDINGS
+from samestep.text.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 

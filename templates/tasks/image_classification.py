@@ -1,6 +1,6 @@
 """What is trained: a model that gives an image a class.
 
-train.py calls these functions. training/contract.py says what each gets and returns:
+train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, decode
     datasets(cfg, prepared)               (train, validation)
@@ -25,14 +25,26 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasklib import cache, classification, fields, image_data, image_store, images, pretrained
-from tasklib.demo_data import digit_rows
-from tasklib.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width, number_type
-from tasklib.image_store import StoredImages
-from tasklib.image_streams import StreamedSquares, prepare_index
-from tasklib.pretrained import ModelConfig
-from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
-from tasklib.streaming import StreamFields, check_streaming, sources_of
+from samestep.base import fields
+from samestep.base.fields import (
+    NOTHING,
+    ROUNDING,
+    SHAPE,
+    Dropout,
+    Heads,
+    Layers,
+    Width,
+    number_type,
+)
+from samestep.data import cache
+from samestep.data.demo_data import digit_rows
+from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.images import image_data, image_store, images
+from samestep.images.image_store import StoredImages
+from samestep.models import classification, pretrained
+from samestep.models.pretrained import ModelConfig
+from samestep.streaming.image_streams import StreamedSquares, prepare_index
+from samestep.streaming.streaming import StreamFields, check_streaming, sources_of
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
 
@@ -60,7 +72,7 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     corrupt: Literal["refuse", "skip"] = "refuse"
     """Images that cannot be read: end the run, or name them and leave them out."""
     background: str = "white"
-    """Colour behind transparent images, in training and in predict.py: a name, or "#rrggbb"."""
+    """Colour behind transparent images, in training and in predictions: a name, or "#rrggbb"."""
     image_size: Side = field(default=32, metadata=SHAPE)
     """New model: side in pixels of the square that it sees; a pretrained model has its own."""
     stored_size: StoredSide = 0
@@ -147,7 +159,8 @@ def prepared_folder(cfg: TaskConfig) -> Path:
 
 def stored_side(cfg: TaskConfig) -> int:
     side = load_view(cfg)["side"]
-    return cfg.stored_size or (side if cfg.min_crop == 1 else math.ceil(side * 8 / 7))
+    small = cfg.min_crop == 1 or cfg.data == "digits"  # digits have no more to show
+    return cfg.stored_size or (side if small else math.ceil(side * 8 / 7))
 
 
 def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
@@ -271,7 +284,7 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
         )
     if config:
         model = pretrained.new_model(auto, config, cfg)
-    model.config.background = cfg.background  # for predict.py: image processors cannot hold it
+    model.config.background = cfg.background  # for predictions: image processors cannot hold it
     return model
 
 
@@ -300,7 +313,7 @@ def metrics(sums: Batch) -> dict[str, float]:
 
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Path) -> dict:
     """The scores of each class, a picture of the confusion, and some images with their answers."""
-    from tasklib.pictures import try_picture
+    from samestep.base.pictures import try_picture
 
     names = [model.config.id2label[i] for i in range(model.config.num_labels)]
     shown = classification.report_table(sums["table"], names, output)

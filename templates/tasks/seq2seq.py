@@ -1,6 +1,6 @@
 """What is trained: an encoder-decoder that writes a target text for each source text.
 
-train.py calls these functions. training/contract.py says what each gets and returns:
+train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
     datasets(cfg, prepared)               (train, validation)
@@ -24,21 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from tasklib import (
-    cache,
-    demo_data,
-    fields,
-    pairs,
-    pretrained,
-    text,
-)
-from tasklib.attention import always_mask
-from tasklib.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width, number_type
-from tasklib.messages import one_line
-from tasklib.pretrained import ModelConfig
-from tasklib.row_files import RowFiles
-from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
-from tasklib.tables import TABLES
+from samestep.base import fields
+from samestep.base.console import one_line
+from samestep.base.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width, number_type
+from samestep.data import cache, demo_data
+from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.data.tables import TABLES
+from samestep.models import pretrained
+from samestep.models.attention import always_mask
+from samestep.models.pretrained import ModelConfig
+from samestep.text import pairs, text
+from samestep.text.row_files import RowFiles
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -70,7 +66,7 @@ class TaskConfig(DataConfig, ModelConfig):
     """Column of the target text."""
     source_prefix: str = ""
     """Text put before each source, such as "translate English to German: " for T5. The exported
-    model names it, and predict.py adds it too."""
+    model names it, and samestep predict adds it too."""
     max_source_length: Length = 512
     """Tokens of a source that the model sees; the end of a longer one is cut off."""
     max_target_length: Length = 128
@@ -217,7 +213,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
             "which token a target starts; give another model"
         )
     always_mask(model, tokenizer, lambda x: target_logits(model, {**x, "labels": x["input_ids"]}))
-    model.config.source_prefix = cfg.source_prefix  # for predict.py
+    model.config.source_prefix = cfg.source_prefix  # for samestep predict
     settings = model.generation_config
     settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)
     if cfg.num_beams == 1:  # transformers does not save settings of a search that is not used
@@ -328,7 +324,7 @@ def load_tokenizer(cfg: TaskConfig, folder: Path | None) -> Any:
     names = ["input_ids", "attention_mask"]
     ends = {"pad_token": PAD, "eos_token": END, "model_input_names": names}
     tokenizer = text.load_tokenizer(cfg, folder, ("eos_token",), **ends)
-    tokenizer.model_max_length = cfg.max_source_length  # predict.py cuts sources there
+    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
     return tokenizer
 
 

@@ -1,6 +1,6 @@
 """What is trained: a model that gives a text, or a pair of texts, a class, labels or a number.
 
-train.py calls these functions. training/contract.py says what each gets and returns:
+train.py calls these functions. samestep/settings/contract.py says what each gets and returns:
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
     datasets(cfg, prepared)               (train, validation)
@@ -24,23 +24,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasklib import (
-    cache,
-    classification,
-    demo_data,
-    fields,
-    labels,
-    pretrained,
-    text_data,
-)
-from tasklib.attention import always_mask
-from tasklib.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
-from tasklib.labels import MULTI, NUMBER, SINGLE
-from tasklib.pretrained import ModelConfig
-from tasklib.row_files import RowFiles
-from tasklib.sources import DataConfig, Source, by_source, check_data_config, split_data
-from tasklib.streaming import StreamFields, check_streaming, sources_of
-from tasklib.text_streams import StreamedTexts, check_text_streaming, prepare_index
+from samestep.base import fields
+from samestep.base.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
+from samestep.data import cache, demo_data, labels
+from samestep.data.labels import MULTI, NUMBER, SINGLE
+from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.models import classification, pretrained
+from samestep.models.attention import always_mask
+from samestep.models.pretrained import ModelConfig
+from samestep.streaming.streaming import StreamFields, check_streaming, sources_of
+from samestep.streaming.text_streams import StreamedTexts, check_text_streaming, prepare_index
+from samestep.text import text_data
+from samestep.text.row_files import RowFiles
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 

@@ -4,6 +4,7 @@ Each run is a few steps of the task with its own default data. The first one and
 processes are those of `accelerate launch`, the others of what it launches.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import task
-from training.tensor_files import TensorReader
+import train
+from samestep.checkpoint.tensor_files import TensorReader
 
 PROJECT = Path(__file__).parent.parent
 STEPS = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--log_every", "1"]
@@ -155,3 +157,26 @@ def test_a_finished_run_is_left_alone(one):
     before = (one / "metrics.jsonl").read_bytes()
     assert "is finished" in finish(start("", one))
     assert (one / "metrics.jsonl").read_bytes() == before
+
+
+SCHEDULE = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_fraction=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_learning_rate_rises_to_its_peak_and_ends_at_its_share(schedule):
+    cfg = dataclasses.replace(SCHEDULE, lr_schedule=schedule)
+    rates = [train.lr_at(step, cfg, 100) for step in range(1, 102)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert max(rates) == 1.0
+    assert rates[100] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    if schedule == "wsd":
+        assert rates[79] == 1.0 and rates[90] == pytest.approx(0.55)
+    if schedule == "cosine":
+        assert rates[55] == pytest.approx(0.55)
+
+
+def test_learning_rate_scales_with_the_global_batch():
+    scaled = {"reference_batch_size": 8, "global_batch_size": 32, "warmup_steps": 0}
+    for scaling, factor in (("none", 1), ("sqrt", 2), ("linear", 4)):
+        cfg = dataclasses.replace(SCHEDULE, lr_scaling=scaling, **scaled)
+        assert train.lr_at(1, cfg, 100) == pytest.approx(factor)

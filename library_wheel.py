@@ -1,0 +1,80 @@
+"""Writes the library as a wheel, with the standard library alone: python library_wheel.py FOLDER
+
+The version ends with a part that names the content, such as 1.0.0+3f2a9c1d. Equal sources give an
+equal file, and an index refuses such a version, so no other package can take its place.
+"""
+
+import base64
+import hashlib
+import io
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+DATE = (2020, 1, 1, 0, 0, 0)  # of all files in the archive: equal sources give equal bytes
+
+
+def contents() -> dict[str, bytes]:
+    """The library's files by their names in the wheel; the template's tasks are examples."""
+    source = ROOT / "src"
+    paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py")}
+    for folder in ("tasks", "examples"):
+        for path in (ROOT / "templates" / folder).glob("*.py"):
+            paths[f"samestep/examples/{path.name}"] = path
+    return {name: paths[name].read_bytes() for name in sorted(paths)}
+
+
+def version(files: dict[str, bytes] | None = None) -> str:
+    """The version of the sources: the library's own, and eight digits of their SHA-256."""
+    files = files or contents()
+    number = re.search(r'^__version__ = "(.+)"$', files["samestep/__init__.py"].decode(), re.M)[1]
+    digest = hashlib.sha256()
+    for name, data in files.items():
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
+    return f"{number}+{digest.hexdigest()[:8]}"
+
+
+def write(folder: Path) -> Path:
+    """Writes the wheel into a folder, and removes older ones; its path."""
+    files = contents()
+    name = f"samestep-{version(files)}"
+    files |= {
+        f"{name}.dist-info/METADATA": metadata(version(files)),
+        f"{name}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: samestep\n"
+        b"Root-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = f"{name}.dist-info/RECORD"
+    lines = [f"{path},{hash_of(data)},{len(data)}" for path, data in files.items()]
+    files[record] = "\n".join([*lines, f"{record},,", ""]).encode()
+    memory = io.BytesIO()
+    with zipfile.ZipFile(memory, "w") as archive:
+        for path, data in files.items():
+            entry = zipfile.ZipInfo(path, DATE)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("samestep-*.whl"):
+        old.unlink()
+    wheel = folder / f"{name}-py3-none-any.whl"
+    wheel.write_bytes(memory.getvalue())
+    return wheel
+
+
+def metadata(number: str) -> bytes:
+    return (
+        f"Metadata-Version: 2.1\nName: samestep\nVersion: {number}\n"
+        "Summary: The library under a project of cookiecutter-accelerate\n"
+        "Requires-Python: >=3.10\n"
+    ).encode()
+
+
+def hash_of(data: bytes) -> str:
+    """A file's SHA-256 as RECORD has it."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return f"sha256={digest.rstrip(b'=').decode()}"
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])))

@@ -1,0 +1,33 @@
+"""The programs of samestep: python -m samestep VERB, with --help for each.
+
+launch     accelerate launch, with a check before it and the run's own exit code after it
+prepare    prepares the data, and no more
+predict    answers from a trained model
+plot       draws the curves of a run, or compares runs
+hardware   measures this machine: check, bench, smoke, recommend, tune
+example    lists whole task files, or writes one
+eject      lays the library's source beside train.py, to be changed
+"""
+
+import samestep.base.begin  # noqa: F401  # isort: skip
+import importlib
+import sys
+
+VERBS = [line.split()[0] for line in __doc__.splitlines()[2:]]
+
+
+def main() -> int | None:
+    """Runs a verb; the exit code."""
+    verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if verb in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    if verb not in VERBS:
+        sys.stderr.write(f"samestep: {verb!r} is not a verb; give one of {', '.join(VERBS)}\n")
+        return 2
+    sys.argv[:2] = [f"samestep {verb}"]
+    return importlib.import_module(f"samestep.programs.{verb}").main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What all rooms stand on: one line of text, files, types of fields, child processes."""

@@ -1,0 +1,54 @@
+"""What a program does before its other imports, which take seconds: import this module first.
+
+Until the program handles signals itself, Ctrl-C ends it with one line.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+
+STOPPED = 75  # exit code: stopped on request; the same command continues
+BEFORE = "stopped before it began; the same command starts again"
+# What a launcher sets for each process, with the values of a single one.
+LAUNCHED = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}
+
+
+def begin() -> None:
+    """Refuses an environment that no program here can work in, and makes Ctrl-C quiet."""
+    main = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
+    program = os.path.basename(main)
+    if main == os.path.realpath(f"{os.path.dirname(__file__)}/../__main__.py"):
+        program = " ".join(["samestep", *sys.argv[1:2]])
+    elif program != "train.py":
+        return  # a test or a notebook
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in the background
+        signal.signal(signal.SIGINT, lambda *_: leave(STOPPED, program, BEFORE))
+    if problem := find_problem():
+        leave(2, program, problem)
+
+
+def leave(code: int, program: str, line: str) -> None:
+    """Ends this process at once; process 0 of a launch prints the line."""
+    if os.environ.get("RANK", "0") == "0" or code == 2:
+        with contextlib.suppress(OSError):  # nobody listens
+            os.write(2, f"{program}: {line}\n".encode(errors="backslashreplace"))
+    os._exit(code)
+
+
+def find_problem() -> str:
+    """What is wrong with the environment; empty: nothing."""
+    if sys.flags.optimize > 1:
+        return "PYTHONOPTIMIZE=2 and -OO remove the texts that --help shows; use 1, or unset it"
+    given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
+    wrong = [name for name, value in given.items() if LAUNCHED[name] and not value.isdecimal()]
+    left = wrong or [name for name, value in given.items() if LAUNCHED[name] not in ("", value)]
+    missing = [name for name in LAUNCHED if name not in given and name != "LOCAL_RANK"]
+    if left and (wrong or missing):
+        what = f"{left[0]} is {given[left[0]][:60]!r}"
+        what += "" if wrong else f" and {missing[0]} is not set"
+        return f"{what}, which no launcher does: unset {' '.join(left)}"
+    return ""
+
+
+begin()

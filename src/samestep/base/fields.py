@@ -1,0 +1,126 @@
+"""Types, metadata and rules for the fields of a TaskConfig.
+
+A type is the range of a field's values; its docstring describes them in errors. The metadata says
+how a change of the field affects a run that continues: without metadata, it changes the result and
+has to be accepted. Rules between fields are functions.
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from jsonargparse.typing import OpenUnitInterval, registered_types, restricted_number_type
+
+from samestep.base.console import one_line
+
+IGNORE_INDEX = -100  # the label that cross entropy leaves out
+
+NOTHING = {"changes": "nothing"}
+ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
+EXPORT = {"changes": "export"}  # what is exported or reported; a finished run does that again
+SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
+
+
+def number_type(name: str, base: type, first: float, last: float) -> type:
+    """The type of the numbers from `first` to `last`, both included."""
+    text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
+    limits = [(">=", first), ("<=", last)]
+    # jsonargparse refuses a range that it knows by another name.
+    known = registered_types.get((tuple(sorted(limits)), base, "and"))
+    return known or restricted_number_type(name, base, limits, docstring=text)
+
+
+Dropout = restricted_number_type(
+    "Dropout", float, [(">=", 0), ("<", 1)], docstring="a number, at least 0 and below 1"
+)
+Fraction = OpenUnitInterval
+Fraction.__doc__ = "a number, above 0 and below 1"  # error messages show it
+
+# Sizes of a new transformer.
+Layers = number_type("Layers", int, 1, 1000)
+Heads = number_type("Heads", int, 1, 1024)
+Width = number_type("Width", int, 1, 65_536)
+Gigabytes = number_type("Gigabytes", float, 0, 1_000_000)
+
+
+def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+    """Raises ValueError for the first violated rule: (field, whether it holds, expected value).
+
+    The types of the fields are checked too: recipes and flags have been, but not a config that
+    Python code made.
+    """
+    numbers = []
+    for each in dataclasses.fields(cfg):
+        value = getattr(cfg, each.name)
+        if isinstance(value, str) and value != value.encode(errors="replace").decode():
+            raise ValueError(f"task.{each.name}: {one_line(value, 60)} is not UTF-8")
+        restricted = isinstance(each.type, type) and each.type.__module__ != "builtins"
+        if restricted and issubclass(each.type, int | float):
+            numbers.append((each.name, is_of_type(value, each.type), each.type.__doc__))
+    for name, holds, expected in numbers + rules:
+        if not holds:
+            value = one_line(repr(getattr(cfg, name)), 60)
+            raise ValueError(f"task.{name} is {value} but must be {expected}")
+
+
+def is_of_type(value: Any, number: type) -> bool:
+    """Whether a type of numbers accepts this value."""
+    try:
+        number(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def check_ignored_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+    """Raises ValueError for the first field that is set although the other settings ignore it.
+
+    `rules`: (names of fields, whether they are used, the circumstance that makes them ignored).
+    """
+    defaults = {each.name: each.default for each in dataclasses.fields(cfg)}
+    for names, used, circumstance in rules:
+        for name in names.split():
+            value = getattr(cfg, name)
+            if not used and value != defaults[name]:
+                value, default = (one_line(repr(v), 60) for v in (value, defaults[name]))
+                raise ValueError(
+                    f"task.{name} is {value}, but nothing reads it {circumstance}; leave it out, "
+                    f"or give its default, {default}"
+                )
+
+
+def local_path(text: str, field: str) -> Path:
+    """The path in a field, whether it exists or not.
+
+    Raises ValueError for a text that cannot be a path, and for one without permission to look.
+    """
+    if "://" in text:  # may be too long for a path
+        return Path(text)
+    try:
+        path = Path(text).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, an unknown ~user
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"task.{field}: {one_line(text, 60)}: {reason}; give another") from None
+    return path
+
+
+def is_local_name(name: str) -> bool:
+    """Whether the Hub cannot hold this name, or it begins with the name of a local folder."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    first, _, rest = name.partition("/")
+    return bool(rest) and (first == "runs" or Path(first).is_dir())
+
+
+def flatten(config: dict) -> dict:
+    """A config without nesting. The task's fields are called task.FIELD, like their flags."""
+    own = {name: value for name, value in config.items() if name != "task"}
+    return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}

@@ -1,0 +1,116 @@
+"""Files that replace older ones in one step, and survive a power cut."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+UMASK = os.umask(0o022)  # it can only be read by setting it
+os.umask(UMASK)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Errors of a wrong path, which will come again. Other errors may pass.
+PERMANENT_ERRORS = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
+    *(errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS, errno.EINVAL, errno.ENXIO, errno.EMFILE),
+    *DISK_FULL,
+}
+
+
+def apply_umask(path: Path) -> None:
+    """Gives a file the permissions of a new file; safetensors creates files for the owner alone."""
+    with contextlib.suppress(OSError):  # some network disks have no permissions
+        path.chmod(path.stat().st_mode | 0o666 & ~UMASK)
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file's bytes, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, a link or a folder, if it is there.
+
+    A folder is renamed first: a kill leaves no half-deleted folder under its real name, and files
+    that a network disk does not delete do not keep the name.
+    """
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    trash = path.with_name(f".{path.name.strip('.')}-{time.time_ns()}.trash")
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file; raises ValueError for a pipe, which would block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def read_json_object(path: Path) -> dict:
+    """The JSON object in a file; empty if the file is missing, incomplete or something else."""
+    try:
+        value = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Names this file in errors of the body: a write that fails, on a full disk, names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def replace_text(path: Path, text: str, partial: Path | None = None) -> None:
+    """Writes or replaces a file. Readers, also after a power cut, see the old or the new text.
+
+    `partial` is the temporary file, on the same disk; by default it lies beside the file.
+    """
+    partial = partial or path.with_name(f".{path.name}.partial")
+    remove(partial)
+    with named(path):
+        partial.write_text(text, encoding="utf-8")
+        fsync(partial)
+    partial.replace(path)
+    fsync(path.parent)
+
+
+def make_fresh_folder(folder: Path) -> Path:
+    """Creates an empty folder beside this one, to be filled and passed to `replace_folder`."""
+    fresh = folder.with_name(f".{folder.name}.partial")
+    remove(fresh)
+    fresh.mkdir()
+    return fresh
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Replaces a folder, if there is one, by the fresh one.
+
+    The files are flushed first, so that a power cut leaves no folder of empty files.
+    """
+    for path in [*fresh.rglob("*"), fresh]:
+        if path.is_file():
+            apply_umask(path)
+        fsync(path)
+    old = folder.with_name(f".{folder.name}.old")
+    remove(old)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    fsync(folder.parent)
+    remove(old)

@@ -1,0 +1,164 @@
+"""The folder of a run: its lock and its status.json. Needs neither torch nor accelerate."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+from samestep.base.files import PERMANENT_ERRORS, read_json_object, replace_text
+
+# Tenths of a second to wait for the lock of a run folder. For a holder on another machine it is ten
+# times that, since a network disk takes a while to notice that a process has died. In a run that
+# goes on without a lost machine it is 30 times that: NFS keeps the locks of one for 90 seconds.
+LOCK_WAIT = 40
+REMOVED = "the run folder was removed while the run was writing to it"
+
+
+class RunLock:
+    """Creates a run folder if it is missing, and locks it until this process ends, however it ends.
+
+    A process whose launcher was killed may still be saving, so a start waits for the lock a little.
+    Raises ValueError that names the holder, or what is wrong with the folder. A check does not
+    `hold` the lock, since processes of the same run on other machines may hold it.
+    """
+
+    def __init__(self, output: Path, hold: bool = True):
+        self.output, self.path, self.created = output, output / "lock", []
+        self.file = self.old_stat = None
+        try:
+            self.created = [p for p in (self.path, output, *output.parents) if not p.exists()]
+            output.mkdir(parents=True, exist_ok=True)
+            check_file_types(output)
+            self.open_file()
+            if hold:
+                self.acquire()
+        except OSError as error:
+            self.release()
+            if error.errno not in PERMANENT_ERRORS:
+                raise
+            raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
+
+    def open_file(self) -> None:
+        self.file = open(self.path, "a", encoding="utf-8")
+        os.register_at_fork(after_in_child=self.file.close)  # workers must not hold the lock
+
+    def acquire(self) -> None:
+        waited, here = 0, socket.gethostname()
+        elsewhere = 10 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" else 30
+        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else elsewhere):
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.is_intact():
+                    self.old_stat = os.fstat(self.file.fileno())
+                    self.file.truncate(0)
+                    self.file.write(json.dumps(describe_process()))
+                    self.file.flush()
+                    return
+                self.file.close()  # the last holder has removed the file
+                self.output.mkdir(parents=True, exist_ok=True)
+                self.open_file()
+            except BlockingIOError:
+                waited += 1
+                time.sleep(0.1)
+            except OSError as error:
+                if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
+                    raise
+                reason = error.strerror
+                raise ValueError(
+                    f"{self.output}: this disk has no file locks ({reason}); give another "
+                    "--output_dir"
+                ) from None
+        raise ValueError(
+            "{0} is in use by process {pid} on {host}, since {since}; on that machine `tail -f "
+            "{0}/metrics.jsonl` shows its progress, and `kill {pid}` saves and stops it; or give "
+            "another --output_dir".format(self.output, **self.holder())
+        )
+
+    def holder(self) -> dict:
+        """The holder of the lock, as it describes itself in the file: pid, host, since."""
+        here = {"pid": "?", "host": socket.gethostname(), "since": "?"}
+        return here | {n: v for n, v in read_json_object(self.path).items() if n in here}
+
+    def check_folder(self) -> None:
+        """Raises FileNotFoundError if the run folder was removed or replaced."""
+        if not self.is_intact():
+            raise FileNotFoundError(errno.ENOENT, REMOVED, str(self.output))
+
+    def is_intact(self) -> bool:
+        """Whether the run folder is still the one that was opened."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Removes created folders that are empty: a start that changes nothing leaves no trace."""
+        with contextlib.suppress(OSError):  # another run holds the lock, or has just begun
+            if self.file:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not self.is_intact():
+                    return
+            if self.old_stat:
+                os.utime(self.path, ns=(self.old_stat.st_atime_ns, self.old_stat.st_mtime_ns))
+            for path in self.created:
+                if path == self.path and os.listdir(self.output) == [path.name]:
+                    path.unlink()
+                elif path.is_dir() and not os.listdir(path):
+                    path.rmdir()
+
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "wandb_run_id", "lock")
+RUN_FOLDERS = ("checkpoints", "model", "evaluation")
+
+
+def check_file_types(output: Path) -> None:
+    """Raises ValueError if a file of a run is something else, such as a pipe, which would block."""
+    for name, kind, has_kind in (
+        *((name, "file", stat.S_ISREG) for name in RUN_FILES),
+        *((name, "folder", stat.S_ISDIR) for name in RUN_FOLDERS),
+    ):
+        path = output / name
+        if path.is_symlink() and not path.exists():  # the disk may not be mounted
+            raise ValueError(f"{path} is a broken link; repair it, or give another --output_dir")
+        if path.exists() and not has_kind(path.stat().st_mode):
+            raise ValueError(f"{path} is not a {kind}; move it away, or give another --output_dir")
+
+
+def describe_process() -> dict:
+    """This process: its pid, its host, and the time as since."""
+    since = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+
+
+def write_status(output: Path, state: str, **more) -> None:
+    """Replaces status.json: the state of the run, this process, and more entries."""
+    text = json.dumps({"state": state, **describe_process(), **more}) + "\n"
+    try:
+        replace_text(output / "status.json", text)
+    except OSError:  # a full disk has room for it in place of the old one
+        with open(output / "status.json", "r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+
+
+def write_final_status(output: Path, state: str, reason: str, exit_code: int) -> bool:
+    """Writes how a run ended; returns False if another of its processes has done so.
+
+    The status of another run in the same folder is kept.
+    """
+    status, me = read_status(output), [os.getpid(), socket.gethostname()]
+    main = [status.get("pid"), status.get("host")]
+    # If another process than the main one writes it, `main` names the main one.
+    if main == me or (status.get("state") == "running" and os.environ.get("RANK", "0") != "0"):
+        write_status(output, state, reason=reason, exit_code=exit_code, main=main)
+    return main == me or status.get("main") != me
+
+
+def read_status(output: Path) -> dict:
+    """The content of status.json; empty if the file is missing or incomplete."""
+    return read_json_object(output / "status.json")

@@ -1,0 +1,1 @@
+"""Weights, and the state of a run: written, verified and read."""

@@ -1,0 +1,526 @@
+"""Checkpoints: written completely or not at all, verified before they are loaded, pruned.
+
+    runs/default/checkpoints/
+      step-00000100/           a file of tensors from each process, and manifest.json
+      .step-00000200.partial/  being written, or left behind by a killed run; never read
+
+A checkpoint is written into a hidden folder, flushed to the disk, and renamed last. Its manifest
+holds the step, the settings, the size and SHA-256 of every file, and its own digest. A folder that
+does not match its manifest is not a checkpoint. This module needs neither torch nor accelerate.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from samestep.base import console
+from samestep.base.fields import flatten
+from samestep.base.files import (
+    DISK_FULL,
+    apply_umask,
+    fsync,
+    make_fresh_folder,
+    read_json_object,
+    read_text,
+    remove,
+    replace_folder,
+    replace_text,
+)
+
+MANIFEST = "manifest.json"
+BLOCK = 64 << 20  # bytes that a thread hashes at a time
+FOLDER_NAME = re.compile(r"step-\d{8,}")
+
+
+def partial_folder(folder: Path, step: int) -> Path:
+    """The hidden folder in which all processes write the checkpoint of a step."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def check_disk_space(folder: Path, size: float = 0) -> None:
+    """Raises ValueError unless the disk has room for another checkpoint, plus 10%.
+
+    The expected size is `size` bytes, or that of the newest checkpoint if it is larger.
+    """
+    newest = [path for path in list_checkpoints(folder) if path.is_dir()][:1]
+    needed = 1.1 * max([size, *map(total_size, newest)])
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"{folder}: a checkpoint needs {needed / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB "
+            "are free; free some space, or give another --output_dir; saved checkpoints are kept"
+        )
+
+
+def make_partial_folder(partial: Path) -> None:
+    """Creates the partial folder. The main process calls it before any process writes into it."""
+    for pattern in (".step-*.partial", ".step-*.trash"):
+        for leftover in partial.parent.glob(pattern):  # of a killed run
+            remove(leftover)
+    check_disk_space(partial.parent)
+    partial.mkdir(parents=True)
+
+
+@contextlib.contextmanager
+def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None]:
+    """Raises ValueError if the body, which writes into this folder, fails because the disk is full.
+
+    Each library that writes weights reports a full disk in its own words, or not at all.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))  # safetensors
+        number = int(number[1]) if number else getattr(error, "errno", None)
+        written = total_size(partial)
+        disk, free = os.statvfs(partial.parent), shutil.disk_usage(partial.parent).free
+        # Without inodes torch reports that it cannot open a file.
+        if disk.f_files and not disk.f_ffree or free < 1e6 + written / 10:
+            number = errno.ENOSPC
+        if number in DISK_FULL:
+            raise ValueError(
+                f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of {what}; "
+                "free some space, or remove files; saved checkpoints are kept"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Replaces a folder by the one that the body fills; if the body fails, the old one stays.
+
+    What was written is removed, and cut first, since the error may keep a file open: a full disk
+    then has room for the status of the run.
+    """
+    fresh = make_fresh_folder(folder)
+    try:
+        with report_full_disk(fresh, f"the {folder.name}"):
+            yield fresh
+            replace_folder(fresh, folder)
+    except BaseException:
+        for path in [each for each in fresh.rglob("*") if each.is_file()]:
+            with contextlib.suppress(OSError):
+                os.truncate(path, 0)
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int], str]:
+    """Flushes files to the disk; returns the SHA-256 of their blocks by (name, number).
+
+    The processes share the work: each flushes and hashes one of `shares` parts, after all files
+    have been written.
+    """
+    files = file_sizes(partial)
+    for name in list(files)[share::shares]:
+        apply_umask(partial / name)
+        fsync(partial / name)
+    return hash_blocks(partial, list_blocks(files)[share::shares])
+
+
+def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -> Path:
+    """Turns a completely written folder into a checkpoint; returns its path.
+
+    The main process calls it with the digests from `hash_files` of all processes. The order
+    matters: the contents reach the disk first, then the manifest that holds their digests, then the
+    final name.
+    """
+    files = file_sizes(partial)
+    if unmatched := sorted({*list_blocks(files)} ^ {*digests}):
+        name = partial / unmatched[0][0]
+        raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
+    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+        fsync(folder)
+    manifest = write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
+
+    final = partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
+    if final.exists():  # broken, or the run would have continued from it: set it aside
+        number = 1
+        while (target := final.with_name(f"{final.name}.broken-{number}")).exists():
+            number += 1
+        final.rename(target)
+    partial.rename(final)
+    for folder in (final.parent, final.parent.parent):  # the first checkpoint creates both
+        fsync(folder)
+    remember_verified(final, manifest)
+    return final
+
+
+def write_manifest(folder: Path, manifest: dict) -> dict:
+    """Writes or replaces the manifest of a folder; returns it with its digest."""
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
+    manifest["sha256"] = digest_of(manifest)
+    # The temporary file lies beside the folder: a file that no manifest names would break it.
+    partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
+    replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
+    return manifest
+
+
+# ---- Manifests -----------------------------------------------------------------------------------
+
+
+def total_size(path: Path) -> int:
+    """Bytes of a checkpoint's files; 0 if they cannot be listed."""
+    try:
+        return sum(file_sizes(path).values())
+    except OSError:
+        return 0
+
+
+def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
+    """Bytes of each file below a folder, by relative path, sorted.
+
+    The manifest is left out, and so are hidden files: file managers and network disks create them.
+    Pipes, devices and broken links have -1 bytes. Raises OSError if a folder cannot be read.
+    """
+    sizes = {}
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name == left_out or entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            inner = file_sizes(folder / entry.name, left_out="")
+            sizes |= {f"{entry.name}/{name}": size for name, size in inner.items()}
+        else:
+            sizes[entry.name] = entry.stat().st_size if entry.is_file() else -1
+    return sizes
+
+
+def list_blocks(files: dict[str, int]) -> list[tuple[str, int]]:
+    """The (name, number) of each block of files of these sizes; an empty file has one block."""
+    return [(name, i) for name, size in files.items() for i in range(max(-(-size // BLOCK), 1))]
+
+
+def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """SHA-256 of these blocks of files in a folder, in hex digits."""
+
+    def hash_block(block: tuple[str, int]) -> str:
+        name, number = block
+        digest, left = hashlib.sha256(), BLOCK
+        with open(folder / name, "rb") as file:
+            file.seek(number * BLOCK)
+            while left and (part := file.read(min(left, 1 << 20))):
+                digest.update(part)
+                left -= len(part)
+        return digest.hexdigest()
+
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = max(1, min(8, (os.cpu_count() or 1) // processes, len(blocks)))
+    with ThreadPoolExecutor(threads) as pool:  # hashlib releases the GIL
+        return dict(zip(blocks, pool.map(hash_block, blocks), strict=True))
+
+
+def describe_files(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
+    """Size and SHA-256 of each file. For several blocks it is the SHA-256 of their hex digests."""
+    blocks: dict[str, list[str]] = {}
+    for name, number in list_blocks(files):
+        blocks.setdefault(name, []).append(digests[name, number])
+    described = {}
+    for name, hashes in blocks.items():
+        joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        sha256 = hashes[0] if len(hashes) == 1 else joined
+        described[name] = {"bytes": files[name], "sha256": sha256}
+    return described
+
+
+def digest_of(manifest: dict) -> str:
+    """SHA-256 of a manifest, without its own entry "sha256"."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> dict:
+    """The manifest of a checkpoint; raises ValueError if it is missing, damaged or incomplete."""
+    try:
+        manifest = json.loads(read_text(path / MANIFEST))
+        step, intact = manifest["step"], manifest["sha256"] == digest_of(manifest)
+        files = [
+            (name, saved["bytes"], saved["sha256"]) for name, saved in manifest["files"].items()
+        ]
+        flatten(manifest.get("config", {}))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} has no {MANIFEST}") from None
+    except Exception as error:  # any content is possible, and an older checkpoint may be valid
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{path / MANIFEST} cannot be read ({reason})") from None
+    if not intact:
+        raise ValueError(f"{path / MANIFEST} is not the file that was saved")
+    if type(step) is not int or step < 0 or not files:
+        raise ValueError(f"{path / MANIFEST} names no step, or no files")
+    if FOLDER_NAME.fullmatch(path.name) and step_of(path) != step:
+        raise ValueError(f"{path} was renamed: its manifest names step {step}")
+    return manifest
+
+
+def verify(path: Path, hashed: bool = True) -> dict:
+    """Returns the manifest of a checkpoint if its files are the saved ones, and no others.
+
+    Raises ValueError with the reason otherwise. Call it before anything in the folder is
+    deserialised. Without `hashed` only the sizes of files are compared.
+    """
+    manifest = read_manifest(path)
+    try:
+        sizes, saved = file_sizes(path), manifest["files"]
+        for name in sorted({*sizes} ^ {*saved}):
+            problem = "is missing" if name in saved else f"is not named by its {MANIFEST}"
+            raise ValueError(f"{path / name} {problem}")
+        for name, size in sizes.items():
+            if size != saved[name]["bytes"]:
+                raise ValueError(f"{path / name} is not the file that was saved")
+        if hashed and not is_verified(path, manifest):
+            described = describe_files(sizes, hash_blocks(path, list_blocks(sizes)))
+            for name in sizes:
+                if described[name] != saved[name]:
+                    raise ValueError(f"{path / name} is not the file that was saved")
+            remember_verified(path, manifest)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
+    return manifest
+
+
+def is_valid(path: Path, hashed: bool = True) -> bool:
+    """Whether `verify` accepts a checkpoint."""
+    try:
+        return bool(verify(path, hashed))
+    except ValueError:
+        return False
+
+
+# The stamps of verified checkpoints, by path. So no checkpoint is hashed twice, not even by the run
+# that samestep launch starts after its check.
+VERIFIED: dict[str, list] = {}
+VERIFIED_FILE = "VERIFIED_FILE"  # environment variable: the file in which the check saves VERIFIED
+
+
+def file_stamps(path: Path, manifest: dict) -> list:
+    """The manifest's digest, and each file's name, inode, size and times of modification."""
+    stats = [(name, os.stat(path / name)) for name in manifest["files"]]
+    return [
+        manifest["sha256"],
+        *([name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats),
+    ]
+
+
+def is_verified(path: Path, manifest: dict) -> bool:
+    """Whether this process, or the check before it, has hashed the files of a checkpoint."""
+    if not VERIFIED and VERIFIED_FILE in os.environ:
+        VERIFIED.update(read_json_object(Path(os.environ[VERIFIED_FILE])))
+    return VERIFIED.get(str(path.resolve())) == file_stamps(path, manifest)
+
+
+def remember_verified(path: Path, manifest: dict) -> None:
+    """Records that the files of a checkpoint match its manifest."""
+    VERIFIED[str(path.resolve())] = file_stamps(path, manifest)
+
+
+def hand_over_verified() -> None:
+    """Saves the list of verified checkpoints for the run that samestep launch starts."""
+    if VERIFIED_FILE in os.environ:
+        Path(os.environ[VERIFIED_FILE]).write_text(json.dumps(VERIFIED), encoding="utf-8")
+
+
+# ---- Checkpoints of a run ------------------------------------------------------------------------
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, valid or not, newest first.
+
+    Raises ValueError if the folder cannot be read: it may hold checkpoints, so a run must not start
+    from the beginning.
+    """
+    try:
+        paths = [folder / name for name in os.listdir(folder) if FOLDER_NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def find_checkpoint(
+    folder: Path, resume: str, named_first: bool = False
+) -> tuple[Path | None, dict, list[str]]:
+    """The checkpoint to continue from, its manifest, and why others were passed over.
+
+    It tries the newest valid checkpoint in the folder, then the path that `resume` names, then the
+    beginning (None, with an empty manifest). With `named_first`, for evaluation only, the named
+    path comes first. Raises ValueError if checkpoints exist but none can be used: a run must not
+    silently start from the beginning.
+    """
+    passed_over, named = [], resume not in ("auto", "never")
+    for path in [] if named and named_first else list_checkpoints(folder):
+        if resume == "never":
+            raise ValueError(
+                f"{folder} holds checkpoints and resume is never; give --resume auto to continue "
+                "from them, or another --output_dir to start afresh"
+            )
+        try:
+            manifest = verify(path)
+        except ValueError as reason:
+            passed_over.append(str(reason))
+            continue
+        if named and Path(resume).resolve() != path.resolve():
+            passed_over.append(f"{resume}, since {folder} holds checkpoints of this run")
+        return path, manifest, passed_over
+    if passed_over:
+        raise ValueError(
+            f"no checkpoint in {folder} is valid ({passed_over[0]}); "
+            "to start from the beginning give another --output_dir"
+        )
+    if not named:
+        return None, {}, []
+    try:
+        return Path(resume), verify(Path(resume)), []
+    except ValueError as reason:
+        raise ValueError(
+            f"resume: {reason}; give auto, never or the folder of a checkpoint, "
+            "such as runs/default/checkpoints/step-00000200"
+        ) from None
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Deletes all checkpoints but the `keep` newest and the one with the smallest eval_loss.
+
+    0 keeps all. `newest` is the checkpoint just committed, and always stays. Broken checkpoints do
+    not count among the newest, and are left for people to look at.
+    """
+    if not keep:
+        return
+    older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
+    valid = [p for p in older if is_valid(p, hashed=False)]  # hashing all would take too long
+    best, broken = best_of(valid, read_manifest(newest))
+    for path in [p for p in valid if p not in broken][keep:]:
+        if path not in (best, newest):
+            remove(path)
+
+
+def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]:
+    """The checkpoint with the smallest eval_loss, or None, and better ones that are broken.
+
+    Only losses on the validation data of `manifest` are compared. The oldest of equals wins.
+    """
+    losses = [(read_eval_loss(path, manifest), path) for path in paths]
+    ranked = sorted((loss, path) for loss, path in losses if loss is not None)
+    broken = []
+    for _, path in ranked:
+        if is_valid(path):
+            return path, broken
+        broken.append(path)
+    return None, broken
+
+
+def find_best(folder: Path, manifest: dict) -> tuple[Path | None, float]:
+    """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
+
+    Only losses on the validation data of `manifest` are compared.
+    """
+    path, _ = best_of([p for p in list_checkpoints(folder) if is_valid(p, hashed=False)], manifest)
+    return path, math.inf if path is None else read_eval_loss(path, manifest)
+
+
+def read_eval_loss(path: Path, current: dict) -> float | None:
+    """The eval_loss of a checkpoint; None without one on the validation data of `current`.
+
+    `current` is a manifest.
+    """
+    saved = read_manifest(path)
+    loss, data = saved.get("eval_loss"), saved.get("data", {}).get("validation")
+    finite = isinstance(loss, float | int) and math.isfinite(loss)
+    return loss if finite and data == current.get("data", {}).get("validation") else None
+
+
+def add_to_manifest(path: Path, entries: dict) -> None:
+    """Adds entries to the manifest of a checkpoint; its other files stay as they are."""
+    manifest = read_manifest(path)
+    del manifest["sha256"]
+    write_manifest(path, {**manifest, **entries})
+
+
+def without_credentials(settings: Any) -> Any:
+    """Settings without what URLs in them hold to open a door; text with spaces is no URL."""
+    if isinstance(settings, dict):
+        return {name: without_credentials(value) for name, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return type(settings)(map(without_credentials, settings))
+    plain = isinstance(settings, str) and not re.search(r"\s", settings)
+    return console.without_credentials(settings) if plain else settings
+
+
+def result_settings(manifest: dict, effects: dict) -> dict:
+    """The entries of a manifest that determine the result: settings, and `data NAME`.
+
+    `effects` maps fields to the effect of a change: nothing, rounding, export, shape (the saved
+    weights do not fit) or result, which is the default.
+    """
+    config = without_credentials(flatten(manifest.get("config", {})))
+    others = ("nothing", "rounding", "export")
+    settings = {n: v for n, v in config.items() if effects.get(n) not in others}
+    settings |= {f"data {name}": value for name, value in manifest.get("data", {}).items()}
+    return json.loads(json.dumps(settings))  # as a manifest is read: tuples become lists
+
+
+def export_settings(manifest: dict, effects: dict) -> dict:
+    """The settings of a manifest that determine what is exported and reported."""
+    config = flatten(manifest.get("config", {}))
+    return json.loads(json.dumps({n: v for n, v in config.items() if effects.get(n) == "export"}))
+
+
+def differences(before: dict, after: dict) -> dict[str, str]:
+    """`name: before -> now` of each entry that differs, by its name."""
+    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    return {n: f"{n}: {old} -> {new}" for n, (old, new) in pairs.items() if old != new}
+
+
+def check_settings(
+    path: Path, saved: dict, current: dict, effects: dict, accept: bool
+) -> list[str]:
+    """Compares a checkpoint's manifest with the current one; returns `name: before -> now` lines.
+
+    Raises ValueError if the result would change and `accept` is false, or if the weights would not
+    fit. For `effects` see `result_settings`.
+    """
+    if "optimizer.bin" in saved["files"]:
+        raise ValueError(
+            f"{path} was saved by an older version of this project; finish or evaluate that run "
+            "with it, or give another --output_dir"
+        )
+    before, after = result_settings(saved, effects), result_settings(current, effects)
+    changed = differences(before, after)
+    if saved.get("identity", "") != current.get("identity", ""):
+        named = [text for name, text in changed.items() if name.startswith("task.")]
+        why, model = f" ({'; '.join(named[:3])})" * bool(named), path.parent.parent / "model"
+        begin = "task.model_name_or_path" in after and (model / "config.json").exists()
+        raise ValueError(
+            f"{path} was made with another vocabulary, other classes or another scale of "
+            f"numbers{why}, so its weights mean something else; give the same data, or another "
+            "--output_dir" + f", and to begin there with this model "
+            f"--task.model_name_or_path {model}" * begin
+        )
+    both = before.keys() & after.keys()  # newer code may have new fields
+    shapes = [name for name in changed if name in both and effects.get(name) == "shape"]
+    if shapes:
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(changed.values())}), and its weights "
+            f"do not fit another {shapes[0]}; give the old settings, or another --output_dir"
+        )
+    if changed and not accept:
+        raise ValueError(
+            f"{path} was made with other settings ({'; '.join(changed.values())}); give the old "
+            "ones, or another --output_dir, or --accept_changes to continue with the new ones"
+        )
+    return list(changed.values())

@@ -1,0 +1,585 @@
+"""Weights and optimizer state: what a checkpoint saves, and how it is restored."""
+
+import contextlib
+import hashlib
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.distributed.tensor import DTensor
+
+from samestep.base.console import IS_MAIN, say
+from samestep.checkpoint import checkpoints
+from samestep.checkpoint.optimizers import ContractCheck, restore
+from samestep.checkpoint.tensor_files import TensorReader
+from samestep.processes.device import PROCESSES, compile_blocks
+from samestep.processes.ranks import Ranks, UserError, as_user_error
+from samestep.settings import contract
+from samestep.settings.mesh import this_layout
+from samestep.step import sharding
+from samestep.step.batches import StepPlan
+from samestep.step.sharding import check_deepspeed, whole_groups
+
+
+def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
+    """The task's model, which `make()` gives. All processes must call it.
+
+    With fsdp_cpu_ram_efficient_loading only the main process has its weights, and sends the others
+    their shards. These make it on the meta device, and get memory that nobody touches, which takes
+    none of the host's. accelerate tells weights apart by their addresses, which meta tensors lack.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if not plugin or not plugin.cpu_ram_efficient_loading:
+        with ranks.fail_together(), as_user_error():
+            model = contract.check_model(make())
+        return model
+    model = None
+    with ranks.fail_together(), as_user_error():
+        if accelerator.is_main_process:
+            model = contract.check_model(make())
+    adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
+    adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
+    with ranks.fail_together(), as_user_error():
+        if model is None:
+            model = build_empty(make)
+            if model is None or form_of(model) != form:  # a task may look at its weights
+                model = contract.check_model(make())
+            elif adaptation:
+                adaptation.apply(model)
+    return model
+
+
+def build_empty(make: Callable) -> torch.nn.Module | None:
+    """The model that `make()` gives, without values; None if it needs values."""
+    try:
+        with torch.device("meta"):
+            model = contract.check_model(make())
+    except Exception:  # code of a task may raise anything; with values it raises it again
+        return None
+    made: dict[int, torch.Tensor] = {}  # tied weights stay one
+
+    def fill(tensor):
+        if not tensor.is_meta:
+            return tensor
+        empty = torch.empty_like(tensor, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            empty = torch.nn.Parameter(empty, tensor.requires_grad)
+        return made.setdefault(id(tensor), empty)
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: fill(t) for name, t in tensors.items() if t is not None})
+    return model
+
+
+def form_of(model: torch.nn.Module) -> list[tuple]:
+    """Names, shapes and types of the weights and buffers of a model, and which are trained."""
+    weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in weights]
+
+
+class TaskModule(torch.nn.Module):
+    """The module that accelerate prepares. It calls a function of the task with the task's model.
+
+    So DDP, FSDP, autocast and torch.compile wrap all that the function computes, including the
+    loss, and the task never sees a wrapper. It computes inside `context()`.
+    """
+
+    def __init__(self, model: torch.nn.Module, context: Callable = contextlib.nullcontext):
+        super().__init__()
+        self.model, self.context = model, context
+        names = defaultdict(list)
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        self.tied = [group for group in names.values() if len(group) > 1]
+        self.tp_size = getattr(model, "_tp_size", None)  # accelerate asks for it
+        if hasattr(model, "config"):
+            self.config = model.config  # accelerate looks for sliding windows, and DeepSpeed sizes
+        # FSDP shards each of these blocks of a transformers model by itself. accelerate would also
+        # shard embedding and head by themselves, if it found them: a loss in chunks uses the head's
+        # weight outside of its forward, where only those of the root are gathered.
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
+
+    def forward(self, function, batch):
+        with self.context():
+            return function(self.model, batch)
+
+    def tie_weights(self) -> None:
+        """Ties weights that were tied: accelerate asks for it after it has replaced them."""
+        for first, *others in self.tied:
+            for name in others:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
+
+
+def wrap(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, cfg: Any
+) -> TaskModule:
+    """The module to prepare: compiled if the config says so.
+
+    Raises UserError for a model that the YAML's kind of sharding does not take.
+    """
+    sharding.check_weights(model, accelerator)
+    module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
+    if cfg.exact:
+        sharding.sum_inside_blocks(module)
+    sharding.hand_to_deepspeed(module, optimizer, accelerator)
+    if cfg.compile:
+        compile_blocks(module)
+    return module
+
+
+def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
+    """The task's model inside a prepared TaskModule."""
+    return accelerator.unwrap_model(module, keep_torch_compile=False).model
+
+
+def gather_model(
+    accelerator: Accelerator, ranks: Ranks, module: torch.nn.Module, build: Callable
+) -> torch.nn.Module | None:
+    """The task's model with all weights, on the main process. All processes must call it.
+
+    If the weights are sharded, this is the model that `build()` makes anew, on the CPU, and None on
+    the other processes: only the main process needs memory for all weights, and for these once.
+    """
+    if not this_layout().sharded:
+        return bare_model(accelerator, module)
+    model, built, whole = None, {}, {}
+    with ranks.fail_together(), as_user_error():
+        if accelerator.is_main_process:
+            model = build()
+            built = model.state_dict()
+    if this_layout().deepspeed:
+        state = accelerator.get_state_dict(module) or {}
+    else:
+        state = accelerator.unwrap_model(module, keep_torch_compile=False).state_dict()
+    with ranks.fail_together(), as_user_error():
+        for name, values in state.items():
+            if isinstance(values, DTensor):  # under offload it is on the CPU, where NCCL is not
+                values = values.to(values.device_mesh.device_type).full_tensor()
+            if accelerator.is_main_process:
+                name = bare_name(name).removeprefix("model.")
+                whole[name] = built[name].copy_(values)
+        if accelerator.is_main_process:  # some modules build their state when they are asked
+            model.load_state_dict(whole)
+    return model
+
+
+def place_for_report(model: torch.nn.Module, state: "TrainingState") -> None:
+    """Moves a gathered model to the GPU if it fits there; otherwise all cores compute for it.
+
+    Training is over: the optimizer's state makes room, and the other processes leave their cores.
+    """
+    if not this_layout().sharded:
+        return
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = state.accelerator.device
+    if device.type == "cuda":
+        state.optimizer.state.clear()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        size = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+        if size + total // 10 < free:  # the tenth is for what the report computes
+            model.to(device)
+
+
+def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
+    """Makes a model of transformers or diffusers recompute activations in the backward pass.
+
+    Raises ValueError if the model does not support it.
+    """
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if hasattr(model, name):
+            getattr(model, name)()
+            return
+    raise ValueError(
+        "gradient_checkpointing is true, but the model of task.py does not support it; set it to "
+        "false"
+    )
+
+
+def sync_batch_norms(
+    model: torch.nn.Module, accelerator, plan: StepPlan, device_shares: str | list[float]
+) -> torch.nn.Module:
+    """Warns about BatchNorm, and converts it to SyncBatchNorm on several GPUs.
+
+    BatchNorm takes its statistics from a micro-batch, so the result depends on how a step is split.
+    With GroupNorm and LayerNorm it does not. SyncBatchNorm waits for all GPUs in each micro-batch.
+    Raises UserError if their shares are not equal: some would wait for ever.
+    """
+    kinds = torch.nn.modules.batchnorm._BatchNorm
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        return model
+    say(
+        "warning: the model has BatchNorm, so its result depends on how a step is split; "
+        "see docs/task.md"
+    )
+    if PROCESSES > 1 and accelerator.device.type == "cuda":
+        if device_shares == "auto" or len({*plan.shares}) > 1:
+            raise UserError(
+                "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
+                f"micro-batch: give a global_batch_size that {PROCESSES} divides and device_shares "
+                "equal, or use GroupNorm or LayerNorm"
+            )
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model
+
+
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of build_optimizer, inside of accelerate's."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
+
+    Raises UserError for what is no optimizer.
+    """
+    hooks = "_optimizer_step_post_hooks"  # that only Optimizer.__init__ makes
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, hooks):
+        kind = type(optimizer).__name__
+        raise UserError(
+            f"build_optimizer returns a {kind}; give one torch.optim.Optimizer, whose __init__ was "
+            "called"
+        )
+    kind = {"class": type(optimizer).__name__}
+    groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
+    return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
+
+
+def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
+    """The settings as text for a manifest, since JSON has neither tensors nor tuples."""
+    return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
+
+
+def exact_repr(value) -> str:
+    """A setting as text with all digits; torch would print four digits of a tensor."""
+    return repr(value.tolist() if torch.is_tensor(value) else value)
+
+
+# ---- The tensors of a checkpoint -----------------------------------------------------------------
+
+# A checkpoint holds these tensors. NAME is that of a weight in the task's model.
+#   model.NAME               a weight that is trained, or a buffer
+#   state.NAME.KEY           a tensor that the optimizer keeps for a weight, such as exp_avg
+#   number.NAME.KEY          a number that it keeps for a weight
+#   group.INDEX.KEY          a setting of a parameter group that has changed since it was built
+#   scaler.KEY               a number of fp16's loss scaler
+#   registered.INDEX.NAME    of an object that accelerator.register_for_checkpointing was given
+# Random numbers and the learning rate are functions of the step.
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile, and of checkpointing
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bare_name(name: str) -> str:
+    """The name of a weight in the task's model, without those of wrapped blocks."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that are trained, and the buffers; tied weights once, by their first name.
+
+    Frozen weights come with the pretrained model: a manifest holds their digest alone.
+    """
+    state, seen = {}, set()
+    for name, values in model.state_dict(keep_vars=True).items():
+        if not torch.is_tensor(values):
+            raise ValueError(
+                f"the model's state has {name}, which is no tensor, so it is not saved"
+            )
+        frozen = isinstance(values, torch.nn.Parameter) and not values.requires_grad
+        if not frozen and id(values) not in seen:
+            state[bare_name(name)] = values
+        seen.add(id(values))
+    return state
+
+
+def frozen_digest(model: torch.nn.Module) -> str:
+    """SHA-256 of the names and values of the frozen weights, in hex digits; empty without any."""
+    digest = None
+    for name, values in model.named_parameters(remove_duplicate=False):  # tied: two names
+        if not values.requires_grad:
+            digest = digest or hashlib.sha256()
+            # Integer sums of the bits of 64 slices are the same on any device, in any order.
+            bits = values.detach().flatten().view(BITS[values.element_size()])
+            sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.chunk(64)])
+            digest.update(name.encode() + sums.cpu().numpy().tobytes())
+    return digest.hexdigest() if digest else ""
+
+
+def as_tensor(value, name: str) -> torch.Tensor:
+    """A tensor, or a number as one; raises ValueError for anything else."""
+    if torch.is_tensor(value):
+        return value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, int):
+        return torch.tensor(value)
+    kind = type(value).__name__
+    raise ValueError(f"{name} is a {kind}, and a checkpoint holds tensors and numbers only")
+
+
+@dataclass
+class TrainingState:
+    """What training continues from: the weights and the state of the optimizer."""
+
+    accelerator: Accelerator
+    module: torch.nn.Module  # prepared, as the optimizer
+    optimizer: AcceleratedOptimizer
+    settings: list[dict]  # of the optimizer as it was built: see optimizer_settings
+
+    def __post_init__(self):
+        if not this_layout().deepspeed:
+            bare = bare_model(self.accelerator, self.module)
+            names = {parameter: bare_name(name) for name, parameter in bare.named_parameters()}
+            ContractCheck(bare_optimizer(self.optimizer), names, self.collect_optimizer)
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
+
+        Only the main process has the buffers, which may differ between processes: DDP sends those
+        of the main process to the others.
+        """
+        tensors, scaler = {}, self.accelerator.scaler
+        bare = bare_model(self.accelerator, self.module)
+        for name, values in trained_weights(bare).items():
+            if isinstance(values, torch.nn.Parameter | DTensor) or self.accelerator.is_main_process:
+                tensors[f"model.{name}"] = values
+        numbers = {f"scaler.{n}": v for n, v in (scaler.state_dict() if scaler else {}).items()}
+        numbers |= registered_state(self.accelerator)
+        tensors |= {name: as_tensor(value, name) for name, value in numbers.items()}
+        return tensors | self.collect_optimizer()
+
+    def collect_optimizer(self) -> dict[str, torch.Tensor]:
+        """Those of the optimizer alone: moments do not wait for the device."""
+        tensors = {}
+        for name, parameter in bare_model(self.accelerator, self.module).named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    kind = "state" if torch.is_tensor(value) else "number"
+                    about = f"the optimizer's {key} of {name}"
+                    tensors[f"{kind}.{bare_name(name)}.{key}"] = as_tensor(value, about)
+        groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
+        for i, ((group, *_), built) in enumerate(groups):
+            for key, value in group.items():
+                if key in ("params", "lr") or exact_repr(value) == exact_repr(built.get(key)):
+                    continue
+                about = f"the optimizer's setting {key}, which has changed,"
+                tensors[f"group.{i}.{key}"] = as_tensor(value, about)
+        return tensors
+
+    def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError if a weight or a moment is not finite, or a buffer has a NaN.
+
+        `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
+        may hold infinities on purpose.
+        """
+        model = bare_model(self.accelerator, self.module)
+        buffers, good = {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}, {}
+        for name, values in tensors.items():
+            if name.startswith(("model.", "state.")):
+                ends = min_and_max(values)
+                good[name] = ~ends.isnan().any() if name in buffers else ends.isfinite().all()
+        devices = {each.device for each in good.values()}
+        if not all(
+            torch.stack([each for each in good.values() if each.device == device]).all()
+            for device in devices
+        ):
+            kind, _, name = next(name for name, each in good.items() if not each).partition(".")
+            if kind == "state":
+                weight, _, key = name.rpartition(".")
+                name = f"{key} of {weight}"
+            raise ValueError(
+                f"{name} is not finite, so nothing was saved; check the data, or continue from the "
+                "newest checkpoint with --accept_changes and another learning_rate"
+            )
+
+    def partitions(self) -> dict[str, torch.Tensor]:
+        """DeepSpeed's parts of weights and moments, each of many parameters together."""
+        parts = {}
+        for number, (part, moments) in enumerate(self.optimizer.state.items()):
+            for key, value in {"fp32 weights": part.detach(), **moments}.items():
+                if torch.is_tensor(value):
+                    parts[f"state.partition {number}.{key}"] = value
+        return parts
+
+    def load(self, path: Path, saved: dict, manifest: dict) -> None:
+        """Restores a checkpoint; raises ValueError if it does not fit.
+
+        `saved` is its manifest, `manifest` that of this run. Settings of the optimizer that the
+        code has changed since then are those of the code. The others are restored, since some
+        optimizers keep state among them.
+        """
+        before, now = saved["optimizer"], settings_as_text(self.settings)
+        kinds = [[group["class"] for group in each] for each in (before, now)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{path} was trained with {' and '.join(kinds[0])}, and build_optimizer gives "
+                f"{' and '.join(kinds[1])} (one per group); restore that, or give another "
+                "--output_dir"
+            )
+        self.load_weights(path, saved, manifest)
+        if this_layout().deepspeed:  # it has restored all settings
+            for group in self.optimizer.param_groups:
+                i = group["number"]
+                changed = [n for n in self.settings[i] if before[i].get(n) != now[i][n]]
+                group.update({name: self.settings[i][name] for name in changed})
+            return
+        reader, scaler = TensorReader(path), self.accelerator.scaler
+        load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
+        for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
+            for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
+                key = name.split(".", 2)[2]
+                if before[i].get(key) == now[i].get(key):
+                    value = read_like(parts[0].get(key), reader, name)
+                    for part in parts:
+                        part[key] = value
+        if scaler:
+            numbers = {
+                n: read_like(v, reader, f"scaler.{n}") for n, v in scaler.state_dict().items()
+            }
+            scaler.load_state_dict(numbers)
+
+    def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
+        """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
+
+        Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
+        """
+        check_deepspeed(path, saved, self.accelerator)
+        if this_layout().deepspeed:
+            check_frozen(path, saved, manifest)
+            self.accelerator.load_state(path, load_module_strict=False)
+            return
+        reader, bare = TensorReader(path), bare_model(self.accelerator, self.module)
+        if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
+            raise ValueError(
+                f"{path} was not trained in fp16; give the YAML that it was trained with"
+            )
+        tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
+        registered = registered_state(self.accelerator)
+        check_shapes(tensors | registered, reader, path)
+        check_frozen(path, saved, manifest)
+        reader.read(tensors)
+        # Some modules build their state when they are asked for it, and take it back.
+        names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
+        state = {names[name]: values.detach() for name, values in tensors.items()}
+        bare.load_state_dict(state, strict=False)
+        loaded = {name: read_like(value, reader, name) for name, value in registered.items()}
+        for i, each in enumerate(self.accelerator._custom_objects):
+            prefix = f"registered.{i}."
+            own = {n.removeprefix(prefix): v for n, v in loaded.items() if n.startswith(prefix)}
+            each.load_state_dict(own)
+
+
+def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
+    """Raises ValueError if the frozen weights are others; the main process has their digest."""
+    digests = {each.get("frozen_weights", "") for each in (saved, manifest)}
+    if IS_MAIN and len(digests) > 1:
+        raise ValueError(
+            f"{path} was trained with other pretrained weights; give those weights, or another "
+            "--output_dir"
+        )
+
+
+def min_and_max(values: torch.Tensor) -> torch.Tensor:
+    """Smallest and largest value, shape (2,), or NaN if any value is NaN.
+
+    One pass without a temporary tensor: far faster than isfinite().all().
+    """
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point() or not values.numel():
+        return torch.zeros(2, device=values.device)  # finite
+    if values.element_size() == 1:  # float8 has no aminmax
+        values = values.float()
+    return torch.stack(values.aminmax())
+
+
+def read_like(value, reader: TensorReader, name: str):
+    """What was saved under this name: a tensor if `value` is one, otherwise a number."""
+    tensor = torch.empty(reader.shapes[name], dtype=reader.dtypes[name])
+    tensor = torch.empty_like(value, dtype=tensor.dtype) if torch.is_tensor(value) else tensor
+    reader.read({name: tensor})
+    return tensor if tensor.dim() or torch.is_tensor(value) else tensor.item()
+
+
+def load_moments(model: torch.nn.Module, optimizer, reader: TensorReader) -> None:
+    """Gives the optimizer the state that was saved for each weight, and no other."""
+    parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
+    tensors, states = {}, defaultdict(dict)
+    for saved in reader.shapes:
+        kind, _, name = saved.partition(".")
+        name, _, key = name.rpartition(".")
+        if kind in ("state", "number") and name in parameters:
+            tensors[saved] = empty_moment(parameters[name], reader, saved)
+            states[parameters[name]][key] = saved
+    reader.read(tensors)
+    for names in states.values():
+        for key, saved in names.items():
+            value = tensors[saved]
+            names[key] = value.item() if saved.startswith("number.") else value
+    restore(bare_optimizer(optimizer), states, {p: name for name, p in parameters.items()})
+
+
+def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
+    """A tensor to read a moment into: on the device and sharded as its weight, if shapes are equal.
+
+    Counters start on the CPU: the optimizer knows whether it wants them on the device. Other
+    moments of a sharded weight are DTensors that each process has whole.
+    """
+    shape, dtype = reader.shapes[name], reader.dtypes[name]
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if not shape:
+        return torch.empty(shape, dtype=dtype)
+    return parameter.detach().new_empty(shape, dtype=dtype)
+
+
+def registered_state(accelerator) -> dict:
+    """Tensors and numbers of the objects that accelerator.register_for_checkpointing was given."""
+    states = [each.state_dict() for each in accelerator._custom_objects]
+    return {f"registered.{i}.{n}": v for i, state in enumerate(states) for n, v in state.items()}
+
+
+def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
+    """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
+    kinds = ("model.", "registered.")
+    saved = {n: str(tuple(s)) for n, s in reader.shapes.items() if n.startswith(kinds)}
+    built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
+    for name in sorted({**saved, **built}):
+        if saved.get(name) != built.get(name):
+            before, now = (each.get(name, "missing") for each in (saved, built))
+            raise UserError(
+                f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
+                f"checkpoint and {now} in the model; give the settings and the task.py that it "
+                "was made with, or another --output_dir"
+            )
+
+
+def load_best(state: TrainingState, ranks: Ranks, start: Any) -> int | None:
+    """Loads the weights with the smallest eval_loss; returns their step, or None without any.
+
+    Only losses on the validation data of the run are compared; `start` is its RunStart.
+    """
+    best, loss, saved = None, math.inf, {}
+    with ranks.fail_together():
+        if state.accelerator.is_main_process:
+            best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
+            saved = checkpoints.read_manifest(best) if best else {}
+    best, loss, saved = ranks.from_main((best, loss, saved))
+    if best is None:
+        say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
+        return None
+    with ranks.fail_together(), as_user_error():
+        state.load_weights(best, saved, start.manifest)
+    step = checkpoints.step_of(best)
+    say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
+    return step

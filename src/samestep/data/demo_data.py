@@ -1,0 +1,206 @@
+"""Data that every machine has, with which a new project trains at once and offline.
+
+Texts for language models come from Python itself: pydoc is its manual, stdlib the source of its
+library, docstrings pairs of a function's head and the first line of its docstring. Sources and
+targets are dates as people write them in five languages, and their ISO form. Texts with a class are
+the functions of Python's library, images with a class the digits of scikit-learn.
+"""
+
+import ast
+import re
+import sysconfig
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from datetime import date, timedelta
+from pathlib import Path
+
+from samestep.data.tables import Row
+
+# ---- Texts for language models -------------------------------------------------------------------
+
+# Names of the texts, and their files below Python's library.
+TEXTS = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
+
+
+def text_files(name: str) -> list[Path] | None:
+    """The files of these texts, sorted; None for a name that is not in TEXTS."""
+    if name not in TEXTS:
+        return None
+    return sorted(Path(sysconfig.get_path("stdlib")).glob(TEXTS[name]))
+
+
+def text_rows(name: str, kind: str) -> Iterator[Row]:
+    """The rows of texts in TEXTS; `kind` is text, of docstrings prompt or chat."""
+    if name == "pydoc":
+        yield from manual_rows()
+        return
+    for file in text_files(name):
+        with tokenize.open(file) as source:  # decodes files that declare another encoding
+            text = source.read()
+        if name == "docstrings":
+            yield from ((row, str(file)) for row in docstring_rows(text, kind))
+        elif text.strip():
+            yield {"text": text}, str(file)
+
+
+def manual_rows() -> Iterator[Row]:
+    """The topics of Python's manual, longest first, without those that a longer one contains."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    for text in sorted(topics.values(), key=len, reverse=True):
+        lines = set(text.splitlines())
+        if len(lines - seen) > len(lines) / 2:  # "with", for example, is a part of "compound"
+            yield {"text": text}, "pydoc"
+        seen |= lines
+
+
+def docstring_rows(source: str, kind: str) -> Iterator[dict]:
+    """A prompt or a chat for each function with a docstring: what does this function do?"""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+            head, answer = f"def {node.name}({ast.unparse(node.args)}):", text.splitlines()[0]
+            if kind == "prompt":
+                yield {"prompt": f'{head}\n    """', "completion": f'{answer}"""'}
+            else:
+                question = {"role": "user", "content": f"What does this do? {head}"}
+                yield {"messages": [question, {"role": "assistant", "content": answer}]}
+
+
+# ---- Dates ---------------------------------------------------------------------------------------
+
+FIRST_DATE, LAST_DATE = date(1900, 1, 1), date(2099, 12, 31)
+MONTHS = {
+    "en": "January February March April May June July August September October November December",
+    "de": "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
+    "fr": "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
+    "es": "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre "
+    "diciembre",
+    "it": "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre "
+    "dicembre",
+}
+DATE_FORMS = [
+    "{day} {en} {year}",
+    "{en} {day}, {year}",
+    "{en:.3} {day} {year}",
+    "{day}/{en:.3}/{year}",
+    "{day:02}.{month:02}.{year}",
+    "{day}{suffix} of {en}, {year}",
+    "the {day_words} of {en} {year_words}",
+    "the {day_words} of {en}, {year_words}",
+    "{day}. {de} {year}",
+    "{day} {fr} {year}",
+    "{day} de {es} de {year}",
+    "{day} {it} {year}",
+]
+CARDINALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen""".split()
+TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"}
+ORDINALS |= {"nine": "ninth", "twelve": "twelfth", "twenty": "twentieth", "thirty": "thirtieth"}
+
+
+def date_rows(number: int = 12_000) -> Iterator[Row]:
+    """Dates from 1900 to 2099 as people write them, with their ISO form; each date comes once."""
+    for i in range(number):
+        # The step and the number of days have no common divisor, so no day comes twice.
+        day = FIRST_DATE + timedelta(i * 40_503 % ((LAST_DATE - FIRST_DATE).days + 1))
+        source = DATE_FORMS[i % len(DATE_FORMS)].format(**date_words(day))
+        yield {"source": source, "target": day.isoformat()}, f"dates, row {i + 1}"
+
+
+def date_words(day: date) -> dict[str, str | int]:
+    """The fields of DATE_FORMS: numbers, names of the month, and numbers in words."""
+    century, rest = divmod(day.year, 100)
+    year = f"{cardinal(century)} {cardinal(rest)}"
+    if rest < 10:
+        year = f"{cardinal(century)} {f'oh {cardinal(rest)}' if rest else 'hundred'}"
+    if day.year // 10 == 200:
+        year = f"two thousand{f' and {cardinal(rest)}' if rest else ''}"
+    before, hyphen, last = cardinal(day.day).rpartition("-")
+    teen = 11 <= day.day <= 13
+    return {
+        "day": day.day,
+        "month": day.month,
+        "year": day.year,
+        "suffix": {1: "st", 2: "nd", 3: "rd"}.get(0 if teen else day.day % 10, "th"),
+        "day_words": before + hyphen + ORDINALS.get(last, f"{last}th"),
+        "year_words": year,
+        **{language: names.split()[day.month - 1] for language, names in MONTHS.items()},
+    }
+
+
+def cardinal(number: int) -> str:
+    """A number below 100 in English words."""
+    if number < 20:
+        return CARDINALS[number]
+    tens, unit = divmod(number, 10)
+    return TENS[tens] + (f"-{CARDINALS[unit]}" if unit else "")
+
+
+# ---- Texts with a class --------------------------------------------------------------------------
+
+# Packages and modules of Python's library, 3.10 and later, by purpose.
+AREAS = {
+    **{name: name for name in "asyncio email encodings importlib multiprocessing xml".split()},
+    "testing": "unittest doctest",
+    "numbers": "_pydecimal colorsys fractions numbers random statistics",
+    "debugging": "bdb cProfile dis inspect pdb profile pstats trace traceback",
+    "archives": "_compression bz2 gzip lzma tarfile zipfile",
+}
+
+
+def area_files() -> list[tuple[str, str, Path]]:
+    """The files of each area, without tests: the area, the path in the library, the file."""
+    library, files = Path(sysconfig.get_path("stdlib")), []
+    for area, names in AREAS.items():
+        for name in names.split():
+            paths = [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]
+            parts = [(path.relative_to(library).parts, path) for path in paths if path.is_file()]
+            files += [(area, "/".join(p), f) for p, f in parts if not {"test", "tests"} & {*p}]
+    return files
+
+
+def area_rows() -> Iterator[Row]:
+    """Functions of three lines and more, each below the first line of its class; place: the file.
+
+    A function that several files hold, up to strings and numbers, counts once; if the files are of
+    different areas, it is left out. encodings hold the same functions a hundred times over.
+    """
+    groups: dict[str, list[Row]] = {}
+    for area, place, file in area_files():
+        with tokenize.open(file) as source:  # heeds the coding line of files that are not UTF-8
+            text = source.read()
+        for function, owner in functions_in(ast.parse(text), text.split("\n")):
+            row = {"text": f"{owner}\n{function}".lstrip(), "label": area}
+            same = re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", function)
+            groups.setdefault(same, []).append((row, place))
+    for rows in groups.values():
+        if len({row["label"] for row, _ in rows}) == 1:
+            yield rows[0]
+
+
+def functions_in(node: ast.AST, lines: list[str], owner: str = "") -> Iterator[tuple[str, str]]:
+    """The source of each function below a node, and the first line of its class."""
+    for child in ast.iter_child_nodes(node):
+        line = lines[child.lineno - 1].strip() if isinstance(child, ast.ClassDef) else owner
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = lines[child.lineno - 1 : child.end_lineno]
+            if len(own) >= 3:
+                yield textwrap.dedent("\n".join(own)), owner
+        yield from functions_in(child, lines, line)
+
+
+# ---- Images with a class -------------------------------------------------------------------------
+
+
+def digit_rows() -> Iterator[Row]:
+    """The 1,797 images of scikit-learn, 8 x 8 pixels in 17 grey levels, and their classes."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images * 255 / 16).round().astype("uint8")
+    for image, label in zip(images, digits.target.tolist(), strict=True):
+        yield {"image": Image.fromarray(image), "label": label}, "digits"

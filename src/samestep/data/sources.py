@@ -1,0 +1,406 @@
+"""Where the rows of a task come from: files, folders or the Hub.
+
+Errors in the data are a ValueError of one line.
+"""
+
+import functools
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from samestep.base.console import one_line
+from samestep.base.fields import (
+    NOTHING,
+    Fraction,
+    check_fields,
+    check_ignored_fields,
+    local_path,
+    number_type,
+)
+from samestep.data import hub, splits, tables
+from samestep.data.tables import Row
+
+LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
+ValidationRows = number_type("ValidationRows", int, 1, 10**9)
+
+
+class WeightedData(NamedTuple):
+    """One of several sources of data, and its share of the samples of a step."""
+
+    data: str
+    weight: int
+    name: str  # short, for metrics
+
+
+class Source(NamedTuple):
+    """A part of a dataset, as train.py orders its samples: see samestep/settings/contract.py."""
+
+    name: str
+    rows: int
+    weight: int
+    shards: np.ndarray | None  # rows of each shard; None: all rows are shuffled together
+    window: int  # shards whose rows are shuffled together
+
+
+@dataclass
+class DataConfig:
+    """The data fields that all tasks share."""
+
+    # Data
+    data: str = ""
+    """Training rows: a file, a folder, or the name of a data set on the Hub."""
+    data_config: str = ""
+    """Data set on the Hub: its configuration, also called subset."""
+    data_split: str = "train"
+    """Data set on the Hub: the training split."""
+    data_revision: str = ""
+    """Data set on the Hub: the commit, 40 hex digits, because names and branches move on."""
+    validation_data: str = ""
+    """Validation rows: a file or a folder; empty: the files of `data` that are named validation,
+    valid, val or dev, or without these a fraction of the training rows, which is held out."""
+    validation_split: str = ""
+    """Data set on the Hub: the validation split; empty: as for validation_data."""
+    validation_fraction: Fraction = 0.1
+    """Fraction of the training rows held out for evaluation. A hash of each row's content decides,
+    so the choice is the same on every machine, and equal rows stay on one side."""
+    validation_rows: ValidationRows = 1000
+    """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
+    a tenth of the time of 100 steps of 32 samples."""
+    incomplete_rows: Literal["refuse", "skip"] = "refuse"
+    """Rows without a text, label or answer: end the run, or count and skip them."""
+    cache_dir: str = field(default=".cache/data", metadata=NOTHING)
+    """Folder for prepared data; each combination of data and settings has a subfolder."""
+
+
+def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
+    """Raises ValueError for fields of DataConfig that cannot work, before any row is read.
+
+    `shipped`: names of data that the task brings along. Makes a list in `data` a text.
+    """
+    cfg.data = data_as_text(cfg.data)
+    for _, own in by_source(cfg):
+        check_source_config(own, shipped)
+
+
+def check_source_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
+    """`check_data_config` of a single source."""
+    streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
+    for name in ("data", "validation_data"):
+        if "://" in getattr(cfg, name) and not streaming:
+            hint = "; --task.streaming true reads shards there" * (streaming is not None)
+            url = one_line(getattr(cfg, name), 100)
+            raise ValueError(f"task.{name}: {url} is a URL: download the data first{hint}")
+    check_fields(
+        cfg, [("data", cfg.data, "a path, or a name"), ("cache_dir", cfg.cache_dir, "a folder")]
+    )
+    local_path(cfg.cache_dir, "cache_dir")
+    local_path(cfg.validation_data, "validation_data")
+    on_hub = cfg.data not in shipped and hub.is_hub_name(cfg.data)
+    no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
+    split = on_hub and not cfg.validation_data
+    held_out = not (cfg.validation_data or cfg.validation_split)
+    check_ignored_fields(
+        cfg,
+        [
+            ("data_config data_split data_revision", on_hub, no_hub),
+            ("validation_split", on_hub, no_hub),
+            ("validation_split", split, "beside task.validation_data"),
+            ("validation_fraction validation_rows", held_out, "when validation rows are given"),
+        ],
+    )
+
+
+# ---- Several sources -----------------------------------------------------------------------------
+
+
+def by_source(cfg: Any, endings: Iterable[str] = ()) -> list[tuple[WeightedData, Any]]:
+    """Each source that cfg.data names, and the config with its data alone.
+
+    validation_data is that of the first: it is read once. If it is empty, it becomes the source
+    itself where that has files with these endings for validation (`splits.py`): `walk` takes, of
+    such a folder, for each field those that are meant.
+    """
+    found = []
+    for each in split_data(cfg.data):
+        given = "" if found else cfg.validation_data
+        if not cfg.validation_data and "validation" in count_splits(each.data, endings):
+            unread = "validation_fraction validation_rows"
+            where = f"where {one_line(each.data, 60)} has files for validation"
+            check_ignored_fields(cfg, [(unread, False, where)])
+            given = each.data
+        found.append((each, replace(cfg, data=each.data, validation_data=given)))
+    return found
+
+
+def data_as_text(data: str | list[dict]) -> str:
+    """`data` as text: a list of {path, weight} becomes PATH:WEIGHT,PATH:WEIGHT.
+
+    Raises ValueError for other entries.
+    """
+    if isinstance(data, str):
+        return data
+    for each in data:
+        whole = type(each.get("weight", 1)) is int and isinstance(each.get("path"), str)
+        if not whole or {*each} - {"path", "weight"} or "," in each["path"]:
+            raise ValueError(
+                f"task.data: an entry is {one_line(each, 100)}; give a path, without a comma, and "
+                "a whole weight: {path: a.jsonl, weight: 2}"
+            )
+    return ",".join(f"{each['path']}:{each.get('weight', 1)}" for each in data)
+
+
+def split_data(data: str) -> list[WeightedData]:
+    """The sources that `data` names, as a.jsonl:2,b.jsonl; a weight that is not given is 1.
+
+    Raises ValueError for weights that cannot be, and for a source that is named twice.
+    """
+    if os.path.lexists(local_path(data, "data")) or not re.search(r",|:\d+$", data):
+        return [WeightedData(data, 1, data)]
+    found: list[tuple[str, int]] = []
+    for part in data.split(","):
+        name, weight = re.fullmatch(r"(.*?)(?::(-?[\d.]+))?", part.strip(), re.DOTALL).groups()
+        if not name or weight and not (weight.isdecimal() and int(weight)):
+            raise ValueError(
+                f"task.data: one of its sources is {one_line(repr(part), 60)}; give each as "
+                "PATH:WEIGHT, with a whole weight of at least 1"
+            )
+        found.append((name, int(weight or 1)))
+    paths, weights = zip(*found, strict=True)
+    if len({*paths}) < len(paths):
+        raise ValueError(f"task.data: {one_line(data, 100)} names a source twice; add its weights")
+    if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
+        raise ValueError(
+            f"task.data: the weights {', '.join(map(str, weights))} are too fine; give some in "
+            f"about the same proportion, with a sum of at most {LONGEST_PERIOD:,}"
+        )
+    names = [Path(path).name or path for path in paths]
+    names = names if len({*names}) == len(names) else paths
+    return [WeightedData(*each, name) for each, name in zip(found, names, strict=True)]
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
+    """The files with these endings: `data` itself, or all below it, sorted by path.
+
+    Raises ValueError if there are none, or if one is unreachable: a class or a part of the rows
+    would be missing unnoticed.
+    """
+    found, others = find_files(data, endings, field)
+    if not found:
+        packed = f" (text also compressed: {' or '.join(tables.COMPRESSIONS)})"
+        raise ValueError(
+            f"task.{field}: nothing to read at {one_line(data, 100) or 'an empty path'}"
+            f"{describe_skipped(others)}; pass --task.{field} PATH, a file or folder of "
+            f"{', '.join(endings)}{packed}"
+        )
+    return found
+
+
+def find_files(data: str, endings: Iterable[str], field: str) -> tuple[list[Path], Counter]:
+    """The files with these endings, sorted, and the number of other files by their endings."""
+    found: list[Path] = []
+    others: Counter = Counter()
+    for folder, names, skipped in walk(data, endings, field):
+        found += [Path(folder, name) for name in names]
+        others += skipped
+    return sorted(found), others
+
+
+def walk(data: str, endings: Iterable[str], field: str) -> Iterator[tuple[str, list[str], Counter]]:
+    """Each folder from `data` down: its path, the sorted names of its files with these endings, and
+    the number of its other files by their endings. A file is all of its folder.
+
+    Of a folder that holds several splits, those files alone that `field` means.
+    """
+    counts = count_splits(data, endings, field)
+    split = counts and splits.choose(counts, field, data)
+    for folder, names, others in walk_all(data, endings, field):
+        if counts:
+            found = splits_of(data, folder, names)
+            names = [name for name, own in zip(names, found, strict=True) if own == split]
+        yield folder, names, others
+
+
+def splits_of(data: str, folder: str, names: list[str]) -> list[str]:
+    """The split of each file of a folder below `data`. The name of an image says none."""
+    above = splits.split_of(os.path.relpath(folder, os.path.expanduser(data)))
+    readable = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
+    return [
+        above or (splits.split_of(name) if name.lower().endswith(readable) else "")
+        for name in names
+    ]
+
+
+def count_splits(data: str, endings: Iterable[str], field: str = "data") -> Counter:
+    """The number of files with these endings of each split; empty: the folder is not divided."""
+    root = local_path(data, field)
+    if not (data and endings and root.is_dir()):
+        return Counter()
+    return list_splits(data, tuple(endings), field, root.stat().st_mtime_ns)
+
+
+@functools.cache  # a start asks several times, and there may be a million files
+def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -> Counter:
+    """`count_splits` of a folder; `changed`: when it did last."""
+    listed = walk_all(data, endings, field)
+    return splits.count(chain.from_iterable(splits_of(data, *each[:2]) for each in listed))
+
+
+def walk_all(
+    data: str, endings: Iterable[str], field: str
+) -> Iterator[tuple[str, list[str], Counter]]:
+    """`walk` over all splits.
+
+    Lists folders, and asks the system about no file. Hidden files do not count: notebooks and file
+    managers keep copies in them. Raises ValueError for what is unreachable.
+    """
+    root = local_path(data, field)
+    folders: dict[tuple[int, int], str] = {}  # by device and inode, to notice links
+    to_visit = [str(root)] if data and os.path.lexists(root) else []
+    if to_visit and not is_folder(root, field):
+        folder, name = os.path.split(to_visit.pop())
+        yield folder, *choose_files(folder, [name], endings, field)
+    while to_visit:
+        path = to_visit.pop()
+        files, below, shown = [], [], f"task.{field}: {one_line(path, 100)}"
+        try:
+            status = os.stat(path)
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if not entry.name.startswith("."):
+                        (below if is_folder(entry, field) else files).append(entry.name)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror}): fix or remove it"
+            raise ValueError(f"{shown} {problem}") from None
+        first = folders.setdefault((status.st_dev, status.st_ino), path)
+        if first != path:
+            problem = f"the same folder as {one_line(first, 100)}"
+            if path.startswith(os.path.join(first, "")):
+                problem = f"a link to a folder above itself, {one_line(first, 100)}"
+            raise ValueError(f"{shown} is {problem}: remove one")
+        to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
+        yield path, *choose_files(path, sorted(files), endings, field)
+
+
+def is_folder(path: Path | os.DirEntry, field: str) -> bool:
+    """Whether it is a folder, not a file. Raises ValueError for what is neither, or unreachable."""
+    problem = "is neither file nor folder: remove it"
+    try:
+        if path.is_file():
+            return False
+        if path.is_dir():
+            return True
+        os.stat(path)
+    except OSError as error:
+        problem = "is a broken link" if os.path.islink(path) else "cannot be read"
+        problem += f" ({error.strerror}): fix or remove it"
+    raise ValueError(f"task.{field}: {one_line(os.fspath(path), 100)} {problem}")
+
+
+def choose_files(
+    folder: str, names: list[str], endings: Iterable[str], field: str
+) -> tuple[list[str], Counter]:
+    """The names with these endings, and the number of the others by their endings."""
+    chosen, others, plain = [], Counter(), tuple(endings)
+    for name in names:
+        if not name.lower().endswith(plain) and tables.file_ending(name) not in plain:
+            others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
+            continue
+        if not (name.isascii() and folder.isascii()):
+            path = os.path.join(folder, name)
+            if path != path.encode(errors="replace").decode():
+                shown = f"task.{field}: {one_line(path, 100)}"
+                raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
+        chosen.append(name)
+    return chosen, others
+
+
+def describe_skipped(others: Counter) -> str:
+    """The number of skipped files by ending, as part of a sentence; empty: none."""
+    if not others:
+        return ""
+    most = sorted(others.items(), key=lambda each: (-each[1], each[0]))[:10]
+    endings = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in most)
+    number = sum(others.values())
+    return f" (skipped {number:,} other file{'s' * (number > 1)}: {endings})"
+
+
+def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
+    """Prints the splits of the data, and the files beside it that are not read, for example with a
+    misspelt ending."""
+    local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
+    if counts := count_splits(local, endings):
+        splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+    given = cfg.validation_data if cfg.validation_data != local else ""
+    for name, data in (("data", local), ("validation_data", given)):
+        if others := sum((each for *_, each in walk(data, endings, name)), Counter()):
+            print(f"Preparing data: {one_line(data, 100)}{describe_skipped(others)}", flush=True)
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def read_column_names(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
+    """The columns of the data's first row."""
+    if hub.is_hub_name(cfg.data):
+        hub.check_commit(cfg)
+        return hub.load_hub_split(cfg, cfg.data_split).column_names
+    for file in list_files(cfg.data, endings):
+        if row := tables.read_first_row(file):
+            return list(row)
+    return []
+
+
+class IncompleteRow(ValueError):
+    """A row has no label, no text or no answer."""
+
+
+def valid_rows(
+    rows: Iterable[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
+) -> Iterator[Row]:
+    """The rows that `check_row` accepts, perhaps changed by it. Raises ValueError for another row.
+
+    With cfg.incomplete_rows skip, rows that raise IncompleteRow are counted and left out.
+    """
+    number, skipped, first = 0, 0, ""
+    for row, place in rows:
+        number += 1
+        try:
+            check_row(row)
+        except ValueError as error:
+            incomplete = isinstance(error, IncompleteRow)
+            if not incomplete or cfg.incomplete_rows == "refuse":
+                hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+                raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
+            skipped += 1
+            first = first or f"{place}: {error}"
+        else:
+            yield row, place
+    if skipped:
+        text = f"{skipped:,} incomplete rows of {number:,}, the first: {first}"
+        print(f"Preparing data: left out {text}", flush=True)
+
+
+def say_overlap(number: int, total: int, least: str = "") -> None:
+    if number:
+        text = f"{least}{number:,} of {total:,} validation rows are training rows too"
+        print(f"Preparing data: {text}: evaluation will look better than it is", flush=True)
+
+
+def break_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts with a space after every 1,000 characters without one, for BPE training.
+
+    Its time grows with the square of a word's length: a word of 3 MB would take hours.
+    """
+    for text in texts:
+        yield re.sub(r"(\S{1000})(?=\S)", r"\1 ", text)

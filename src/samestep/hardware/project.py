@@ -1,0 +1,91 @@
+"""The project that samestep hardware measures: its recipe, task and data, without a run folder."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep.processes.ranks import UserError
+from samestep.settings import config, contract
+from samestep.settings.mesh import Layout
+from samestep.start import startup
+from samestep.step import batches
+from samestep.step.batches import Batch, SampleDataset, StepPlan
+
+
+@dataclass
+class Project:
+    """What a verb needs to build and run the project's own model on its own data."""
+
+    cfg: Any  # train.Config
+    recipe: Path
+    flags: list[str]  # of train.py, as they were given
+    task: contract.Task
+    build_optimizer: Callable[[torch.nn.Module, Any], torch.optim.Optimizer]
+    layout: Layout
+    plan: StepPlan  # of a step on the processes that run now
+    prepared: Any  # what task.prepare_data returned
+    rows: SampleDataset  # of training
+
+    def build_model(self) -> torch.nn.Module:
+        """The task's model; the seed gives all processes the same one."""
+        torch.manual_seed(self.cfg.seed)
+        return contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+
+    def batch(self, positions: Iterable[int]) -> Batch:
+        """The training micro-batch of the samples at these positions of the run."""
+        return batches.make_collate(self.task)(self.rows.__getitems__([*positions]))[0]
+
+
+# Fields that a few steps, which leave no run, do not read.
+RUN = (*config.RUN, "output_dir", "timeout", "export", "profile_steps")
+
+
+def read_recipe(
+    config_class: type, task: Any, flags: list[str], unread: Iterable[str] = ()
+) -> tuple[Any, Path]:
+    """The config and the path of the recipe. Raises ValueError, also for flags that are unread."""
+    contract.check_functions(task)
+    usage = "python -m samestep hardware VERB FLAGS"
+    cfg, path, _ = config.parse_config(config_class, flags, usage)
+    saved = {each.name: each.metadata.get("saved", True) for each in dataclasses.fields(cfg)}
+    for name in config.given_flags(config_class, flags):
+        if not saved.get(name, True):
+            raise UserError(f"only train.py can do --{name}; leave it out")
+        if name in unread:
+            raise UserError(f"a few steps do not read --{name}; leave it out")
+    return cfg, path
+
+
+def read_project(
+    config_class: type,
+    task: Any,
+    build_optimizer: Callable,
+    flags: list[str],
+    unread: Iterable[str] = (),
+) -> Project:
+    """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
+
+    Call it before the processes meet, since preparing data may take longer than their timeout.
+    """
+    cfg, recipe = read_recipe(config_class, task, flags, unread)
+    layout = startup.read_layout(cfg)
+    startup.check_sharing(cfg, layout)
+    plan = batches.plan_step(
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        layout.replicas,
+        cfg.exact,
+        # One process, such as that of recommend, says nothing about the shares of a launch.
+        cfg.device_shares if layout.processes > 1 else "equal",
+        layout.replica,
+        layout.sharded,
+    )
+    prepared = task.prepare_data(cfg.task)
+    data = task.datasets(cfg.task, prepared)
+    contract.check_datasets(data)
+    rows = SampleDataset(data[0], task, cfg.seed)
+    return Project(cfg, recipe, flags, task, build_optimizer, layout, plan, prepared, rows)

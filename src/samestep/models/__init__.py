@@ -1,0 +1,1 @@
+"""Models: pretrained weights, attention, losses, LoRA, scores of classes."""

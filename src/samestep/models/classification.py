@@ -1,0 +1,198 @@
+"""How well a model answers: scores of classes or numbers, a report in words and in pictures.
+
+A table is float64 (C, C): entry i, j counts the rows of class i that the model took for class j.
+Where a row has any number of labels it is (C, 2, 2): for each label, the rows without it and with
+it, by the answer, without it and with it.
+"""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.base.console import one_line
+
+# scikit-learn and matplotlib take 1 s to import: they wait for the functions that need them.
+
+Sums = dict[str, torch.Tensor]
+SHOWN = 30  # most classes in a text or a picture: those with the most mistakes
+
+
+# ---- Classes -------------------------------------------------------------------------------------
+
+
+def count_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The table of a batch, float32: logits (B, C); labels, classes (B,), or 0 and 1 (B, C).
+
+    No product of matrices: autocast would round its counts above 256.
+    """
+    if labels.ndim == 1:
+        classes = logits.shape[1]
+        places = labels * classes + logits.argmax(1)
+        table = torch.zeros(classes**2, device=logits.device)
+        return table.index_add_(0, places, torch.ones_like(places, dtype=table.dtype)).view(
+            classes, classes
+        )
+    true, predicted = (torch.stack([1 - x, x]) for x in (labels, (logits > 0).float()))
+    return (true[:, None] * predicted).sum(2).permute(2, 0, 1)
+
+
+def weighted_answers(table: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(true, predicted, weight) as scikit-learn takes them: a row for each entry that is not 0.
+
+    An entry of a label's table becomes a row in which all other labels are absent and were not
+    predicted.
+    """
+    entries = np.nonzero(table.numpy())
+    weight = table.numpy()[entries]
+    if table.ndim == 2:
+        return *entries, weight
+    label = np.eye(len(table), dtype=int)[entries[0]]
+    return label * entries[1][:, None], label * entries[2][:, None], weight
+
+
+def score_table(table: torch.Tensor) -> dict[str, float]:
+    """Accuracy and macro F1; of several labels a row, micro and macro F1.
+
+    Macro F1 is the mean over the classes that rows have or the model predicted.
+    """
+    from sklearn.metrics import accuracy_score, f1_score
+
+    true, predicted, weight = weighted_answers(table)
+    options = {"sample_weight": weight, "zero_division": 0}
+    scores = {}
+    if table.ndim == 2:
+        scores["accuracy"] = accuracy_score(true, predicted, sample_weight=weight)
+    else:
+        scores["micro_f1"] = f1_score(true, predicted, average="micro", **options)
+    scores["macro_f1"] = f1_score(true, predicted, average="macro", **options)
+    return {name: float(score) for name, score in scores.items()}
+
+
+def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any]:
+    """The scores of each class as text, and, where a row has one class, confusion.png."""
+    from sklearn.metrics import precision_recall_fscore_support
+
+    from samestep.base.pictures import try_picture
+
+    true, predicted, weight = weighted_answers(table)
+    classes = range(len(names))
+    scores = precision_recall_fscore_support(
+        true, predicted, labels=classes, sample_weight=weight, zero_division=0
+    )
+    if table.ndim == 3:
+        mistakes = table[:, 0, 1] + table[:, 1, 0]
+    else:
+        mistakes = table.sum(0) + table.sum(1) - 2 * table.diagonal()
+    shown = sorted(sorted(classes, key=lambda i: -mistakes[i])[:SHOWN])
+    note = (
+        f"the {SHOWN} of {len(names)} classes with the most mistakes" if len(names) > SHOWN else ""
+    )
+    short = [one_line(names[i], 24) for i in shown]
+    width = max(map(len, short))
+    lines = [note, f"{'':{width}}  precision  recall     f1    rows"]
+    for i, name in zip(shown, short, strict=True):
+        precision, recall, f1, rows = (column[i] for column in scores)
+        lines.append(f"{name:{width}}  {precision:9.3f}  {recall:6.3f}  {f1:5.3f}  {rows:6,.0f}")
+    report: dict[str, Any] = {"classes": "\n".join(lines)}
+    if table.ndim == 2:
+        title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
+        title = f"{title}; {note}".removesuffix("; ")
+        path = folder / "confusion.png"
+        picture = try_picture(draw_confusion, table.numpy(), shown, short, title, path)
+        report["confusion"] = picture
+    return report
+
+
+def draw_confusion(
+    table: np.ndarray, shown: list[int], names: list[str], title: str, path: Path
+) -> Path:
+    """The counts of true (down) and predicted (across) classes, coloured by share of the row."""
+    from matplotlib.figure import Figure
+
+    from samestep.base.pictures import save_figure
+
+    counts = table[np.ix_(shown, shown)]
+    shares = counts / np.maximum(table.sum(1)[shown][:, None], 1)
+    side = 2.2 + 0.45 * len(shown)
+    figure = Figure(figsize=(max(side, 4.8), max(side, 4)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(shares**0.5, cmap="Blues", vmin=0, vmax=1)  # the root makes rare mistakes visible
+    for (i, j), number in np.ndenumerate(counts):
+        if number:
+            color = "white" if shares[i, j] > 0.4 else "black"
+            text = f"{number:.0f}" if number < 10_000 else f"{number / 1000:.0f}k"
+            axes.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
+    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks(range(len(shown)), names, **(slanted if max(map(len, names)) > 2 else {}))
+    axes.set_yticks(range(len(shown)), names)
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        label.set_parse_math(False)  # a name may contain dollars
+    axes.set(xlabel="predicted class", ylabel="true class")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    return save_figure(figure, path)
+
+
+def draw_images(
+    answers: list[tuple[np.ndarray, int, int]], names: list[str], total: int, path: Path
+) -> Path:
+    """Sixteen of the answers (image, true class, predicted class), wrong ones first and in orange,
+    the classes in turn. `total`: the number of validation images."""
+    from matplotlib.figure import Figure
+
+    from samestep.base.pictures import save_figure
+
+    before: Counter = Counter()
+
+    def rank(answer: tuple) -> tuple[bool, int]:
+        """Whether it is right, and how many of its class came before it."""
+        _, label, guess = answer
+        before[label, label == guess] += 1
+        return label == guess, before[label, label == guess]
+
+    shown = sorted(answers, key=rank)[:16]
+    wrong = sum(label != guess for _, label, guess in answers)
+    figure = Figure((8, 9), dpi=150, layout="constrained")
+    figure.suptitle(
+        f"{wrong} of {len(answers)} predictions are wrong (of {total:,} validation images)"
+    )
+    for axes in figure.subplots(4, 4).flat:
+        axes.set_axis_off()
+    for axes, (image, label, guess) in zip(figure.axes, shown, strict=False):
+        axes.imshow(image)
+        text, color = one_line(names[label], 20), "black"
+        if guess != label:
+            text, color = f"predicted {one_line(names[guess], 20)}\ntrue {text}", "#D55E00"
+        axes.set_title(text, fontsize=9, color=color, parse_math=False)
+    return save_figure(figure, path)
+
+
+# ---- Numbers -------------------------------------------------------------------------------------
+
+
+def score_errors(sums: Sums) -> dict[str, float]:
+    """mae and rmse in the unit of the numbers, and r2.
+
+    `sums` over all rows: loss, squared errors; error, absolute errors; spread, squared distances
+    from the mean, all in standard deviations; deviation, the standard deviation; rows.
+    """
+    deviation = float(sums["deviation"] / sums["rows"])
+    return {
+        "mae": float(sums["error"] / sums["rows"]) * deviation,
+        "rmse": math.sqrt(sums["loss"] / sums["rows"]) * deviation,
+        # Equal numbers have no spread to explain.
+        "r2": 1 - float(sums["loss"] / sums["spread"]) if sums["spread"] else 0.0,
+    }
+
+
+def describe_errors(sums: Sums) -> str:
+    """The errors in words, beside those of a model that always answers the mean."""
+    scores, rows = score_errors(sums), sums["rows"]
+    spread = math.sqrt(sums["spread"] / rows) * float(sums["deviation"] / rows)
+    line = f"{scores['rmse']:,.5g} root mean square, {scores['mae']:,.5g} mean absolute"
+    return f"{line}; of always saying the mean: {spread:,.5g} root mean square"

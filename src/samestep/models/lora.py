@@ -1,0 +1,73 @@
+"""LoRA (Hu et al., 2021): small trained adapters beside the frozen weights of a model."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.base.console import one_line
+from samestep.base.fields import (
+    EXPORT,
+    SHAPE,
+    Dropout,
+    check_fields,
+    check_ignored_fields,
+    number_type,
+)
+from samestep.models import pretrained
+
+Rank = number_type("Rank", int, 0, 4096)
+Alpha = number_type("Alpha", float, 0, 1_000_000)
+
+
+@dataclass
+class LoraFields:
+    """Fields of a task that can train adapters; the task has those of ModelConfig too."""
+
+    lora_rank: Rank = field(default=0, metadata=SHAPE)
+    """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all
+    weights."""
+    lora_alpha: Alpha = 0.0
+    """Factor of the adapters, times the rank; 0: twice the rank."""
+    lora_dropout: Dropout = 0.0
+    """Dropout before the adapters."""
+    lora_targets: str = field(default="all-linear", metadata=SHAPE)
+    """Modules that get adapters: all-linear, or names with commas between them: q_proj,v_proj."""
+    merge_lora: bool = field(default=False, metadata=EXPORT)
+    """Save the whole model, with the adapters added to its weights, instead of adapters alone."""
+
+
+def check_adapters(cfg: Any) -> None:
+    """Raises ValueError for adapters without a model to adapt, and for fields nothing reads."""
+    fits = bool(cfg.model_name_or_path) or not cfg.lora_rank
+    check_fields(
+        cfg, [("lora_rank", fits, "0, unless task.model_name_or_path is a model to adapt")]
+    )
+    fields = "lora_alpha lora_dropout lora_targets merge_lora"
+    check_ignored_fields(cfg, [(fields, cfg.lora_rank, "unless task.lora_rank is more than 0")])
+
+
+def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
+    """The model with frozen weights and new adapters. `task_type` is one of peft's, "CAUSAL_LM".
+
+    Raises ValueError for targets that the model lacks, or whose adapters could not be merged.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets = [name.strip() for name in cfg.lora_targets.split(",")]
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    if tied and cfg.merge_lora and {"lm_head", "embed_tokens", "wte"} & {*targets}:
+        raise ValueError(
+            "task.lora_targets: this model ties its input and output embeddings, and an adapter of "
+            "one of them cannot be merged; take it out, or leave out task.merge_lora"
+        )
+    adapters = LoraConfig(
+        r=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha or 2 * cfg.lora_rank,
+        lora_dropout=cfg.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type=task_type,
+    )
+    try:
+        with pretrained.quiet():
+            return get_peft_model(model, adapters, revision=cfg.revision)
+    except ValueError as error:
+        raise ValueError(f"task.lora_targets: {one_line(error)}") from None

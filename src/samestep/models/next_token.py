@@ -1,0 +1,203 @@
+"""The loss of a language model: each token from those before it, fast and in bounded memory.
+
+Three things differ from a plain call of a model of transformers, where the model allows them: its
+attention (attention.py); the residual stream, which is bf16 under bf16 autocast; and the logits,
+which exist for a limited number of tokens at a time. `prepare` finds out what the model allows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from samestep.base.fields import IGNORE_INDEX
+from samestep.models import attention
+from samestep.models.attention import Batch
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """How the loss of a model is computed."""
+
+    chunk: int  # tokens whose logits exist at once
+    most_texts: int  # in a packed row; 0: rows are not packed
+    has_flash: bool  # FlashAttention for packed rows
+    is_split: bool  # the logits are what the head makes of the decoder's output, and no more
+
+
+# A plain call of the model.
+UNPREPARED = LossPlan(chunk=0, most_texts=0, has_flash=False, is_split=False)
+
+
+# ---- Before the training -------------------------------------------------------------------------
+
+
+def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
+    """Finds out, for rows of this length, what a causal language model allows.
+
+    The model keeps the result as its attribute `loss_plan`. One without weights is left as it is.
+    """
+    if model.device.type == "meta":
+        return
+    row = torch.tensor([[3, 5, 4, 6, 3, 5, 7, 9]])
+    texts = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    starts = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
+
+    def answers() -> list[torch.Tensor]:
+        ways = [{}]
+        if most_texts and model.config._attn_implementation == attention.CAUSAL:
+            mask = attention.text_mask(starts, *row.shape)
+            ways += [{**texts, "attention_mask": mask}, {**texts, "cu_seq_lens_q": starts}]
+        elif most_texts:
+            ways += [texts, texts]
+        return [model(input_ids=row, use_cache=False, **way).logits for way in ways]
+
+    attention.replace(model, attention.CAUSAL, answers, length)
+    has_flash = attention.find_flash() is not None
+    model.loss_plan = LossPlan(chunk, most_texts, has_flash, is_split(model, row))
+    model.adaptation = attention.Adaptation(model.config._attn_implementation, model.loss_plan)
+
+
+def is_split(model: Any, row: torch.Tensor) -> bool:
+    """Whether a model is a decoder that takes embeddings, and a head that makes the logits."""
+    calls: list[tuple] = []
+    with attention.evaluating(model):
+        try:
+            decoder, head = model.get_decoder(), model.get_output_embeddings()
+            parts = [decoder, head, model.get_input_embeddings()]
+            # Another weight, such as a scale that is still 1, would show nothing and never learn.
+            if {*model.parameters()} != {weight for part in parts for weight in part.parameters()}:
+                return False
+            embeddings = parts[2](row)
+            hooks = [
+                # Capping shows in large logits alone.
+                head.register_forward_pre_hook(lambda _, given: (1000 * given[0],)),
+                head.register_forward_hook(lambda *call: calls.append(call)),
+            ]
+            try:
+                logits = model(input_ids=row, use_cache=False).logits
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            hidden = decoder(inputs_embeds=embeddings, use_cache=False)[0]
+            ((_, (states,), output),) = calls
+            return torch.equal(logits, output) and attention.are_close(1000 * hidden, states)
+        except Exception:  # code of a model on the Hub may raise anything
+            return False
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+
+
+def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
+    """Cross entropy of the counted tokens of a batch, in nats: float32 ()."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # with its adapters
+    plan, labels = getattr(model, "loss_plan", UNPREPARED), batch["labels"].flatten()
+    inputs = model_inputs(model, plan, batch)
+    if not plan.is_split:
+        return cross_entropy(model(**inputs).logits.flatten(0, 1), labels)
+    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
+    simple = type(head) is torch.nn.Linear and head.bias is None
+    if len(labels) <= plan.chunk or not simple or isinstance(head.weight, DTensor):
+        return cross_entropy(head(hidden), labels)
+    return ChunkedLoss.apply(hidden, head.weight, labels, plan.chunk, torch.is_grad_enabled())
+
+
+def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
+    """The arguments of the model, or of its decoder."""
+    ids, causal = batch["input_ids"], model.config._attn_implementation == attention.CAUSAL
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if plan.is_split:
+        embeddings = model.get_input_embeddings()(ids)
+        # fp32 embeddings would make the residual stream, queries and keys fp32. fp16 may overflow.
+        bf16 = attention.autocast_dtype(ids.device) == torch.bfloat16
+        inputs = {"inputs_embeds": embeddings.bfloat16() if bf16 else embeddings}
+    if "position_ids" in batch:
+        inputs["position_ids"] = batch["position_ids"]
+    # Parts of rows that GPUs share have positions, too.
+    if "position_ids" not in batch or (plan is not UNPREPARED and not plan.most_texts):
+        # Without a cache, transformers asks the device in every batch whether rows are packed.
+        return {**inputs, "use_cache": not causal}
+    inputs["use_cache"] = False
+    if causal:
+        starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
+        inputs |= attention.packed_inputs(starts, *ids.shape, plan.has_flash)
+    return inputs
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed, in fp32: logits (N, V), labels (N,)."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """`cross_entropy(hidden @ weight.T, labels)`, of whose logits `chunk` rows exist at once.
+
+    The forward pass computes the gradients too, while it has the logits. A backward pass that made
+    the logits again would cost a fourth product with the weight. The weight's gradient is summed
+    over the chunks in fp32; FSDP may give the weight in bf16.
+
+    In fp16 small probabilities would vanish, and sums over a chunk overflow: there the gradient of
+    the logits is scaled for each of the two products that it goes into.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk, training):
+        dtype = attention.autocast_dtype(hidden.device) or weight.dtype
+        fp16 = dtype == torch.float16
+        matrix, loss = weight.to(dtype), torch.zeros((), device=hidden.device)
+        # Of the hidden gradient: absolute values in a row of the logits' gradient add up to 2.
+        most = 2 * largest(matrix) if fp16 and training else None
+        trains_weight = training and weight.requires_grad
+        hidden_grad = None
+        if training:
+            hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if fp16 else None)
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            states, targets = hidden[rows].to(dtype), labels[rows, None]
+            logs = (states @ matrix.T).float().log_softmax(1)
+            counted, targets = targets != IGNORE_INDEX, targets.clamp(min=0)
+            chosen = logs.gather(1, targets)
+            loss -= (chosen * counted).sum()
+            if not training:
+                continue
+            # The gradient of the logits: probabilities, less 1 at the target.
+            grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1).mul_(counted)
+            if fp16:
+                part, scale = to_fp16(grad, most)
+                hidden_grad[rows] = (part @ matrix).float() / scale
+            else:
+                grad = grad.to(dtype)
+                hidden_grad[rows] = grad @ matrix
+            if trains_weight and fp16:
+                sums = torch.linalg.vector_norm(grad, 1, dim=0)
+                part, scale = to_fp16(grad, sums * largest(states))
+                weight_grad.addcdiv_(part.T @ states, scale[:, None])
+            elif trains_weight:
+                weight_grad += grad.T @ states
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale):
+        grads = [each if each is None else each * scale for each in ctx.saved_tensors]
+        return (*grads, None, None, None)
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value, at least 1: float32 ()."""
+    return torch.linalg.vector_norm(tensor, torch.inf).float().clamp(min=1)
+
+
+def to_fp16(grad: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A gradient (N, V) in fp16, times powers of two, and these powers, of the shape of `most`.
+
+    `most`, () or (V,): bounds of the product that follows, which then stays below 65,504. The CPU
+    never reads them. NaN and infinity stay in the gradient.
+    """
+    scale = torch.exp2(15 - most.clamp(min=1e-9).log2().ceil())
+    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=torch.float16)), scale

@@ -1,0 +1,248 @@
+"""Models of transformers: pretrained weights and their tokenizers, or new weights."""
+
+import contextlib
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from samestep.base.console import one_line, say
+from samestep.base.fields import NOTHING, check_ignored_fields, is_local_name, local_path
+
+# transformers takes 4 s to import: it waits for the function that needs it.
+
+
+@dataclass
+class ModelConfig:
+    """Fields of every task with a model of transformers."""
+
+    # Pretrained model
+    model_name_or_path: str = ""
+    """Weights to start from: a model on the Hub, or a folder such as runs/default/model; empty: new
+    weights, and a model of the sizes below."""
+    revision: str = "main"
+    """Model on the Hub: its branch, tag or commit."""
+    trust_remote_code: bool = field(default=False, metadata=NOTHING)
+    """Model on the Hub: run the code in its repository."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """How attention is computed; flash_attention_2 needs its package, a GPU, and bf16 or fp16."""
+
+
+def folder_of(cfg: ModelConfig) -> Path | None:
+    """The local folder of the model to start from; None for one on the Hub, or a new model.
+
+    Raises ValueError for a path without a folder, which would be looked up on the Hub.
+    """
+    name, folder = cfg.model_name_or_path, local_path(cfg.model_name_or_path, "model_name_or_path")
+    if not name or folder.is_dir():
+        return folder if name else None
+    if folder.is_file():
+        problem = f"{one_line(name, 100)} is a file; give the folder that it is in"
+    elif Path("runs/default") in (folder, *folder.parents):
+        problem = f"there is no folder {one_line(name, 100)}; run make train first"
+    elif is_local_name(name):
+        problem = f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME "
+        problem += "of the Hub, and no folder called OWNER here"
+    else:
+        return None
+    raise ValueError(f"task.model_name_or_path: {problem}")
+
+
+def check_unread(cfg: ModelConfig) -> None:
+    """Raises ValueError for fields of a model on the Hub that are set without one, and for
+    attention without its package: before the data is prepared.
+
+    Sizes of a new model are accepted beside a model to start from, as they are in its recipe.
+    """
+    hub = bool(cfg.model_name_or_path and not folder_of(cfg))
+    fields = "revision trust_remote_code"
+    check_ignored_fields(cfg, [(fields, hub, "without a model on the Hub to start from")])
+    packages = map(importlib.util.find_spec, ("flash_attn", "kernels"))  # the latter downloads it
+    if cfg.attn_implementation == "flash_attention_2" and not any(packages):
+        raise ValueError(
+            "task.attn_implementation is flash_attention_2, whose package, flash-attn, is not "
+            "installed; install it, or give sdpa"
+        )
+
+
+def check_memory(weights: int) -> None:
+    """Raises ValueError for so many new weights, 4 bytes each, that memory cannot hold them."""
+    memory = psutil.virtual_memory().total
+    if 4 * weights > memory:
+        raise ValueError(
+            f"task.hidden_size, task.num_layers: a model of these sizes has about {weights:.1g} "
+            f"weights, {4 * weights / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of "
+            "memory; give smaller ones"
+        )
+
+
+def used_files(cfg: ModelConfig) -> list[Path]:
+    """Files of a local model folder that shape its tokenizer or image processor, sorted."""
+    folder, endings = folder_of(cfg), ".json .jinja .txt .model .spm .bpe .tiktoken .py".split()
+    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")] if folder else []
+    return sorted(file for file in files if file.suffix in endings)
+
+
+def load(auto: Any, cfg: ModelConfig, **options) -> Any:
+    """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
+    name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)
+    for file in folder.iterdir() if folder else []:
+        if file.exists() and not file.is_file() and not file.is_dir():  # reading a pipe would block
+            raise ValueError(
+                f"task.model_name_or_path: {one_line(file, 100)} is neither a file nor a folder; "
+                "remove it"
+            )
+    if folder and not (folder / "config.json").exists():
+        kind = "no model, since it has no config.json"
+        if (folder / "adapter_config.json").exists():
+            kind = "a LoRA adapter alone; merge it into its model, or train with --task.merge_lora"
+        raise ValueError(f"task.model_name_or_path: {name} holds {kind}")
+    if not folder:
+        check_reachable(cfg)
+    where = str(folder or cfg.model_name_or_path)
+    options |= {"trust_remote_code": cfg.trust_remote_code}
+    options |= {} if folder else {"revision": cfg.revision}
+    try:
+        with quiet():
+            return auto.from_pretrained(where, **options)
+    except Exception as error:  # each of many libraries below has its own
+        raise ValueError(
+            f"task.model_name_or_path: cannot load {name}: {one_line(error)}"
+        ) from None
+
+
+def check_reachable(cfg: ModelConfig) -> None:
+    """Raises ValueError for a model that is neither in the local cache nor on the Hub.
+
+    This is one request. Without a network, transformers would retry for minutes.
+    """
+    from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
+
+    name, revision = cfg.model_name_or_path, cfg.revision
+    for file in ("config.json", "adapter_config.json"):
+        if isinstance(try_to_load_from_cache(name, file, revision=revision), str):
+            return
+    about = f"{one_line(name, 100)} (revision {one_line(revision, 60)})"
+    if is_offline_mode():
+        raise ValueError(
+            f"task.model_name_or_path: {about} is not in the local cache, and HF_HUB_OFFLINE "
+            "forbids the download"
+        )
+    try:
+        HfApi().model_info(name, revision=revision, timeout=30)
+    except Exception as error:  # each of many libraries below has its own
+        raise ValueError(
+            f"task.model_name_or_path: {about} is neither here nor on the Hub, or the Hub cannot "
+            f"be reached: {one_line(error, 150)}"
+        ) from None
+
+
+def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options) -> Any:
+    """A pretrained model in fp32, since the accelerate YAML decides the precision.
+
+    Weights whose names contain one of `head` may be new. Raises ValueError if others are missing.
+    Classes of `id2label` are found in the head by their names: see `match_classes`.
+    Under `torch.device("meta")` nothing but the config is read.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    if torch.get_default_device().type == "meta":
+        options.pop("ignore_mismatched_sizes", None)
+        return new_model(auto, load(AutoConfig, cfg, **options), cfg)
+    own = load(AutoConfig, cfg).id2label if len(options.get("id2label", ())) > 1 else {}
+    options |= {"dtype": torch.float32}
+    if cfg.attn_implementation != "sdpa":  # unset, it is sdpa, or eager where a model lacks sdpa
+        options["attn_implementation"] = cfg.attn_implementation
+    model, info = load(auto, cfg, output_loading_info=True, **options)
+    new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
+    missing = sorted(name for name in new if not any(part in name for part in head))
+    if missing:
+        raise ValueError(
+            f"task.model_name_or_path: {one_line(cfg.model_name_or_path, 100)} is for something "
+            f"else: it has no weights for {one_line(', '.join(missing[:3]), 200)}"
+        )
+    if new:
+        names = one_line(", ".join(sorted(new)))
+        say(f"{one_line(cfg.model_name_or_path, 100)}: new weights for {names}")
+    elif own:
+        remark = match_classes(model, [*own.values()], [*options["id2label"].values()], head)
+        if remark:
+            say(f"{one_line(cfg.model_name_or_path, 100)}: {remark}")
+    return model
+
+
+def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str, ...]) -> str:
+    """Puts the classes of a head into the order that is wanted, by their names; what it did.
+
+    The head is new where it has other classes. A head without names (LABEL_0, ...) stays.
+    """
+    import torch
+
+    key = str if len({*map(str.casefold, wanted)}) < len(wanted) else str.casefold
+    own, wanted = [key(str(name)) for name in own], [key(name) for name in wanted]
+    nameless = all(re.fullmatch(r"label_\d+", name, re.IGNORECASE) for name in own)
+    if own == wanted or nameless:
+        return ""
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and layer.out_features == len(wanted)
+        if any(part in name for part in head)
+    ]
+    if not layers:
+        return "warning: its classes are others, and its head is of a kind that is not known here"
+    name, layer = layers[-1]
+    with torch.no_grad():
+        if sorted(own) == sorted(wanted):
+            order = [own.index(each) for each in wanted]
+            for values in filter(torch.is_tensor, (layer.weight, layer.bias)):
+                values.copy_(values[order])
+            return "its classes are taken by their names"
+        layer.weight.normal_(std=getattr(model.config, "initializer_range", None) or 0.02)
+        if layer.bias is not None:
+            layer.bias.zero_()
+    return f"new weights for {name}: its classes have other names"
+
+
+def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
+    """A model with new weights; raises ValueError if it lacks cfg.attn_implementation."""
+    options = {}
+    if cfg.attn_implementation != "sdpa":
+        options["attn_implementation"] = cfg.attn_implementation
+    try:
+        return auto.from_config(config, **options)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
+
+
+def embedding_rows(tokenizer: Any) -> int:
+    """Rows of a new embedding: GPUs multiply faster with the vocabulary rounded up to 128s."""
+    return -(-len(tokenizer) // 128) * 128
+
+
+def suppress_unused(model: Any, tokenizer: Any) -> None:
+    """Keeps a new model from generating tokens that its tokenizer lacks."""
+    unused = range(len(tokenizer), model.config.vocab_size)
+    model.generation_config.suppress_tokens = [*unused] or None
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences progress bars and warnings of transformers, which every process would print."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,205 @@
+"""The device of a process: which one it is, and how it computes.
+
+The launcher's YAML chooses devices and precision; fields of the recipe make them fast or exact.
+"""
+
+import contextlib
+import os
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+    parse_flag_from_env,
+)
+
+from samestep.base.console import say
+from samestep.settings.accelerate_yaml import without_gpu
+from samestep.settings.mesh import this_layout
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
+
+# Faults of torch's fused AdamW: the first version that has one, and the first that has it no more.
+LEAK = ((2, 10), (2, 12))  # sharded weights: some memory for each, in each step (pytorch#188174)
+NO_SKIP = ((0, 0), (2, 13))  # Apple's GPUs: found_inf is ignored (pytorch#186360)
+
+
+def torch_has(fault: tuple) -> bool:
+    """Whether the installed torch has one of these faults."""
+    first, fixed = fault
+    return first <= tuple(map(int, torch.__version__.split(".")[:2])) < fixed
+
+
+def make_accelerator(cfg: Any) -> Accelerator:
+    """An accelerator without a tracker; raises ValueError if its device is not there."""
+    accelerator = Accelerator(**accelerator_options(cfg))
+    check_accelerator(accelerator, cfg)
+    return accelerator
+
+
+def accelerator_options(cfg: Any) -> dict[str, Any]:
+    """Arguments of Accelerator: on the CPU or not, how gradients are exchanged and accumulate.
+
+    StepGradients sets the number of micro-batches whose gradients accumulate.
+    """
+    deterministic = cfg.deterministic or cfg.exact
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = not deterministic
+    if cfg.compile:
+        keep_compiled_code(os.path.abspath(".cache/compiled"))
+    # torchao's weights for gathering in fp8 have no memory of their own: they could not be saved.
+    os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
+    # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
+    warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+    compression = DDPCommunicationHookType(cfg.gradient_compression.replace("none", "no"))
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        comm_hook=compression,
+        # Some rows may not use a weight. And so DDP keeps its buckets: otherwise it makes others in
+        # the second step after each start, and sums round in another way.
+        find_unused_parameters=True,
+    )
+    return {
+        "cpu": use_cpu(),
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=1,
+            sync_with_dataloader=False,
+            # FSDP would keep whole gradients until the last micro-batch, and lose what it saves.
+            sync_each_batch=this_layout().fsdp,
+        ),
+        "dynamo_plugin": TorchDynamoPlugin(backend="no"),  # see compile_blocks
+        "kwargs_handlers": [ddp],
+    }
+
+
+def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
+    """Raises ValueError if the device is not that of the YAML, or does not go with the recipe.
+
+    Warns of the rest, and sets torch's precision and threads.
+    """
+    # fp32 is fp32: accelerate allows TF32 together with compile, and torch in convolutions.
+    allow_tf32(cfg.tf32)
+    check_device(accelerator)
+    if cfg.gradient_compression == "bf16" and PROCESSES > 1 and accelerator.device.type != "cuda":
+        raise ValueError("gradient_compression bf16 needs NCCL; use fp16, or none")
+    if cfg.exact and parse_flag_from_env("FSDP_OFFLOAD_PARAMS"):
+        raise ValueError(
+            "exact does not go with offload: AdamW rounds differently on the CPU, depending on "
+            "where a weight is cut; use fsdp2.yaml"
+        )
+    if cfg.exact and accelerator.mixed_precision == "fp8":
+        raise ValueError("exact does not go with fp8, which keeps a history of scales; use bf16")
+    if cfg.exact and accelerator.device.type == "mps":
+        raise ValueError("exact adds in float64, which Apple's GPUs do not have; use cpu.yaml")
+    if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)  # sums depend on the number of threads
+        say("exact computes with one thread for each process; more processes use more cores")
+    if this_layout().sharded and not this_layout().deepspeed and torch_has(LEAK):
+        say(
+            f"warning: torch {torch.__version__} loses memory in each step where weights are "
+            "sharded (pytorch#188174); for a long run install 2.12 or newer, or 2.9"
+        )
+    if offloads_optimizer():  # launchers give each of several processes one thread
+        torch.set_num_threads(max(torch.get_num_threads(), cores_per_process()))
+    if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
+        say("warning: tf32 is true, but only a GPU in fp32 reads it")
+    if cfg.gradient_compression != "none" and PROCESSES == 1:
+        say("warning: gradient_compression is set, but one process sends no gradients")
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether a GPU computes matrix products and convolutions of fp32 in TF32.
+
+    torch has settings of three generations. It raises as soon as it reads one of them where a task
+    has used another, so all of them are set.
+    """
+    for backend in (torch.backends, torch.backends.cudnn):
+        if hasattr(backend, "fp32_precision"):  # from torch 2.9 on
+            backend.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
+def keep_compiled_code(folder: str) -> None:
+    """Makes torch keep compiled code in this folder: the next start compiles in seconds.
+
+    Where the folder cannot be written, as in a read-only project, torch keeps its own.
+    """
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
+
+
+def offloads_optimizer() -> bool:
+    """Whether the CPU updates the weights, of FSDP or DeepSpeed, while a GPU computes gradients."""
+    device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    return parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or device != "none"
+
+
+def cores_per_process() -> int:
+    """Cores of this machine for each of its training processes, at least 1."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(cores, 1)
+
+
+def use_cpu() -> bool:
+    """Whether to train on the CPU. If accelerate is not told, each process trains alone."""
+    gpu = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
+
+
+def check_device(accelerator) -> None:
+    """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
+    if accelerator.device.type != "cpu":
+        return
+    names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
+    cpu, hidden = [os.environ.get(name, "") for name in names]
+    # For YAMLs with GPUs the launcher sets "False", or nothing.
+    if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
+        raise ValueError(f"the launcher was told to use a GPU, but there is none: {without_gpu()}")
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")
+
+
+def count_workers(chosen: int | None, task: Any, device: torch.device) -> int:
+    """Loading processes for each training process: `chosen`, or what suits the task.
+
+    They pay where a GPU would wait for rows that take work, as images that are augmented do.
+    """
+    if chosen is not None:
+        return chosen
+    if device.type != "cuda" or not hasattr(task, "augment"):
+        return 0
+    return min(cores_per_process() - 1, 4)
+
+
+def compile_blocks(model: torch.nn.Module) -> None:
+    """Makes torch compile a model: the repeated blocks, whose code is compiled once, or all of it.
+
+    Blocks repeat in a ModuleList of one class, as the layers of a transformer do. They are compiled
+    in place, so that names stay, and DDP and FSDP see each block.
+    """
+    lists = [each for each in model.modules() if isinstance(each, torch.nn.ModuleList)]
+    blocks = [block for each in lists if len({*map(type, each)}) == 1 for block in each]
+    inner = {id(child) for block in blocks for child in block.modules() if child is not block}
+    # A graph of the whole model is cut where DDP's buckets end. Blocks would be, too.
+    torch._dynamo.config.optimize_ddp = not blocks
+    for block in blocks or [model]:
+        if id(block) not in inner:
+            block.compile()
+
+
+def eager(model: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """Runs a compiled model without its compiled code: each new shape would compile for minutes."""
+    if all(module._compiled_call_impl is None for module in model.modules()):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

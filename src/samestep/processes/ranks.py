@@ -1,0 +1,300 @@
+"""Exchanges sums, objects and errors between the processes of a run.
+
+An error on one process must end all of them. Otherwise the others wait for it in the next
+collective operation until the timeout. So each step that may fail runs inside
+`Ranks.fail_together`.
+"""
+
+import contextlib
+import copy
+import datetime
+import os
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from samestep.base.console import one_line, say
+from samestep.base.files import PERMANENT_ERRORS
+from samestep.base.run_folder import REMOVED
+from samestep.processes import network
+from samestep.processes.device import PROCESSES, use_cpu
+from samestep.settings.mesh import this_layout
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+class UserError(ValueError):
+    """An error that the user has to correct: printed as one line, exit code 2."""
+
+    def __init__(self, text: str):
+        super().__init__(last_line(text))
+
+
+class Failed(RuntimeError):
+    """An error that ended another process of the run, or that may pass: printed as one line, exit
+    code 1."""
+
+    def __init__(self, text: str):
+        super().__init__(last_line(text))
+
+
+def last_line(text: str) -> str:
+    """The text of an error. A DataLoader gives an error anew, with the traceback of its worker."""
+    if "in DataLoader worker process" not in text:
+        return text
+    return re.sub(r"^[\w.]+: ", "", text.strip().splitlines()[-1])
+
+
+@contextlib.contextmanager
+def as_user_error() -> Iterator[None]:
+    """Turns errors that the user's input causes into UserError.
+
+    These are ValueError, and the errors of Python, torch and the operating system for input that is
+    too large, nested too deeply, or in a file that cannot be read.
+    """
+    try:
+        yield
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        if type(error) is ConnectionError:  # a task's words; Python's own errors are subclasses
+            raise Failed(str(error)) from error
+        # Other errors may be temporary. They count as crashes, which launchers retry.
+        if error.errno not in PERMANENT_ERRORS or error.strerror == REMOVED:
+            raise
+        raise UserError(describe_os_error(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        # torch's messages for a size that no machine has. A full GPU may have room next time.
+        sizes = "DefaultCPUAllocator|overflow|negative dimension"
+        if not isinstance(error, MemoryError) and not re.search(sizes, str(error)):
+            raise
+        raise UserError(f"there is not enough memory for these settings: {error}") from error
+
+
+@contextlib.contextmanager
+def as_failure() -> Iterator[None]:
+    """Turns a NetworkError, which may pass, into Failed, and a ValueError into UserError."""
+    try:
+        yield
+    except network.NetworkError as error:
+        raise Failed(str(error)) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def describe_os_error(error: OSError) -> str:
+    """The file and the reason of an error of the operating system."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the machine or a GPU ran out of memory."""
+    words = r"out of memory|not enough memory|allocate memory"
+    full = isinstance(error, RuntimeError) and re.search(words, str(error))
+    return bool(full) or isinstance(error, MemoryError)
+
+
+def catch(function, *arguments) -> tuple[Any, Exception | None]:
+    """(result, None), or (None, the exception that the function raised)."""
+    try:
+        return function(*arguments), None
+    except Exception as error:
+        return None, error
+
+
+def attempt(failure: str, function, *arguments) -> Any:
+    """What the function returns; None, and a line, if it fails: the run goes on without it."""
+    result, problem = catch(function, *arguments)
+    if problem:
+        say(f"{failure}: {type(problem).__name__}: {one_line(problem)}")
+    return result
+
+
+SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
+
+
+# ---- The processes of a run ----------------------------------------------------------------------
+
+
+class Ranks:
+    """All processes of the run. They exchange small values in CPU memory, through gloo.
+
+    Create it after data preparation, which may take longer than the timeout. `store`: where the
+    processes have met; None: here.
+    """
+
+    def __init__(self, timeout: int, store: dist.Store | None = None):
+        self.group, self.layout = None, this_layout()
+        limit = datetime.timedelta(seconds=timeout)
+        place = {} if store else restart_store()
+        if PROCESSES > 1:
+            with as_failure():
+                store, addresses = network.try_cpus(timeout, store or place.get("store"))
+            place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
+        try:
+            if place and self.layout.deepspeed:  # it takes no store, but a group that exists
+                device = torch.accelerator.current_accelerator() or torch.device("cpu")
+                backend = dist.get_default_backend_for_device(device)
+                dist.init_process_group(backend, timeout=limit, **place)
+                place = {}
+            state = PartialState(cpu=use_cpu(), timeout=limit, **place)
+        except dist.DistError as error:  # a process did not start
+            raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
+        if state.num_processes != PROCESSES:
+            raise UserError(
+                f"{PROCESSES} processes were launched, but accelerate sees {state.num_processes}; "
+                "check distributed_type in the accelerate YAML"
+            )
+        if PROCESSES > 1:
+            if state.device.type != "cpu":
+                with as_failure():
+                    network.try_gpus(state.device, timeout, addresses)
+            self.timeout, self.limit = timeout, limit
+            self.group = dist.new_group(backend="gloo", timeout=limit)
+            self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing
+
+    def for_thread(self) -> "Ranks":
+        """The same processes with a group of their own, for a thread. All processes must call it.
+
+        In one group, all processes must start their exchanges in the same order.
+        """
+        other = copy.copy(self)
+        if self.group:
+            other.group = dist.new_group(backend="gloo", timeout=self.limit)
+        return other
+
+    def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
+        """Sums of integers over all processes. If a process has a problem, all of them raise it."""
+        return self.start_sum(*numbers, problem=problem).result()
+
+    def start_sum(self, *numbers: int, problem: Exception | None = None) -> "PendingSum":
+        """Starts `sum_over_ranks` in the background."""
+        return PendingSum(self, numbers, problem)
+
+    def sum_arrays(self, array: np.ndarray) -> np.ndarray:
+        """The sum of an array over all processes; may change the array."""
+        if self.group:
+            dist.all_reduce(torch.from_numpy(array), group=self.group)
+        return array
+
+    def gather(self, value: Any) -> list:
+        """The value of each process, in the order of their ranks."""
+        values = [value] * PROCESSES
+        if self.group:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        return self.gather(value)[0]
+
+    @contextlib.contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """Runs its body on every process. If it fails on one of them, all raise the error.
+
+        All processes must enter it, also where `if accelerator.is_main_process` inside leaves the
+        work to one.
+        """
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.raise_everywhere(problem)
+
+    def raise_everywhere(self, problem: Exception | None) -> None:
+        """Raises the problems of all processes on every process, each distinct one once."""
+        by_user, text = isinstance(problem, UserError), ""
+        if problem:
+            text = str(problem) or repr(problem)
+            text = text if by_user else f"{type(problem).__name__}: {text}"
+        rank = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        problems = [each for each in self.gather((by_user, text, rank)) if each[1]]
+        if not problems:
+            return
+        if problem and not by_user:
+            raise problem  # with its traceback
+        name_ranks = len(problems) < PROCESSES
+        lines = [f"{rank}: {text}" if name_ranks else text for _, text, rank in problems]
+        error = UserError if all(by_user for by_user, _, _ in problems) else Failed
+        raise error("; ".join(dict.fromkeys(lines)))
+
+    def name_missing(self, error: BaseException) -> BaseException:
+        """Replaces an error of gloo by one line that names the processes that do not answer."""
+        text = str(error)
+        behind = "timeout caused pair closure" in text  # behind an exchange that timed out
+        if not isinstance(error, RuntimeError) or not ("gloo/transport" in text or behind):
+            return error
+        if "Timed out" not in text and not behind:
+            return Failed("lost the connection to another process, which has died")
+        try:
+            # The others wait until the main process has asked all, and then lose it.
+            brief = datetime.timedelta(seconds=15 if dist.get_rank() else 5)
+            dist.monitored_barrier(self.probe_group, timeout=brief, wait_all_ranks=True)
+            missing = "all answer now"
+        except RuntimeError as reply:
+            ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0]
+            ranks = ranks or ("0" if "Timed out" in str(reply) else "?")
+            missing = f"no answer from process {ranks}"
+        return Failed(f"waited {self.timeout} s for the other processes; {missing}")
+
+
+class PendingSum:
+    """Sums over all processes that are exchanged in the background."""
+
+    def __init__(self, ranks: Ranks, numbers: tuple[int, ...], problem: Exception | None):
+        self.ranks, self.problem = ranks, problem
+        self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
+        if ranks.group:
+            self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
+
+    def peek(self) -> list[int]:
+        """The sums, even if a process has a problem; waits for all processes."""
+        if self.work:
+            self.work.wait()
+            self.work = None
+        return self.numbers.tolist()[:-1]
+
+    def result(self) -> list[int]:
+        """The sums. If a process has a problem, all of them raise it."""
+        sums = self.peek()
+        if self.numbers[-1]:
+            self.ranks.raise_everywhere(self.problem)
+        return sums
+
+
+def restart_store() -> dict:
+    """Arguments of PartialState after torchelastic restarted the processes (`--max_restarts`).
+
+    Where its launcher keeps the store, as with the static rendezvous, that still holds the
+    addresses of the processes that died. The new ones write theirs under another prefix. Elsewhere
+    process 0 creates a new store.
+
+    Raises UserError where several launchers share a store through c10d: after a restart they
+    disagree about its address, and have counted different numbers of restarts.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    alone = os.environ["GROUP_WORLD_SIZE"] == "1" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
+    if alone and restarts == "0":
+        return {}
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
+    # Static launchers keep their own entries in this store; those of c10d lie in another one.
+    entry = f"{os.environ['TORCHELASTIC_RUN_ID']}/torchelastic/role_info/0"
+    if not alone and not store.check([entry]):
+        raise UserError(
+            "with the c10d rendezvous, several launchers and --max_restarts, first export "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; samestep launch does it"
+        )
+    if restarts == "0":
+        return {}
+    store = dist.PrefixStore(f"restart-{restarts}", store)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}

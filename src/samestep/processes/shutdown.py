@@ -1,0 +1,245 @@
+"""Handles signals and errors, and ends each process with the right exit code.
+
+A signal sets a flag. The ranks agree on it between two steps, save a checkpoint, and exit.
+"""
+
+import atexit
+import contextlib
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import psutil
+
+from samestep.base import run_folder
+from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
+from samestep.base.files import DISK_FULL
+from samestep.processes import meeting
+from samestep.processes.ranks import (
+    PROCESSES,
+    SAVE_THREAD,
+    Failed,
+    Ranks,
+    UserError,
+    as_user_error,
+    catch,
+    describe_os_error,
+    is_out_of_memory,
+)
+
+STOPPED = meeting.STOPPED
+NOT_MAIN = "no answer from process 0"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def find_launcher() -> int | None:
+    """The process id of `accelerate launch` if it is the parent, else None.
+
+    With one process it forwards no signal: it dies, and leaves that process behind. The death of
+    other parents means nothing: `nohup python train.py &` outlives its shell.
+    """
+    try:
+        words = psutil.Process(os.getppid()).cmdline()[:3]
+    except psutil.Error:  # no such process, or no permission
+        return None
+    names = ("accelerate", "accelerate-launch")
+    module = "accelerate.commands.launch"  # `python -m`, or the program of samestep launch
+    is_launcher = any(Path(word).name in names or module in word for word in words)
+    return os.getppid() if is_launcher else None
+
+
+LAUNCHER_PID = find_launcher()  # now, since the launcher may die before training begins
+
+
+class StopRequest:
+    """Records that this process was asked to stop, by a signal or by the death of its launcher.
+
+    Until `training` is set there is nothing to save, and a signal ends the process. A second
+    Ctrl-C, more than a second after the first, ends the process at once.
+    """
+
+    def __init__(self):
+        self.training, self.since = False, None
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+                signal.signal(number, self.handle)
+        if sys.platform == "linux":  # `shield` needs it; Python 3.14 defaults to a fork server
+            multiprocessing.set_start_method("fork", force=True)
+        os.register_at_fork(before=self.shield, after_in_parent=self.unshield)
+        atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
+
+    def handle(self, number, _) -> None:
+        """Handles a signal. One Ctrl-C may come twice, from the terminal and from torchelastic."""
+        if number == signal.SIGINT and self.since and time.monotonic() - self.since > 1:
+            os._exit(128 + number)
+        self.since = self.since or time.monotonic()
+        if not self.training:
+            sys.exit(STOPPED)
+
+    def shield(self) -> None:
+        """Blocks signals before a fork, so that a worker process starts with them blocked."""
+        if self.training:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def unshield(self) -> None:
+        """Unblocks signals after the fork; those that arrived meanwhile are handled now."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def requested(self) -> int:
+        """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
+        orphaned = LAUNCHER_PID is not None and os.getppid() != LAUNCHER_PID
+        return int(orphaned or self.since is not None)
+
+
+def run(main, prepare) -> None:
+    """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
+
+    `prepare` returns a `startup.RunStart`. It may take hours on one machine: see meeting.py. A
+    failure is written to status.json of the run, unless that file belongs to another run.
+    """
+    protect_output()
+    write_exit_code("")  # torchelastic may have restarted this process: that of the last is over
+    stop, start, ranks, others = StopRequest(), None, None, None
+    error = None
+    try:
+        raise_open_files_limit()
+        others = meeting.join()
+        start = as_user_error()(prepare)()
+        store = others.wait(start.cfg.timeout) if others else None
+        ranks = Ranks(start.cfg.timeout, store)
+        code = main(start, ranks, stop)
+    except BaseException as caught:
+        caught = caught if stop.training else as_input_error(caught)
+        stop.training = True  # ignore the signal that the launcher sends when a process has failed
+        error = others.reason(caught) if others else caught
+        error = ranks.name_missing(error) if ranks else error
+        code, line = exit_code_for(error)
+        # If the main process is the one that does not answer, another process prints the line.
+        speaks = IS_MAIN or NOT_MAIN in (line or "") or bool(others and others.speaks)
+        if speaks and start:
+            state = "stopped" if code == STOPPED else "failed"
+            reason = one_line(line or repr(error), 1000)
+            written, _ = catch(run_folder.write_final_status, start.output, state, reason, code)
+            speaks = written is not False
+        if speaks or not line:
+            report(error, line, "train.py")
+    stop.training = True  # from here on a signal is only recorded
+    if error and others:
+        others.leave(error, stop.requested)
+    join_background_save()
+    if IS_MAIN and start:
+        start.lock.release()
+    exit_process(code)
+
+
+def as_input_error(error: BaseException) -> BaseException:
+    """An error before training: one of the user's input, if `as_user_error` says so."""
+    try:
+        with as_user_error():
+            raise error
+    except BaseException as other:
+        return other
+
+
+def run_alone(main) -> None:
+    """Exits with 0 after main(), or with the code of its error: for a program without a run."""
+    protect_output()
+    StopRequest()
+    code = 0
+    try:
+        raise_open_files_limit()
+        as_user_error()(main)()
+    except BaseException as error:
+        code, line = exit_code_for(error)
+        report(error, line, Path(sys.argv[0]).name)
+    exit_process(code)
+
+
+def report(error: BaseException, line: str | None, program: str) -> None:
+    """Prints the line about an error, or without one its traceback."""
+    if line:
+        print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
+    elif not isinstance(error, SystemExit):
+        sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
+
+
+def join_background_save() -> None:
+    """Waits for a save in the background: a run that fails keeps the checkpoint that it began."""
+    for thread in threading.enumerate():
+        if thread.name == SAVE_THREAD:
+            thread.join()
+
+
+def exit_code_for(error: BaseException) -> tuple[int, str | None]:
+    """The exit code for an error, and one line about it; None instead asks for a traceback."""
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, Failed):
+        return 1, f"{error}; the same command continues from the newest checkpoint"
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return 2, f"{describe_os_error(error)}: free some space; saved checkpoints are kept"
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return 2, f"{describe_os_error(error)}: allow more open files, with ulimit -n"
+    if isinstance(error, FileNotFoundError) and error.strerror == run_folder.REMOVED:
+        return 1, describe_os_error(error)
+    if is_out_of_memory(error):
+        return 1, f"the memory is full: {error}; lower --micro_batch_size and start again"
+    if isinstance(error, SystemExit) and error.code == STOPPED:
+        return STOPPED, "stopped before the first step; the same command starts again"
+    if isinstance(error, SystemExit):
+        return (1, error.code) if isinstance(error.code, str) else (error.code or 0, None)
+    return 1, None
+
+
+def raise_open_files_limit() -> None:
+    """Raises the limit of open files to 4,096 if allowed; loaders with many workers need them."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if most == resource.RLIM_INFINITY else min(most, 4096)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < 64:
+        raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
+
+
+def write_exit_code(code: int | str) -> None:
+    """Writes the exit code for samestep launch on this machine: accelerate makes each one 1."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and "EXIT_CODE_FILE" in os.environ:
+        catch(Path(os.environ["EXIT_CODE_FILE"]).write_text, str(code))
+
+
+def ignore_signals(_) -> None:
+    """A DataLoader's worker_init_fn: the training process alone handles signals to the group."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers() -> None:
+    """Kills the workers at exit: they ignore the SIGTERM that multiprocessing sends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would report a crash
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def exit_process(code: int) -> None:
+    """Exits with this code. One of several processes skips the interpreter's finalisation.
+
+    A thread of gloo that frees a tensor during it would abort the process (pytorch #190489), so
+    that a finished run would exit with 1. What comes before finalisation is done here.
+    """
+    write_exit_code(code)
+    if PROCESSES == 1:
+        sys.exit(code)
+    with contextlib.suppress(SystemExit):
+        sys.exit(code)  # W&B reads the code here: it replaces sys.exit
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,42 @@
+"""Lists whole task files, or writes one.
+
+    python -m samestep example                  lists them
+    python -m samestep example plain_module     writes plain_module.py into this folder
+
+To train it, move it to task.py, and remove the section `task:` of your recipe, whose fields belong
+to the old task. Any task file works in any project.
+"""
+
+import argparse
+import ast
+from pathlib import Path
+
+from samestep.base.console import one_line, protect_output
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def main() -> None:
+    """Runs the program; bad input is one line and exit code 2."""
+    protect_output()
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("samestep example", None, __doc__, formatter_class=form)
+    parser.error = lambda problem: parser.exit(2, f"samestep example: {one_line(problem)}\n")
+    parser.add_argument("name", nargs="?", help="a name of the list")
+    name = parser.parse_args().name
+    sources = {path.stem: path.read_text("utf-8") for path in sorted(EXAMPLES.glob("*.py"))}
+    if not name:
+        for each, source in sources.items():
+            print(f"{each:24}{ast.get_docstring(ast.parse(source)).splitlines()[0]}")
+        return
+    if name not in sources:
+        parser.error(f"there is no example {one_line(name, 60)}; give one of {', '.join(sources)}")
+    file = Path(f"{name}.py")
+    try:
+        with open(file, "x", encoding="utf-8") as new:
+            new.write(sources[name])
+    except FileExistsError:
+        parser.error(f"{file} is there already; move it away")
+    except OSError as error:
+        parser.error(f"cannot write {file}: {error.strerror}")
+    print(f"{file} is written. To train it: mv {file} task.py, and remove `task:` from the recipe")

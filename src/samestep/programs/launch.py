@@ -1,0 +1,257 @@
+"""Checks the input, runs `accelerate launch`, and exits with the exit code of the run.
+
+    python -m samestep launch --config_file configs/accelerate/cpu.yaml train.py --max_steps 9
+
+It takes the arguments of `accelerate launch`, and does five things more:
+- One plain process checks recipe, flags, YAML, data and run folder, so that a mistake is one line.
+- It forwards signals to the training processes, which save and stop.
+- It hides the launcher's report, dozens of lines for a Ctrl-C, unless it alone knows the reason.
+- It exits with the code of the training processes, where accelerate and torchelastic exit with 1.
+- Under --max_restarts it ends after exit code 2, where torchelastic would start again.
+
+Exit codes: 0 finished; 2 the input is wrong, do not retry; 75 stopped on request, and anything else
+a crash: the same command continues.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import yaml
+
+from samestep.base import begin
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
+STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
+# Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
+# Its imports take as long as those of the check; it waits for a byte to say that all is well, and
+# ends without one. A wrong argument ends it before.
+LAUNCHER = """
+import os, sys
+sys.stderr = open(sys.argv.pop(1), "w", buffering=1)
+go = int(sys.argv.pop(1))
+from accelerate.commands.launch import launch_command, launch_command_parser
+arguments = launch_command_parser().parse_args()
+if os.read(go, 1):
+    launch_command(arguments)
+"""
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's arguments; the program and its arguments."""
+    for i, word in enumerate(arguments):
+        if word.endswith(".py"):
+            return arguments[:i], arguments[i:]
+    print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
+    sys.exit(2)
+
+
+def read_options(launcher: list[str]) -> argparse.Namespace:
+    """The launcher's options that matter here; None for those that are not given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file", default="")
+    parser.add_argument("--rdzv_backend", "--rdzv-backend", default="static")
+    for name in ("num_processes", "max_restarts", *PLACE):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    return parser.parse_known_args(launcher)[0]
+
+
+def find_meeting(launcher: list[str]) -> dict[str, str]:
+    """Where the checks of several machines wait for each other: an environment variable of theirs.
+
+    Empty for one machine, and under c10d, where machines may come at any time.
+    """
+    given, settings = vars(read_options(launcher)), {}
+    if given["config_file"]:
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # the check reports it
+            settings = yaml.safe_load(Path(given["config_file"]).read_text(encoding="utf-8"))
+    settings = settings if isinstance(settings, dict) else {}
+    place = [given[name] or settings.get(name) for name in PLACE]
+    with contextlib.suppress(ValueError, TypeError):  # this too
+        machines, rank = int(place[0] or 1), int(place[1] or 0)
+        port = 29500 if place[2] is None else int(place[2])
+        static = given["rdzv_backend"] == "static"
+        if static and machines > 1 and 0 <= rank < machines and place[3] and port:
+            return {"LAUNCH_MEETING": f"{rank} {machines} {place[3]} {port}"}
+    return {}
+
+
+def run_check(
+    launcher: list[str],
+    program: list[str],
+    signals: list[int],
+    env: dict,
+    run: subprocess.Popen | None = None,
+) -> int:
+    """Runs the program with --check; its exit code, or STOPPED after a signal.
+
+    Ends it at once if the process `run`, which waits for it, has failed. The numbers of processes
+    and machines, that of this machine, and the address of machine 0 are passed on, since the
+    launcher is not there to do it.
+    """
+    known = read_options(launcher)
+    command = [sys.executable, *program]
+    given = [word.partition("=")[0] for word in program]
+    command += ["--check"] if "--check" not in given else []
+    if known.config_file and "--config_file" not in given:
+        command += ["--config_file", known.config_file]
+    passed = {
+        "LAUNCH_PROCESSES": known.num_processes,
+        "LAUNCH_MACHINES": known.num_machines,
+        "LAUNCH_MACHINE_RANK": known.machine_rank,
+        "LAUNCH_MAIN_PROCESS_IP": known.main_process_ip,
+    }
+    passed = {name: value for name, value in passed.items() if value is not None}
+    check = subprocess.Popen(command, env={**env, **passed}, preexec_fn=ignore_sigint)
+    terminated = False
+    while check.poll() is None:
+        time.sleep(0.05)
+        if (signals or (run and run.poll())) and not terminated:
+            (check.terminate if signals else check.kill)()
+            terminated = True
+    if signals and check.returncode < 0:  # before it could say so itself
+        print(f"samestep launch: {begin.BEFORE}", file=sys.stderr)
+    return STOPPED if signals else check.returncode
+
+
+def read_code(file: Path) -> str:
+    """The exit code that train.py has written; "" if it was killed, or the disk is full."""
+    return file.read_text() if file.exists() else ""
+
+
+def find_training_processes(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
+    """The processes that the launcher has started with the program."""
+    try:
+        children = psutil.Process(launcher.pid).children()
+        return [child for child in children if program[0] in child.cmdline()]
+    except psutil.Error:
+        return []
+
+
+def request_stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> None:
+    """Asks the training processes to save and stop.
+
+    torchelastic runs several of them, and forwards the signal; they may have ended, and be about to
+    be restarted. A single one gets the signal itself: accelerate would die of it and leave the
+    process behind.
+    """
+    single = []
+    for process in training:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            single += [process] if "LOCAL_RANK" not in process.environ() else []
+    for target in single or [launcher]:
+        with contextlib.suppress(psutil.Error):
+            target.send_signal(signal.SIGTERM)
+
+
+def main() -> int:
+    """Checks, launches, and waits until all processes have ended; returns the exit code."""
+    launcher, program = split_arguments(sys.argv[1:])
+    signals: list[int] = []  # received so far
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda n, _: signals.append(n))
+    with tempfile.TemporaryDirectory() as folder:
+        exit_code_file, report_file = Path(folder, "exit_code"), Path(folder, "report")
+        env = {
+            # torchelastic must not forward SIGINT: training processes ignore it until they can
+            # save, as the launcher does.
+            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
+            # With the c10d rendezvous, launchers that restart would disagree about a shared store.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **os.environ,
+        }
+        if {"--help", "-h"} & {*program}:  # nothing to launch
+            return run_check(launcher, program, signals, env)
+        only = "--check" in program
+        if not only:
+            env["VERIFIED_FILE"] = str(Path(folder, "verified"))  # checkpoints, by the check
+        waits, go = os.pipe()
+        command = [sys.executable, "-c", LAUNCHER, str(report_file), str(waits)]
+        run = subprocess.Popen(
+            [*command, *launcher, *program],
+            env={**env, "EXIT_CODE_FILE": str(exit_code_file)},
+            preexec_fn=ignore_sigint,
+            pass_fds=[waits],
+        )
+        meeting = {} if only else find_meeting(launcher)
+        code = run_check(launcher, program, signals, {**env, **meeting}, run)
+        if code and not run.poll():
+            run.kill()
+            run.wait()
+            return code
+        if only:
+            os.close(go)
+        else:
+            os.write(go, b"1")
+        training, stopping, refused = [], False, False
+        restarts = read_options(launcher).max_restarts
+        while run.poll() is None:
+            training = find_training_processes(run, program) or training
+            # torchelastic would restart the processes after an error that will come again.
+            refused = refused or (restarts and read_code(exit_code_file) == "2")
+            if (signals or refused) and training and not stopping:
+                request_stop(run, training)
+                stopping = True
+            time.sleep(0.2)
+        psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
+        code = "2" if refused else read_code(exit_code_file)
+        report = report_file.read_text(errors="replace") if report_file.exists() else ""
+        if code not in ("0", "2", str(STOPPED)) and not signals:
+            known = describe_refusal(report) or describe_kills(report) or describe_meeting(report)
+            sys.stderr.write(known or ("" if code else report))
+        elif signals and not code:
+            advice = "the same command continues from the newest checkpoint, if there is one"
+            print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
+        return int(code) if code else STOPPED if signals else run.returncode
+
+
+def describe_refusal(report: str) -> str:
+    """A line, if the launcher has refused its arguments: its reason, without the usage."""
+    found = re.search(r"^usage:.* error: (.+)", report, re.DOTALL)
+    return f"samestep launch: {found[1].strip()}; see accelerate launch --help\n" if found else ""
+
+
+def describe_kills(report: str) -> str:
+    """A line for each process that was ended by a signal, according to the launcher's report."""
+    killed = {}
+    # accelerate reports a single process.
+    for number in re.findall(r"died with <Signals\.\w+: (\d+)>", report):
+        killed["the process that trained"] = int(number)
+    # torchelastic reports several.
+    pattern = r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)"
+    for rank, number, pid in re.findall(pattern, report):
+        killed[f"process {rank} (pid {pid})"] = int(number)
+    lines = []
+    for process, number in killed.items():
+        cause = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
+        lines.append(
+            f"samestep launch: {process} was ended by {signal.Signals(number).name}{cause}\n"
+        )
+    return "".join(lines)
+
+
+def describe_meeting(report: str) -> str:
+    """A line, if the report says that the launchers of several machines did not meet."""
+    found = re.search(r"Dist(?:Network|Store)Error: (.+)", report)
+    if not found:
+        return ""
+    return (
+        f"samestep launch: the launchers of the machines did not meet: {found[1].strip()} Start "
+        "all of them with one main_process_ip and main_process_port, and open that port on machine "
+        "0\n"
+    )
+
+
+def ignore_sigint() -> None:
+    """A preexec_fn: on a terminal's Ctrl-C the launcher would print a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,47 @@
+"""Draws the curves of a run, or compares runs: loss, scores, learning rate and throughput.
+
+    python -m samestep plot runs/a                                   writes runs/a/curves.png
+    python -m samestep plot runs/a runs/b                            compares them in curves.png
+    python -m samestep plot runs/a runs/b --output figures/ab.pdf    elsewhere; .png, .svg or .pdf
+
+A run is a folder with a metrics.jsonl, finished or not. train.py draws the curves of its run at the
+end. A comparison also prints the settings in which the runs differ.
+"""
+
+import argparse
+from pathlib import Path
+
+from samestep.base.console import one_line, protect_output
+from samestep.report.curves import FORMATS, differing_settings, draw
+
+
+def main() -> None:
+    protect_output()
+    parser = argparse.ArgumentParser(
+        prog="samestep plot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = lambda problem: parser.exit(2, f"samestep plot: {one_line(problem)}\n")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="run", help="folder of a run, such as runs/a"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file of the picture")
+    args = parser.parse_args()
+    output = args.output or (args.runs[0] if len(args.runs) == 1 else Path()) / "curves.png"
+    try:
+        if args.output and not output.parent.is_dir():
+            raise ValueError(f"--output {output}: there is no folder {output.parent}")
+        if output.is_dir():
+            raise ValueError(f"--output {output} is a folder; name a file: {output / 'curves.png'}")
+        if output.exists() and not output.is_file():
+            raise ValueError(f"--output {output} is a pipe or a device; name a regular file")
+        if output.suffix and output.suffix.lower() not in FORMATS:
+            raise ValueError(f"--output {output}: its name must end with {', '.join(FORMATS)}")
+        picture = draw(args.runs, output)
+        for run, settings in zip(args.runs, differing_settings(args.runs), strict=True):
+            if settings:
+                print(f"{one_line(run, 200)}: {one_line(', '.join(settings), 5000)}")
+        print(one_line(picture, 5000))
+    except Exception as error:  # matplotlib has errors of its own, besides OSError and ValueError
+        parser.error(error)

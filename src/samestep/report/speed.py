@@ -1,0 +1,223 @@
+"""Measures where the time of a run goes, and writes traces of single steps.
+
+Times of the device are events in its work, read when a line of metrics has waited for it anyway. So
+no other step waits.
+"""
+
+import contextlib
+import operator
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
+from torch.utils.flop_counter import FlopCounterMode
+
+from samestep.base.console import IS_MAIN, one_line, say
+from samestep.base.files import replace_text
+from samestep.processes.ranks import Ranks, catch
+from samestep.report.peaks import peaks_of
+from samestep.step.batches import Batch
+from samestep.step.stopwatch import Stopwatch
+
+BEHIND = 1.15  # times the median of the other processes: a straggler
+NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine
+PERSISTS = 3, 20  # lines of metrics in a row, and steps, until it is named
+
+
+class SpeedMeter:
+    """Throughput, and where the time goes, since the last line of metrics.jsonl."""
+
+    def __init__(self, accelerator: Accelerator, ranks: Ranks, unit: str):
+        self.accelerator, self.ranks = accelerator, ranks
+        self.stopwatch = Stopwatch(accelerator.device)
+        self.unit = unit  # plural name of the loss terms
+        self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
+        # The process that was behind in the last lines, -1: none; these lines, and their steps.
+        self.slowest, self.behind = -1, (0, 0)
+        self.straggler: dict = {}  # a note, in the line of metrics that names it first
+        self.hosts = ranks.gather(socket.gethostname())
+
+    def count_flops(
+        self, model: torch.nn.Module, task: Any, batch: Batch, share_trained: float
+    ) -> None:
+        """Counts the FLOPs of a loss term on this batch, for MFU, if the peak of all GPUs is known.
+
+        FLOPs are those of matrix products, convolutions and attention, as torch counts them: 2 for
+        a multiplication and an addition. The backward pass takes as many for the gradients of
+        activations, and as many for those of weights, if all are trained:
+
+            MFU = (2 + share_trained) x FLOPs of the forward pass / terms x terms per second / peak
+
+        The peak is that of dense matrix products in the run's precision. What is recomputed to save
+        memory does not count (PaLM, arXiv:2204.02311, appendix B).
+        """
+        precision = self.accelerator.mixed_precision.replace("no", "fp32")
+        if precision == "fp32" and torch.backends.cuda.matmul.allow_tf32:
+            precision = "tf32"
+        peaks = self.ranks.gather(peaks_of(self.accelerator.device).get(precision))
+        # Processes of a tensor- or context-parallel group compute parts of one batch.
+        if not all(peaks) or self.ranks.layout.together > 1:
+            return
+        with self.ranks.fail_together(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model.eval()  # in training mode, BatchNorm would change
+            model(task.eval_sums, batch)
+            model.train()
+            counts = np.array([counter.get_total_flops(), task.count(batch)])
+        flops, terms = self.ranks.sum_arrays(counts).tolist()
+        if terms:
+            self.flops, self.peak = (2 + share_trained) * flops / terms, 1e12 * sum(peaks)
+
+    def start(self) -> None:
+        """Starts to count anew."""
+        self.terms, self.ids_hash, self.began = 0, 0, time.perf_counter()
+        self.fetching = [0.0]  # seconds: before the first step since the last line, in each of them
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts the time of the body as waiting for data."""
+        began = time.perf_counter()
+        yield
+        self.fetching[-1] += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time of the body out of the throughput."""
+        began = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - began
+
+    def add(self, terms: int, ids_hash: int) -> None:
+        """Begins a step: its loss terms, and the sum of its hashed sample ids."""
+        self.terms += terms
+        self.ids_hash = (self.ids_hash + ids_hash) % 2**64
+        self.fetching.append(0.0)
+
+    def read(self) -> dict:
+        """Fields for a line; all processes must call it, when the device has computed the steps.
+
+        `data_wait`, `compute` and `peer_wait` are shares of the time: to fetch data, to compute
+        gradients, and to wait for the process that is the slowest in a step. They are means over
+        the processes. A GPU computes while data is fetched. Where processes share weights, they
+        wait for each other inside of `compute`.
+        """
+        seconds = time.perf_counter() - self.began
+        before, *fetching = self.fetching
+        fetching[0] += before
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        own = np.zeros((processes, 2 * len(fetching) + 1))
+        own[rank] = [*self.stopwatch.take(), *fetching, peak_memory(self.accelerator.device)]
+        everywhere = self.ranks.sum_arrays(own)
+        compute, fetch, memory = np.split(everywhere, [len(fetching), 2 * len(fetching)], axis=1)
+        busy = compute + fetch
+        if self.accelerator.device.type != "cpu":
+            busy = np.maximum(compute, fetch)
+        line = {
+            f"{self.unit}_per_second": self.terms / seconds,
+            "data_wait": fetch.sum() / processes / seconds,
+            "compute": compute.sum() / processes / seconds,
+        }
+        if processes > 1:
+            line["peer_wait"] = (busy.max(0) - busy.mean(0)).sum() / seconds
+        if self.peak:
+            line["mfu"] = self.flops * self.terms / seconds / self.peak
+        line |= {"peak_memory_gb": memory.max(), "batch_hash": f"{self.ids_hash:016x}"}
+        self.straggler = self.find_straggler(busy, compute, fetch) if processes > 1 else {}
+        self.start()
+        return line
+
+    def find_straggler(self, busy: np.ndarray, compute: np.ndarray, fetch: np.ndarray) -> dict:
+        """A note on the process that has been the slowest for a while; {} without a new one.
+
+        The arguments are seconds, with a row for each process and a column for each step since the
+        last line.
+        """
+        steps, slow = busy.shape[1], int(busy.sum(1).argmax())
+
+        def compare(seconds: np.ndarray) -> tuple[float, float]:
+            """A mean step of the slowest process, and the median of those of the others."""
+            means = seconds.mean(1)
+            return means[slow], np.median(np.delete(means, slow))
+
+        known = self.slowest == slow and all(map(operator.ge, self.behind, PERSISTS))
+        if self.slowest != slow:
+            self.slowest, self.behind = slow, (0, 0)
+        self.behind = (self.behind[0] + 1, self.behind[1] + steps)
+        own, others = compare(busy)
+        if own <= max(BEHIND * others, others + NOTICED):
+            self.slowest = -1
+        if known or self.slowest < 0 or not all(map(operator.ge, self.behind, PERSISTS)):
+            return {}
+        computing, fetching = (mine - usual for mine, usual in map(compare, (compute, fetch)))
+        return {
+            "event": "straggler",
+            "process": f"{slow} on {self.hosts[slow]}",
+            "mostly": "computing" if computing >= fetching else "fetching data",
+            "step_seconds": own,
+            "median_of_others": others,
+        }
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory that tensors of this process took so far, in GB = 10^9 bytes.
+
+    On a GPU it is that of the GPU, elsewhere that of the whole process.
+    """
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Profiler:
+    """Writes what the CPU and the device do in a few steps: a trace for each process, and a table.
+
+    ui.perfetto.dev and TensorBoard's profiler show traces.
+    """
+
+    def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
+        self.meter, self.accelerator, self.folder = meter, meter.accelerator, output / "profile"
+        self.first, self.last = steps or (0, 0)
+        self.context = self.profile = None
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        if step == self.first:
+            self.context = self.accelerator.profile(ProfileKwargs(record_shapes=True))
+            with self.meter.paused():
+                self.profile = self.context.__enter__()
+
+    def end(self, step: int) -> None:
+        """After the step has changed the weights. A profile that cannot be written ends no run."""
+        if not self.profile or step != self.last:
+            return
+        with self.meter.paused():
+            _, problem = catch(self.write)
+            self.profile = None
+            problem = f"{type(problem).__name__}: {one_line(problem)}" if problem else ""
+            problems = self.meter.ranks.gather(problem)
+        for process, text in enumerate(problems):
+            if text:
+                say(f"no profile of process {process}: {text}")
+
+    def write(self) -> None:
+        """Writes the trace of this process and, on the main process, the table."""
+        self.context.__exit__(None, None, None)
+        self.folder.mkdir(exist_ok=True)
+        name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
+        self.profile.export_chrome_trace(str(self.folder / name))
+        if IS_MAIN:
+            where = "cpu" if self.accelerator.device.type == "cpu" else "device"
+            table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
+            replace_text(self.folder / "operations.txt", table + "\n")
+            say(
+                f"profile of steps {self.first} to {self.last}: {self.folder}; operations.txt has "
+                "the longest operations, and ui.perfetto.dev shows the traces"
+            )

@@ -1,0 +1,259 @@
+"""Writes metrics to metrics.jsonl, the tracker and the screen, from the main process alone."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from tqdm import tqdm
+
+from samestep.base.console import IS_MAIN, one_line, say
+from samestep.base.fields import flatten
+from samestep.base.files import named, replace_text
+
+if TYPE_CHECKING:  # importing them takes 2 s
+    from accelerate import Accelerator
+
+
+def nan_to_null(line: dict) -> dict:
+    """The line with None in place of NaN and infinities, which JSON does not have."""
+    return {
+        n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in line.items()
+    }
+
+
+def write_json_object(path: Path, line: dict) -> None:
+    """Writes or replaces a file with one JSON object; creates its folder if it is missing."""
+    path.parent.mkdir(exist_ok=True)
+    replace_text(path, json.dumps(nan_to_null(line)) + "\n")
+
+
+class Log:
+    """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
+
+    interval = 10  # seconds between lines of the training loss on a terminal
+    untracked = ("batch_hash", "sample_ids")  # in the file, not in the tracker
+    shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
+    unshown = ("samples", "epoch", *shares, *untracked)  # in the file, not on the screen
+
+    def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
+        self.accelerator, self.first_step, self.max_steps = accelerator, first_step, max_steps
+        # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
+        self.passes_step = config["tracker"] != "wandb"
+        self.bar = tqdm(
+            total=max_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if IS_MAIN else True,
+        )
+        self.pending: list[dict] = []  # the newest training line, if it is not on the screen yet
+        self.shown_at = -math.inf  # time of the last line on the screen
+        # For `advance`: steps with marks (see speed.py), seconds until the first, what is told.
+        self.marks, self.first_seconds, self.estimated = [], 0.0, False
+        if IS_MAIN:
+            path = Path(config["output_dir"]) / "metrics.jsonl"
+            self.file = open(path, "ab+")
+            if self.file.tell():
+                self.file.seek(-1, os.SEEK_END)
+                if self.file.read() != b"\n":  # a kill has cut off the last line
+                    self.file.write(b"\n")
+
+    def advance(self, step: int, about: str) -> None:
+        """Counts a step. Early in a run, when the device has computed a few steps, it prints
+        `about` and an estimate of the time left, without the first step, which includes warm-up.
+        """
+        from samestep.step.stopwatch import mark, nanoseconds
+
+        self.bar.update()
+        first, last = self.first_step + 1, self.max_steps
+        if step in (first, min(first + 3, last)):
+            self.marks.append((step, mark(self.accelerator.device)))
+        begin, end = self.marks[0], self.marks[-1]
+        if not self.first_seconds and nanoseconds(begin[1], begin[1]) is not None:
+            self.first_seconds = time.time() - psutil.Process().create_time()
+        if step < min(first + 3, last) or self.estimated:
+            return
+        taken = nanoseconds(begin[1], end[1])
+        if taken is not None:
+            self.estimated = True
+            left = taken / 1e9 / max(end[0] - first, 1) * (last - step)
+            start = f"first step {self.first_seconds:.1f} s after the start"
+            say(f"{about}; {start}; about {left:.0f} s to go")
+
+    def write(self, line: dict) -> None:
+        """Writes a line, which includes its step, to the file, the tracker and the screen."""
+        if not IS_MAIN:
+            return
+        with named(Path(self.file.name)):
+            self.file.write(json.dumps(nan_to_null(line)).encode() + b"\n")
+            self.file.flush()
+        if "save_seconds" in line:  # a checkpoint must not be on the disk without its metrics
+            os.fsync(self.file.fileno())
+        self.track(
+            {name: v for name, v in line.items() if name not in self.untracked}, line["step"]
+        )
+        self.show_line(line)
+
+    def show_line(self, line: dict) -> None:
+        """Shows evaluations, events and, if it is due, the training loss on the screen.
+
+        A log file gets every training line. A terminal has the loss in its bar, and gets a line of
+        it every few seconds and before each evaluation.
+        """
+        due = [line] if {"eval_loss", "event"} & line.keys() else []
+        if "loss" in line:
+            rate, number = next((n, v) for n, v in line.items() if n.endswith("_per_second"))
+            speed = f"{number:,.0f} {rate.removesuffix('_per_second')}/s"
+            numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {speed}"
+            self.bar.set_postfix_str(numbers, refresh=False)
+            self.pending = [line]
+        waited = time.monotonic() - self.shown_at
+        if self.pending and (due or self.bar.disable or waited > self.interval):
+            due, self.pending, self.shown_at = self.pending + due, [], time.monotonic()
+        for each in due:
+            values = {name: v for name, v in each.items() if self.is_shown(name, each)}
+            texts = {n: v if isinstance(v, str) else f"{v:.5g}" for n, v in values.items()}
+            say("  ".join(f"{name} {text}" for name, text in texts.items()))
+
+    def is_shown(self, name: str, line: dict) -> bool:
+        """Whether the screen shows this value of a line; of a single source it shows the loss."""
+        score = name.partition("/")[0]
+        return score not in self.unshown and (score in (name, "eval_loss") or score not in line)
+
+    def track(self, values: dict, step: int) -> None:
+        """Sends values to the tracker."""
+        if self.passes_step:
+            values = {name: value for name, value in values.items() if name != "step"}
+        self.accelerator.log(values, step=step if self.passes_step else None)
+
+    def show(self, report: dict, step: int) -> None:
+        """Sends a task's report to the tracker: texts, and pictures given as paths."""
+        pictures = {name: value for name, value in report.items() if isinstance(value, Path)}
+        texts = {name: value for name, value in report.items() if name not in pictures}
+        if texts:
+            self.track({**texts, "step": step}, step)
+        for tracker in self.accelerator.trackers if pictures else []:
+            if tracker.name == "tensorboard":
+                import numpy as np
+                from PIL import Image
+
+                for name, path in pictures.items():
+                    values = {name: np.asarray(Image.open(path).convert("RGB"))[None]}
+                    tracker.log_images(values, step=step, dataformats="NHWC")
+            else:  # W&B and Trackio have the same interface
+                library = importlib.import_module(tracker.name)
+                images = {name: library.Image(str(path)) for name, path in pictures.items()}
+                self.track({**images, "step": step}, step)
+
+    def close(self) -> None:
+        """Closes the file and the bar. `end_tracker` closes the tracker."""
+        self.bar.close()
+        if IS_MAIN:
+            os.fsync(self.file.fileno())
+            self.file.close()
+
+
+def check_tracker(tracker: str, project: str) -> None:
+    """Raises ValueError if the tracker is not installed, or W&B refuses its key or the project."""
+    if tracker != "none" and not importlib.util.find_spec(tracker):
+        raise ValueError(
+            f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
+            "--tracker none"
+        )
+    if tracker == "wandb" and IS_MAIN:
+        log_in_to_wandb()
+        if re.search(r"[/\\#?%:]", project) or not 0 < len(project) <= 128:
+            raise ValueError(
+                f"project is {one_line(project, 60)!r}; W&B allows 1 to 128 characters, without "
+                "/ \\ # ? % :"
+            )
+
+
+def log_in_to_wandb() -> bool:
+    """Whether W&B is online: it has a key, and WANDB_MODE is not set."""
+    import wandb
+
+    try:
+        return not os.environ.get("WANDB_MODE") and wandb.login(prompt=False, verify=False)
+    except wandb.errors.AuthenticationError as error:
+        raise ValueError(f"W&B: {' '.join(str(error).split())}") from None
+
+
+def start_tracker(accelerator: "Accelerator", config: dict) -> None:
+    """Starts the tracker on the main process, and prints where to look.
+
+    A resumed run continues the same run of the tracker.
+    """
+    tracker, project, output = config["tracker"], config["project"], Path(config["output_dir"])
+    if tracker == "none" or not IS_MAIN:
+        return
+    config = flatten(config)
+    if tracker == "wandb":
+        start_wandb(accelerator, config, output)
+    elif tracker == "trackio":
+        options = {"name": one_line(output.name, 100), "resume": "allow"}
+        with without_stdout():
+            accelerator.init_trackers(project, config, {"trackio": options})
+        say(f"trackio: `trackio show --project {project}` shows the run")
+    else:  # without a name it logs into the run folder, and TensorBoard shows the folder's name
+        accelerator.init_trackers("")
+        accelerator.log({"config": "".join(f"    {n}: {v}\n" for n, v in config.items())})
+        say(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
+
+
+def without_stdout() -> contextlib.redirect_stdout:
+    """Discards the dozen lines that Trackio prints about itself at the start and the end."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def end_tracker(accelerator: "Accelerator") -> None:
+    """Closes the tracker, which first sends everything that is pending."""
+    with without_stdout():
+        if any(tracker.name == "trackio" for tracker in accelerator.trackers):
+            importlib.import_module("trackio").finish()  # otherwise it does so at exit, and prints
+        accelerator.end_training()
+
+
+def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
+    """Starts W&B: online with a key, else offline. It asks nothing, and an outage ends no run."""
+    import wandb
+
+    upload, file = config["upload_code"], output / "wandb_run_id"
+    known = file.read_bytes().strip() if file.exists() else b""
+    if not re.fullmatch(rb"[\w-]{1,64}", known):
+        if known:
+            say(f"{file} holds no W&B id, so W&B starts a new run")
+        known = secrets.token_hex(4).encode()
+        file.write_bytes(known)
+    options = {
+        "mode": os.environ.get("WANDB_MODE") or ("online" if log_in_to_wandb() else "offline"),
+        "id": known.decode(),
+        "resume": "allow",
+        "name": one_line(output.name, 100),
+        "dir": output,
+        "settings": wandb.Settings(
+            silent=True, init_timeout=30, disable_git=not upload, save_code=upload
+        ),
+    }
+    try:
+        accelerator.init_trackers(config["project"], config, {"wandb": options})
+    except wandb.errors.CommError as error:
+        say(f"W&B: {' '.join(str(error).split())[:200]}")
+        accelerator.trackers.clear()
+        wandb.teardown()  # otherwise the id counts as in use
+        options["mode"] = "offline"
+        accelerator.init_trackers(config["project"], config, {"wandb": options})
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    run.define_metric("*", step_metric="step")
+    folder = Path(run.dir).parent
+    hint = f"`wandb leet {folder}` shows the run, `wandb sync {folder}` uploads it"
+    say(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")

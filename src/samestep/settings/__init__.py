@@ -1,0 +1,1 @@
+"""Recipe, flags and accelerate YAML, and what a task.py must provide."""

@@ -1,0 +1,496 @@
+"""Builds the config dataclass from a recipe and flags. Each mistake is a ValueError of one line.
+
+Only fields can be set, and the type of a field decides how its value is read. jsonargparse prints
+the help and has the types of numbers, but it does not parse values: it would import classes that a
+value names, and expand YAML aliases, which multiply.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import os
+import re
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse.typing import registered_types, restricted_number_type
+
+from samestep.base.console import one_line
+
+RECIPE = "configs/train/default.yaml"  # the default of --config
+MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
+MAX_DEPTH = 20  # of nested lists and mappings
+NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "merge"))
+
+
+# ---- YAML ----------------------------------------------------------------------------------------
+
+
+class StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, without surprises.
+
+    Refuses duplicate keys, of which the last would win silently, and all that can grow beyond its
+    text or is meant for programs: anchors and aliases, tags, merge keys, deep nesting.
+    """
+
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        line = event.start_mark.line + 1
+        if getattr(event, "anchor", None):
+            raise ValueError(
+                f"line {line}: & and * (anchors, aliases) are not supported; quote the text, or "
+                "write the value itself"
+            )
+        if getattr(event, "tag", None):
+            raise ValueError(
+                f"line {line}: the tag {event.tag} is not supported; quote it, or leave it out"
+            )
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError(f"line {line}: lists or mappings are nested deeper than {MAX_DEPTH}")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor):
+        node, lines = super().compose_mapping_node(anchor), {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                raise ValueError(f"line {line}: a key must be a name, not <<, a list or a mapping")
+            if key.value in lines:
+                first = lines[key.value]
+                raise ValueError(f"{key.value} is given twice, in line {first} and line {line}")
+            lines[key.value] = line
+        return node
+
+
+def compose_yaml(text: str) -> yaml.Node:
+    """The PyYAML node of a text; nodes know their lines. Raises ValueError."""
+    try:
+        return yaml.compose(text, StrictLoader) or yaml.ScalarNode(NULL, "")
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def plain_value(node: yaml.Node) -> Any:
+    """The value of a node by YAML's own rules; raises ValueError, for example for a month 13."""
+    try:
+        return yaml.SafeLoader("").construct_document(node)
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        raise ValueError(f"invalid number or date: {error}") from None
+
+
+def read_small_file(path: Path) -> str:
+    """The text of a small file; raises OSError, or ValueError if it is large or no file."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # reading may block or never end
+        raise ValueError("this is a pipe or a device; give a file")
+    with open(path, "rb") as file:
+        content = file.read(MAX_FILE_SIZE + 1)
+    if len(content) > MAX_FILE_SIZE:
+        raise ValueError(f"the file has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
+    return content.decode()
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+# Tensors hold integers below 2**63, and optimizers compute with float32.
+MAX_INT, MAX_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
+
+
+def number_type(name: str, base: type, first: float, last: float) -> Any:
+    """The type of the numbers from `first` to `last`, both included."""
+    text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
+    limits = [(">=", first), ("<=", last)]
+    # jsonargparse refuses a range that it knows by another name.
+    known = registered_types.get((tuple(sorted(limits)), base, "and"))
+    return known or restricted_number_type(name, base, limits, docstring=text)
+
+
+BatchSize = number_type("BatchSize", int, 1, 10_000_000)
+Workers = number_type("Workers", int, 0, 256)
+Seconds = number_type("Seconds", int, 1, 31_536_000)  # a year
+DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # above, float32 rounds to 1
+# Replacements in the descriptions of jsonargparse's own number types, for error messages.
+WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ": "a number, "}
+WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
+
+
+def convert(kind: Any, node: yaml.Node) -> Any:
+    """The value of a field with this type. Raises ValueError, which names the expected values.
+
+    The type decides, not YAML: in a text field, 007 and yes are text.
+    """
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
+    if len(union_members(kind)) > 1:
+        lists = [each for each in union_members(kind) if get_origin(each) is list]
+        if lists and isinstance(node, yaml.SequenceNode):
+            return convert(lists[0], node)  # its error names the wrong element
+        for each in union_members(kind):
+            with suppress(ValueError):  # try the next type
+                return convert(each, node)
+    elif kind is NoneType and node.tag == NULL:
+        return None
+    elif kind in (Any, list, dict):
+        value = plain_value(node)
+        if kind is Any or isinstance(value, kind):
+            return value
+    elif origin in (list, tuple) and isinstance(node, yaml.SequenceNode):
+        repeated = origin is list or inner[1:] == (...,)
+        kinds = inner[:1] * len(node.value) if repeated else inner
+        if len(kinds) == len(node.value):
+            return origin(map(convert, kinds, node.value))
+    elif origin is dict and isinstance(node, yaml.MappingNode):
+        return {convert(inner[0], key): convert(inner[1], each) for key, each in node.value}
+    elif text is None:
+        pass
+    elif origin is Literal:
+        options = {str(option): option for option in inner}
+        if text in options:
+            return options[text]
+    elif kind is str:
+        if "\0" not in text and not re.search("[\ud800-\udfff]", text):
+            return text
+        raise ValueError(f"expected UTF-8 without NUL; got {show_node(node)}")
+    elif kind is bool:
+        if text.lower() in yaml.SafeLoader.bool_values:
+            return yaml.SafeLoader.bool_values[text.lower()]
+    elif isinstance(kind, type) and issubclass(kind, (int, float)):
+        return to_number(kind, node)
+    raise ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
+
+
+def to_number(kind: type, node: yaml.ScalarNode) -> int | float:
+    """A plain int or float, because checkpoints store no other types; raises ValueError."""
+    text, wrong = node.value, ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
+    if not re.fullmatch(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        raise wrong
+    if issubclass(kind, float):
+        value = float(text)
+        if abs(value) > MAX_FLOAT:
+            raise ValueError(
+                f"expected a number that float32 holds, up to 3.4e38; got {show_node(node)}"
+            )
+    elif not text.lstrip("+-").isdecimal():
+        raise wrong
+    elif len(text) > 20 or abs(value := int(text)) > MAX_INT:
+        raise ValueError(f"expected a number below 2**63; got {show_node(node)}")
+    try:
+        kind(value)
+    except ValueError:
+        raise wrong from None
+    return value
+
+
+def union_members(kind: Any) -> tuple:
+    """The types in a union; any other type alone."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def describe_type(kind: Any) -> str:
+    """The values of a type, in words."""
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    words |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, inner))
+    if len(union_members(kind)) > 1:
+        return " or ".join(map(describe_type, union_members(kind)))
+    if origin is tuple and inner[1:] != (...,):
+        return f"a list of {len(inner)}"
+    if isinstance(kind, type) and issubclass(kind, (int, float)) and kind not in words:
+        text = kind.__doc__ or kind.__name__
+        return functools.reduce(lambda text, pair: text.replace(*pair), WORDS.items(), text)
+    return words.get(origin) or "no value, because a field of this type can only be set in the code"
+
+
+def show_node(node: yaml.Node) -> str:
+    """A value as error messages quote it."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
+    return "nothing" if node.tag == NULL else one_line(repr(node.value), 60)
+
+
+# ---- Metadata ------------------------------------------------------------------------------------
+
+# The effect of changing a field when a run continues. Without metadata, the change affects the
+# result and has to be accepted.
+NOTHING = {"changes": "nothing"}
+ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
+EXPORT = {"changes": "export"}  # what is exported or reported; a finished run does that again
+UNSAVED = {"changes": "nothing", "saved": False}  # for one start: not in config.yaml
+ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
+
+
+# Fields that only a run reads: neither an evaluation alone, nor a few steps of samestep hardware.
+RUN = """max_steps num_epochs max_skipped_steps lr_schedule warmup_steps decay_fraction
+    final_lr_fraction lr_scaling reference_batch_size eval_every save_every keep_checkpoints
+    async_save log_every tracker project upload_code""".split()
+# Fields that only training reads, if only for a few steps.
+TRAINING = """learning_rate weight_decay beta1 beta2 max_grad_norm gradient_compression
+    gradient_checkpointing task.merge_lora""".split()
+
+# ---- Fields --------------------------------------------------------------------------------------
+
+
+def fields_of(config_class: type, prefix: str = "") -> dict[str, tuple[Any, Mapping]]:
+    """Type and metadata of each field by its name; fields of nested dataclasses have a prefix."""
+    kinds, found = get_type_hints(config_class), {}
+    for field in dataclasses.fields(config_class):
+        name, kind = prefix + field.name, kinds[field.name]
+        if dataclasses.is_dataclass(kind):
+            found |= fields_of(kind, f"{name}.")
+        elif field.init:
+            found[name] = (kind, field.metadata)
+    return found
+
+
+def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
+    """The values of the flags by field; raises ValueError for unknown and duplicate flags."""
+    words, given = list(arguments), {}
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or name not in fields:
+            raise ValueError(
+                unknown_field(name if name and word.startswith("--") else word, fields)
+            )
+        kind = fields[name][0]
+        if not equals:
+            if words and not words[0].startswith("--"):
+                text = words.pop(0)
+            elif kind is bool:  # --check is short for --check true
+                text = "true"
+            else:
+                raise ValueError(f"--{name}: expected one argument")
+        if name in given:
+            raise ValueError(f"--{name} is given twice")
+        listed = any((get_origin(k) or k) in (list, tuple, dict, Any) for k in union_members(kind))
+        null = NoneType in union_members(kind) and text == "null"
+        given[name] = (
+            compose_yaml(text) if listed else yaml.ScalarNode(NULL if null else TEXT, text)
+        )
+    return given
+
+
+def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, yaml.Node]:
+    """The values in a recipe by field; raises ValueError for unknown and duplicate fields."""
+    given: dict[str, yaml.Node] = {}
+    if node.tag == NULL:  # an empty recipe or section
+        return given
+    if not isinstance(node, yaml.MappingNode):
+        place = f"{prefix[:-1]}: " if prefix else ""
+        raise ValueError(f"{place}expected lines of the form 'field: value'")
+    for key, value in node.value:
+        name = prefix + key.value
+        if any(field.startswith(f"{name}.") for field in fields):
+            inner = value.value if isinstance(value, yaml.MappingNode) else []
+            strange = [key.value for key, _ in inner if f"{name}.{key.value}" not in fields]
+            if len(strange) > max(1, len(inner) / 2):
+                raise ValueError(
+                    f"the section {name} belongs to another task: {one_line(strange[0], 60)} and "
+                    f"{one_line(strange[1], 60)} are not fields of task.py; empty it"
+                )
+            found = read_recipe(value, fields, f"{name}.")
+        elif name not in fields:
+            raise ValueError(unknown_field(name, fields))
+        elif name == "config" or fields[name][1].get("one_command"):
+            raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
+        else:
+            found = {name: value}
+        for twice in given.keys() & found.keys():
+            lines = (each[twice].start_mark.line + 1 for each in (given, found))
+            raise ValueError("{} is given twice, in line {} and line {}".format(twice, *lines))
+        given |= found
+    return given
+
+
+def unknown_field(wrong: str, fields: dict) -> str:
+    """The error for an unknown field, with the nearest existing name."""
+    group = [name for name in fields if name.startswith(f"{wrong}.")]
+    if group:
+        return f"{wrong} is a group of fields; give them one by one, as --{group[0]}"
+    near = [name for name in fields if name.endswith(f".{wrong}")]
+    near = near or difflib.get_close_matches(wrong[:100], fields, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
+    return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
+
+
+def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict[str, Any]:
+    """Converts the given fields to their types; raises ValueError with the name of a wrong one.
+
+    `list_of`: how a list with one element is written there, for the hint.
+    """
+    values = {}
+    for name, node in given.items():
+        kind = fields[name][0]
+        try:
+            values[name] = convert(kind, node)
+        except ValueError as error:
+            hint = ""
+            if isinstance(node, yaml.ScalarNode) and (get_origin(kind) or kind) in (list, tuple):
+                hint = f"; write {list_of.format(one_line(node.value, 60))}"
+            raise ValueError(f"{name}: {error}{hint}") from None
+    return values
+
+
+def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any:
+    """A copy of the config with these values, by dotted name."""
+    changes = {}
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            changes[field.name] = replace_fields(value, values, f"{name}.")
+        elif name in values:
+            changes[field.name] = values[name]
+    return dataclasses.replace(config, **changes)
+
+
+# Fields that are read only with some values of another field.
+READERS = {
+    "decay_fraction": ("lr_schedule", lambda schedule: schedule == "wsd"),
+    "final_lr_fraction": ("lr_schedule", lambda schedule: schedule != "constant"),
+    "reference_batch_size": ("lr_scaling", lambda scaling: scaling != "none"),
+    "upload_code": ("tracker", lambda tracker: tracker == "wandb"),
+}
+
+
+def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
+    """Raises ValueError for a field that is given although the other settings ignore it.
+
+    Fields of the recipe are exempt if a flag switches off their reader, and so is a recipe with all
+    fields: a run wrote it.
+    """
+    if flags.get("config_file") and not cfg.check:
+        raise ValueError(
+            "only --check reads config_file; to train, give it to the launcher: "
+            "accelerate launch --config_file FILE train.py"
+        )
+    saved = {name for name, (_, about) in fields.items() if about.get("saved", True)}
+    by_hand = not saved - {"config"} <= recipe.keys()
+    for name, (switch, reads) in READERS.items():
+        written = by_hand and name in recipe and switch not in flags
+        if (name in flags or written) and not reads(getattr(cfg, switch)):
+            raise ValueError(
+                f"{name} is given, but with {switch} {getattr(cfg, switch)} nothing reads it; "
+                f"leave it out, or give another {switch}"
+            )
+
+
+def given_flags(config_class: type, arguments: list[str]) -> list[str]:
+    """The fields that are given as flags; raises ValueError for unknown ones."""
+    return [*read_flags(arguments, {"config": (str, {}), **fields_of(config_class)})]
+
+
+def parse_config(
+    config_class: type, arguments: list[str], usage: str
+) -> tuple[Any, Path, list[str]]:
+    """The config from defaults, recipe and flags, the later first; the recipe's path; remarks.
+
+    Raises ValueError with one line that names the place of the mistake. --help ends the program.
+    """
+    if {"-h", "--help"} & {*arguments}:
+        others = [word for word in arguments if word not in ("-h", "--help")]
+        cfg, path = config_class(), RECIPE
+        for words in ([], others):  # the arguments beside --help may be wrong
+            with suppress(ValueError):
+                cfg, path, _ = parse_config(config_class, words, usage)
+        show_help(cfg, path, usage)
+        raise SystemExit(0)
+    fields = {"config": (str, {}), **fields_of(config_class)}
+    place = "command line"
+    try:
+        flags = convert_all(read_flags(arguments, fields), fields, '"[{}]"')
+        path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
+        place = str(path)
+        recipe = convert_all(
+            read_recipe(compose_yaml(read_small_file(path)), fields), fields, "[{}]"
+        )
+    except OSError as error:
+        line = f"{error.strerror}; --config takes the path of a recipe"
+        raise ValueError(f"{one_line(place, 100)}: {line}") from None
+    except ValueError as error:
+        raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
+    cfg = replace_fields(config_class(), recipe | flags)
+    remarks = choose_length(cfg, flags, recipe)
+    check_unread_fields(cfg, flags, recipe, fields)
+    return cfg, path, remarks
+
+
+def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
+    """Keeps max_steps or num_epochs: a flag wins over the recipe, the recipe over a default.
+
+    Returns a remark if one of them was replaced. Raises ValueError if none or both are given.
+    """
+    names = ["max_steps", "num_epochs"]
+    if not all(hasattr(cfg, name) for name in names):
+        return []
+    kept = {name: value for name, value in recipe.items() if name not in flags}
+    for given, place in ((flags, "the command line"), (kept, "the recipe")):
+        asked = [name for name in names if given.get(name)]
+        if len(asked) == 2:
+            raise ValueError(f"{place} gives both max_steps and num_epochs; give one of them")
+        if asked:
+            wins, other = asked[0], names[1 - names.index(asked[0])]
+            value = kept.get(other)
+            setattr(cfg, other, type(getattr(cfg, other))(0))
+            line = f"--{wins} {given[wins]} replaces {other} {value} of the recipe"
+            return [line] if value else []
+    if not cfg.max_steps and not cfg.num_epochs:
+        raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
+    return []
+
+
+def field_headings(config_class: type, prefix: str = "", title: str = "Fields") -> dict[str, str]:
+    """The heading of each field in --help: the comment after a blank line that opens its group."""
+    headings, kinds = {}, get_type_hints(config_class)
+    for base in reversed(config_class.__mro__[:-1]):
+        heading, previous = title, ""
+        for line in inspect.getsource(base).splitlines():
+            if not previous and (comment := re.fullmatch(r"    # (.+)", line)):
+                heading = f"{title}: {comment[1]}" if prefix else comment[1]
+            elif name := re.match(r"    (\w+):", line):
+                headings[prefix + name[1]] = heading
+            previous = line
+    for name, kind in kinds.items():
+        if dataclasses.is_dataclass(kind):
+            headings |= field_headings(kind, f"{prefix}{name}.", name.capitalize())
+    return headings
+
+
+def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
+    """Prints all flags under headings: description, type, and the value that would be used."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(prog="train.py", usage=usage, print_config=None)
+    about = "The recipe; the defaults below are its values."
+    parser.add_argument("--config", default=str(recipe), help=about)
+    parser.add_class_arguments(type(cfg))
+    names = fields_of(type(cfg))
+    values = {name: functools.reduce(getattr, name.split("."), cfg) for name in names}
+    parser.set_defaults(values)
+    headings, groups = field_headings(type(cfg)), {}
+    for group in parser._action_groups:  # argparse has no public way to move a flag
+        for action in [each for each in group._group_actions if each.dest in headings]:
+            group._group_actions.remove(action)
+            # jsonargparse's flag that appends to a list, which read_flags does not know
+            action.option_strings = [name for name in action.option_strings if name[-1] != "+"]
+            if action.dest in names:  # else a group of fields, such as --task
+                groups.setdefault(headings[action.dest], []).append(action)
+    for heading, actions in groups.items():
+        parser.add_argument_group(heading)._group_actions.extend(actions)
+    parser.print_help()

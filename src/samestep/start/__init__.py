@@ -1,0 +1,1 @@
+"""What happens before the processes of a run meet."""

@@ -1,0 +1,542 @@
+"""Prepares a run before the processes meet: config, data, and the checkpoint to continue from.
+
+Each process does this alone, since preparing data may take longer than the timeout of the process
+group. `--check` runs only this part.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from samestep.base import console, run_folder
+from samestep.base.console import IS_MAIN, escaped, one_line
+from samestep.base.fields import flatten
+from samestep.checkpoint import checkpoints
+from samestep.processes import agreement, ranks
+from samestep.processes.device import use_cpu
+from samestep.processes.ranks import UserError
+from samestep.report import tracking
+from samestep.settings import accelerate_yaml, config, contract
+from samestep.settings.mesh import Layout, this_layout
+from samestep.step import batches
+from samestep.step.batches import StepPlan
+from samestep.step.order import first_mixture, hash64, next_mixture
+
+TRIAL = 1000  # samples; a shorter run takes no time that is worth a line
+WORTH_A_LINE = 0.1  # share of the time that evaluation takes
+PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
+ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
+
+
+@dataclass
+class StartPoint:
+    """Where the run starts, and how far it goes. The main process tells the others."""
+
+    max_steps: int
+    checkpoint: Path | None = None  # to continue from
+    saved: dict = field(default_factory=dict)  # its manifest
+    best_loss: float = math.inf  # the smallest eval_loss of a checkpoint, if export is best
+    remarks: list[str] = field(default_factory=list)  # lines to print
+    changed: list[str] = field(default_factory=list)  # accepted changes of settings
+    mixture: dict = field(default_factory=dict)  # of the sources: see order.next_mixture
+    finished: str = ""  # why there is nothing left to do
+    facts: dict = field(default_factory=dict)  # of the settings, for status.json
+
+
+@dataclass
+class RunStart:
+    """What is known before the model is built."""
+
+    cfg: Any  # train.Config
+    output: Path
+    lock: Any  # run_folder.RunLock, held until the process ends; None off the main process
+    plan: StepPlan
+    prepared: Any  # what task.prepare_data returned
+    data: tuple  # the training and the validation dataset
+    manifest: dict  # what the manifests of this run have in common
+    point: StartPoint  # on the main process
+
+    def check_folder(self) -> None:
+        """Raises FileNotFoundError if the run folder is gone; for the main process."""
+        self.lock.check_folder()
+
+    def summary(self) -> str:
+        """Why this command does not train: it only checks, or the run is finished."""
+        point = self.point
+        if point.finished and not self.cfg.check:
+            return (
+                f"{self.output} is finished: {point.finished}; for a new run give another "
+                "--output_dir"
+            )
+        if self.cfg.eval_only:
+            rows = f"{len(self.data[1]):,} samples"
+            return f"checked: {self.output} evaluates {point.checkpoint} on {rows}"
+        start = "starts from the beginning"
+        if point.checkpoint:
+            start = f"goes on from {point.checkpoint}"
+        if point.finished:
+            start = "is finished"
+        samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
+        checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
+        launching = checkpoints.VERIFIED_FILE in os.environ  # the run prints the remarks itself
+        return "\n".join([*point.remarks * (not launching), checked])
+
+
+def find_project() -> tuple[ModuleType, ModuleType]:
+    """train.py and task.py of this folder; raises UserError if it is not that of a project."""
+    for name in ("train.py", "task.py"):
+        if not Path(name).is_file():
+            raise UserError(f"there is no {name} in {Path.cwd()}; start it in a project's folder")
+    import task
+    import train
+
+    return train, task
+
+
+def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
+    """The config of this run from defaults, recipe and flags, and lines to print about it."""
+    commands = about.split("\n\n")[1].strip()
+    cfg, recipe, remarks = config.parse_config(config_class, sys.argv[1:], commands)
+    sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
+    cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
+    for name in PATHS:
+        setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
+    if cfg.output_dir.startswith("~"):
+        raise UserError(f"output_dir is {one_line(cfg.output_dir, 100)}: there is no such user")
+    if "://" in cfg.output_dir:
+        url = one_line(cfg.output_dir, 100)
+        raise UserError(f"output_dir is {url}, a URL; give a folder, and copy it when the run ends")
+    if escaped(cfg.output_dir) != cfg.output_dir:
+        name = one_line(cfg.output_dir, 100)
+        raise UserError(f"output_dir is {name}, which a terminal cannot show; give another")
+    for name, value in flatten(dataclasses.asdict(cfg)).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{name} is {value!r}, which config.yaml cannot hold: {error}"
+            ) from None
+    return cfg, remarks
+
+
+def change_effects(config_class: type, prefix: str = "") -> dict[str, str]:
+    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
+    effects = {}
+    for each in dataclasses.fields(config_class):
+        effects[prefix + each.name] = each.metadata.get("changes", "result")
+        if dataclasses.is_dataclass(each.type):
+            effects |= change_effects(each.type, f"{prefix}{each.name}.")
+    return effects
+
+
+def resolved_config(cfg: Any) -> dict[str, Any]:
+    """The settings that config.yaml and manifests hold: all but those that belong to one start."""
+    unsaved = [f.name for f in dataclasses.fields(cfg) if not f.metadata.get("saved", True)]
+    return {n: value for n, value in dataclasses.asdict(cfg).items() if n not in unsaved}
+
+
+def read_layout(cfg: Any) -> Layout:
+    """The layout of the run: that of the launched processes or, to check, that of the YAML.
+
+    Raises ValueError for a layout that the libraries, train.py or this machine cannot do.
+    """
+    if cfg.config_file:
+        return accelerate_yaml.read_hardware(Path(cfg.config_file))
+    if cfg.check:  # samestep launch without a YAML
+        accelerate_yaml.launcher_number("num_machines", 1)
+        return Layout(accelerate_yaml.launcher_number("num_processes", 1))
+    layout = this_layout()
+    accelerate_yaml.check_launched(layout)
+    if layout.sharded and use_cpu():
+        raise UserError(
+            "accelerate shards models on GPUs only, and there is none; use cpu_multi.yaml"
+        )
+    return layout
+
+
+def check_output_outside_data(cfg: Any) -> None:
+    """Raises UserError if files of the run would count as data: the run could not continue.
+
+    Hidden folders are not read as data.
+    """
+    output = Path(cfg.output_dir).resolve()
+    for name in ("data", "validation_data"):
+        given = getattr(cfg.task, name, "")  # a path, PATH:WEIGHT,PATH:WEIGHT, or a list of them
+        paths = [str(each.get("path", "")) for each in given if isinstance(each, dict)]
+        if isinstance(given, str):
+            paths = [given, *re.split(r"(?::\d+)?(?:,|$)", given)]
+        for path in filter(os.path.isdir, map(os.path.expanduser, paths)):
+            folder = Path(path).resolve()
+            below = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
+            if not any(part.startswith(".") for part in below):
+                raise UserError(
+                    f"output_dir {cfg.output_dir} lies in task.{name}, {one_line(path, 100)}, "
+                    "where files of the run would count as data; give another --output_dir"
+                )
+
+
+def check_sharing(cfg: Any, layout: Layout) -> None:
+    """Raises UserError for fields that do not go with how the processes share the model."""
+    compresses = cfg.gradient_compression != "none"
+    if compresses and (cfg.exact or cfg.device_shares == "auto" or layout.sharded):
+        raise UserError(
+            f"gradient_compression is {cfg.gradient_compression}, which goes with neither exact, "
+            "nor device_shares auto, nor sharded weights; set it to none"
+        )
+    if cfg.exact and cfg.compile:
+        raise UserError(
+            "exact does not go with compile, whose code depends on the order in which a process "
+            "sees the shapes of its batches; set one of them to false"
+        )
+    if cfg.device_shares != "equal" and layout.sharded:
+        raise UserError(
+            "device_shares must be equal where processes share the weights of a model, and so "
+            "compute in step; set it to equal, or use multi_gpu_bf16.yaml"
+        )
+    if cfg.exact and (layout.together > 1 or layout.deepspeed):
+        how = "DeepSpeed" if layout.deepspeed else "tensor or context parallelism"
+        raise UserError(
+            f"exact does not go with {how}, which adds numbers in an order of its own; use "
+            "fsdp2.yaml or multi_gpu_bf16.yaml, or set exact to false"
+        )
+    if cfg.compile and layout.cp > 1:
+        raise UserError(
+            "compile does not go with context parallelism, which replaces torch's attention while "
+            "a batch is computed; set compile to false, or use fsdp2.yaml"
+        )
+    if cfg.async_save and layout.deepspeed:
+        raise UserError(
+            "async_save does not go with DeepSpeed, which writes its own checkpoints; set "
+            "async_save to false, or use fsdp2.yaml"
+        )
+    if cfg.compile and layout.deepspeed:
+        raise UserError(
+            "compile does not go with DeepSpeed, which compiles models its own way; set compile to "
+            "false, or use fsdp2.yaml"
+        )
+
+
+def check_profile(steps: list[int] | None) -> None:
+    """Raises UserError unless this is the first and the last of a few steps."""
+    if steps is not None and (len(steps) != 2 or not 0 <= steps[1] - steps[0] < 100):
+        raise UserError(
+            f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
+            "[10, 13]"
+        )
+
+
+def check_rows(rows: Any, layout: Layout) -> None:
+    """Raises UserError for rows that context parallelism cannot cut.
+
+    It takes every position of a row to see all earlier ones, and counts losses by position.
+    """
+    row = rows[0] if layout.cp > 1 else None
+    if row is None:
+        return
+    if not isinstance(row, Mapping) or not {*ROW} <= {*row}:
+        raise UserError(
+            "context parallelism cuts rows of tokens with a label for each, and the rows of "
+            "task.py lack input_ids or labels; use fsdp2.yaml"
+        )
+    if "position_ids" in row:
+        raise UserError(
+            "context parallelism cuts rows, and rows packed by best_fit hold texts that must not "
+            "see each other; set task.packing to stream, which plain texts allow, or use fsdp2.yaml"
+        )
+    lengths = [len(row[name]) if hasattr(row[name], "__len__") else 0 for name in ROW]
+    parts = 2 * layout.cp  # each process takes a part from the front and one from the back
+    if len({*lengths}) > 1 or lengths[0] % parts:
+        raise UserError(
+            f"context parallelism cuts rows into {parts} equal parts, and the first row has "
+            f"{lengths[0]} input_ids and {lengths[1]} labels; give a context_length that {parts} "
+            "divides"
+        )
+
+
+def check_shared_rows(cfg: Any, task: contract.Task, prepared: Any) -> None:
+    """Raises ValueError if the rows of this task, or with these settings, cannot be cut."""
+    if not hasattr(task, "check_shared_rows"):
+        raise UserError(
+            "context parallelism cuts rows, of which each token sees all earlier ones, and task.py "
+            "has no function check_shared_rows, which says that its rows are such; use fsdp2.yaml"
+        )
+    task.check_shared_rows(cfg.task, prepared)
+
+
+def versions() -> dict[str, str]:
+    """What rounding depends on: versions of Python and libraries, and the kind of device."""
+    numbers = {"python": platform.python_version()}
+    numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    # On a CPU there may be more processes than GPUs.
+    if torch.cuda.is_available() and not use_cpu():
+        numbers["gpu"] = torch.cuda.get_device_name(int(os.environ.get("LOCAL_RANK", 0)))
+        if torch.distributed.is_nccl_available():
+            numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            numbers[package] = metadata.version(package)
+    return numbers
+
+
+def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart:
+    """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
+
+    `about` is train.py's docstring. --help shows the commands in its second paragraph.
+    """
+    contract.check_functions(task)
+    cfg, remarks = read_config(config_class, about)
+    check_profile(cfg.profile_steps)
+    check_output_outside_data(cfg)
+    output = Path(cfg.output_dir)
+    layout = read_layout(cfg)
+    check_sharing(cfg, layout)
+    plan = batches.plan_step(
+        cfg.global_batch_size,
+        cfg.micro_batch_size,
+        layout.replicas,
+        cfg.exact,
+        cfg.device_shares,
+        layout.replica,
+        layout.sharded,
+    )
+    lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
+    try:
+        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.project)
+        point = StartPoint(cfg.max_steps, remarks=remarks)
+        if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
+            find_saved(point, cfg)
+        prepared = task.prepare_data(cfg.task)
+        data = task.datasets(cfg.task, prepared)
+        contract.check_datasets(data)
+        if layout.cp > 1:
+            check_shared_rows(cfg, task, prepared)
+        check_rows(data[0], layout)
+        manifest = collect_manifest(cfg, task, prepared, data)
+        if IS_MAIN:
+            effects = change_effects(config_class)
+            if cfg.exact:  # rounding is a part of the result
+                effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
+            find_start(point, cfg, manifest, effects)
+            point.remarks += warn_of_evaluation(cfg, point, len(data[1]))
+        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
+        return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
+    except BaseException:
+        if lock:
+            lock.release()
+        raise
+
+
+def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
+    """The entries of all manifests of this run: settings, data, identity, versions."""
+    train_data, eval_data = data
+    if not len(train_data) or not len(eval_data):
+        raise UserError(
+            f"task.datasets returns {len(train_data)} rows to train and {len(eval_data)} rows to "
+            "evaluate on; give at least one of each"
+        )
+    entries = {"samples": len(train_data)}
+    # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
+    entries["fingerprint"] = batches.fingerprint(train_data, task)
+    entries["validation"] = batches.fingerprint(eval_data, task)
+    if hasattr(task, "digest"):
+        entries["fingerprint"] = task.digest(cfg.task, prepared)
+    sources = contract.list_sources(task, train_data, training=True)
+    if len(sources) > 1 or any(each.shards is not None for each in sources):
+        entries["sources"] = "; ".join(map(describe_source, sources))
+    identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
+    mixture = first_mixture({each.name: int(each.weight) for each in sources})
+    settings = checkpoints.without_credentials(resolved_config(cfg))
+    manifest = {"config": settings, "data": entries, "identity": identity}
+    return {**manifest, "mixture": mixture, "versions": versions()}
+
+
+def describe_source(source: contract.Source) -> str:
+    """What of a source determines the order of the samples, for manifests."""
+    text = f"{source.name}: weight {source.weight}, {source.rows} rows"
+    if source.shards is None:
+        return text
+    sizes = hash64(source.shards, range(len(source.shards))).sum()
+    return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
+
+
+def continue_mixture(point: StartPoint, current: dict) -> dict:
+    """The mixture of the sources after the checkpoint; `current`: that of a run which begins now.
+
+    That of an older checkpoint, which records none, is the one with which its run began.
+    """
+    weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
+    saved, samples = point.saved, point.saved.get("samples", 0)
+    old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
+    before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
+    mixture = next_mixture(before, samples, weights)
+    if mixture["first"] != before["first"]:
+        places = [(name, mixture["sources"][name][2]) for name in weights]
+        text = ", ".join(
+            f"{name} goes on after {n:,}" if n else f"{name} begins" for name, n in places
+        )
+        point.remarks.append(f"the sources have other weights after {samples:,} samples: {text}")
+    return mixture
+
+
+def find_saved(point: StartPoint, cfg: Any) -> None:
+    """Finds the checkpoint to continue from; raises ValueError if there is none that can be used.
+
+    It comes before the data, whose preparation may take hours.
+    """
+    folder = Path(cfg.output_dir) / "checkpoints"
+    point.checkpoint, point.saved, passed_over = checkpoints.find_checkpoint(
+        folder, cfg.resume, cfg.eval_only
+    )
+    point.remarks += [f"passed over: {reason}" for reason in passed_over]
+    if cfg.eval_only and not point.checkpoint:
+        raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
+
+
+def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
+    """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
+
+    Raises ValueError if it cannot continue. For `changes` see `change_effects`.
+    """
+    output = Path(cfg.output_dir)
+    folder = output / "checkpoints"
+    if cfg.eval_only:
+        choose_evaluated(point, cfg, manifest)
+    step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
+    if cfg.num_epochs:
+        total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
+        point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+    if cfg.warmup_steps >= point.max_steps and not cfg.eval_only:
+        point.remarks.append(
+            f"the learning rate rises to the end: warmup_steps is {cfg.warmup_steps}, and the run "
+            f"has {point.max_steps} steps"
+        )
+    if point.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
+        raise ValueError(
+            f"{point.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
+            "max_steps, num_epochs or global_batch_size"
+        )
+    trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
+    if not all(each in trains for each in cfg.profile_steps or ()):
+        steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
+        point.remarks.append(
+            f"warning: nothing is profiled: profile_steps is {cfg.profile_steps}, and this command "
+            f"trains {steps}"
+        )
+    if cfg.eval_only:  # only the task's settings affect an evaluation
+        changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
+    if point.checkpoint:
+        accept = cfg.accept_changes
+        point.changed = checkpoints.check_settings(
+            point.checkpoint, point.saved, manifest, changes, accept
+        )
+        before, now = point.saved.get("versions", {}), manifest["versions"]
+        moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
+        if moved:
+            remark = "versions or devices changed, rounding may differ"
+            point.remarks.append(f"{remark}: {', '.join(moved)}")
+    if cfg.eval_only:
+        return
+    if point.checkpoint:
+        manifest["mixture"] = continue_mixture(point, manifest["mixture"])
+    point.mixture = manifest["mixture"]
+    settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
+    exports = checkpoints.export_settings(manifest, changes)
+    point.facts = {"settings": settings, "export": exports}
+    status, trained = run_folder.read_status(output), (output / "model").exists()
+    exported = status.get("export") or checkpoints.export_settings(point.saved or manifest, changes)
+    again = "; ".join(checkpoints.differences(exported, exports).values())
+    if point.checkpoint and point.checkpoint.resolve().parent == folder.resolve():
+        # A finished run without its model, or with other settings for it, exports it again.
+        if status.get("state") == "finished" and step >= point.max_steps and trained:
+            if again:
+                point.remarks.append(f"the finished run exports again: {again}")
+            elif point.changed:
+                raise ValueError(
+                    f"{output} is finished, with no step left for {'; '.join(point.changed)}; give "
+                    f"more max_steps than {step}, or another --output_dir"
+                )
+            else:
+                point.finished = f"{step} steps"
+    elif trained or status.get("state") == "finished":
+        # The checkpoints were deleted. Another training would replace the model.
+        if not trained or status.get("settings") != settings or again:
+            raise ValueError(
+                f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
+                "differ from yours; give another --output_dir"
+            )
+        point.finished = "its checkpoints are gone, its model is there"
+    if step < point.max_steps:
+        checkpoints.check_disk_space(folder)
+    if cfg.export == "best" and not point.finished:
+        _, point.best_loss = checkpoints.find_best(folder, manifest)
+
+
+def choose_evaluated(point: StartPoint, cfg: Any, manifest: dict) -> None:
+    """With export best, takes the checkpoint that is exported, unless `resume` names another.
+
+    Raises UserError for a flag of training that is not a setting of the checkpoint: nothing reads
+    it. The command that trained is right.
+    """
+    if cfg.export == "best" and cfg.resume == "auto":
+        best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
+        if best:
+            point.checkpoint, point.saved = best, checkpoints.verify(best)
+        else:
+            point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
+    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (point.saved, manifest))
+    for name in config.given_flags(type(cfg), sys.argv[1:]):
+        unread = name in (*config.RUN, *config.TRAINING) and name in now
+        if unread and now[name] != saved.get(name, now[name]):
+            raise UserError(
+                f"--{name} is {now[name]}, and {point.checkpoint} was trained with {saved[name]}: "
+                "eval_only trains nothing, and does not read it; leave it out"
+            )
+
+
+def warn_of_evaluation(cfg: Any, point: StartPoint, rows: int) -> list[str]:
+    """A line if evaluating so many rows takes much of the time, else none.
+
+    The forward pass, which is all of an evaluation, is about a third of the work of a step.
+    """
+    steps = point.max_steps - point.saved.get("step", 0)
+    interval = max(min(cfg.eval_every or steps, steps), 1)
+    share = rows / (rows + 3 * interval * cfg.global_batch_size)
+    trial = steps * cfg.global_batch_size < TRIAL or cfg.eval_only or point.finished
+    if trial or share < WORTH_A_LINE:
+        return []
+    fewer = "evaluate on fewer rows"
+    if hasattr(cfg.task, "validation_rows"):
+        fewer = "lower task.validation_rows"
+    when = f"every {interval:,} steps" if interval < steps else "at the end"
+    change = f"raise eval_every, or {fewer}" if interval < steps else fewer
+    return [f"evaluation will take about {share:.0%} of the time, {rows:,} rows {when}: {change}"]
+
+
+def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
+    """Where the main process found that the run starts.
+
+    Raises UserError unless all processes run the same, and see the same run folder.
+    """
+    facts = agreement.collect_facts(
+        start.manifest, start.cfg.exact, Path(inspect.getfile(type(start.cfg))).parent
+    )
+    agreement.check_same(processes, facts)
+    point = processes.from_main(start.point)
+    if not (start.cfg.check or point.finished):
+        agreement.check_shared(processes, start.output)
+    return point

@@ -1,0 +1,1 @@
+"""A step: its samples, micro-batches, shares, sums and gradients."""

@@ -1,0 +1,466 @@
+"""Chooses the samples of each step, and deals its micro-batches to the processes.
+
+Both are functions of the step and the seed. The samples of a run form one endless sequence (see
+order.py). Step s, counted from 1, takes the G samples of the global batch at the positions from
+(s - 1) * G up to s * G. Neither the micro-batch size, nor the number of processes, nor an
+interruption changes that. Epochs may end in the middle of a step, so no sample is left over.
+"""
+
+import functools
+import hashlib
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from samestep.processes.ranks import PendingSum, Ranks, UserError, as_user_error, catch
+from samestep.processes.shutdown import ignore_signals
+from samestep.settings import contract
+from samestep.step.order import SampleOrder, hash64
+
+Batch = dict[str, torch.Tensor]
+
+# ---- The step ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step as a list of micro-batches, and how the list is dealt to the ranks.
+
+    Micro-batch v of a step, counted from 0, takes the samples from v * micro_batch_size on. Rank r
+    computes `shares[r]` of them, a run of the list that begins where that of rank r - 1 ends; or,
+    dealt in turn, every n-th from r on, of n ranks. Neither the samples of a micro-batch nor its
+    random numbers depend on who computes it.
+    """
+
+    samples: int  # in a step: global_batch_size
+    micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
+    shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
+    rank: int = 0  # this one
+    in_turn: bool = False
+
+    def run(self, rank: int | None = None) -> range:
+        """The numbers of the micro-batches that a rank computes; without one, this rank."""
+        rank = self.rank if rank is None else rank
+        if self.in_turn:
+            return range(rank, sum(self.shares), len(self.shares))
+        first = sum(self.shares[:rank])
+        return range(first, first + self.shares[rank])
+
+    def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
+        """Those of micro-batch `number`, of all the positions of a step."""
+        first = number * self.micro_batch_size
+        return positions[first : first + self.micro_batch_size]
+
+    def describe(self, ranks: str = "processes") -> str:
+        """The samples of a step as a product, and what its factors count."""
+        shares, words = f"{len(self.shares)} x {self.shares[0]}", f"{ranks} x micro-batches"
+        if len({*self.shares}) > 1:
+            shares = f"({' + '.join(map(str, self.shares))})"
+            words = "micro-batches"
+        return f"{self.samples} samples = {shares} x {self.micro_batch_size} ({words} x samples)"
+
+
+def deal(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
+    """Deals `count` micro-batches to ranks of these speeds, so that the last is done early.
+
+    Each goes to the rank that would complete it first, of several to the lowest. Each rank gets
+    `least`. No other way to deal whole micro-batches takes less time.
+    """
+    # In an even cut each rank has its fraction; whole ones of that are safe to begin with.
+    shares = [int(count * speed / sum(speeds)) - 1 for speed in speeds]
+    if min(shares) < least:
+        shares = [least] * len(speeds)
+    queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(queue)
+    for _ in range(count - sum(shares)):
+        _, rank = queue[0]
+        shares[rank] += 1
+        heapq.heapreplace(queue, ((shares[rank] + 1) / speeds[rank], rank))
+    return tuple(shares)
+
+
+def busiest(shares: Sequence[int], speeds: Sequence[float]) -> float:
+    """The time of a step, in micro-batches of a rank with speed 1."""
+    return max(share / speed for share, speed in zip(shares, speeds, strict=True))
+
+
+def plan_step(
+    global_batch_size: int,
+    largest: int,
+    ranks: int,
+    exact: bool = False,
+    device_shares: str | list[float] = "equal",
+    rank: int = 0,
+    in_step: bool = False,
+) -> StepPlan:
+    """The plan with the largest micro-batches of at most `largest` samples that suits all ranks.
+
+    It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
+    shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
+    "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
+    `in_step`: the ranks share weights, so all compute the same number of micro-batches.
+    Raises UserError if there is none.
+    """
+    samples, listed = global_batch_size, not isinstance(device_shares, str)
+    if listed and len(device_shares) != ranks:
+        raise UserError(
+            f"device_shares has {len(device_shares)} numbers, and there are {ranks} processes; "
+            "give one number for each, or auto"
+        )
+    speeds = device_shares if listed else [1.0] * ranks
+    small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
+    divisors = sorted({*small, *(samples // n for n in small)})
+    suitable = [n for n in divisors if samples // n >= ranks]
+    if in_step:
+        suitable = [n for n in suitable if samples // n % ranks == 0]
+    if not suitable and in_step:
+        near = sorted({max(samples // ranks, 1) * ranks, -(-samples // ranks) * ranks})
+        raise UserError(
+            f"global_batch_size is {samples}, which {ranks} processes that share the weights of a "
+            f"model cannot divide; give {' or '.join(map(str, near))}, or another number of "
+            "processes"
+        )
+    if not suitable:
+        raise UserError(
+            f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
+            f"least {ranks}, or start at most {samples}"
+        )
+    if exact and in_step and ranks & (ranks - 1):
+        raise UserError(
+            f"exact: {ranks} processes share the weights of a model; start 2, 4, 8 or another "
+            "power of two, or set exact to false"
+        )
+    if exact and largest not in suitable:
+        near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
+        some = largest in divisors and not in_step
+        fewer = f", or start at most {samples // largest}" if some else ""
+        raise UserError(
+            f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
+            f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
+            + fewer
+        )
+    sizes = [largest] if exact else [n for n in suitable if n <= largest]
+    times = {}
+    for size in sizes:
+        shares = deal(samples // size, speeds, least=1)
+        times[size] = size * busiest(shares, speeds)
+    even = not listed and samples % ranks == 0
+    limit = min(times.values()) * (1 if even else 1.1)
+    size = max(n for n in sizes if times[n] <= limit)
+    if device_shares == "auto" and ranks > 1 and not exact:
+        size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
+    shares = deal(samples // size, speeds, least=1)
+    return StepPlan(samples, size, shares, rank, in_turn=in_step and exact)
+
+
+# ---- Random numbers ------------------------------------------------------------------------------
+
+
+def seed_micro_batch(seed: int, step: int, number: int) -> None:
+    """Seeds what a model draws, such as masks of dropout, for a micro-batch of this step, by its
+    number in the step and not by its rank.
+
+    Steps are counted from 1. The hash takes those before it, as older versions did: their runs
+    continue bit for bit.
+    """
+    torch.manual_seed(int(hash64(seed, step - 1, number)[0]))
+
+
+# ---- Loading -------------------------------------------------------------------------------------
+
+
+class StepBatchSampler:
+    """Yields the micro-batches of this rank, as lists of positions of the run.
+
+    The steps begin at the position `first` and end before `last`. `sort` may reorder the positions
+    within each step.
+    """
+
+    def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
+        self.plan, self.first, self.last, self.sort = plan, first, last, sort
+
+    def __len__(self):
+        return (self.last - self.first) // self.plan.samples * len(self.plan.run())
+
+    def __iter__(self):
+        for begin in range(self.first, self.last, self.plan.samples):
+            positions = self.sort(range(begin, begin + self.plan.samples))
+            run = self.plan.run()
+            yield from (list(self.plan.positions(positions, number)) for number in run)
+
+
+class EvaluationSampler:
+    """Yields the batches of an evaluation that this rank computes, as lists of positions.
+
+    No batch has rows of two sources. All ranks get as many as the busiest: a model that is sharded
+    computes on all of them at once. The added batches hold only the position past the last row,
+    whose row has no weight.
+    """
+
+    def __init__(self, plan: StepPlan, rows: "SampleDataset"):
+        self.step_plan, self.rows = plan, rows
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """The evaluation of each source as one step, dealt as the training steps are now.
+
+        The list of all batches is dealt at once, so some ranks may have none of a source.
+        """
+        size = self.step_plan.micro_batch_size
+        counts = [-(-rows // size) for rows in self.rows.source_sizes]
+        ends = [0, *accumulate(deal(sum(counts), self.step_plan.shares))]  # of the ranks' runs
+        plans, first = [], 0
+        for rows, count in zip(self.rows.source_sizes, counts, strict=True):
+            cuts = [min(max(end - first, 0), count) for end in ends]
+            shares = tuple(end - begin for begin, end in pairwise(cuts))
+            plans.append(StepPlan(rows, size, shares, self.step_plan.rank))
+            first += count
+        return plans
+
+    def __len__(self):
+        return max(map(sum, zip(*(plan.shares for plan in self.plans), strict=True)))
+
+    def first_batch(self) -> range:
+        """The positions of the first batch, as if none were sorted."""
+        return range(min(self.rows.source_sizes[0], self.step_plan.micro_batch_size))
+
+    def __iter__(self):
+        fillers, first = len(self), 0
+        for plan in self.plans:
+            run, positions = plan.run(), range(first, first + plan.samples)
+            positions = self.rows.sort(positions) if run else positions
+            yield from (list(plan.positions(positions, number)) for number in run)
+            fillers, first = fillers - len(run), first + plan.samples
+        yield from [[first]] * fillers
+
+
+class SampleDataset(torch.utils.data.Dataset):
+    """A dataset of the task, indexed by position in the run. Items are (sample id, row).
+
+    With a seed the rows are shuffled, and passed through the task's `augment`. Each row has its own
+    generator, so the random numbers depend on no worker and no rank. Without a seed positions are
+    sample ids, and a position past the end gives (-1, first row).
+
+    Without a task there is no `augment`, one source, and `sort` changes nothing. For `mixture` see
+    order.SampleOrder.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        task: Any = None,
+        seed: int | None = None,
+        mixture: dict | None = None,
+    ):
+        self.dataset, self.seed = dataset, seed
+        self.sources = contract.list_sources(task, dataset, training=seed is not None)
+        self.source_sizes = [int(each.rows) for each in self.sources] or [len(dataset)]
+        make = functools.partial(SampleOrder, len(dataset), seed, self.sources, mixture)
+        self.order = None if seed is None else make()
+        self.ahead = getattr(dataset, "ahead", 0)
+        if self.order and self.ahead:  # an order keeps the tables of its last call
+            self.later = make()
+        sizes = getattr(task, "sizes", None)
+        self.sizes = np.asarray(sizes(dataset)) if sizes else None
+        if sizes and self.sizes.shape != (len(dataset),):
+            raise ValueError(
+                f"task.sizes returns an array of shape {self.sizes.shape}; return the sizes of the "
+                f"{len(dataset)} rows, shape ({len(dataset)},)"
+            )
+        self.augment = getattr(task, "augment", None) if seed is not None else None
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getstate__(self):
+        """For worker processes, which sort nothing: `sizes` may have a number for each row."""
+        return self.__dict__ | {"sizes": None}
+
+    def ids(self, positions) -> list[int]:
+        """The sample ids at these positions."""
+        if self.order is None:
+            return [p if p < len(self) else -1 for p in positions]
+        return self.order.ids(positions).tolist()
+
+    def count_samples(self, samples: int) -> dict[str, int]:
+        """For metrics.jsonl: how many of the first samples come from each of several sources."""
+        if len(self.sources) < 2:
+            return {}
+        counts = zip(self.sources, self.order.count(samples), strict=True)
+        return {f"samples/{source.name}": count for source, count in counts}
+
+    def sort(self, positions: range) -> Sequence[int]:
+        """These positions by the sizes of their rows: micro-batches then need less padding."""
+        if self.sizes is None:
+            return positions
+        order = np.argsort(self.sizes[self.ids(positions)], kind="stable")
+        return np.asarray(positions)[order].tolist()
+
+    def __getitems__(self, positions: list[int]) -> list[tuple]:
+        ids = self.ids(positions)
+        places = [max(i, 0) for i in ids]
+        with as_user_error():
+            if self.order and self.ahead:
+                self.dataset.fetch(self.later.ids(np.asarray(positions) + self.ahead).tolist())
+            if hasattr(self.dataset, "__getitems__"):  # Hugging Face's read many rows at once
+                rows = self.dataset.__getitems__(places)
+            else:
+                rows = [self.dataset[i] for i in places]
+        if self.augment:
+            seeds = hash64(self.seed, self.order.passes(positions), ids).view(np.int64).tolist()
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            rows = [self.augment(row, g) for row, g in zip(rows, generators, strict=True)]
+        return list(zip(ids, rows, strict=True))
+
+
+def collate_samples(
+    collate: Callable, count: Callable, samples: list[tuple]
+) -> tuple[Batch, tuple]:
+    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows).
+
+    The three numbers are Python integers within 64 bits, so reading them does not wait for the
+    device. A batch past the end of the data, one row with the id -1, has 0 terms and 0 rows.
+    """
+    ids = np.array([i for i, _ in samples])
+    batch = collate([row for _, row in samples])
+    contract.check_batch(batch)
+    filler = ids[0] < 0
+    terms = 0 if filler else contract.check_count(count(batch))
+    return batch, (terms, int(hash64(ids).view(np.int64).sum()), 0 if filler else len(ids))
+
+
+def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple]]:
+    """`collate_samples` with the functions of a task, for a DataLoader."""
+    return functools.partial(collate_samples, task.collate, task.count)
+
+
+def make_loader(
+    rows: SampleDataset,
+    sampler: StepBatchSampler | EvaluationSampler,
+    task: Any,
+    num_workers: int,
+    pin_memory: bool,
+) -> DataLoader:
+    """A DataLoader of the task's batches; for what comes with each see `collate_samples`."""
+    return DataLoader(
+        rows,
+        batch_sampler=sampler,
+        collate_fn=make_collate(task),
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=pin_memory,
+        worker_init_fn=ignore_signals,
+        # Otherwise DataLoader advances the global generator, and changes dropout.
+        generator=torch.Generator(),
+    )
+
+
+class StepReader:
+    """Fetches the next step's micro-batches, and agrees on them, while the device still computes.
+
+    The processes exchange what all must know before the step: its loss terms, the hash of its
+    sample ids, requests to stop, the speeds of their devices, and errors. A `balancer` (see
+    shares.py) may deal the steps anew; `dealt` then is its line for the log, otherwise empty.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        ranks: Ranks,
+        stop_requested: Callable,
+        balancer: Any = None,
+        problem: Callable[[], Exception | None] = lambda: None,
+    ):
+        self.loader, self.sampler, self.batches = loader, loader.batch_sampler, iter(loader)
+        self.ranks, self.stop_requested, self.balancer = ranks, stop_requested, balancer
+        self.problem = problem  # of work in the background
+        self.window: list[tuple[Batch, tuple]] = []
+        self.exchange: PendingSum | None = None
+        self.dealt: dict = {}
+
+    def fetch(self) -> None:
+        """Fetches this process's micro-batches of the next step, and starts the exchange."""
+        window, problem = catch(self.read_window)
+        self.window = window or []
+        self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
+        counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
+        counts *= self.ranks.layout.leads  # its replica counts once
+        times = self.balancer.own_time() if self.balancer else []
+        self.exchange = self.ranks.start_sum(
+            *counts, self.stop_requested(), *times, problem=problem or self.problem()
+        )
+
+    def read_window(self) -> list[tuple[Batch, tuple]]:
+        """This process's micro-batches of the next step."""
+        if self.dealt:  # drops what worker processes have read ahead
+            self.sampler.plan = self.balancer.plan
+            self.batches = iter(self.loader)
+        return [next(self.batches) for _ in self.sampler.plan.run()]
+
+    def take(self) -> tuple[StepPlan, list[Batch], int, int]:
+        """The next step: its plan, its micro-batches on this process, its number of loss terms, and
+        the hash of its sample ids, the last two over all processes.
+
+        If a process could not fetch its micro-batches, all of them raise its error.
+        """
+        exchange, self.exchange = self.exchange, None
+        terms, ids_hash, _, _, *times = exchange.result()
+        self.dealt = self.balancer.update(times) if self.balancer else {}
+        return self.sampler.plan, [batch for batch, _ in self.window], terms, ids_hash
+
+    def stop_seen(self) -> bool:
+        """Whether a process was asked to stop before it fetched the next step, if there is one."""
+        return bool(self.exchange and self.exchange.peek()[3])
+
+
+def first_batches(rows: SampleDataset, sampler: EvaluationSampler, task: Any) -> list[Batch]:
+    """The first batch; if it has several rows, also its two halves."""
+    samples = rows.__getitems__(sampler.first_batch())
+    half = len(samples) // 2
+    parts = [samples, samples[:half], samples[half:]] if half else [samples]
+    collate = make_collate(task)
+    return [collate(part)[0] for part in parts]
+
+
+def fingerprint(dataset: Any, task: Any) -> str:
+    """16 hex digits for the data: the number of rows, and the content of 64 evenly spread rows, of
+    the first shard where there are shards.
+
+    The names, types, shapes and bytes of the tensors of the task's batch count. A change of another
+    row goes unnoticed, unless the task has the function `digest`.
+    """
+    collate = make_collate(task)
+    rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
+    size, shards = len(dataset), rows.sources and rows.sources[0].shards
+    if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
+        size = max(int(shards[0]), 1)
+    ids = sorted({i * (size - 1) // 63 for i in range(64)})
+    samples = rows.__getitems__(ids)
+    try:
+        digest = hash_batch(len(dataset), collate(samples)[0])
+    except (LookupError, TypeError):
+        contract.check_rows(ids, [row for _, row in samples])  # may raise a clearer error
+        raise
+    first, again = samples[:1], rows.__getitems__(ids[:1])
+    if hash_batch(1, collate(first)[0]) != hash_batch(1, collate(again)[0]):
+        raise ValueError(
+            "task.datasets: row 0 changes when it is read again; draw random numbers in "
+            "augment(row, generator), so that runs can continue"
+        )
+    return digest
+
+
+def hash_batch(size: int, batch: Batch) -> str:
+    """16 hex digits for a number and a batch."""
+    digest = hashlib.sha256(str(size).encode())
+    for name, values in sorted(batch.items()):
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]

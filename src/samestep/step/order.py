@@ -1,0 +1,286 @@
+"""The order of the samples: which row each position of a run takes, as a function of the seed.
+
+Any position is found at once, however far it is. The positions go round the sources of the data, in
+proportion to their weights. Each source passes over its own rows again and again, and each pass is
+a permutation of its own. Where the rows lie in shards that should be read one after the other, the
+shards are permuted, cut into windows, and the rows of each window permuted.
+
+Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
+"""
+
+import functools
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from samestep.settings.contract import Source
+
+
+def hash64(*words) -> np.ndarray:
+    """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
+
+    Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+    """
+    bits = np.zeros(1, np.uint64)
+    for word in words:
+        bits = (bits ^ np.asarray(word).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits = bits ^ (bits >> np.uint64(31))
+    return bits
+
+
+def permute(places, sizes, keys) -> np.ndarray:
+    """Places below `sizes`, permuted: each key has a permutation of the places below its size.
+
+    All are uint64. The result has the shape of `places`, to which the others are broadcast. It is a
+    Feistel network over the pairs (p % a, p // a), where a * b just covers the size. It is applied
+    again to the few values that fall outside (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", 2002, their third method).
+    """
+    places = np.array(places, np.uint64)
+    sizes = np.broadcast_to(np.asarray(sizes, np.uint64), places.shape)
+    keys = np.broadcast_to(keys, places.shape)
+    widths = ceil_sqrt(sizes)
+    outside = np.ones(places.shape, bool)
+    while outside.any():
+        a, key = widths[outside], keys[outside]
+        b = (sizes[outside] + a - np.uint64(1)) // a
+        right, left = np.divmod(places[outside], a)
+        for turn in range(24):  # with 12, tiny data sets still showed a pattern
+            left = (left + hash64(key + np.uint64(turn << 32) + right)) % a
+            left, right, a, b = right, left, b, a
+        places[outside] = right * a + left
+        outside = places >= sizes
+    return places
+
+
+def ceil_sqrt(numbers: np.ndarray) -> np.ndarray:
+    """The square roots of numbers from 1 to 2^62, rounded up; exact, unlike those of floats."""
+    roots = np.sqrt(numbers.astype(np.float64)).astype(np.uint64)
+    roots -= roots * roots >= numbers
+    return roots + (roots * roots < numbers)
+
+
+def sample_ids(positions, size: int, seed) -> np.ndarray:
+    """Sample ids at these positions, for one source of `size` rows: int64, shape of positions.
+
+    Position p is place p % size of pass p // size, which has a permutation of its own.
+    """
+    passes, places = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
+    return permute(places, size, hash64(seed, passes)).astype(np.int64)
+
+
+class WindowedOrder:
+    """The order of a source whose rows lie in shards; for the arguments see contract.Source.
+
+    In each pass the shards are permuted and cut into windows of equal numbers of shards, at most
+    `window`. The rows of a window are permuted together.
+    """
+
+    def __init__(self, shards: np.ndarray, window: int, seed: int):
+        shards, self.seed = np.asarray(shards, np.int64), seed
+        starts = np.cumsum(shards) - shards
+        self.shards, self.starts = shards[shards > 0], starts[shards > 0]  # size and first row
+        self.rows, count = int(shards.sum()), len(self.shards)
+        self.windows = -(-count // window)
+        self.last_shards = np.arange(1, self.windows + 1) * count // self.windows - 1  # of each
+        self.passes = None  # those of the tables: the passes of the last call
+
+    def ids(self, places: np.ndarray) -> np.ndarray:
+        """The row at each place of the order of this source: int64, shape of places (N,)."""
+        passes, places = np.divmod(places.astype(np.int64), self.rows)
+        passes, turns = np.unique(passes, return_inverse=True)
+        self.lay_out(passes)
+        places += turns * self.rows  # as if the passes followed each other
+
+        # Permute the places within their windows.
+        number = np.searchsorted(self.window_ends, places, "right")
+        first = np.append(0, self.window_ends)[number]
+        keys = hash64(self.seed, passes[turns], number % self.windows)
+        size = self.window_ends[number] - first
+        places = first + permute(places - first, size, keys).astype(np.int64)
+
+        # Find their shards.
+        number = np.searchsorted(self.shard_ends, places, "right")
+        before = np.append(0, self.shard_ends)[number]
+        return self.starts[self.order[number]] + places - before
+
+    def lay_out(self, passes: np.ndarray) -> None:
+        """Tables of these passes, one after the other: their shards, and where each one ends."""
+        if np.array_equal(passes, self.passes):
+            return
+        self.passes, count = passes, len(self.shards)
+        order = sample_ids(passes[:, None] * count + np.arange(count), count, self.seed)
+        ends = np.cumsum(self.shards[order].ravel()).reshape(order.shape)
+        self.order, self.shard_ends = order.ravel(), ends.ravel()
+        self.window_ends = ends[:, self.last_shards].ravel()
+
+
+def mix(weights: Sequence[int]) -> np.ndarray:
+    """One period of a mixture: the source at each of its sum(weights) positions, int64.
+
+    After any number of positions each source has had its share to less than one sample: of k
+    sources to 1 - 1/(2k - 2) at most, which is the least that is always possible (Tijdeman, "The
+    chairman assignment problem", 1980). Any stretch of positions deviates by twice that at most, so
+    with two sources by one sample.
+
+    Turn j of a source may come when its share has grown to j + margin, and must before its share
+    exceeds j + 1 - margin. Among those that may, the one that must first is taken.
+    """
+    period, parts = sum(weights), 2 * max(len(weights) - 1, 1)  # the margin is 1 / parts
+    turns = []
+    for source, weight in enumerate(weights):
+        for j in range(weight):
+            earliest = -(-(parts * j + 1) * period // (parts * weight))
+            latest = (parts * j + parts - 1) * period // (parts * weight) + 1
+            turns.append((earliest, latest, source))
+    turns.sort(reverse=True)
+    table, waiting = [], []
+    for position in range(1, period + 1):
+        while turns and turns[-1][0] <= position:
+            _, latest, source = turns.pop()
+            heapq.heappush(waiting, (latest, source))
+        table.append(heapq.heappop(waiting)[1])
+    return np.array(table)
+
+
+class Mixture:
+    """Which source each position takes, and which place in the order of that source.
+
+    Positions count from 0, where each source stands at its place.
+    """
+
+    def __init__(self, weights: Sequence[int], places: Sequence[int]):
+        weights = [weight // math.gcd(*weights) for weight in weights]
+        self.weights, self.places = np.array(weights, np.uint64), np.array(places, np.uint64)
+        self.table = mix(weights)
+        self.turns = np.zeros(len(self.table), np.uint64)  # earlier ones of the same source
+        for source, weight in enumerate(weights):
+            self.turns[self.table == source] = np.arange(weight)
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each position, and the place in its order: int64 and uint64 (N,)."""
+        periods, turns = np.divmod(positions, np.uint64(len(self.table)))
+        sources, turns = (each[turns.astype(np.int64)] for each in (self.table, self.turns))
+        return sources, self.places[sources] + periods * self.weights[sources] + turns
+
+    def count(self, samples: int) -> list[int]:
+        """The place of each source after so many samples."""
+        periods, rest = divmod(samples, len(self.table))
+        counts = np.bincount(self.table[:rest], minlength=len(self.places)).tolist()
+        parts = zip(self.places, self.weights, counts, strict=True)
+        return [int(place) + periods * int(weight) + n for place, weight, n in parts]
+
+
+def first_mixture(weights: dict[str, int]) -> dict:
+    """What manifests record of a mixture, here of the one with which a run begins.
+
+    `first`: the position at which it begins. For each of `sources`: its weight, 0 if it is no
+    longer in use; the number that its seed is made with, -1 for the seed of the run; its place.
+    """
+    weights = weights or {"": 1}
+    first = 0 if len(weights) > 1 else -1
+    return {
+        "first": 0,
+        "sources": {
+            name: [w, number, 0] for number, (name, w) in enumerate(weights.items(), first)
+        },
+    }
+
+
+def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
+    """The record of the mixture with these weights, which follows another after so many samples.
+
+    Each source goes on from where it stood, also one that was not in use for a time. With the same
+    weights the record stays the same.
+    """
+    weights, known = weights or {"": 1}, before["sources"]
+    alone = len(weights) == sum(weight > 0 for weight, _, _ in known.values()) == 1
+    for name in weights.keys() - known.keys():  # is it one of these, by a longer or shorter path?
+        others = [n for n in known if n not in weights and (same_end(n, name) or alone)]
+        if len(others) == 1:
+            known = {name if n == others[0] else n: facts for n, facts in known.items()}
+    used = {name: weight for name, (weight, _, _) in known.items() if weight}
+    if [*used.items()] == [*weights.items()]:
+        return {**before, "sources": known}
+    mixture = Mixture([*used.values()], [known[name][2] for name in used])
+    places = dict(zip(used, mixture.count(samples - before["first"]), strict=True))
+    known = {n: [0, number, places.get(n, place)] for n, (_, number, place) in known.items()}
+    for name, weight in weights.items():
+        new = 1 + max(number for _, number, _ in known.values())
+        _, number, place = known.pop(name, (0, new, 0))
+        known[name] = [weight, number, place]  # at the end, in the order of the weights
+    return {"first": samples, "sources": known}
+
+
+def same_end(one: str, other: str) -> bool:
+    """Whether a path ends with the other: sources have short names where these differ."""
+    return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
+
+
+class SampleOrder:
+    """The order of one run, computed in blocks: thousands cost little more than one.
+
+    Without sources the rows are one source. Positions are those of the run. They begin with the
+    `mixture`, a record of `next_mixture`; without it, with a new one.
+    """
+
+    block = 8192  # positions in a block
+
+    def __init__(
+        self, rows: int, seed: int, sources: Sequence[Source] = (), mixture: dict | None = None
+    ):
+        mixture = mixture or first_mixture({each.name: int(each.weight) for each in sources})
+        names = [each.name for each in sources] or [""]
+        weights, numbers, places = zip(*(mixture["sources"][n] for n in names), strict=True)
+        self.first, self.mixture = np.uint64(mixture["first"]), Mixture(weights, places)
+        sizes = [int(each.rows) for each in sources] or [rows]
+        seeds = [seed if n < 0 else int(hash64(seed, n)[0]) for n in numbers]
+        self.sizes = np.array(sizes, np.uint64)
+        self.firsts = np.cumsum(sizes) - sizes  # first row of each source
+        self.orders = []
+        for size, own_seed, each in zip(sizes, seeds, sources or [None], strict=True):
+            shards = None if each is None else each.shards
+            if shards is None or np.count_nonzero(shards) <= each.window:
+                self.orders.append(functools.partial(sample_ids, size=size, seed=own_seed))
+            else:
+                self.orders.append(WindowedOrder(shards, int(each.window), own_seed).ids)
+        self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
+
+    def passes(self, positions) -> np.ndarray:
+        """How often the source of each position has given all of its rows before: uint64 (N,)."""
+        sources, places = self.mixture.locate(np.asarray(positions, np.uint64) - self.first)
+        return places // self.sizes[sources]
+
+    def count(self, samples: int) -> list[int]:
+        """How many of the first samples of the run come from each source."""
+        return self.mixture.count(samples - int(self.first))
+
+    def ids(self, positions) -> np.ndarray:
+        """Sample ids at these positions: int64, shape of positions (N,)."""
+        positions = np.asarray(positions, np.uint64) - self.first
+        number, place = np.divmod(positions, np.uint64(self.block))
+        needed = np.unique(number).tolist() if len(positions) else []
+        if len(needed) > 2:
+            return self.compute(positions)
+        self.blocks = {n: self.blocks[n] for n in needed if n in self.blocks}
+        for n in needed:
+            if n not in self.blocks:
+                whole = np.arange(self.block, dtype=np.uint64) + np.uint64(n * self.block)
+                self.blocks[n] = self.compute(whole)
+        ids = np.empty(len(positions), np.int64)
+        for n in needed:
+            ids[number == n] = self.blocks[n][place[number == n]]
+        return ids
+
+    def compute(self, positions: np.ndarray) -> np.ndarray:
+        """`ids` without the blocks; positions count from the beginning of the mixture."""
+        ids = np.empty(len(positions), np.int64)
+        sources, places = self.mixture.locate(positions)
+        for source, (first, order) in enumerate(zip(self.firsts, self.orders, strict=True)):
+            own = sources == source
+            ids[own] = first + order(places[own])
+        return ids

@@ -1,0 +1,458 @@
+"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism, DeepSpeed.
+
+A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind. Under
+context parallelism each process has a part of the rows, too.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from samestep.processes.ranks import UserError
+from samestep.settings.mesh import Layout, this_layout
+from samestep.step.batches import StepPlan
+
+Tensors = list[torch.Tensor]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on every process; those that share it must call it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameters: Tensors, parts: Tensors) -> Tensors:
+    """These parts of tensors, sharded as the parameters are."""
+    return [
+        DTensor.from_local(
+            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+        if isinstance(p, DTensor)
+        else part
+        for p, part in zip(parameters, parts, strict=True)
+    ]
+
+
+def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
+    """Sets FSDP's precision. Returns a function whose context the model computes in.
+
+    FSDP gathers weights in bf16, and adds up gradients in fp32; accelerate would let it add them in
+    bf16, and round the numbers of a batch, such as targets. If exact, it gathers weights in fp32,
+    as a single process has them. accelerate applies autocast except under FSDP.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if not plugin or accelerator.mixed_precision == "no":
+        return contextlib.nullcontext
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=None if exact else torch.bfloat16,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    return accelerator.autocast
+
+
+def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
+    """Splits the matrices of a model over the processes of its tensor-parallel group, if any.
+
+    transformers has a plan for many of its models. `from_pretrained(tp_plan="auto")` applies it
+    while it loads weights; a model from scratch needs the steps behind it.
+    """
+    if layout.tp == 1:
+        return
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        plan = model._expand_parallel_plan(dict(getattr(model, "tp_plan", None) or {}))
+    except (ImportError, AttributeError):
+        plan = {}
+    if not plan:
+        raise UserError(
+            f"tensor parallelism needs a model of transformers 5.20 or newer with a tp_plan, and "
+            f"{type(model).__name__} has none; use fsdp2.yaml"
+        )
+    model.to(accelerator.device)  # accelerate moves no model that has DTensors
+    apply_tensor_parallelism(model, accelerator.torch_device_mesh["tp"], plan)
+    model._tp_size = layout.tp  # accelerate asks for it
+
+
+def split_by_kind(groups: list[dict]) -> list[dict]:
+    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it.
+
+    Tensor parallelism splits some weights of a group, and not others. See whole_groups.
+    """
+    split = []
+    for group in groups:
+        sharded = [p for p in group["params"] if isinstance(p, DTensor)]
+        others = [p for p in group["params"] if not isinstance(p, DTensor)]
+        split.append({**group, "params": others or sharded})
+        if others and sharded:
+            split.append({**group, "params": sharded, "continues": True})
+    return split
+
+
+def whole_groups(groups: list[dict]) -> list[list[dict]]:
+    """The parameter groups as they were before split_by_kind: the parts of each."""
+    whole = []
+    for group in groups:
+        if group.get("continues"):
+            whole[-1].append(group)
+        else:
+            whole.append([group])
+    return whole
+
+
+def check_weights(model: torch.nn.Module, accelerator: Accelerator) -> None:
+    """Raises UserError for weights that FSDP cannot shard, if it is used."""
+    if not this_layout().fsdp:
+        return
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    kinds = {str(p.dtype).removeprefix("torch."): name for name, p in trained.items()}
+    problem = ""
+    if len(kinds) > 1 and accelerator.mixed_precision == "no":
+        kinds = [f"{kind} ({name})" for kind, name in kinds.items()]
+        problem = f"weights of one data type, and the model has {' and '.join(kinds)}"
+    for name, parameter in model.named_parameters():
+        if not parameter.dim() or parameter.is_complex() or not parameter.is_contiguous():
+            problem = f"real, contiguous weights with at least one dimension, and {name} is not"
+    if problem:
+        raise UserError(f"FSDP needs {problem}; change it in build_model, or use another YAML")
+
+
+def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
+    """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process.
+
+    Where a weight has no gradient, FSDP takes zeros: processes exchange the same number of bytes.
+    All processes must call it, once the model has computed something.
+    """
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    places = {name: i for i, name in enumerate(trained)}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.unshard()  # its own weights are no DTensors now, but those that autograd sees
+        for name, weight in module.named_parameters(prefix):
+            if name in places and not isinstance(weight, DTensor):
+                place = places.pop(name)
+
+                def count(_, place=place):
+                    used[place] += 1
+
+                weight.register_post_accumulate_grad_hook(count)
+        module.reshard()
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13
+        model.set_reduce_scatter_unused_params(True)
+
+
+class SharedBuffers:
+    """Buffers that training may change, such as codebooks: FSDP lets those of the processes differ.
+
+    Like DDP, `share` gives all processes those of the main process.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        owners = module.modules() if this_layout().fsdp else ()
+        self.buffers = [
+            buffer
+            for owner in owners
+            for name, buffer in owner.named_buffers(recurse=False)
+            if name not in owner._non_persistent_buffers_set
+        ]
+
+    def share(self) -> None:
+        """All processes must call it, before a step and before an evaluation."""
+        for buffer in self.buffers:
+            dist.broadcast(buffer, 0)
+
+
+@contextlib.contextmanager
+def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Lets accelerate prepare a model with buffers for FSDP in its body.
+
+    With fsdp_cpu_ram_efficient_loading it takes all that a model saves for sharded weights, and
+    fails at buffers. Here it sees none to save. They become those of the main process, which alone
+    has read them from the disk.
+    """
+    plugin, hidden = getattr(accelerator.state, "fsdp_plugin", None), []
+    if plugin and plugin.cpu_ram_efficient_loading:
+        for owner in module.modules():
+            if isinstance(owner, torch.nn.modules.batchnorm._BatchNorm):
+                raise UserError(
+                    "the model has BatchNorm, which accelerate's FSDP cannot load: write "
+                    "fsdp_cpu_ram_efficient_loading: false in the accelerate YAML"
+                )
+            for name, buffer in owner.named_buffers(recurse=False):
+                values = buffer.to(accelerator.device)
+                dist.broadcast(values, 0)
+                buffer.copy_(values)
+                if name not in owner._non_persistent_buffers_set:
+                    hidden.append((owner._non_persistent_buffers_set, name))
+    for names, name in hidden:
+        names.add(name)
+    yield
+    for names, name in hidden:
+        names.discard(name)
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------
+
+
+def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
+    """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
+
+    DeepSpeed clips, skips steps that are not finite, and updates the weights inside `backward`. For
+    bf16 it would cast the weights, also those that are exported. With torch.autocast they stay in
+    fp32 as under DDP. It gathers and reduces in one precision: fp32.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    # transformers would make other initial weights, and let the processes generate text together.
+    unset_hf_deepspeed_config()
+    # torch 2.13 has renamed what DeepSpeed 0.19 calls.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+    config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
+    accelerator.gradient_accumulation_steps = turns
+    precision = accelerator.mixed_precision
+    config.update(
+        train_micro_batch_size_per_gpu=plan.micro_batch_size,
+        gradient_accumulation_steps=turns,
+        train_batch_size=plan.micro_batch_size * turns * accelerator.num_processes,
+        gradient_clipping=max_norm,
+        # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
+        zero_force_ds_cpu_optimizer=False,
+    )
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if precision == "bf16":
+        config["bf16"] = {"enabled": False}
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+
+
+def hand_to_deepspeed(module: torch.nn.Module, optimizer, accelerator: Accelerator) -> None:
+    """Does what DeepSpeed leaves to its callers, if it is used. Call it before `prepare`.
+
+    Parameter groups are numbered, since DeepSpeed drops empty ones. Under ZeRO-3, weights are split
+    one by one; DeepSpeed would first move the whole model to the GPU.
+    """
+    if not this_layout().deepspeed:
+        return
+    plugin = accelerator.deepspeed_plugin
+    for number, group in enumerate(optimizer.param_groups):
+        group["number"] = number
+    if plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
+        return
+    import deepspeed
+
+    for buffer in module.buffers():
+        buffer.data = buffer.to(accelerator.device)
+    deepspeed.zero.Init(module=module, config_dict_or_path=plugin.deepspeed_config)
+
+
+def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`.
+
+    Those of DeepSpeed are for the same ZeRO stage and number of processes.
+    """
+    folder = path / "pytorch_model"
+    names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
+    plugin = accelerator.deepspeed_plugin if this_layout().deepspeed else None
+    written = wanted = None
+    if folder.is_dir():
+        written = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
+    if plugin:
+        wanted = plugin.deepspeed_config["zero_optimization"]["stage"] == 3
+    if wanted != written:
+        raise ValueError(
+            f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
+            "of that kind, or give another --output_dir"
+        )
+    processes = saved.get("processes")
+    if plugin and processes != accelerator.num_processes:
+        raise ValueError(
+            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
+            f"num_processes to {processes}, or give another --output_dir"
+        )
+
+
+# ---- Rows that processes share -------------------------------------------------------------------
+
+
+def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
+    """Raises UserError for a model that context parallelism would train wrongly and silently.
+
+    torch computes F.scaled_dot_product_attention over all parts of a row, and nothing else.
+    """
+    if layout.cp == 1:
+        return
+    problem, name = "", type(model).__name__
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", "sdpa")
+    if attention == "eager" or attention.startswith(("flash", "flex")):
+        problem = f"{name} computes attention by {attention}; it needs sdpa"
+    for module in model.modules():
+        rate = module.p if isinstance(module, torch.nn.Dropout) else 0
+        if rate or getattr(module, "attention_dropout", 0):
+            problem = f"{name} has dropout, whose masks the parts of a row would share"
+        if getattr(module, "rope_type", "") in ("dynamic", "longrope"):
+            problem = f"the rotary embedding of {name} depends on the length of a row"
+    if problem:
+        raise UserError(f"context parallelism: {problem}; use fsdp2.yaml")
+
+
+@contextlib.contextmanager
+def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Under context parallelism, gives this process its part of each row in its body.
+
+    The batches change, and stay changed: what has the shape of `input_ids`, (B, T), becomes (B,
+    T / n) on each of the n processes that share them; `position_ids` has the places in the row.
+    Numbers of a whole row, (B,), stay on the first process, and become 0 on the others: sums over
+    the processes are those over the rows. A backward pass must be inside, too.
+    """
+    config = accelerator.parallelism_config
+    if not config or not config.cp_enabled:
+        yield
+        return
+    first, parts = accelerator.torch_device_mesh["cp"].get_local_rank() == 0, []
+    for batch in batches:
+        rows, length = batch["input_ids"].shape
+        batch["position_ids"] = torch.arange(length, device=accelerator.device).repeat(rows, 1)
+        for name, values in batch.items():
+            # torch changes them in place, and other tensors may share their memory.
+            batch[name] = values.clone(memory_format=torch.contiguous_format)
+            if values.shape[:2] == (rows, length):
+                parts.append(batch[name])
+            elif not first:
+                batch[name].zero_()
+    # The fallback, `math`, would apply the causal mask of whole rows to parts.
+    kernels = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
+    along = {"buffer_seq_dims": [1] * len(parts), "no_restore_buffers": {*parts}}
+    with kernels, accelerator.maybe_context_parallel(buffers=parts, **along):
+        yield
+
+
+# ---- Exact ---------------------------------------------------------------------------------------
+
+
+class Together(torch.autograd.Function):
+    """Gives its inputs back: their gradients are complete before any of them goes on."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def sum_inside_blocks(module: torch.nn.Module) -> None:
+    """Adds the gradients of an input of a block inside the block, before those of other blocks.
+
+    FSDP does so where it shards by blocks. It shows where blocks share an input and use it more
+    than once, as decoders do with what the encoder returns.
+    """
+
+    def separate(_, positional, named):
+        values = [*positional, *named.values()]
+        places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
+        if places:
+            for i, value in zip(places, Together.apply(*(values[i] for i in places)), strict=True):
+                values[i] = value
+        count = len(positional)
+        return tuple(values[:count]), dict(zip(named, values[count:], strict=True))
+
+    for block in module.modules():
+        if type(block).__name__ in (module._no_split_modules or ()):
+            block.register_forward_pre_hook(separate, with_kwargs=True)
+
+
+class TreeReduceScatter:
+    """FSDP's reduce-scatter, which adds the gradients of the ranks up a binary tree.
+
+    The ranks compute neighbouring micro-batches at the same time: the sum is a node of TreeSum. The
+    copies of an HSDP model in the process group `across` hold neighbouring nodes; these are added,
+    too. It needs twice the memory of the gradients of a block, and computation waits for it.
+    """
+
+    def __init__(self, across: dist.ProcessGroup | None):
+        self.across = across
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        total = add_pairs(list(received.chunk(group.size())))
+        if self.across:
+            parts = [torch.empty_like(total) for _ in range(self.across.size())]
+            dist.all_gather(parts, total, group=self.across)
+            total = add_pairs(parts)
+            if self.across.rank():  # FSDP will add the copies' outputs: x + -0.0 is x, even for 0.0
+                total.fill_(-0.0)
+        output_tensor.copy_(total)
+
+
+def add_pairs(parts: Tensors) -> torch.Tensor:
+    """The sum of 2, 4, 8, ... tensors along a binary tree."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
+    """Makes FSDP add the gradients of a micro-batch of each rank up a tree; it takes no mean."""
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise UserError(
+            f"exact with FSDP needs torch 2.9 or newer, and this is {torch.__version__}; update "
+            "torch, or set exact to false"
+        )
+    across = None
+    if layout.dp_replicate > 1:
+        across = accelerator.torch_device_mesh["dp_replicate"].get_group()
+    reduce_scatter = TreeReduceScatter(across)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(reduce_scatter)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def sum_rows(squares: Tensors, gradients: Tensors) -> torch.Tensor:
+    """The squared norms of all rows of gradients: a float64 vector, the same on every process.
+
+    `squares` has those of the rows that this process holds of each gradient. FSDP cuts a tensor of
+    R rows into blocks of ceil(R / n) for its n processes.
+    """
+    parts, group = [], None
+    for values, gradient in zip(squares, gradients, strict=True):
+        if isinstance(gradient, DTensor):
+            shard = gradient.device_mesh.ndim - 1  # HSDP's first dimension holds copies
+            group = gradient.device_mesh.get_group(shard)
+            block = math.ceil(gradient.shape[0] / group.size())
+            rows = values.new_zeros(gradient.shape[0])
+            rows[block * group.rank() :][: len(values)] = values
+            values = rows
+        parts.append(values)
+    rows = torch.cat(parts)
+    if group:
+        dist.all_reduce(rows, group=group)  # other processes hold zeros, so the order is free
+    return rows

@@ -1,0 +1,61 @@
+"""Deals micro-batches to unequal devices in proportion to their speed: `device_shares: auto`.
+
+All processes compute whole micro-batches of one step, whose losses are divided by the loss terms of
+that step. So the gradient is that of the global batch, however the micro-batches are dealt. Two
+other ways are often recommended. Take a step of four micro-batches with the mean gradients 4, 4, 4
+on a fast device and 0 on a slow one; the gradient of the step is 3.
+
+- Other numbers of accumulated micro-batches, with DDP's mean: each device averages its own, and DDP
+  averages 4 and 0 to 2. A sample of the slow device weighs three times as much as one of the fast.
+- A random sampler with a weight for each process: each draws its own samples, with replacement or
+  from its own part of the data. Some samples come twice in an epoch and others never, the step has
+  other samples than on other hardware, and DDP's mean has the same wrong weights.
+"""
+
+import dataclasses
+from statistics import median
+
+from samestep.step.batches import StepPlan, busiest, deal
+from samestep.step.stopwatch import Stopwatch
+
+WARM_UP = 2  # first steps, which take longer
+FIRST = 5  # measured steps before the first decision
+WINDOW = 20  # and before each further one
+WORTH = 1.05  # speed-up of a step for which it is dealt anew
+
+
+class ShareBalancer:
+    """Deals the steps by the measured speeds, and anew when these drift.
+
+    All processes see the same times, since each sends its own with what it exchanges before a step.
+    So they decide alike.
+    """
+
+    def __init__(self, plan: StepPlan, stopwatch: Stopwatch):
+        self.stopwatch, self.plan = stopwatch, plan
+        self.times: list[list[int]] = [[] for _ in plan.shares]  # since the last decision
+        self.left_out, self.needed = WARM_UP, FIRST
+
+    def own_time(self) -> list[int]:
+        """This process's newest time per micro-batch at its rank, and 0 for the others."""
+        times = [0] * len(self.times)
+        times[self.plan.rank] = self.stopwatch.read()
+        return times
+
+    def update(self, times: list[int]) -> dict:
+        """Adds the times of all processes, 0: none. If the steps are dealt anew, what to log."""
+        if self.left_out and any(times):
+            self.left_out -= 1
+            return {}
+        for each, newest in zip(self.times, times, strict=True):
+            each += [newest] * (newest > 0)
+        if min(map(len, self.times)) < self.needed:
+            return {}
+        speeds = [1 / median(each) for each in self.times]
+        self.times, self.needed = [[] for _ in speeds], WINDOW
+        shares = deal(sum(self.plan.shares), speeds, least=1)
+        gain = busiest(self.plan.shares, speeds) / busiest(shares, speeds)
+        if gain < WORTH:
+            return {}
+        self.plan = dataclasses.replace(self.plan, shares=shares)
+        return {"event": "shares", "shares": " + ".join(map(str, shares)), "expected_gain": gain}

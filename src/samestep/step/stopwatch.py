@@ -1,0 +1,82 @@
+"""Times of the device: events in its work, read once the device has come so far. Nothing waits."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+
+def mark(device: torch.device):
+    """This moment: in ns on a CPU, otherwise an event in the device's work."""
+    if device.type == "cpu":
+        return time.perf_counter_ns()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def nanoseconds(begin, end) -> float | None:
+    """From one mark to another; None if the device has not come so far."""
+    if isinstance(end, int):
+        return end - begin
+    return 1e6 * begin.elapsed_time(end) if end.query() else None
+
+
+class Stopwatch:
+    """Measures how long this process computes its micro-batches; never waits for the device.
+
+    DDP averages gradients after the last micro-batch, and the time in which a process waits for
+    others there must not count. So the backward pass itself calls `stop`, before DDP waits.
+    """
+
+    def __init__(self, device: torch.device):
+        # Reading the events of an Apple GPU waits for all its work: there, the host's time counts.
+        self.device = torch.device("cpu") if device.type == "mps" else device
+        # [begin, end, micro-batches] of steps that the device may not have computed yet
+        self.running: list[list] = []
+        self.seconds: list[float] = []  # of the steps before these, since `take`
+        self.newest = 0  # ns per micro-batch in the last of them, until `read`
+
+    def start(self, micro_batches: int) -> None:
+        """Before the first micro-batch of a step."""
+        self.collect()
+        self.running.append([mark(self.device), None, micro_batches])
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Computes a micro-batch in its body, which ends it unless `stop` is called inside."""
+        self.running[-1][1] = None
+        yield
+        if self.running[-1][1] is None:
+            self.stop()
+
+    def stop(self) -> None:
+        """When the gradients of a micro-batch are there; those of the last one end the step."""
+        if self.running:  # an evaluation may compute gradients, too
+            self.running[-1][1] = mark(self.device)
+
+    def collect(self) -> None:
+        """Reads the steps that the device has computed."""
+        while self.running:
+            begin, end, micro_batches = self.running[0]
+            taken = None if end is None else nanoseconds(begin, end)
+            if taken is None:
+                break
+            self.newest = max(round(taken / micro_batches), 1)
+            self.seconds.append(taken / 1e9)
+            del self.running[0]
+
+    def read(self) -> int:
+        """Nanoseconds per micro-batch in the newest step that is complete; 0 without a new one."""
+        self.collect()
+        newest, self.newest = self.newest, 0
+        return newest
+
+    def take(self) -> list[float]:
+        """Seconds of each step since the last call; waits until the device has computed them."""
+        if self.running and self.device.type != "cpu":
+            self.running[-1][1].synchronize()
+        self.collect()
+        seconds, self.seconds = self.seconds, []
+        return seconds

@@ -1,0 +1,1 @@
+"""Data sets in shards that are read while training."""

@@ -1,0 +1,597 @@
+"""Rows that are read from shards while the model trains: see shards.py for the formats.
+
+`prepare` makes an index once: the rows of each shard, the names of the labels, the shards that are
+held out. A `ShardRows` then reads row i by its shard and its place there. Shards of a store, and
+those that have to be unpacked, pass through a cache of bounded size on the local disk.
+
+The order of a run (step/batches.py) takes the shards of an epoch in random order, `window` at a
+time, and shuffles the rows of these. So reads stay within a window, and the next one is fetched
+meanwhile. The price: rows meet in a step only if their shards meet in a window. Where a shard holds
+neighbours (one class, one website), a window should hold many shards. The cache needs room for two
+windows.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from samestep.base.console import one_line, without_credentials
+from samestep.base.fields import (
+    NOTHING,
+    Gigabytes,
+    check_fields,
+    check_ignored_fields,
+    local_path,
+    number_type,
+)
+from samestep.base.files import fsync
+from samestep.data import cache, hub, sources, splits
+from samestep.data.own_code import own_code
+from samestep.data.sources import IncompleteRow, Source, split_data
+from samestep.streaming import shards
+from samestep.streaming.shards import Columns, Shard, ShardIndex
+
+Window = number_type("Window", int, 1, 1_000_000)
+THREADS = 16  # that make the index: they wait for the disk or the network
+COPIES = 4  # that a process makes at a time
+MOST_OPEN = 256  # shards in a process
+COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
+
+# ---- Fields --------------------------------------------------------------------------------------
+
+
+@dataclass
+class StreamFields:
+    """Fields of a task whose rows can be read from shards; it has those of DataConfig too."""
+
+    streaming: bool = False
+    """Read rows while the model trains, and prepare none: task.data is a folder, or a URL such as
+    s3://bucket/folder, of WebDataset .tar files, of MDS, or of .parquet files."""
+    shuffle_window: Window = 8
+    """streaming: shards whose rows are shuffled together. More are closer to a full shuffle, and
+    take more of shard_cache_gb."""
+    shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)
+    """streaming: room for shards of a store, and unpacked ones, in cache_dir; at least two windows.
+    .tar and plain .mds files of a local disk are read where they are."""
+    classes: str = ""
+    """streaming: all classes, with commas between them, or a file with one on each line; empty: a
+    pass over the labels finds them, which takes reading each .tar and .mds once."""
+
+
+def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
+    """Raises ValueError for fields that do not go with streaming, or without it."""
+    names = "shuffle_window shard_cache_gb classes"
+    check_ignored_fields(cfg, [(names, cfg.streaming, "unless task.streaming is true")])
+    if not cfg.streaming:
+        return
+    check_fields(cfg, [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")])
+    if cfg.data in shipped or hub.is_hub_name(cfg.data):
+        example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
+        raise ValueError(
+            f"task.streaming: {one_line(cfg.data, 60)} is not a folder or URL of shards; of a data "
+            f"set on the Hub give the URL of its files, {one_line(example, 100)}"
+        )
+
+
+def read_classes(cfg: Any) -> list[str]:
+    """The names in the field `classes`; empty: it is not set."""
+    path = local_path(cfg.classes, "classes")
+    if cfg.classes and path.is_file():
+        try:
+            names = path.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            shown = one_line(cfg.classes, 100)
+            raise ValueError(f"task.classes: {shown} is not UTF-8; save it as UTF-8") from None
+    else:
+        names = cfg.classes.split(",")
+    names = [name.strip() for name in names if name.strip()]
+    distinct = len({*names}) == len(names) != 1
+    check_fields(cfg, [("classes", distinct, "two or more names, each once")])
+    return names
+
+
+# ---- Index ---------------------------------------------------------------------------------------
+
+
+class Indexed(NamedTuple):
+    """A shard with an index, which stays in a file: of all shards it may be large."""
+
+    shard: Shard
+    record: Path
+    rows: int
+    bytes: int  # of the local file
+    incomplete: int  # rows without a label
+    first: str  # the first of them, and why
+
+
+def prepare(
+    cfg: Any,
+    columns: Columns,
+    known: list[str],
+    settings: list,
+    prepare_index: Callable,
+    label_names: Callable[[dict], list[str]],
+    build: Callable[[Path, set[str]], list[Path]],
+) -> Path:
+    """The folder with the index of all shards, made once, as `cache.prepare_once` does.
+
+    `known`: the names of the labels; if it is empty, a pass over the shards finds them, with
+    `label_names`, which gives the names in a row's values. `build` gets the folder and the names.
+    It adds files of the task, and returns those that the digest covers. `settings` are those of
+    `cache.cache_folder`, and the code of `prepare_index`, the caller, counts. Raises ValueError and
+    ConnectionError.
+    """
+    given = {*known}
+    cache.check_cache_outside_data(cfg)
+    fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
+    listed = {name: shards.list_shards(getattr(cfg, name), name) for name in fields}
+    counts = splits.count(splits.split_of(shard.name) for shard in listed["data"])
+    if counts["validation"] and not cfg.validation_data:
+        cfg = replace(cfg, validation_data=cfg.data)
+        listed["validation_data"] = listed["data"]
+    for name, found in listed.items():
+        if own := splits.count(splits.split_of(shard.name) for shard in found):
+            split = splits.choose(own, name, getattr(cfg, name))
+            listed[name] = [shard for shard in found if splits.split_of(shard.name) == split]
+    settings = [columns, known, *settings]
+    folder = cache.cache_folder(cfg, settings, listed, [prepare_index])
+
+    def build_all(folder: Path) -> dict[str, str]:
+        count = None if given else label_names
+        if counts:
+            splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+        found = {
+            name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
+        }
+        facts = build_index(cfg, folder, found, given, build)
+        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
+        return facts
+
+    return cache.prepare_once(cfg, lambda: folder, build_all)
+
+
+def index_shards(
+    cfg: Any,
+    field: str,
+    listed: list[Shard],
+    settings: list,
+    label_names: Callable[[dict], list[str]] | None,
+) -> list[Indexed]:
+    """The index of each shard. A shard that was indexed before, and has not changed, is not read.
+
+    Each is a file of its own, so that an interrupted pass goes on where it was.
+    """
+    data, columns = getattr(cfg, field), settings[0]
+    store = ShardCache(cfg, data, columns)
+    code = [own_code([shards.index_shard]), label_names is None]
+    folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def index(shard: Shard) -> Indexed:
+        name = json.dumps([shard.path, settings, code])
+        record = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.npz"
+        stamp = json.dumps([shard.size, shard.tag, shard.facts])
+        known, found = load_record(record)
+        if known != stamp:
+            if known:
+                path = one_line(shard.path, 150)
+                print(f"Preparing data: {path} has changed: indexing it again", flush=True)
+            found = shards.index_shard(shard, data, columns, store.open, label_names)
+            save_record(record, stamp, found)
+        return Indexed(shard, record, found.rows, found.bytes, found.incomplete, found.first)
+
+    print(f"Preparing data: {len(listed):,} shards of {one_line(data, 100)}", flush=True)
+    with ThreadPool(THREADS) as pool:
+        done = pool.imap(index, listed)
+        try:
+            found = list(tqdm(done, "shards", len(listed), leave=False, disable=None))
+        except ValueError as error:
+            raise ValueError(f"task.{field}: {error}") from None
+    number = sum(each.incomplete for each in found)
+    if number:
+        first = next(each for each in found if each.incomplete)
+        text = f"{one_line(first.shard.path, 150)}, {first.first}; {number:,} such rows"
+        if cfg.incomplete_rows == "refuse":
+            hint = "--task.incomplete_rows skip reads the next row of the shard in place of each"
+            raise ValueError(f"task.{field}: {text}; {hint}")
+        print(f"Preparing data: {text}: the next row of the shard replaces each", flush=True)
+    return found
+
+
+def load_record(path: Path) -> tuple[str, ShardIndex | None]:
+    """The stamp and the index of a shard; empty: there is none, or it is damaged."""
+    try:
+        with np.load(path) as file:
+            stamp, *facts = json.loads(str(file["facts"]))
+            return stamp, ShardIndex(file["bounds"], *facts)
+    except Exception:  # a damaged .npz raises ten kinds
+        return "", None
+
+
+def save_record(path: Path, stamp: str, index: ShardIndex) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with open(partial, "wb") as file:
+        np.savez(file, bounds=index.bounds, facts=json.dumps([stamp, *index[1:]]))
+    partial.replace(path)
+
+
+def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
+    """Names of the shards that are held out, chosen by their hashes, and how many rows are used.
+
+    Whole shards are held out, of which no more rows are used than the fields allow.
+    """
+    filled = [each for each in found if each.rows]
+    filled.sort(key=lambda each: hashlib.sha256(each.shard.name.encode()).digest())
+    wanted = max(1, round(cfg.validation_fraction * sum(each.rows for each in filled)))
+    wanted = min(wanted, cfg.validation_rows)
+    held, rows = set(), 0
+    for each in filled[:-1]:
+        if rows < wanted:
+            held.add(each.shard.name)
+            rows += each.rows
+    if filled and not held:
+        raise ValueError(
+            f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "
+            "be held out; give --task.validation_data"
+        )
+    return held, min(wanted, rows)
+
+
+def build_index(
+    cfg: Any,
+    folder: Path,
+    found: dict[str, list[Indexed]],
+    given: set[str],
+    build: Callable[[Path, set[str]], list[Path]],
+) -> dict[str, str]:
+    """Writes the index of both parts, and what `build` adds. Returns the digest of all of it."""
+    train, validation = found["data"], found.get("validation_data")
+    used = sum(each.rows for each in validation or [])
+    origin = "validation_data"
+    if validation is None:
+        held, used = hold_out(cfg, train)
+        validation = [each for each in train if each.shard.name in held]
+        train = [each for each in train if each.shard.name not in held]
+        origin = "data"
+    digest, total = hashlib.sha256(), sum(each.rows for each in train)
+    for name, rows in (("data", total), (origin, used)):
+        if not rows:
+            raise ValueError(f"task.{name}: no rows in {one_line(getattr(cfg, name), 100)}")
+    names = write_part(folder, "train", "data", train, total, digest)
+    known = given or {*names}
+    held_names = write_part(folder, "validation", origin, validation, used, digest)
+    if unknown := min({*held_names} - known, default=None):
+        path = one_line(held_names[unknown], 150)
+        raise ValueError(
+            f"task.{origin}: the label {one_line(unknown, 60)} of {path} is none to train on"
+        )
+    text = f"{total:,} rows of {len(train):,} shards to train"
+    text += f" and {used:,} rows of {len(validation):,} to evaluate on"
+    print(f"Preparing data: {text}", flush=True)
+    for path in build(folder, known):
+        digest.update(path.read_bytes())
+    return {"content": digest.hexdigest()}
+
+
+def write_part(
+    folder: Path, part: str, origin: str, own: list[Indexed], used: int, digest: Any
+) -> dict[str, str]:
+    """Writes the shards of a part to PART.json and the bounds of their rows to PART.npy.
+
+    Adds them to the digest. Returns the names of the labels, each with a shard that has it.
+    `origin`: the field that names their store, whose URL may hold credentials.
+    """
+    columns = {name: [getattr(each, name) for each in own] for name in ("shard", "rows", "bytes")}
+    facts = {"origin": origin, "used": used, **columns}
+    (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
+    count = sum(each.rows + 1 for each in own if each.shard.kind == "tar")
+    bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
+    names: dict[str, str] = {}
+    at = 0
+    for shard, record, *_ in own:
+        index = load_record(record)[1]
+        bounds[at : at + len(index.bounds)] = index.bounds
+        at += len(index.bounds)
+        names |= {name: shard.path for name in index.names}
+        line = [part, shard.name, shard.size, index.digest, shard.facts, *index[1:3]]
+        digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
+    bounds.flush()
+    return names
+
+
+# ---- Shards on this machine ----------------------------------------------------------------------
+
+
+class ShardCache:
+    """Shards on this machine: files of the data itself, or copies in a folder of bounded size.
+
+    All processes of a machine share the folder. The copies that were opened longest ago are deleted
+    when room is needed. A process that has one open reads on.
+    """
+
+    def __init__(self, cfg: Any, data: str, columns: Columns):
+        self.folder = local_path(cfg.cache_dir, "cache_dir") / "shards"
+        self.limit, self.data, self.columns = int(cfg.shard_cache_gb * 1e9), data, columns
+
+    def is_copied(self, shard: Shard) -> bool:
+        return shards.is_url(self.data) or shards.is_packed(shard)
+
+    def path(self, shard: Shard) -> Path:
+        """Where a shard is on this machine, or will be."""
+        if not self.is_copied(shard):
+            return Path(shard.path)
+        name = json.dumps([without_credentials(self.data), *shard[:4], self.columns])
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
+
+    def open(self, shard: Shard, size: int = 0) -> BinaryIO:
+        """A shard, as its reader needs it. For `size` see `bring`."""
+        for _ in range(10):
+            path = self.bring(shard, size)
+            try:
+                return open(path, "rb", buffering=0)
+            except FileNotFoundError:  # another process needed room
+                if not self.is_copied(shard):
+                    break
+            except PermissionError as error:
+                what = f"cannot read {one_line(path, 150)}"
+                raise ValueError(f"{what}: {error.strerror}") from None
+        raise ValueError(f"cannot read {one_line(shard.path, 150)}: it is no longer there")
+
+    def bring(self, shard: Shard, size: int = 0) -> Path:
+        """The path of a shard on this machine; copies it if it is not there.
+
+        `size`: about the bytes of the copy. Raises ValueError and ConnectionError.
+        """
+        path = self.path(shard)
+        if not self.is_copied(shard):
+            return path
+        if not path.exists():
+            try:
+                with cache.file_lock(path.with_suffix(".lock")):
+                    if not path.exists():
+                        self.copy(shard, path, size or shards.local_size(shard))
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise cache.write_error(self.folder, error) from None
+        with contextlib.suppress(FileNotFoundError):  # another process needed room
+            os.utime(path)
+        return path
+
+    def copy(self, shard: Shard, path: Path, size: int) -> None:
+        room, partial = path.with_suffix(".room"), path.with_suffix(".partial")
+        try:
+            while not self.make_room(room, size):
+                time.sleep(0.05)  # other copies are under way
+            shards.bring(shard, self.data, partial, self.columns)
+            if partial.stat().st_size > size:  # of a repeated text a .parquet tells the size once
+                self.make_room(room, partial.stat().st_size)
+            fsync(partial)  # a power cut must not leave half a copy
+            partial.replace(path)
+        finally:
+            for each in (room, partial):
+                each.unlink(missing_ok=True)
+
+    def make_room(self, room: Path, size: int) -> bool:
+        """Deletes old copies, and keeps a place for a new one: a sparse file of its size.
+
+        False: the places of others leave too little.
+        """
+        with cache.file_lock(self.folder / "room.lock"):
+            copies, total, others = [], size, False
+            for path in self.folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if path.suffix == ".room" and path != room:
+                        if not cache.is_locked(path.with_suffix(".lock")):  # its process is dead
+                            for suffix in (".partial", ".packed", ".room"):
+                                path.with_suffix(suffix).unlink(missing_ok=True)
+                            continue
+                        others = True
+                        total += path.stat().st_size
+                    elif path.suffix in shards.ENDINGS:
+                        status = path.stat()
+                        total += status.st_size
+                        copies.append((status.st_mtime, status.st_size, path))
+            for _, freed, path in sorted(copies):
+                if total > self.limit:
+                    path.unlink(missing_ok=True)
+                    total -= freed
+            if total > self.limit and others:
+                return False
+            with open(room, "wb") as file:
+                file.truncate(size)
+            return True
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+class ShardRows(torch.utils.data.Dataset):
+    """The rows of a part, shard after shard. A subclass completes what was read of each.
+
+    `sources` and `ahead` tell train.py the order in which rows are best read, and how far ahead
+    `fetch` should be told of them.
+    """
+
+    damaged = "refuse"  # or skip: the next row of the shard is read in place of a damaged one
+
+    def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
+        self.arguments, self.part, self.cfg = (folder, part, cfg, columns), part, cfg
+        facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+        self.shards = [Shard(*each) for each in facts["shard"]]
+        self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
+        self.ends, self.used = np.cumsum(self.rows), facts["used"]
+        self.bounds = np.load(folder / f"{part}.npy", mmap_mode="r")
+        data = getattr(cfg, facts["origin"])
+        self.columns, self.cache = columns, ShardCache(cfg, data, columns)
+        self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
+        self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
+        self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
+        self.copied = self.cache.is_copied(self.shards[0])
+        self.check_room()
+
+    def __reduce__(self):
+        return type(self), self.arguments
+
+    def __len__(self) -> int:
+        return self.used
+
+    def check_room(self) -> None:
+        """Raises ValueError unless the cache has room for two windows."""
+        window = min(self.cfg.shuffle_window if self.part == "train" else 1, len(self.rows))
+        needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
+        if needed > self.cache.limit:
+            raise ValueError(
+                f"task.shard_cache_gb is {self.cfg.shard_cache_gb:g}, but two windows of {window} "
+                f"shards take {needed / 1e9:,.3g} GB; give more, or a smaller task.shuffle_window"
+            )
+
+    @property
+    def sources(self) -> list[Source]:
+        """One source. Its shards are read in windows; evaluation reads rows as they come."""
+        in_order = self.part != "train"
+        rows = None if in_order else self.rows
+        return [Source(self.part, len(self), 1, rows, self.cfg.shuffle_window)]
+
+    @property
+    def ahead(self) -> int:
+        """Samples from here to where `fetch` should know what comes: a window; 0: it need not."""
+        return int(self.rows.mean() * self.cfg.shuffle_window) * self.copied
+
+    def fetch(self, ids: Iterable[int]) -> None:
+        """Copies the shards of these rows in the background."""
+        if self.owner != os.getpid():  # a fork has no threads
+            self.queue, self.owner = SimpleQueue(), os.getpid()
+            for _ in range(COPIES):
+                Thread(target=copy_shards, args=(self.cache, self.queue), daemon=True).start()
+        for number in {self.locate(i)[0] for i in ids} - self.asked.keys():
+            self.asked[number] = None
+            self.queue.put((self.shards[number], int(self.bytes[number])))
+        while len(self.asked) > 3 * self.cfg.shuffle_window:
+            self.asked.popitem(last=False)
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """The shard of row i, and its place there. Rows that are used lie evenly among all."""
+        place = i * int(self.ends[-1]) // self.used
+        number = int(np.searchsorted(self.ends, place, "right"))
+        return number, place - int(self.ends[number] - self.rows[number])
+
+    def sample(self) -> Iterator[dict[str, Any]]:
+        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
+        on this machine, or from those that fill 1 GB where they have to be unpacked."""
+        names = [hashlib.sha256(shard.name.encode()).digest() for shard in self.shards]
+        chosen = sorted(range(len(names)), key=names.__getitem__)
+        if shards.is_url(self.cache.data):
+            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
+        if self.copied:
+            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
+            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
+        total = int(self.ends[-1])
+        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
+        for number in chosen:
+            end = int(self.ends[number])
+            rows = (end - int(self.rows[number]), end)
+            first, last = (-(-row * self.used // total) for row in rows)
+            for i in range(-(-first // step) * step, last, step):
+                reader = self.reader(number)
+                with contextlib.suppress(Exception):  # training tells what cannot be read
+                    yield reader.read(self.locate(i)[1])
+
+    def reader(self, number: int) -> Any:
+        """The reader of a shard; some of those that were used last stay open."""
+        if number in self.readers:
+            self.readers.move_to_end(number)
+            return self.readers[number]
+        shard, bounds = self.shards[number], None
+        if shard.kind == "tar":
+            first = int(self.ends[number] - self.rows[number]) + number
+            bounds = self.bounds[first : first + int(self.rows[number]) + 1]
+        file = self.cache.open(shard, int(self.bytes[number]))
+        try:
+            reader = shards.open_reader(file, shard, self.columns, bounds)
+        except ValueError as error:  # of a copy: what is read in place is read row by row
+            what = f"cannot read the copy of {one_line(shard.path, 150)}: {one_line(error)}"
+            raise ValueError(f"{what}; delete {one_line(file.name, 150)}") from None
+        self.readers[number] = reader
+        while len(self.readers) > min(2 * self.cfg.shuffle_window, MOST_OPEN):
+            self.readers.popitem(last=False)[1].close()
+        return reader
+
+    def read(self, i: int) -> Any:
+        """Row i, or the first readable row after it in its shard, if the fields allow it.
+
+        Raises ValueError with the place.
+        """
+        number, row = self.locate(i)
+        reader, rows = self.reader(number), int(self.rows[number])
+        for place in ((row + step) % rows for step in range(rows)):
+            try:
+                return self.complete(reader.read(place))
+            except IncompleteRow as error:
+                problem, skips = error, self.cfg.incomplete_rows == "skip"
+            except Exception as error:  # each decoder has its own
+                if isinstance(error, MemoryError) or getattr(error, "errno", None):
+                    raise  # not the row's fault
+                problem, skips = error, self.damaged == "skip"
+            where = f"{one_line(self.shards[number].path, 150)}, row {place}"
+            if not skips:
+                raise ValueError(f"cannot read {where}: {one_line(problem)}") from None
+        raise ValueError(f"cannot read any row of {one_line(self.shards[number].path, 150)}")
+
+    def complete(self, values: dict[str, Any]) -> Any:
+        """The row that the values of its roles give. Raises ValueError for values that cannot."""
+        raise NotImplementedError
+
+    def __getitem__(self, i: int) -> Any:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, ids: list[int]) -> list:
+        if self.copied:
+            self.fetch(ids)
+        return [self.read(i) for i in ids]
+
+
+def copy_shards(store: ShardCache, queue: SimpleQueue) -> None:
+    """Copies the shards of a queue, for ever. An error shows when a row of the shard is read."""
+    while True:
+        with contextlib.suppress(Exception):
+            store.bring(*queue.get())
+
+
+def say_overlap(train: ShardRows, validation: ShardRows) -> None:
+    """Prints how many of the validation rows are training rows too, of some of each."""
+    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
+    least, known = "at least " * (len(known) < len(train)), {*known}
+    sources.say_overlap(sum(each in known for each in held), len(held), least)
+
+
+def hash_values(values: dict[str, Any]) -> bytes:
+    """A hash of the values of a row without its label."""
+    digest = hashlib.sha256()
+    for role, value in values.items():
+        if role == "label":
+            continue
+        if isinstance(value, dict):  # an image of a .parquet
+            value = value.get("bytes") or value.get("path")
+        value = value.tobytes() if hasattr(value, "tobytes") else value
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+    return digest.digest()
+
+
+def sources_of(dataset: Any) -> list[Source]:
+    """The sources of a dataset: those that it names, or all rows as one."""
+    return getattr(dataset, "sources", None) or [Source("data", len(dataset), 1, None, 1)]

@@ -1,0 +1,99 @@
+"""Labelled texts that are read from shards, and tokenised, while the model trains: streaming.py."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samestep.base.console import one_line
+from samestep.base.fields import check_fields
+from samestep.data import labels
+from samestep.data.labels import NUMBER
+from samestep.streaming import streaming
+from samestep.text import text_data
+
+SAMPLE = 50_000_000  # characters of text that a vocabulary is learnt from
+
+
+def check_text_streaming(cfg: Any) -> None:
+    """Raises ValueError for fields that need all rows before training."""
+    wanted = "while task.streaming is true: it needs all rows before training"
+    rules = [
+        ("problem_type", cfg.problem_type != NUMBER, f"another, {wanted}"),
+        ("class_weights", cfg.class_weights == "none", f"none, {wanted}"),
+        ("classes", not (cfg.classes and cfg.label_columns), "empty beside task.label_columns"),
+    ]
+    check_fields(cfg, rules if cfg.streaming else [])
+
+
+def prepare_index(cfg: Any) -> Path:
+    """The folder of the index, with names.json, scale.json, and the vocabulary of a new model."""
+    columns = labels.split_names(cfg.label_columns)
+    known = columns or streaming.read_classes(cfg)
+
+    def names_in(row: dict) -> list[str]:
+        row = dict(row)
+        labels.parse_row_label(row, columns, cfg.problem_type)
+        return labels.labels_in(row)
+
+    def build(folder: Path, found: set[str]) -> list[Path]:
+        names = labels.collect_names(found, columns, cfg.data)
+        for name, value in (("names", names), ("scale", (0.0, 1.0))):
+            (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+        if cfg.model_name_or_path:
+            return [folder / "names.json"]
+        rows = sample_rows(StreamedTexts(folder, "train", cfg))
+        texts = [text for row in rows for text in text_data.texts_of(row)]
+        text_data.learn_vocabulary(texts, cfg.vocab_size, folder)
+        return [folder / "names.json", folder / "tokenizer.json"]
+
+    settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
+    wanted = text_data.columns_of(cfg)
+    return streaming.prepare(cfg, wanted, known, settings, prepare_index, names_in, build)
+
+
+def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
+    """Rows of shards in order of their names' hashes, as many as a vocabulary is learnt from."""
+    order = [hashlib.sha256(shard.name.encode()).digest() for shard in dataset.shards]
+    size = 0
+    for number in np.argsort(order):
+        end = int(dataset.ends[number])
+        for i in range(end - int(dataset.rows[number]), end):
+            row = dataset.read(i)
+            size += sum(map(len, text_data.texts_of(row)))
+            yield row
+            if size > SAMPLE:
+                return
+
+
+class StreamedTexts(streaming.ShardRows):
+    """The texts of a part, tokenised when read; rows like those that are prepared."""
+
+    def __init__(self, folder: Path, part: str, cfg: Any):
+        super().__init__(folder, part, cfg, text_data.columns_of(cfg))
+        self.arguments, self.folder = (folder, part, cfg), folder
+        self.names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
+        self.known, self.label_columns = {*self.names}, labels.split_names(cfg.label_columns)
+
+    def complete(self, values: dict) -> dict:
+        text_data.check_row(values, self.label_columns, self.cfg.problem_type)
+        if unknown := {*labels.labels_in(values)} - self.known:
+            raise ValueError(f"the label {one_line(min(unknown), 60)} is none of task.classes")
+        return values
+
+    def __getitems__(self, ids: list[int]) -> list[dict]:
+        rows = [(row, "") for row in super().__getitems__(ids)]
+        tokenizer = text_data.load_tokenizer(self.cfg, self.folder)
+        columns, _ = text_data.encode_texts(rows, tokenizer, self.cfg.max_length)
+        columns["labels"] = labels.encode_labels(rows, self.names, self.cfg.problem_type)
+        columns["weight"] = np.ones(len(rows), np.float32)
+        marks = text_data.marks_of(tokenizer, bool(self.cfg.text_pair_column))
+        constants: dict = {name: np.int64(mark) for name, mark in marks.items()}
+        constants["token_dropout"] = np.float32(self.cfg.token_dropout)
+        return [
+            constants | {name: values[i] for name, values in columns.items()}
+            for i in range(len(rows))
+        ]

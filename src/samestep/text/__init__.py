@@ -1,0 +1,1 @@
+"""Texts to tokens: units of a file, pairs, chats, packed rows."""

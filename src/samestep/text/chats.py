@@ -1,0 +1,336 @@
+"""Chats: what a row of messages must hold, and what a chat template makes of it.
+
+A chat is {"messages": [...], "tools": [...]} in the form of OpenAI, which the templates of
+transformers take too. The arguments of tool calls are objects. `tools` is missing if there are
+none.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from samestep.base import child
+from samestep.base.console import one_line
+from samestep.base.fields import local_path
+from samestep.data.sources import IncompleteRow
+from samestep.data.tables import replace_surrogates
+
+MOST_BYTES = 50_000_000  # of a chat as text; a template that gives more is broken
+# Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
+ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
+ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
+# For tokenizers without a template. It needs no special token but the end of text.
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ 'Tools: <tools>\\n' }}
+{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '</tools>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- set content = message['content'] or '' %}
+{{- message['role'] | capitalize + ': ' + content }}
+{%- for call in message['tool_calls'] or [] %}
+{%- set function = call['function'] or call %}
+{%- set arguments = function['arguments'] %}
+{{- '\\n' if content or not loop.first }}{{ '<tool_call>\\n{"name": ' }}
+{{- function['name'] | tojson }}{{ ', "arguments": ' }}
+{{- arguments if arguments is string else arguments | tojson }}{{ '}\\n</tool_call>' }}
+{%- endfor %}
+{%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def normalize_chat(row: dict) -> list[str]:
+    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles.
+
+    Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
+    """
+    if "instruction" in row:
+        row["messages"] = alpaca_messages(row)
+    messages, tools = parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
+    tools = parse_json(tools, "tools") if isinstance(tools, str) else drop_nulls(tools)
+    tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
+    if not messages:
+        raise IncompleteRow("there are no messages")
+    if not isinstance(messages, list):
+        raise ValueError(
+            f"messages is {shorten(messages)} but must be a list of objects with role and content"
+        )
+    row["messages"] = [normalize_message(m, f"message {n}") for n, m in enumerate(messages, 1)]
+    names = [message.get("role") or message["from"] for message in messages]
+    answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
+    for number, message in answers:
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(
+                f"weight of message {number} is {message['weight']!r:.60}; give 0 or 1"
+            )
+    if any(n > 1 for n, _ in answers) and not any(map(is_trained_on, row["messages"][1:])):
+        raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
+    if not any(number > 1 for number, _ in answers):
+        roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
+        raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
+    for number, message in answers:
+        if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
+            raise IncompleteRow(f"message {number}, of the assistant, is empty")
+    if tools:
+        if not isinstance(tools, list) or not all(map(function_name, tools)):
+            raise ValueError(
+                f"tools is {shorten(tools)} but must be a list of objects, each with a name"
+            )
+        row["tools"] = tools
+    roles = {(m["role"], name) for m, name in zip(row["messages"], names, strict=True)}
+    return [f"{one_line(name)} is read as {role}" for role, name in roles if name != role]
+
+
+def is_trained_on(message: dict) -> bool:
+    """Whether a message is an answer. OpenAI's weight 0 makes it context."""
+    return message["role"] == "assistant" and message.get("weight", 1) == 1
+
+
+def alpaca_messages(row: dict) -> list[dict[str, str]]:
+    """The messages of a row of Alpaca, whose columns are taken out of the row."""
+    texts = {role: row.pop(role, None) or "" for role in ("instruction", "input", "output")}
+    for role, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the {role} is {shorten(text)} but must be text")
+        if role != "input" and not text.strip():
+            raise IncompleteRow(f"there is no {role}")
+    question = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": texts["output"]},
+    ]
+
+
+def normalize_message(message: Any, where: str) -> dict:
+    """A message with a role of ROLES, content, and tool_calls if there are any. `where` names it.
+
+    A message with another role would be context without a word.
+    """
+    if not isinstance(message, dict):
+        raise ValueError(
+            f"{where} is {shorten(message)} but must be an object with role and content"
+        )
+    result = drop_nulls(message)
+    if "from" in result and "role" not in result:
+        result["role"] = result.pop("from")
+        if "value" in message:
+            message, content = {"content": message["value"]}, result.pop("value", None)
+            result |= {} if content is None else {"content": content}
+    calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
+    has = {"role": "role" in result, "content": "content" in message or calls}
+    for name in has:
+        if not has[name]:
+            there = one_line(", ".join(map(str, result)) or "nothing", 60)
+            raise ValueError(f"{where} has no {name}, only {there}")
+        if not isinstance(result.get(name, ""), str):
+            raise ValueError(f"the {name} of {where} is {shorten(result[name])} but must be text")
+    role = ROLES.get(result["role"].strip().lower())
+    if not role:
+        known = ", ".join(ROLES)
+        raise ValueError(f"{where} is from {shorten(result['role'])} but must be from {known}")
+    if result.get("function_call"):
+        raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls of {where} is {shorten(calls)} but must be a list")
+        result["tool_calls"] = [normalize_call(call, where) for call in calls]
+    elif "content" not in result:
+        raise IncompleteRow(f"{where} has no content")
+    return {"content": "", **result, "role": role}
+
+
+def normalize_call(call: Any, where: str) -> dict:
+    """A tool call in OpenAI's form. Its arguments are an object, which templates write as JSON."""
+    if not function_name(call):
+        form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+        raise ValueError(f"{where} has the tool call {shorten(call)}; write {form}")
+    function = call.get("function", call)
+    arguments = parse_json(function.get("arguments"), f"arguments in {where}") or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments in {where} is {shorten(arguments)} but must be an object")
+    call = call if "function" in call else {}
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def function_name(value: Any) -> str:
+    """The name of a tool or a tool call; empty if it has no name."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def parse_json(value: Any, what: str) -> Any:
+    """The value of JSON text, which cells of tables hold; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return replace_surrogates(json.loads(value)) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        problem = one_line(getattr(error, "msg", error), 100)
+        raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
+
+
+def drop_nulls(value: Any) -> Any:
+    """The value without null keys: in a table, each object has the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def chat_texts(row: dict) -> Iterator[str]:
+    """All text of a chat: contents, and tool calls and tools as JSON."""
+    for message in row["messages"]:
+        yield message["content"]
+        yield from (
+            json.dumps(call["function"], ensure_ascii=False)
+            for call in message.get("tool_calls", [])
+        )
+    yield from (json.dumps(tool, ensure_ascii=False) for tool in row.get("tools", []))
+
+
+def shorten(value: Any) -> str:
+    """A value of a row, for a message."""
+    return one_line(repr(value), 60)
+
+
+# ---- Templates -----------------------------------------------------------------------------------
+
+
+def template_path(cfg: Any) -> Path | None:
+    """The file in cfg.chat_template, or None; raises ValueError where there is no such file."""
+    path = local_path(cfg.chat_template, "chat_template")
+    if cfg.chat_template and not path.is_file():
+        raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
+    if cfg.chat_template and path.stat().st_size > 1_000_000:
+        raise ValueError(f"task.chat_template: {one_line(path, 100)} has more than 1 MB")
+    return path if cfg.chat_template else None
+
+
+def read_template(cfg: Any) -> str:
+    """The text of the file in cfg.chat_template; raises ValueError if it cannot be read."""
+    try:
+        return template_path(cfg).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read {one_line(cfg.chat_template, 100)}: {one_line(error)}"
+        raise ValueError(f"task.chat_template: {what}") from None
+
+
+def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:
+    """A chat as text, with the start and end of each answer in it.
+
+    Some templates change a turn when others follow; they leave out its reasoning, for example. Then
+    each answer gets a text of its own, which ends with it. `shown` is for check_nothing_left_out.
+    """
+    messages, tools = row["messages"], row.get("tools", [])
+    whole, before, until = apply_template(messages, tools, place, tokenizer), {}, {}
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
+        if i and is_trained_on(message):
+            before[i] = apply_template(
+                messages[:i], tools, place, tokenizer, add_generation_prompt=True
+            )
+    check_nothing_left_out(row, whole, until, place, tokenizer, shown)
+    if not all(until[i].startswith(before[i]) for i in before):
+        raise ValueError(
+            f"task.chat_template: {place}: the chat with its answer does not begin with what the "
+            "template gives to ask for that answer (add_generation_prompt); mend it, or give "
+            "another with --task.chat_template FILE"
+        )
+    answers = {i: (len(before[i]), len(until[i])) for i in before}
+    if all(whole.startswith(until[i]) for i in answers):
+        return [(whole, [*answers.values()])]
+    return [(until[i], [answers[i]]) for i in answers]
+
+
+def check_nothing_left_out(
+    row: dict, whole: str, until: dict[int, str], place: str, tokenizer: Any, shown: set
+) -> None:
+    """Raises ValueError for a part of a chat that the template leaves out silently.
+
+    `until` has the texts that end with each answer: an answer is looked for in its own text, since
+    the template may drop its reasoning later. A part is shown if the text contains its words. The
+    template may write them otherwise, and words may match by chance; so for missing words, and for
+    the first part of each kind, the text must change when the part changes. `shown` collects the
+    kinds that have passed.
+    """
+    messages, tools = row["messages"], row.get("tools", [])
+
+    def shows(kind: tuple, words: list[str], text: str, *changed: list[dict]) -> bool:
+        if kind in shown and all(word in text for word in words):
+            return True
+        shown.add(kind)
+        try:
+            return apply_template(*changed, place, tokenizer) != text
+        except ValueError:  # the template reads this part, and refuses another value
+            return True
+
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        words = [text for text in function.values() if isinstance(text, str)]
+        other = {**function, "name": f"{function['name']}x"}
+        others = [*tools[:i], {**tool, **({"function": other} if "function" in tool else other)}]
+        kind = ("tools", i > 0, messages[0]["role"])
+        if not shows(kind, words, whole, messages, others + tools[i + 1 :]):
+            raise omission("tools", place)
+    for i, message in enumerate(messages):
+        here, text = messages[: i + 1] if i in until else messages, until.get(i, whole)
+        around = (messages[i - 1]["role"] if i else "", i + 1 == len(here), bool(tools))
+        form = (message["role"], bool(message["content"].strip()), "tool_calls" in message)
+        for what, number, words, other in message_parts(message):
+            kind = (what, number > 0, *form, *around)
+            if not shows(kind, words, text, [*here[:i], other, *here[i + 1 :]], tools):
+                raise omission(f"{what} of message {i + 1} ({message['role']})", place)
+
+
+def omission(what: str, place: str) -> ValueError:
+    return ValueError(
+        f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
+        "it with --task.chat_template FILE, or take it out of the data"
+    )
+
+
+def message_parts(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
+    """Parts that a template has to show: name, number, words, and the message with it changed."""
+    reasoning = REASONING if message["role"] == "assistant" else ()
+    for name in ("content", *reasoning):
+        text = message.get(name)
+        if isinstance(text, str) and text.strip():
+            yield name, 0, [text.strip()], {**message, name: f"{text.rstrip()}x"}
+    calls = message.get("tool_calls", [])
+    for i, call in enumerate(calls):
+        function, arguments = call["function"], call["function"]["arguments"]
+        words = [text for text in arguments.values() if isinstance(text, str)]
+        for what, texts, other in (
+            ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
+            ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
+        ):
+            changed = {**call, "function": {**function, **other}}
+            yield what, i, texts, {**message, "tool_calls": [*calls[:i], changed, *calls[i + 1 :]]}
+
+
+def apply_template(
+    messages: list[dict], tools: list[dict], place: str, tokenizer: Any, **options
+) -> str:
+    """Messages as text, by the tokenizer's chat template.
+
+    A template is a program: it may fail or never end. Raises ValueError with the place of the row
+    if it does, or if its text has more than MOST_BYTES.
+    """
+    try:
+        with child.time_limit(10):
+            text = tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, **options
+            )
+        if not isinstance(text, str):
+            raise TypeError(f"it gives no text, but {type(text).__name__}")
+        if len(text.encode()) > MOST_BYTES:
+            raise ValueError(f"it gives {len(text):,} characters")
+    except Exception as error:
+        raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None
+    return text

@@ -1,0 +1,214 @@
+"""Layouts of rows for a language model: a text, a prompt with its completion, or a chat.
+
+They are recognised by their columns, read, checked, divided, and tokenised.
+"""
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from samestep.base.console import one_line
+from samestep.base.fields import check_fields, check_ignored_fields
+from samestep.data import demo_data, sources
+from samestep.data.tables import TABLES, Row
+from samestep.text import chats, text
+from samestep.text.text import Tokens
+
+ENDINGS = (".txt", *TABLES)
+PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
+# The columns of each kind of rows by their roles, the more structured layouts first.
+KNOWN: list[tuple[str, dict[str, str]]] = [
+    ("chat", {"messages": "messages"}),
+    ("chat", {"messages": "conversations"}),  # ShareGPT
+    ("chat", {"instruction": "instruction", "output": "output"}),  # Alpaca
+    ("prompt", {"prompt": "prompt", "completion": "completion"}),
+    ("text", {"text": "text"}),
+]
+# Roles whose column may be missing. No field names a column of Alpaca.
+OPTIONAL = ("tools", "instruction", "input", "output")
+
+
+class Layout(NamedTuple):
+    """Rows of a data set: their kind, the columns by role, and all columns where these were read.
+
+    The kind is text, prompt or chat. Data that every machine has has no columns.
+    """
+
+    kind: str
+    columns: dict[str, str]
+    names: list[str]
+
+
+# ---- Columns -------------------------------------------------------------------------------------
+
+
+def check_layout_fields(cfg: Any) -> None:
+    """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
+    shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
+    fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
+    wanted = f"{'prompt or chat' if pairs else 'text'} where task.data is {one_line(cfg.data, 60)}"
+    check_fields(cfg, [("rows", fits, wanted)])
+    columns = {
+        "text": "text_column",
+        "prompt": "prompt_column completion_column",
+        "chat": "messages_column tools_column",
+    }
+    where = f"where task.data is {one_line(cfg.data, 60)}"
+    check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
+    where = f"where task.rows is {cfg.rows}"
+    check_ignored_fields(
+        cfg,
+        [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()],
+    )
+
+
+def recognize_layout(cfg: Any) -> Layout:
+    """The layout of cfg.data: fields decide, and where they leave it open, the names of columns.
+
+    Raises ValueError for columns of no known layout.
+    """
+    if cfg.data in demo_data.TEXTS:
+        usual = "prompt" if cfg.data == "docstrings" else "text"
+        return Layout(usual if cfg.rows == "auto" else cfg.rows, {}, [])
+    kinds = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
+    fields, names = {role: getattr(cfg, f"{role}_column") for role in kinds}, []
+    named = [kind for role, kind in kinds.items() if fields[role] != role]
+    kind = named[0] if named and cfg.rows == "auto" else cfg.rows
+    if kind in ("text", "prompt", *named):
+        columns = {role: fields[role] for role in kinds if kinds[role] == kind}
+    else:
+        names = sources.read_column_names(cfg, ENDINGS)
+        layouts = [each for each in KNOWN if kind in ("auto", each[0])]
+        fitting = [each for each in layouts if {*each[1].values()} <= {*names}]
+        if not fitting:
+            raise unknown_columns(cfg, names, [columns for _, columns in layouts])
+        kind, columns = fitting[0]
+    if kind == "chat":
+        more = {"tools": cfg.tools_column} if "messages" in columns else {"input": "input"}
+        columns = {**columns, **{role: name for role, name in more.items() if name}}
+    return Layout(kind, columns, names)
+
+
+def unknown_columns(cfg: Any, names: list[str], layouts: list[dict[str, str]]) -> ValueError:
+    """An error that shows the columns, the known layouts, and the fields that name columns."""
+    if not names:
+        return ValueError(f"task.data: there is no text in {one_line(cfg.data, 100)}")
+    forms = ", ".join(" + ".join(columns.values()) for columns in layouts)
+    fields = "--task.messages_column"
+    if cfg.rows == "auto":
+        fields = (
+            f"--task.text_column, {fields}, or --task.prompt_column and --task.completion_column"
+        )
+    return ValueError(
+        f"task.data: {one_line(cfg.data, 100)} has the columns "
+        f"{one_line(', '.join(names[:20]), 100)}, but task.rows {cfg.rows} looks for {forms}; name "
+        f"yours with {fields}"
+    )
+
+
+def describe_columns(layout: Layout) -> str:
+    """The columns that are read, and the others, as the end of a sentence."""
+    columns, names = layout.columns, layout.names
+    read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
+    unread = [name for name in names if name not in columns.values()]
+    if not read or names == ["text", "label"]:  # a .txt file has its text, and its folder as label
+        return ""
+    others = f" (not read: {one_line(', '.join(unread), 200)})" * bool(unread)
+    return f", from {one_line(', '.join(read), 200)}{others}"
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def row_check(kind: str) -> Callable[[dict], list[str]]:
+    """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
+    "tools", if it has some, and what to say of its roles."""
+
+    def check(row: dict) -> list[str]:
+        found = (chats.normalize_chat if kind == "chat" else check_text)(row) or []
+        return [*found, "tools"] if "tools" in row else found
+
+    return check
+
+
+def describe_input(cfg: Any, layout: Layout, rows: int, counts: Counter) -> None:
+    """Prints the number of rows, which columns are read, and which roles go by other names."""
+    tools = counts.pop("tools", 0)
+    if cfg.tools_column not in ("", "tools") and layout.kind == "chat" and not tools:
+        name = one_line(cfg.tools_column, 60)
+        raise ValueError(f"task.tools_column: no row has tools in a column {name}")
+    print(
+        f"Preparing data: {rows:,} {PLURALS[layout.kind]} of {one_line(cfg.data, 100)}"
+        + f", {tools:,} with tools" * bool(tools)
+        + describe_columns(layout),
+        *(f"Preparing data: in {counts[each]:,} chats {each}" for each in sorted(counts)),
+        sep="\n",
+        flush=True,
+    )
+
+
+def key_of(row: dict) -> str:
+    """Text that equal rows share; a text is its own key."""
+    # Parquet has dates, which JSON has not.
+    return row["text"] if "text" in row else json.dumps(row, default=str)
+
+
+def check_text(row: dict) -> None:
+    """Raises ValueError for a row without text, or without a completion."""
+    for role, value in row.items():
+        if value is None or (role != "prompt" and not str(value).strip()):
+            raise sources.IncompleteRow(f"the {role} is empty")
+        if not isinstance(value, str):
+            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
+
+
+def texts_of(row: dict) -> Iterable[str]:
+    """All text of a row, for a vocabulary to be learnt from."""
+    return chats.chat_texts(row) if "messages" in row else row.values()
+
+
+# ---- Tokens --------------------------------------------------------------------------------------
+
+
+def tokenize_rows(rows: list[Row], kind: str, tokenizer: Any) -> list[Tokens]:
+    """Prompts or chats as tokens: loss terms are completions, or answers."""
+    shown: set = set()  # parts of chats that the template was found to show
+    tokens = []
+    for row, place in rows:
+        if kind == "prompt":
+            tokens.append(tokenize_prompt(row, tokenizer))
+        else:
+            texts = chats.render_chat(row, place, tokenizer, shown)
+            tokens += [text.tokenize_answers(*each, tokenizer) for each in texts]
+    return tokens
+
+
+def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
+    """A prompt with its completion and the end-of-text token, which are the loss terms."""
+    whole = row["prompt"] + row["completion"]
+    ids, mask = text.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
+    begin = text.begin_tokens(tokenizer)
+    ids = array("i", [*begin, *ids, tokenizer.eos_token_id])
+    return ids, array("b", [*[0] * len(begin), *mask, 1])
+
+
+def question_tokens(row: dict | str, kind: str, tokenizer: Any) -> list[int]:
+    """The tokens that the model is to continue: of a row, or of a text or a user's message."""
+    begin, question = text.begin_tokens(tokenizer), row
+    if kind == "text":
+        begin = begin or [tokenizer.eos_token_id]
+    elif kind == "prompt":
+        question = row if isinstance(row, str) else row["prompt"]
+    else:
+        begin, messages, tools = [], [{"role": "user", "content": row}], []
+        if not isinstance(row, str):
+            answers = [i for i, m in enumerate(row["messages"]) if i and m["role"] == "assistant"]
+            messages, tools = row["messages"][: answers[0]], row.get("tools", [])
+        place = "task.sample_prompt"
+        question = chats.apply_template(
+            messages, tools, place, tokenizer, add_generation_prompt=True
+        )
+    tokens = tokenizer(question, add_special_tokens=False, verbose=False).input_ids
+    return [*begin, *tokens] or [tokenizer.eos_token_id]

@@ -1,0 +1,140 @@
+"""Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.base.console import one_line
+from samestep.data import sources
+from samestep.data.tables import TABLES, Columns, Row
+from samestep.text import row_files, text, units
+from samestep.text.row_files import Input, Layout
+
+BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
+
+
+def build(
+    cfg: Any,
+    folder: Path,
+    columns: Columns,
+    shipped: dict[str, Callable[[], Iterator[Row]]],
+    learn: Callable[[Iterable[str]], None],
+    load_tokenizer: Callable[[], Any],
+) -> dict[str, Any]:
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
+
+    `columns`: those of "source" and "target". `shipped` gives the rows of data that the
+    task brings along. `learn` saves the vocabulary of a new model. Validation rows keep their
+    texts, as bytes, which the report compares with generated ones. Raises ValueError for rows that
+    cannot be used.
+    """
+    train, given, held = scan_pairs(cfg, folder, columns, shipped)
+    number, evaluated = row_files.count_rows(train, given, held)
+    data = one_line(cfg.data, 100)
+    size = f"{number:,} rows of {data} to train and {evaluated:,} to evaluate on"
+    print(f"Preparing data: {size}", flush=True)
+    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
+        learn(row_files.read_sample(folder, held))
+    tokenizer = load_tokenizer()
+    dtype = row_files.token_dtype(tokenizer)
+    limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
+
+    def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
+        arrays: row_files.Arrays = {}
+        cut: dict[str, int] = {}
+        for (role, limit), name in zip(limits.items(), ("input_ids", "labels"), strict=True):
+            prefix = cfg.source_prefix if role == "source" else ""
+            texts = [prefix + row[role] for row, _ in rows]
+            ids, cut[name] = tokenize_texts(texts, role, limit, tokenizer)
+            arrays[name] = [each.astype(dtype) for each in ids]
+            if part == "validation":
+                arrays[role] = [np.frombuffer(row[role].encode(), np.uint8) for row, _ in rows]
+        lengths = zip(arrays["input_ids"], arrays["labels"], strict=True)
+        arrays["length"] = np.array([sum(map(len, both)) for both in lengths], np.int32)
+        return arrays, cut
+
+    done = row_files.write(folder, train, given, held, encode)
+    for part in ("train", "validation"):
+        described = []
+        for (role, limit), name in zip(limits.items(), ("input_ids", "labels"), strict=True):
+            size, cut = row_files.describe_lengths(done, name, [part])
+            described.append(f"{role}s of {size}" + f" ({cut:,} cut to {limit:,})" * bool(cut))
+        print(f"Prepared {part}: {'; '.join(described)}", flush=True)
+    return row_files.finish(folder, done, {})
+
+
+def scan_pairs(
+    cfg: Any, folder: Path, columns: Columns, shipped: dict[str, Callable[[], Iterator[Row]]]
+) -> tuple[list[Input], list[Input], set[int]]:
+    """The first pass over training rows and, if they are given, validation rows; the hashes of
+    those held out."""
+    texts = None if cfg.model_name_or_path else dict.values
+    key: Callable[[dict], str] = lambda row: row["source"]  # noqa: E731
+    layouts = []
+    for each, own in sources.by_source(cfg, TABLES):
+        rows = list(shipped[each.data]()) if each.data in shipped else None
+        sources.print_skipped_files(own, TABLES, rows is not None)
+        layouts.append(Layout(each.name, own, columns, TABLES, check_pair, key, texts, None, rows))
+    if any(layout.fields[1:] for layout in layouts):  # else rows with equal sources stay together
+        layouts = [each._replace(key=lambda row: "\0".join(row.values())) for each in layouts]
+    train = row_files.scan(layouts, folder, "train")
+    given = row_files.scan(layouts, folder, "validation")
+    if given:
+        row_files.say_overlap(train, given)
+        return train, given, set()
+    held: set[int] = set()
+    for _, layout, notes in train:
+        most = max(1, cfg.validation_rows // len(train))
+        own = units.hold_out(notes, cfg.validation_fraction, most)
+        if not own:
+            data = one_line(layout.cfg.data, 100)
+            raise ValueError(f"task.data: all sources of {data} are equal; add others")
+        held |= own
+    return train, [], held
+
+
+def check_pair(row: dict) -> None:
+    """Raises ValueError for a row whose source or target is missing, empty, or not text."""
+    for role, value in row.items():
+        if value is None or value != value or not str(value).strip():  # tables have NaN for null
+            raise sources.IncompleteRow(f"the {role} is empty")
+        if not isinstance(value, str):
+            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
+
+
+def tokenize_texts(
+    texts: list[str], role: str, limit: int, tokenizer: Any
+) -> tuple[list[np.ndarray], int]:
+    """Token ids of sources or targets, int32, and how many of them were cut.
+
+    A text of more than `limit` tokens loses its end, but not the special tokens after it.
+    """
+    name = {"source": "text", "target": "text_target"}[role]  # some tokenizers tell them apart
+    rows, cut = [], 0
+    for start in range(0, len(texts), BLOCK):
+        block = texts[start : start + BLOCK]
+        encoded = tokenizer(**{name: block}, verbose=False).input_ids
+        for each, ids in zip(block, encoded, strict=True):
+            if len(ids) > limit:
+                ids = tokenizer(**{name: each}, truncation=True, max_length=limit).input_ids
+                cut += 1
+            rows.append(np.array(ids, np.int32))
+    return rows, cut
+
+
+@torch.no_grad()
+def generate_texts(model: Any, batches: Iterable[dict], tokenizer: Any) -> list[str]:
+    """The text that the model generates for each row, by the search of its generation_config.
+
+    A batch has input_ids and attention_mask, int64 (B, T).
+    """
+    texts: list[str] = []
+    for batch in batches:
+        inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+        # Sampling would use up the random numbers of the run.
+        tokens = model.generate(**inputs, do_sample=False)
+        texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts

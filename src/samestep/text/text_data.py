@@ -1,0 +1,282 @@
+"""Labelled texts and pairs of texts: read, split into training and validation rows, encoded."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samestep.base.console import one_line
+from samestep.base.fields import check_fields
+from samestep.data import labels, sources
+from samestep.data.cache import once_per_folder
+from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
+from samestep.data.tables import TABLES, Columns, Row
+from samestep.models import pretrained
+from samestep.text import row_files, text, units
+from samestep.text.row_files import Input, Layout
+
+# transformers takes 4 s to import: it waits for the functions that need it.
+
+ENDINGS = (".txt", *TABLES)
+ROLES = ("text", "text_pair")
+SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+
+def texts_of(row: dict) -> list[str]:
+    """The text of a row, or its two texts."""
+    return [row[role] for role in ROLES if role in row]
+
+
+def columns_of(cfg: Any) -> Columns:
+    columns: Columns = {"text": cfg.text_column}
+    columns["label"] = labels.split_names(cfg.label_columns) or cfg.label_column
+    return columns | ({"text_pair": cfg.text_pair_column} if cfg.text_pair_column else {})
+
+
+def check_row(row: dict, label_columns: list[str], problem_type: str) -> None:
+    """Raises ValueError for a row without a text or a label; parses the label."""
+    for role, name in zip(ROLES, ("text", "second text"), strict=True):
+        if role in row:
+            labels.require_value(name, row[role])
+            if not isinstance(row[role], str):
+                raise ValueError(f"the {name} is {one_line(repr(row[role]), 60)}, not text")
+    labels.parse_row_label(row, label_columns, problem_type)
+
+
+def key_of(row: dict) -> str:
+    """Rows of one key are all held out, or none: equal texts, or functions of one file."""
+    return row.get("file") or "\0".join(texts_of(row))
+
+
+def label_of(row: dict) -> str | float:
+    """The label as one value, which the first pass notes."""
+    return json.dumps(row["label"]) if isinstance(row["label"], list) else row["label"]
+
+
+# ---- Preparing -----------------------------------------------------------------------------------
+
+
+def build(
+    cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
+) -> dict[str, Any]:
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
+
+    `shipped` gives the rows of data that the task brings along; a row's place is the file it is
+    from.
+    Beside the rows it saves names.json, scale.json, and the vocabulary of a new model.
+    """
+    train, given, held, names = scan_rows(cfg, folder, shipped)
+    rows, evaluated = row_files.count_rows(train, given, held)
+    kind = cfg.problem_type
+    scale = {"train": Numbers(0.0, 1.0, False)}
+    weights, warning = np.ones(len(names), np.float32), ""
+    if kind == NUMBER:
+        scale["train"] = labels.describe_numbers(lambda: numbers_of(train, held, False))
+        part = (given, held, False) if given else (train, held, True)
+        scale["validation"] = labels.describe_numbers(lambda: numbers_of(*part))
+        about = describe_scale(scale["train"])
+    else:
+        counts = count_names(train, held, kind)
+        about, warning = labels.describe_labels(counts, rows, names, kind)
+        if cfg.class_weights == "balanced":
+            weights = labels.balanced_weights(np.array([counts[name] for name in names]))
+    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train"
+    print(f"Preparing data: {size} and {evaluated:,} to evaluate on; {about}", flush=True)
+    if warning:
+        print(f"Preparing data: {warning}", flush=True)
+
+    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
+        learn_vocabulary(row_files.read_sample(folder, held), cfg.vocab_size, folder)
+    tokenizer = load_tokenizer(cfg, folder)
+    dtype = row_files.token_dtype(tokenizer)
+
+    def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
+        columns, cut = encode_texts(rows, tokenizer, cfg.max_length)
+        columns["input_ids"] = [ids.astype(dtype) for ids in columns["input_ids"]]
+        if "token_type_ids" in columns:
+            columns["token_type_ids"] = [ids.astype("u1") for ids in columns["token_type_ids"]]
+        columns["labels"] = labels.encode_labels(rows, names, kind)
+        columns["weight"] = np.ones(len(rows), np.float32)
+        if kind == NUMBER:
+            columns |= labels.standardize(columns["labels"], scale["train"], scale[part])
+        elif kind == SINGLE and part == "train":
+            columns["weight"] = weights[columns["labels"]]
+        return columns, {"input_ids": cut}
+
+    done = row_files.write(folder, train, given, held, encode)
+    size, cut = row_files.describe_lengths(done, "input_ids", ("train", "validation"))
+    size += f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
+    print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
+    for name, value in (("names", names), ("scale", scale["train"][:2])):
+        (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+    constants = marks_of(tokenizer, bool(cfg.text_pair_column))
+    if kind == NUMBER:
+        constants["deviation"] = scale["train"].std
+    return row_files.finish(folder, done, constants)
+
+
+def scan_rows(
+    cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
+) -> tuple[list[Input], list[Input], set[int], list[str]]:
+    """The first pass over training rows and, if they are given, validation rows; the hashes of
+    those held out; the labels' names, or of numbers the name of the column."""
+    label_columns = labels.split_names(cfg.label_columns)
+
+    def check(row: dict) -> None:
+        check_row(row, label_columns, cfg.problem_type)
+
+    layouts, columns = [], columns_of(cfg)
+    texts = None if cfg.model_name_or_path else texts_of
+    for each, own in sources.by_source(cfg, ENDINGS):
+        rows = list(shipped[each.data]()) if each.data in shipped else None
+        sources.print_skipped_files(own, ENDINGS, rows is not None)
+        layout = Layout(each.name, own, columns, ENDINGS, check, key_of, texts, label_of, rows)
+        layouts.append(layout)
+    are_given = any(layout.fields[1:] for layout in layouts)
+    if not are_given:  # functions of one file are alike: they stay together
+        for i, layout in enumerate(layouts):
+            rows = layout.shipped and [({**row, "file": at}, at) for row, at in layout.shipped]
+            layouts[i] = layout._replace(shipped=rows)
+    train = row_files.scan(layouts, folder, "train")
+    held = set() if are_given else hold_out(train, cfg)
+    names = [cfg.label_column]
+    if cfg.problem_type != NUMBER:
+        found = count_names(train, set(), cfg.problem_type)
+        names = labels.collect_names(found, label_columns, cfg.data)
+    known = {*names}
+
+    def check_given(row: dict) -> None:
+        check(row)
+        if cfg.problem_type != NUMBER:
+            labels.check_known(row, names, known)
+
+    given = row_files.scan([each._replace(check=check_given) for each in layouts], folder,
+                           "validation")  # fmt: skip
+    if given:
+        row_files.say_overlap(train, given)
+    return train, given, held, names
+
+
+def hold_out(train: list[Input], cfg: Any) -> set[int]:
+    """The hashes of the rows that are held out, of each class in each source."""
+    held: set[int] = set()
+    single, most = cfg.problem_type == SINGLE, max(1, cfg.validation_rows // len(train))
+    for _, layout, notes in train:
+        own = units.hold_out(notes, cfg.validation_fraction, most, by_label=single)
+        data = one_line(layout.cfg.data, 100)
+        if not own and units.count_repeated(notes) < notes.rows - 1:
+            raise ValueError(
+                f"task.data: each of the {notes.rows:,} rows of {data} is a class of its own, so "
+                "that none can be held out: is task.label_column right? If so, add rows"
+            )
+        if not own:
+            raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
+        held |= own
+    return held
+
+
+def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
+    """The rows with each label, without those that are held out."""
+    counts: Counter = Counter()
+    for rows, noted in chain.from_iterable(each.notes.labelled() for each in inputs):
+        numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
+        for label, number in enumerate(np.bincount(numbers, minlength=len(noted)).tolist()):
+            names = json.loads(noted[label]) if problem_type == MULTI else [noted[label]]
+            for name in names:
+                counts[name] += number
+    return counts
+
+
+def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
+    """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
+    for rows in chain.from_iterable(each.notes.hashes() for each in inputs):
+        yield rows["label"][units.is_in(rows["hash"], held) == inside]
+
+
+def describe_scale(numbers: Numbers) -> str:
+    if not numbers.differ:
+        return f"all numbers are {numbers.mean:.6g}: nothing to learn"
+    size = f"mean {numbers.mean:.6g}, standard deviation {numbers.std:.4g}"
+    return f"{size}: such an error is a loss of 1"
+
+
+# ---- Tokenizer -----------------------------------------------------------------------------------
+
+
+def check_model(cfg: Any) -> None:
+    """Raises ValueError for a model to start from that cannot be read, or that was made for shorter
+    texts or for texts without a pair."""
+    if not cfg.model_name_or_path:
+        return
+    from transformers import AutoConfig
+
+    config = pretrained.load(AutoConfig, cfg)
+    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions if isinstance(positions, int) else -1
+    if re.search("roberta|camembert|longformer|mpnet|data2vec", config.model_type):
+        positions -= 2  # their positions begin after that of padding
+    tokenizer = load_tokenizer(cfg)
+    limits = (positions, tokenizer.model_max_length)
+    most = min((limit for limit in limits if limit > 0), default=math.inf)
+    rule = ("max_length", cfg.max_length <= most, f"at most {most}, as the model's")
+    check_fields(cfg, [rule])
+    special = tokenizer.num_special_tokens_to_add
+    if cfg.text_pair_column and special(pair=True) <= special(pair=False):
+        name = one_line(cfg.model_name_or_path, 100)
+        raise ValueError(
+            f"task.text_pair_column: the tokenizer of {name} puts nothing between two texts; put "
+            "them into one column, or give another model"
+        )
+
+
+@once_per_folder
+def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
+    """The tokenizer of the model to start from, or the one in the folder of prepared data."""
+    inputs = ["input_ids", "attention_mask"]
+    return text.load_tokenizer(cfg, folder, ["pad_token"], model_input_names=inputs, **SPECIAL)
+
+
+def learn_vocabulary(texts: Iterable[str], size: int, folder: Path) -> None:
+    """Learns the tokenizer of a new model: [CLS] before a text, [SEP] after each."""
+    ends = {"begin": SPECIAL["cls_token"], "end": SPECIAL["sep_token"]}
+    text.learn_vocabulary(texts, size, folder, first=list(SPECIAL.values()), **ends)
+
+
+def marks_of(tokenizer: Any, is_pair: bool) -> dict[str, int]:
+    """The tokens that collating and augmenting need: pad, and separator (-1: none)."""
+    marks = (tokenizer.sep_token_id, tokenizer.eos_token_id, -1)
+    separator = next(mark for mark in marks if mark is not None)
+    return {"pad": tokenizer.pad_token_id, "separator": separator if is_pair else -1}
+
+
+def encode_texts(rows: list[Row], tokenizer: Any, max_length: int) -> tuple[dict[str, Any], int]:
+    """Columns of the rows' tokens, and the number of rows that were cut to max_length tokens.
+
+    input_ids, and token_type_ids if pairs have them: lists of int32 (T,). length: int32 (N,).
+    """
+    is_pair = "text_pair" in rows[0][0]
+    columns: dict[str, Any] = {"input_ids": []}
+    if is_pair and "token_type_ids" in tokenizer("", "", verbose=False):
+        columns["token_type_ids"] = []
+    names, cut = list(columns), 0
+    for start in range(0, len(rows), 1000):  # bounds the memory of one call
+        chunk = [texts_of(row) for row, _ in rows[start : start + 1000]]
+        encoded = tokenizer(*map(list, zip(*chunk, strict=True)), verbose=False)
+        for i, texts in enumerate(chunk):
+            tokens = {name: encoded[name][i] for name in names}
+            if len(tokens["input_ids"]) > max_length:
+                tokens = tokenizer(*texts, truncation=True, max_length=max_length)
+                cut += 1
+            for name in names:
+                columns[name].append(np.array(tokens[name], np.int32))
+    lengths = [len(tokens) for tokens in columns["input_ids"]]
+    return columns | {"length": np.array(lengths, np.int32)}, cut

@@ -1,0 +1,80 @@
+"""The end of a run: the exported model, the status, and what the task reports."""
+
+from pathlib import Path
+
+import torch
+
+from samestep.base import run_folder
+from samestep.base.console import one_line, say
+from samestep.checkpoint import checkpoints, weights
+from samestep.processes.ranks import as_user_error, attempt, catch
+from samestep.processes.shutdown import STOPPED
+from samestep.report import curves, model_card, tracking
+from samestep.training.log import RunLog
+from samestep.training.run import Run
+from samestep.training.saving import Saver
+
+
+def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
+    """Saves the model of this step with its card, of `eval_only` its scores alone.
+
+    Returns the model with all its weights, on the main process. All processes must call it.
+    """
+    whole = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
+    main = run.accelerator.is_main_process
+    if run.cfg.eval_only:
+        say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
+        with run.ranks.fail_together(), as_user_error():
+            if main:
+                line = {"step": step, "checkpoint": str(run.point.checkpoint), **scores}
+                tracking.write_json_object(run.output / "evaluation" / "metrics.json", line)
+        return whole
+    with run.ranks.fail_together(), as_user_error():
+        if main:
+            run.start.check_folder()
+            folder = run.output / "model"
+            about = {"step": step, "steps": run.last_step, "scores": scores, **run.start.manifest}
+            with checkpoints.replaced_folder(folder) as fresh:
+                run.task.export(whole.eval(), fresh, run.cfg.task, run.start.prepared)
+                model_card.write_card(fresh, folder, about)
+    return whole
+
+
+def finish(
+    run: Run, log: RunLog, saver: Saver, whole: torch.nn.Module | None, sums: dict | None, step: int
+) -> int:
+    """Writes how the run ended, and shows what the task reports of the model; the exit code.
+
+    `sums`: of the evaluation of the exported model, that of this step; None: the run was stopped.
+    A report may take longer than the timeout: the others leave, and nothing waits for them.
+    """
+    run.accelerator.state.destroy_process_group()
+    code, state = (0, "finished") if sums else (STOPPED, "stopped")
+    if not run.accelerator.is_main_process:
+        return code
+    if run.cfg.eval_only:
+        attempt("no report", report, run, saver, whole, sums, run.output / "evaluation")
+        return code
+    run_folder.write_status(run.output, state, exit_code=code, **run.point.facts)
+    if sums:
+        shown = attempt("no report", report, run, saver, whole, sums, run.output)
+        attempt("the tracker has no report", log.lines.show, shown or {}, step)
+        picture, problem = catch(curves.try_draw, [run.output], run.output / "curves.png")
+        picture = picture or f"no picture: {one_line(problem)}"
+        say(f"model: {run.output / 'model'}  curves: {picture}")
+    else:
+        say(f"stopped after step {step}; the same command continues the run")
+    attempt("the tracker was not closed", tracking.end_tracker, run.accelerator)
+    return code
+
+
+def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: Path) -> dict:
+    """Prints what the task shows of an evaluation, texts and pictures; returns it."""
+    if not hasattr(run.task, "report"):
+        return {}
+    output.mkdir(exist_ok=True)
+    weights.place_for_report(whole, saver.state)
+    shown = run.task.report(whole.eval(), sums, output, run.cfg.task, run.start.prepared) or {}
+    for name, value in shown.items():
+        say(f"{name}: {value}")
+    return dict(shown)

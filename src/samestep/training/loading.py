@@ -1,0 +1,116 @@
+"""The data of the loop: micro-batches of the training steps, and batches of evaluations."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+
+from samestep.base.console import say
+from samestep.processes import device
+from samestep.processes.ranks import as_user_error, catch
+from samestep.settings import contract
+from samestep.step import batches, sharding
+from samestep.step.batches import Batch, EvaluationSampler, SampleDataset, StepBatchSampler
+from samestep.step.shares import ShareBalancer
+from samestep.step.sums import EvaluationSums
+from samestep.training.run import Run
+
+
+def make_loader(run: Run, rows: SampleDataset, sampler) -> torch.utils.data.DataLoader:
+    """The DataLoader of the micro-batches that a sampler deals to this process."""
+    device_type, workers = run.accelerator.device.type, run.cfg.num_workers
+    workers = device.count_workers(workers, run.task, run.accelerator.device)
+    return batches.make_loader(rows, sampler, run.task, workers, pin_memory=device_type == "cuda")
+
+
+class TrainLoader:
+    """Gives the steps of a run, and fetches the next one while the device computes."""
+
+    def __init__(self, run: Run, data: Any, eval_loader: "EvalLoader"):
+        self.run, self.eval_loader = run, eval_loader
+        self.rows = SampleDataset(data, run.task, run.cfg.seed, run.point.mixture)
+        end = run.samples(run.last_step)
+        sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
+        loader = make_loader(run, self.rows, sampler)
+        automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
+        self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
+        self.reader = batches.StepReader(
+            loader, run.ranks, run.stop.requested, self.balancer, lambda: run.problem
+        )
+        self.plan, self.dealt = run.plan, {}  # of the step; if the next ones are dealt anew, a note
+        self.left = run.last_step - run.first_step  # steps to fetch
+
+    def fetch(self) -> None:
+        """Fetches the next step, if there is one."""
+        if self.left:
+            self.left -= 1
+            with self.run.meter.waiting():
+                self.reader.fetch()
+
+    def take(self) -> tuple[list[tuple[int, Batch]], int]:
+        """This process's micro-batches of the step that was fetched, each with its number in the
+        step, and the step's number of loss terms over all processes.
+        """
+        self.plan, window, terms, ids_hash = self.reader.take()
+        self.run.meter.add(terms, ids_hash)
+        self.dealt = self.reader.dealt
+        if self.dealt:  # new shares, used from the next step on
+            self.eval_loader.sampler.step_plan = self.balancer.plan
+        return list(zip(self.plan.run(), window, strict=True)), terms
+
+    def stop_seen(self) -> bool:
+        """Whether a process was asked to stop before it fetched the next step, if there is one."""
+        return self.reader.stop_seen()
+
+
+class EvalLoader:
+    """Gives the batches of an evaluation, and tries one."""
+
+    def __init__(self, run: Run, data: Any):
+        self.run, self.rows = run, SampleDataset(data, run.task)
+        self.sampler = EvaluationSampler(run.plan, self.rows)
+        self.loader = make_loader(run, self.rows, self.sampler)
+        self.stopped = False
+
+    def batches(self, model: torch.nn.Module, requested: Callable[[], int]) -> Iterator[Batch]:
+        """The batches of this process on its device, as many as of every other.
+
+        It ends, with `stopped` set, as soon as `requested()` is 1 on any process. The model
+        computes without its compiled code.
+        """
+        run, iterator = self.run, iter(self.loader)
+        model.eval()
+        sharding.SharedBuffers(model).share()
+        for _ in range(len(self.loader)):
+            fetched, problem = catch(next, iterator)
+            (stop,) = run.ranks.sum_over_ranks(requested(), problem=problem)
+            self.stopped = bool(stop)
+            if stop:
+                break
+            batch = send_to_device(fetched[0], run.accelerator.device, non_blocking=True)
+            # A model that draws noise: by the rows of the batch, whoever evaluates them.
+            batches.seed_micro_batch(0, 1, fetched[1][1])
+            with device.eager(model), sharding.split_rows(run.accelerator, batch):
+                yield batch
+        model.train()
+
+    def score(self, totals: EvaluationSums) -> tuple[dict[str, float], Batch]:
+        """The scores of an evaluation, and the task's sums over all rows."""
+        sums = totals.total(self.run.ranks)
+        with as_user_error():
+            return contract.score(self.run.task, sums, self.rows.sources)
+
+    def try_batch(self, model: torch.nn.Module) -> None:
+        """Tries an evaluation: a mistake in task.py shows now, and not hours later."""
+        run = self.run
+        if run.cfg.eval_only:
+            return
+        with run.ranks.fail_together(), as_user_error():
+            first = batches.first_batches(self.rows, self.sampler, run.task)
+            first = send_to_device(first, run.accelerator.device)
+            with device.eager(model), sharding.split_rows(run.accelerator, *first):
+                for warning in contract.try_evaluation(run.task, model, first):
+                    say(warning)
+        with device.eager(model):
+            run.meter.count_flops(model, run.task, first[0], run.share_trained)

@@ -1,0 +1,73 @@
+"""The log of a run: means of losses, notes of unusual steps, scores, times."""
+
+import torch
+
+from samestep.processes.ranks import UserError
+from samestep.report import speed, tracking
+from samestep.step import monitor
+from samestep.training.loading import TrainLoader
+from samestep.training.run import Run
+
+
+class RunLog:
+    """Counts steps, and writes lines of metrics; see tracking.Log for where they go."""
+
+    def __init__(self, run: Run, loader: TrainLoader):
+        self.run, self.loader, self.step, self.lr = run, loader, run.first_step, 0.0
+        settings, micro_batches = run.start.manifest["config"], sum(run.plan.shares)
+        self.lines = None  # of an evaluation alone
+        if not run.cfg.eval_only:
+            self.lines = tracking.Log(run.accelerator, settings, run.first_step, run.last_step)
+        self.monitor = monitor.StepMonitor(
+            run.accelerator, run.ranks, micro_batches, run.cfg.max_skipped_steps
+        )
+        self.profiler = speed.Profiler(run.meter, run.cfg.profile_steps, run.output)
+        if run.point.changed:
+            self.note(event="changed", changes="; ".join(run.point.changed))
+
+    def note(self, **entries) -> None:
+        """Writes a line about the newest step."""
+        if self.lines:
+            self.lines.write({"step": self.step, **entries})
+
+    def close(self) -> None:
+        """Closes the file and the bar."""
+        if self.lines:
+            self.lines.close()
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        self.step = step
+        self.profiler.begin(step)
+
+    def add(self, terms: int, losses: list[torch.Tensor], norm: torch.Tensor, lr: float) -> None:
+        """After a step: its loss terms, its losses on this process, the norm of its gradient, its
+        learning rate. Does not wait for the device.
+        """
+        self.lr = lr
+        self.profiler.end(self.step)
+        self.monitor.add(self.step, terms, self.loader.plan.run(), losses, norm)
+        about = f"{self.run.parameters:,} parameters to train; {terms:,} {self.run.unit} a step"
+        self.lines.advance(self.step, about)
+        if self.loader.dealt:
+            self.note(**self.loader.dealt)
+
+    def write_means(self) -> None:
+        """Writes a line about the steps since the last one. Waits for the device.
+
+        Raises UserError if too many steps in a row were skipped.
+        """
+        run, rows = self.run, self.loader.rows
+        loss, grad_norm, notes, reason = self.monitor.read()
+        for note in notes:
+            end = run.samples(note["step"])
+            ids = rows.ids(range(end - run.cfg.global_batch_size, end))
+            self.lines.write({**note, "sample_ids": ids})
+        samples = run.samples(self.step)
+        line = {"samples": samples, "epoch": samples / len(rows), **rows.count_samples(samples)}
+        line |= {"loss": loss, "lr": self.lr, "grad_norm": grad_norm}
+        self.note(**line, **run.meter.read())
+        if run.meter.straggler:
+            self.note(**run.meter.straggler)
+        if reason:
+            raise UserError(reason)

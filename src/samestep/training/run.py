@@ -1,0 +1,106 @@
+"""A run before its loop: where it starts and ends, and the model that it trains."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+
+from samestep.base import files, run_folder
+from samestep.base.console import say
+from samestep.checkpoint import checkpoints, weights
+from samestep.processes import device, shutdown
+from samestep.processes.ranks import Ranks, as_user_error
+from samestep.report import speed, tracking
+from samestep.start.startup import RunStart, agree_on_start
+from samestep.step import sharding
+
+
+class Run:
+    """A run of train.py on this process. All processes call its methods, in the same order."""
+
+    def __init__(self, start: RunStart, ranks: Ranks, stop: shutdown.StopRequest, task: Any):
+        """Finds where to start, which the main process has found in `prepare`."""
+        self.start, self.ranks, self.stop, self.task = start, ranks, stop, task
+        self.cfg, self.output, self.plan = start.cfg, start.output, start.plan
+        self.point = agree_on_start(ranks, start)
+        self.first_step = self.point.saved.get("step", 0)  # done before
+        self.first_sample = self.point.saved.get("samples", 0)
+        self.last_step = self.first_step
+        if not self.cfg.eval_only:
+            self.last_step = max(self.first_step, self.point.max_steps)
+        self.nothing_to_do = self.cfg.check or bool(self.point.finished)
+        self.problem: Exception | None = None  # of work in the background
+
+    def samples(self, step: int) -> int:
+        """Samples of the run up to the end of this step."""
+        return self.first_sample + (step - self.first_step) * self.cfg.global_batch_size
+
+    def explain(self) -> int:
+        """Says why there is nothing to do; the exit code."""
+        if self.cfg.check:
+            checkpoints.hand_over_verified()
+        say(self.start.summary())
+        return 0
+
+    def use(self, accelerator: Accelerator) -> None:
+        """Checks the accelerator, and prints what runs on what."""
+        self.accelerator, cfg = accelerator, self.cfg
+        device.check_accelerator(accelerator, cfg)
+        say(
+            f"{self.output}: {accelerator.num_processes} x {accelerator.device.type}, "
+            f"{accelerator.mixed_precision.replace('no', 'fp32')}, "
+            f"distributed: {accelerator.distributed_type.value}; "
+            f"a step of {self.plan.describe(self.ranks.layout.unit)}"
+        )
+        for remark in self.point.remarks:
+            say(remark)
+        sharding.configure_deepspeed(accelerator, self.plan, cfg.max_grad_norm)
+        self.unit = getattr(self.task, "UNIT", "samples")
+        self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
+
+    def begin(self) -> None:
+        """Writes config.yaml and the status, and starts the tracker: on the main process."""
+        if self.cfg.eval_only:
+            return
+        settings = self.start.manifest["config"]
+        text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+        files.replace_text(self.output / "config.yaml", text)
+        run_folder.write_status(self.output, "running")
+        tracking.start_tracker(self.accelerator, settings)
+
+    def new_model(self) -> torch.nn.Module:
+        """The task's model with its first weights, the same on each process."""
+        torch.manual_seed(self.cfg.seed)
+        return self.task.build_model(self.cfg.task, self.start.prepared)
+
+    def build_model(self) -> torch.nn.Module:
+        """The task's model as the recipe and the YAML want it: before it is prepared."""
+        accelerator, layout = self.accelerator, self.ranks.layout
+        model = weights.build(self.new_model, accelerator, self.ranks)
+        with self.ranks.fail_together(), as_user_error():
+            if self.cfg.gradient_checkpointing:
+                weights.enable_gradient_checkpointing(model)
+            sharding.check_model_shares_rows(model, layout)
+        model = weights.sync_batch_norms(model, accelerator, self.plan, self.cfg.device_shares)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = sum(p.numel() for p in trained)
+        self.trained_bytes = sum(p.nbytes for p in trained)
+        self.share_trained = self.parameters / sum(p.numel() for p in model.parameters())
+        with self.ranks.fail_together():
+            if accelerator.is_main_process:
+                self.start.manifest["frozen_weights"] = weights.frozen_digest(model)
+            sharding.split_matrices(model, accelerator, layout)
+        return model
+
+    @contextlib.contextmanager
+    def preparing(self, model: torch.nn.Module, optimizer) -> Iterator[weights.TaskModule]:
+        """Gives the module to prepare in its body: `module(function, batch)`, see TaskModule."""
+        self.optimizer_settings = weights.optimizer_settings(optimizer)
+        self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)
+        with self.ranks.fail_together(), as_user_error():
+            module = weights.wrap(model, optimizer, self.accelerator, self.cfg)
+            with sharding.whole_buffers(module, self.accelerator):
+                yield module

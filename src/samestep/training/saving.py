@@ -1,0 +1,228 @@
+"""Saves checkpoints, while training waits or in the background, and continues from them."""
+
+import contextlib
+import mmap
+import shutil
+import threading
+import time
+
+import numpy as np
+import torch
+
+from samestep.base.console import say
+from samestep.checkpoint import checkpoints, tensor_files, weights
+from samestep.checkpoint.weights import TrainingState
+from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error
+from samestep.settings.mesh import this_layout
+from samestep.training.log import RunLog
+from samestep.training.run import Run
+
+ALIGNMENT = 64  # bytes, of each tensor in host memory
+
+
+class Saver:
+    """Commits checkpoints of the weights and of the optimizer's state.
+
+    With `async_save`, a save copies this process's share of them to host memory, and a thread
+    writes, hashes and commits it. At most one save is in flight.
+    """
+
+    def __init__(self, run: Run, model: torch.nn.Module, optimizer):
+        self.run, self.start, self.accelerator = run, run.start, run.accelerator
+        self.ranks, self.main = run.ranks, run.accelerator.is_main_process
+        self.state = TrainingState(run.accelerator, model, optimizer, run.optimizer_settings)
+        self.step = 0  # of the newest checkpoint of this run
+        self.scored = False  # whether it holds the scores of its step
+        self.best_loss = run.point.best_loss
+        self.thread: threading.Thread | None = None
+        # Of each save in the background that is done: its step and seconds, until they are logged.
+        self.done: list[tuple[int, float]] = []
+        self.host = HostCopies()
+        self.asynchronous = run.cfg.async_save
+
+    def load(self) -> tuple[int, dict | None]:
+        """Continues from the checkpoint where the run starts, if there is one.
+
+        Returns its step, and its scores; None if that step has to be evaluated.
+        """
+        run, checkpoint, saved = self.run, self.run.point.checkpoint, self.run.point.saved
+        with self.ranks.fail_together(), as_user_error():
+            if checkpoint:
+                self.state.load(checkpoint, saved, self.start.manifest)
+            elif self.main:  # AdamW will keep two moments of each weight
+                folder = run.output / "checkpoints"
+                checkpoints.check_disk_space(folder, 3 * run.trained_bytes)
+        self.thread_ranks = self.ranks.for_thread() if self.asynchronous else self.ranks
+        if not checkpoint:
+            return 0, None
+        say(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
+        self.step, self.scored = run.first_step, "eval_loss" in saved
+        known = self.scored and not run.cfg.eval_only
+        return run.first_step, {"eval_loss": saved["eval_loss"]} if known else None
+
+    def wants(self, step: int, scores: dict | None) -> bool:
+        """Whether these are the best scores so far, or the checkpoint of this step lacks them."""
+        best = self.run.cfg.export == "best" and scores and scores["eval_loss"] < self.best_loss
+        return bool(best or (scores and step == self.step and not self.scored))
+
+    def save(self, step: int, scores: dict | None, log: RunLog) -> None:
+        """Saves a step, or begins to. A step that is saved already only gets its scores."""
+        run, found = self.run, {"eval_loss": scores["eval_loss"]} if scores else {}
+        if run.cfg.eval_only:
+            return
+        if step == self.step:
+            self.add_scores(found)
+            return
+        numbers = {"samples": run.samples(step), "processes": self.accelerator.num_processes}
+        began = time.perf_counter()
+        with run.meter.paused():
+            self.commit({**self.start.manifest, "step": step, **numbers, **found})
+        self.best_loss = min([self.best_loss, *found.values()])
+        self.step, self.scored = step, bool(found)
+        log.note(save_seconds=time.perf_counter() - began)
+
+    def add_scores(self, found: dict) -> None:
+        """Adds scores to the checkpoint that this run goes on from, if it is of this run."""
+        checkpoint, folder = self.run.point.checkpoint, self.run.output / "checkpoints"
+        if self.scored or not found or checkpoint.parent != folder or self.run.point.changed:
+            return
+        self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
+        with self.ranks.fail_together():
+            if self.main:
+                checkpoints.add_to_manifest(checkpoint, found)
+
+    def commit(self, manifest: dict) -> None:
+        """Commits a checkpoint, or begins to. All processes must call it.
+
+        An error on one process ends all of them; older checkpoints stay. An error in the background
+        is `run.problem`; `wait` and the next save raise it.
+        """
+        self.wait()
+        share = None
+        if not this_layout().deepspeed:
+            with self.ranks.fail_together(), as_user_error():
+                tensors = self.state.collect()
+            share = tensor_files.take_share(tensors, self.ranks)
+        if not self.asynchronous:
+            self.write(self.ranks, share, manifest)
+            return
+        with self.ranks.fail_together(), as_user_error():
+            share.parts = self.host.copy(share.parts)
+        target, arguments = self.write_in_background, (share, manifest)
+        self.thread = threading.Thread(target=target, args=arguments, name=SAVE_THREAD, daemon=True)
+        self.thread.start()
+
+    def write_in_background(self, share: tensor_files.Share, manifest: dict) -> None:
+        """The body of the thread."""
+        began = time.perf_counter()
+        try:
+            self.write(self.thread_ranks, share, manifest)
+            self.done.append((manifest["step"], time.perf_counter() - began))
+        except Exception as error:
+            self.run.problem = error
+
+    def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
+        """All processes write their shares, then the main process makes the checkpoint valid."""
+        partial = checkpoints.partial_folder(self.start.output / "checkpoints", manifest["step"])
+        with ranks.fail_together(), as_user_error():
+            self.state.check_finite(share.parts if share else self.state.partitions())
+        try:
+            with ranks.fail_together(), as_user_error():
+                if self.main:
+                    self.start.check_folder()
+                    checkpoints.make_partial_folder(partial)
+            with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
+                if share:
+                    tensor_files.write_share(share, partial)
+                else:
+                    self.accelerator.save_state(partial, exclude_frozen_parameters=True)
+            with ranks.fail_together():
+                layout = this_layout()
+                hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
+            digests = {
+                name: digest for each in ranks.gather(hashed) for name, digest in each.items()
+            }
+            with ranks.fail_together(), as_user_error():
+                if self.main:
+                    committed = checkpoints.commit(partial, manifest, digests)
+                    checkpoints.prune(committed, self.start.cfg.keep_checkpoints)
+        finally:
+            if self.main:  # frees the space of what did not become a checkpoint
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Waits for a save in the background, and raises its error. All processes must call it."""
+        if self.asynchronous:
+            if self.thread:
+                self.thread.join()
+            self.thread = None
+            self.ranks.raise_everywhere(self.run.problem)
+
+    def log_commits(self, log: RunLog) -> None:
+        """Writes a line for each save in the background that is now done."""
+        while self.done:
+            committed, seconds = self.done.pop(0)
+            log.note(committed_step=committed, commit_seconds=seconds)
+
+    def finish(self, log: RunLog) -> None:
+        """Waits for the last save, and closes the log."""
+        self.wait()
+        self.log_commits(log)
+        log.close()
+
+    def load_best(self) -> int | None:
+        """Loads the weights with the smallest eval_loss; their step, None if there are none."""
+        return weights.load_best(self.state, self.ranks, self.start)
+
+
+class HostCopies:
+    """Copies of tensors in one piece of host memory, which later copies of the same shapes reuse.
+
+    For a GPU it is pinned: such memory is fast to copy to, and slow to allocate. torch would round
+    its size up to a power of two (pytorch#150517).
+    """
+
+    def __init__(self):
+        self.memory = np.empty(0, np.uint8)
+        self.copies: dict[str, torch.Tensor] = {}
+        self.shapes: dict[str, tuple] = {}  # and dtypes, by name
+        self.pinned = False
+
+    def copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies that are valid until the next call."""
+        on_gpu = any(part.is_cuda for part in parts.values())
+        shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
+        if shapes != self.shapes:
+            self.allocate(parts, on_gpu)
+            self.shapes = shapes
+        for name, part in parts.items():
+            self.copies[name].copy_(part, non_blocking=part.is_cuda)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return self.copies
+
+    def allocate(self, parts: dict[str, torch.Tensor], on_gpu: bool) -> None:
+        """Makes room for copies of these tensors, in place of the old ones."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
+        self.copies, self.memory, self.pinned = {}, np.empty(0, np.uint8), False  # frees the old
+        sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values()]
+        pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory, start = np.frombuffer(pages, np.uint8), 0
+        for (name, part), size in zip(parts.items(), sizes, strict=True):
+            # Storages of their own: of several views of one, write_share makes copies.
+            piece = torch.from_numpy(self.memory[start : start + part.nbytes])
+            self.copies[name] = piece.view(part.dtype).view(part.shape)
+            start += size
+        if on_gpu:
+            pages.madvise(mmap.MADV_DONTFORK)  # copy-on-write would part them from the GPU
+            self.pinned = pin(self.memory)
+
+
+def pin(memory: np.ndarray) -> bool:
+    """Pins memory; False where the system does not allow it, and copies to it are slower."""
+    if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")  # takes CUDA's error, which the next kernel would raise
+    return False

@@ -1,0 +1,448 @@
+"""What people read: the pages of the template and of its projects.
+
+They are short, their links lead somewhere, and each command on them is checked: its target, verb,
+files and flags exist. Slow tests run those that need neither a GPU, nor another machine or service.
+"""
+
+import ast
+import contextlib
+import itertools
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from conftest import ROOT, SOURCE, BakedProject, bake, status
+
+QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+TASKS = QUESTIONS["task"]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
+PYTHON = ("python", "python3", ".venv/bin/python", ".venv/bench/bin/python")
+# Programs of others, and of the system: the files that they name are checked, and no flags.
+OTHERS = {
+    *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git hf kill".split(),
+    *"kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard torchrun".split(),
+    *"touch trackio uv wandb".split(),
+}
+# Of docker and pip, and a field that a recipe of the cookbook adds.
+OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience"}
+
+
+def pages(folder):
+    """The pages of a folder by their names: README.md and its like, and docs/."""
+    found = sorted([*folder.glob("*.md"), *folder.glob("docs/*.md")])
+    return {str(page.relative_to(folder)): page for page in found if page.name != "CHANGELOG.md"}
+
+
+def prose(page):
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def scripts(page):
+    """The commands of a page: its fenced blocks without a language."""
+    return [code for language, code in FENCE.findall(page.read_text("utf-8")) if not language]
+
+
+def comments(folder):
+    """The commands in the comments of a project's YAMLs and jobs, as scripts."""
+    for path in sorted([*folder.glob("configs/*/*.yaml"), *folder.glob("cluster/*")]):
+        text = path.read_text(encoding="utf-8").replace("\\\n# ", "")
+        yield from re.findall(r"^# +((?:make|accelerate|python|kubectl|sky) .*)", text, flags=re.M)
+
+
+def commands(script):
+    """The simple commands of a script, as lists of words. Python in <<'END' has to parse."""
+    found, rows = [], script.replace("\\\n", " ").splitlines()
+    while rows:
+        row = rows.pop(0)
+        while row.count('"') % 2:  # a quoted text of several lines
+            row += " " + rows.pop(0).strip()
+        lexer = shlex.shlex(row, posix=True, punctuation_chars="&|;<>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words = [*lexer]
+        if "<<" in words:
+            end = rows.index(words[words.index("<<") + 1])
+            ast.parse("\n".join(rows[:end]))
+            rows = rows[end + 1 :]
+        for ends, group in itertools.groupby(words, lambda word: word in ("&&", "||", ";")):
+            settings = re.compile(r"\w+=|export$|taskset$|-c$|[\d-]+$")
+            group = [*itertools.dropwhile(settings.match, group)]
+            found += [group] if group and not ends else []
+    return found
+
+
+@pytest.fixture(scope="module")
+def baked(tmp_path_factory):
+    """A project of each task, with all clusters, and with recipes that train for a few steps."""
+    folder, projects = tmp_path_factory.mktemp("docs"), {}
+    for task in TASKS:
+        projects[task] = bake(folder / task, task=task, tracker="none", cluster="all")
+        path = projects[task].path
+        (path / ".venv").symlink_to(sys.prefix)
+        for recipe in path.glob("configs/train/*.yaml"):
+            text = recipe.read_text(encoding="utf-8")
+            recipe.write_text(re.sub(r"^max_steps: \d+", "max_steps: 6", text, flags=re.M))
+        for name in ("accelerate/cpu", "train/default"):  # as if samestep hardware tune had run
+            file = path / "configs" / f"{name}.yaml"
+            shutil.copy(file, file.with_name("tuned.yaml"))
+    return projects
+
+
+# ---- Pages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cluster", QUESTIONS["cluster"])
+@pytest.mark.parametrize("task", TASKS)
+def test_readme_of_a_project_has_at_most_150_lines(tmp_path, task, cluster):
+    readme = bake(tmp_path, task=task, cluster=cluster).path / "README.md"
+    assert len(readme.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_readme_of_the_template_has_at_most_200_lines():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def anchors(page):
+    """The headings of a page, as GitHub names them in addresses."""
+    found = re.findall(r"^#+ (.+)$", prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("place", [*TASKS, "template"])
+def test_links_lead_to_pages_and_headings(baked, place):
+    folder = ROOT if place == "template" else baked[place].path
+    all_pages, reached = pages(folder), set()
+    for name, page in all_pages.items():
+        for target in LINK.findall(prose(page)):
+            path, _, heading = target.replace("%7B", "{").replace("%7D", "}").partition("#")
+            found = (page.parent / path).resolve() if path else page
+            if not target.startswith("https://"):
+                assert found.exists(), f"{name} links {target}"
+                assert not heading or heading in anchors(found), f"{name} links {target}"
+                reached.add(found)
+    lonely = {name for name, page in all_pages.items() if page.resolve() not in reached}
+    assert lonely <= {"README.md", "CONTRIBUTING.md"}, "no page links these"
+
+
+def test_pages_name_nothing_that_went_into_the_library(baked):
+    old = r"(?<![\w/])(training/|tasklib|machine/|(launch|prepare|predict|plot|hardware)\.py)"
+    for folder in (ROOT, *(project.path for project in baked.values())):
+        for name, page in pages(folder).items():
+            found = re.search(f"{old}|examples/task", page.read_text(encoding="utf-8"))
+            assert not found or name == "docs/migrating.md", (name, found)
+
+
+def test_page_of_the_library_names_its_rooms_in_their_order():
+    page = (ROOT / SOURCE / "docs" / "library.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Rooms")[2].partition("\n## ")[0]
+    rooms, source = re.findall(r"^\| `(\w+)` \|", table, flags=re.M), ROOT / "src" / "samestep"
+    assert {*rooms} == {path.parent.name for path in source.glob("*/__init__.py")}
+    for path in source.glob("*/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("samestep."):
+                room = node.module.split(".")[1]
+                assert rooms.index(path.parent.name) <= rooms.index(room), f"{path}: {room}"
+    (verbs,) = re.findall(r"^\| `programs` .*: ([a-z, ]+) \|$", table, flags=re.M)
+    assert {*verbs.split(", ")} == {p.stem for p in source.glob("programs/[a-z]*.py")}
+
+
+# ---- Commands, as they stand there ---------------------------------------------------------------
+
+
+CONVERT = """
+import json, sys
+import train
+from samestep.settings.config import convert_all, fields_of, read_flags
+fields, *given = fields_of(train.Config), *json.loads(sys.argv[1])
+for words in given:
+    try:
+        convert_all(read_flags(words, fields), fields, "")
+    except ValueError as error:
+        print(*words, "|", error)
+print(*fields)
+"""
+
+
+@pytest.fixture(scope="module")
+def fields(baked):
+    """The flags of train.py, for each task."""
+    commands = {task: project.run("python", "-c", CONVERT, "[]") for task, project in baked.items()}
+    return {task: {*result.stdout.split()} for task, result in commands.items()}
+
+
+def split_launch(words):
+    """Checks the words of a launcher; gives those that it launches, from train.py or -m on."""
+    places = [i for i, word in enumerate(words) if word in ("train.py", "-m", "...")]
+    own, rest = (words[: places[0]], words[places[0] :]) if places else (words, [])
+    own = ["0" if word == "R" else word for word in own]  # the page says: for R its own number
+    assert not launch_command_parser().parse_known_args([*own, "x.py"])[1], words
+    return rest
+
+
+class Checker:
+    """Checks commands against projects or the template, and collects flags of train.py."""
+
+    known = {}  # the flags of the library's programs
+
+    def __init__(self, project, *folders):
+        self.project, self.folders, self.given = project, [project.path, *folders], []
+
+    def flags_of(self, *words):
+        """The flags that --help of a program of the library names."""
+        if words not in self.known:
+            printed = self.project.run("python", "-m", *words, "--help").stdout
+            self.known[words] = {*re.findall(r"--[\w-]+", printed)}
+        return self.known[words]
+
+    def check(self, words):
+        """Raises AssertionError for a command with a target, a verb, a file or a flag too many."""
+        program, *rest = words
+        for word in rest:
+            made = word.endswith(("/X.yaml", "recommended.yaml"))
+            if re.match(r"(benchmarks|cluster|configs|vendor)/", word) and not made:
+                assert any([*folder.glob(word)] for folder in self.folders), words
+        if program == "make":
+            self.make(rest)
+        elif words[:2] == ["accelerate", "launch"]:
+            self.launched(split_launch(rest[1:]))
+        elif program in PYTHON and rest[0] == "train.py":
+            self.given.append(rest[1:])
+        elif program in PYTHON and rest[0] == "-m" and rest[1].partition(".")[0] == "samestep":
+            self.launched(rest)
+        elif program in PYTHON and rest[0] == "-c":
+            ast.parse(rest[1])
+        elif program in PYTHON:
+            of_file = rest[0] == "-" or rest[0].startswith("benchmarks/")
+            assert of_file or rest[1] in ("pip", "venv"), words
+        else:
+            assert program in OTHERS, f"{program} of {words} is not in OTHERS"
+
+    def make(self, words):
+        """make says itself what it would do, or that there is no such target, YAML or recipe."""
+        words = [word for word in words if not word.startswith("VENV=/path")]
+        command = ["make", "--dry-run", *words]
+        result = subprocess.run(command, cwd=self.project.path, capture_output=True, text=True)
+        template = re.findall("^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), flags=re.M)
+        assert result.returncode == 0 or {*words} & {*template}, (words, result.stderr)
+        for command in commands(result.stdout) if "ARGS" in str(words) else ():
+            if command[0] in PYTHON and command[2] == "samestep":
+                self.launched(command[1:])
+
+    def launched(self, words):
+        """What a launcher starts: train.py, or a module of the library."""
+        if words[:3] == ["-m", "samestep", "launch"]:
+            words = split_launch(words[3:])
+        if words and words[0] == "train.py":
+            self.given.append(words[1:])
+        elif words and words[0] == "-m":
+            verbs = [*itertools.takewhile(lambda word: word[:2] != "--", words[1:])]
+            asks = verbs[:3] if verbs[1:2] == ["hardware"] else verbs[:2]
+            found = {word.partition("=")[0] for word in words if word[:2] == "--"}
+            if verbs[1:2] == ["prepare"]:
+                self.given.append(words[3:])
+            elif verbs[1:2] == ["hardware"]:  # flags of train.py follow its own
+                self.given += [[flag] for flag in found - self.flags_of(*asks) - OTHER_FLAGS]
+            else:
+                assert found <= self.flags_of(*asks) | OTHER_FLAGS, words
+
+
+def sentences(page, checker):
+    """Checks the code inside of sentences: commands, and flags that stand there by themselves."""
+    verbs = ("predict", "plot", "hardware recommend", "hardware bench")
+    known = [checker.flags_of("samestep", *verb.split()) for verb in verbs]
+    known += [checker.flags_of("samestep.hardware.memory"), OTHER_FLAGS]
+    known += [each.option_strings for each in launch_command_parser()._actions]
+    for text in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page)):
+        if text.startswith(("make ", "accelerate launch ", *(f"{name} " for name in PYTHON))):
+            for words in commands(text):
+                checker.check(words)
+        elif text.startswith("--"):
+            if {*re.findall(r"(?<!\S)--[\w.-]+", text)} - set().union(*known):
+                checker.given.append(shlex.split(text))
+
+
+@pytest.mark.parametrize("place", [*TASKS, "template"])
+def test_commands_name_what_is_there(baked, fields, place):
+    """README.md and docs/data.md of a project are for its task, its other pages for all tasks."""
+    task = place if place in TASKS else TASKS[0]
+    project, own, given = baked[task], fields[task], []
+    folder = ROOT if place == "template" else project.path
+    for name, page in pages(folder).items():
+        of_task = place != "template" and name in ("README.md", "AGENTS.md", "docs/data.md")
+        if not of_task and place in TASKS[1:]:
+            continue  # the same page, checked with the first task
+        checker = Checker(project, folder)
+        found = [*scripts(page), *(comments(folder) if name == "README.md" else ())]
+        for words in itertools.chain(*map(commands, found)):
+            checker.check(words)
+        if name != "docs/migrating.md":  # whose table has what was before
+            sentences(page, checker)
+        for words in checker.given:
+            words = re.sub(r"(^|\0)(--[^\0=]+)=", r"\1\2\0", "\0".join(words)).split("\0")
+            words = [word for word in words if word not in ("", "...", "--help")]
+            for flag in ("--config", "--config_file"):
+                if flag in words:
+                    del words[words.index(flag) : words.index(flag) + 2]
+            flags = {word[2:] for word in words if word[:2] == "--"}
+            assert flags <= (own if of_task else set().union(*fields.values())), (name, words)
+            if len(words) > len(flags) and flags <= own:  # values too
+                given.append(words)
+    *wrong, _ = project.run("python", "-c", CONVERT, json.dumps(given)).stdout.splitlines()
+    assert given and not wrong, wrong
+
+
+# ---- Commands, run -------------------------------------------------------------------------------
+
+
+# Run by no test here: they install, take minutes, or need GPUs, machines and services.
+LEFT_OUT = (
+    "make (setup|test|demo|torture|bench|gpu)|hardware (tune|bench)|OWNER/NAME|-m (venv|pip) "
+)
+SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
+REMOVE_TASK = r"""#!/bin/sh
+sed -i '/^task:/,$d' "$1"
+"""
+
+
+def can_run(words):
+    """Whether a command needs this machine alone, and seconds."""
+    text = " ".join(words)
+    yamls = re.findall(r"(?:configs/accelerate/|HARDWARE=)(\w+)", text)
+    if words[0] in OTHERS - SYSTEM or re.search(LEFT_OUT, text):
+        return False
+    return all(name.startswith("cpu") for name in yamls)
+
+
+def write_data(folder):
+    """What the pages of a task call by name: texts, chats, tables, images."""
+    from PIL import Image
+
+    texts = [f"This is text {i}, and it says {i * i} times nothing." for i in range(300)]
+    for name in ("path/to/texts", "path/to/images/one", "path/to/images/two"):
+        (folder / name).mkdir(parents=True)
+    for i, text in enumerate(texts):
+        (folder / "path" / "to" / "texts" / f"{i}.txt").write_text(text)
+    for i in range(80):
+        image = Image.new("RGB", (48, 40), (3 * i, 255 - 3 * i, 90 * (i % 2)))
+        image.save(folder / "path" / "to" / "images" / ("one", "two")[i % 2] / f"{i}.jpg")
+    image.save(folder / "photo.jpg")
+    ask = {"role": "user", "content": "Go on."}
+    rows = {
+        "wiki.jsonl": [{"text": text} for text in texts],
+        "code.jsonl": [{"text": f"print({i})"} for i in range(300)],
+        "chats.jsonl": [
+            {"messages": [ask, {"role": "assistant", "content": text}]} for text in texts
+        ],
+        "tweets.jsonl": [{"text": text, "label": "yes"} for text in texts],
+        "pairs.jsonl": [{"source": text, "target": text[:12]} for text in texts],
+    }
+    rows |= {"news.jsonl": rows["pairs.jsonl"], "talks.jsonl": rows["pairs.jsonl"]}
+    for name, content in rows.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
+    labelled = [f'"{text}",{("yes", "no")[i % 2]}\n' for i, text in enumerate(texts)]
+    (folder / "reviews.csv").write_text("text,label\n" + "".join(labelled))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory, baked):
+    """The folder of the unpacked wheel, which has the examples too."""
+    folder = tmp_path_factory.mktemp("library")
+    (wheel,) = baked[TASKS[0]].path.glob("vendor/*.whl")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory, library):
+    """Runs a script in a project, as its reader would after `source .venv/bin/activate`."""
+    editor = tmp_path_factory.mktemp("editor") / "remove_task"
+    editor.write_text(REMOVE_TASK)
+    editor.chmod(0o755)
+    variables = {"EDITOR": str(editor), "PYTHONPATH": str(library)}
+    for who in ("AUTHOR", "COMMITTER"):
+        variables |= {f"GIT_{who}_NAME": "Test", f"GIT_{who}_EMAIL": "test@example.org"}
+
+    def run(project, script):
+        return project.run("bash", "-ec", script, **variables)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, baked, shell):
+    """Projects with the data that pages call by name, and a model of each task."""
+    folder, projects = tmp_path_factory.mktemp("trained"), {}
+    for task, project in baked.items():
+        projects[task] = BakedProject(shutil.copytree(project.path, folder / task, symlinks=True))
+        write_data(projects[task].path)
+        shell(projects[task], "make train")
+        model = projects[task].path / "path" / "to" / "model"
+        shutil.copytree(projects[task].path / "runs" / "default" / "model", model)
+    return projects
+
+
+RENDERED = [(task, name) for task in TASKS for name in ("README.md", "docs/data.md")]
+OTHERS_OF_FIRST = [(TASKS[0], n) for n in pages(ROOT / SOURCE) if (TASKS[0], n) not in RENDERED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task, name", [*RENDERED, *OTHERS_OF_FIRST])
+def test_commands_run(tmp_path, trained, shell, task, name):
+    """Each block of a page in a fresh copy, without the commands that can_run leaves out.
+
+    Blocks that read the same for another task are run with the first one.
+    """
+    others = scripts(trained[TASKS[0]].path / name) if task != TASKS[0] else []
+    for number, script in enumerate(scripts(trained[task].path / name)):
+        rows = script.replace("\\\n", " ").splitlines()
+        if "<<" in script or any(row.count('"') % 2 for row in rows):
+            rows = [script]
+        rows = [row for row in rows if all(map(can_run, commands(row)))]
+        if script not in others and any(map(commands, rows)):
+            folder = shutil.copytree(trained[task].path, tmp_path / str(number), symlinks=True)
+            if "make plot" in script:
+                shutil.copytree(folder / "runs" / "default", folder / "runs" / "mine")
+            shell(BakedProject(folder), "\n".join(rows))
+
+
+# ---- Debugging -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "hardware, stop",
+    [("cpu", "breakpoint()"), ("cpu_multi", "if accelerator.is_main_process: breakpoint()")],
+)
+def test_breakpoint_opens_under_make_train(tmp_path, baked, hardware, stop):
+    """In the loop of train.py, on a terminal: it shows the step, and goes on."""
+    folder = shutil.copytree(baked[TASKS[0]].path, tmp_path / "project", symlinks=True)
+    train = folder / "train.py"
+    text = train.read_text(encoding="utf-8")
+    indent, call = re.search(r"^( +)(accelerator\.backward\()", text, flags=re.M).groups()
+    train.write_text(text.replace(indent + call, f"{indent}{stop}\n{indent}{call}", 1))
+    process, terminal = pty.fork()
+    if process == 0:
+        try:
+            words = ["make", "train", "RECIPE=smoke", f"HARDWARE={hardware}", "ARGS=--max_steps 2"]
+            os.execvpe("make", [*words, "-C", str(folder)], BakedProject(folder).env())
+        finally:
+            os._exit(1)
+    shown, answers = b"", [b"p 'step', step\n", b"c\n", b"p 'step', step\n", b"c\n"]
+    with contextlib.suppress(OSError):  # what reading a terminal gives at its end
+        while data := os.read(terminal, 65536):
+            shown += data
+            if shown.endswith(b"(Pdb) "):
+                os.write(terminal, answers.pop(0))
+    assert os.waitpid(process, 0)[1] == 0, shown.decode()
+    assert b"('step', 1)" in shown and b"('step', 2)" in shown and not answers, shown.decode()
+    assert status(folder / "runs" / "smoke")["state"] == "finished"

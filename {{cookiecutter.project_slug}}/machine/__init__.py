@@ -1,1 +1,0 @@
-"""What hardware.py stands on: it checks, measures and advises; training never imports it."""
