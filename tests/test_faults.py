@@ -259,11 +259,15 @@ def test_an_error_of_one_process_is_told_to_all_and_printed_once(tiny, tmp_path,
 
 
 def test_a_row_that_one_process_cannot_read_ends_all(tiny, tmp_path):
-    """Its own traceback, and one line from the main process; the status has the reason."""
+    """A line of its own, its traceback in a file, and a line from the main process."""
     flags = ["--output_dir", tmp_path / "run", "--task.fail_where", "row"]
     flags += ["--task.fail_kind", "TypeError", "--task.samples", 100, "--max_steps", 100]
     printed = tiny.train(2, *flags, codes=[1], timeout=30)
-    assert printed.count("TypeError: no row here") == 2 and printed.count("Traceback") == 1
+    assert printed.count("TypeError: no row here") == 2 and "Traceback" not in printed
+    file = tmp_path / "run" / "error-1.txt"
+    own = next(line for line in printed.splitlines() if line.startswith("train.py: TypeError"))
+    assert re.search(r" \(task\.py, line \d+\); traceback: ", own) and own.endswith(str(file))
+    assert file.read_text().startswith("Traceback") and "no row here" in file.read_text()
     assert printed.count("train.py: process 1 on ") == 1
     assert "TypeError: no row here" in status(tmp_path / "run")["reason"]
     assert status(tmp_path / "run")["exit_code"] == 1

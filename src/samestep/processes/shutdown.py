@@ -20,7 +20,7 @@ import psutil
 
 from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
-from samestep.base.files import DISK_FULL
+from samestep.base.files import DISK_FULL, replace_text
 from samestep.processes import meeting
 from samestep.processes.ranks import (
     PROCESSES,
@@ -129,7 +129,7 @@ def run(main, prepare) -> None:
             written, _ = catch(run_folder.write_final_status, start.output, state, reason, code)
             speaks = written is not False
         if speaks or not line:
-            report(error, line, "train.py")
+            report(error, line, "train.py", start and start.output)
     stop.training = True  # from here on a signal is only recorded
     if error and others:
         others.leave(error, stop.requested)
@@ -162,12 +162,29 @@ def run_alone(main) -> None:
     exit_process(code)
 
 
-def report(error: BaseException, line: str | None, program: str) -> None:
-    """Prints the line about an error, or without one its traceback."""
+def report(
+    error: BaseException, line: str | None, program: str, folder: Path | None = None
+) -> None:
+    """Prints the line about an error. Without one: what it is, and where it was raised.
+
+    The traceback then goes to a file of the run folder; without a folder, or with
+    SAMESTEP_TRACEBACK=1, to the screen.
+    """
+    if not line and not isinstance(error, SystemExit):
+        text = without_credentials("".join(traceback.format_exception(error)))
+        file = f"error{'' if IS_MAIN else '-' + os.environ['RANK']}.txt"
+        if not folder or os.environ.get("SAMESTEP_TRACEBACK") == "1":
+            sys.stderr.write(text)
+        elif catch(replace_text, folder / file, text)[1]:  # the disk is full, or the folder gone
+            sys.stderr.write(text)
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [each for each in frames if "site-packages" not in each.filename] or frames
+            place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+            told = one_line(error, 300)
+            line = f"{type(error).__name__}: {told} ({place}); traceback: {folder / file}"
     if line:
         print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
-    elif not isinstance(error, SystemExit):
-        sys.stderr.write(without_credentials("".join(traceback.format_exception(error))))
 
 
 def join_background_save() -> None:
