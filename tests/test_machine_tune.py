@@ -188,6 +188,7 @@ def test_a_trial_ends_with_all_its_processes(tmp_path, monkeypatch, recipe, spee
     program = tmp_path / "samestep" / "__main__.py"
     program.parent.mkdir()
     program.write_text(FAKE)
+    (program.parent / "__init__.py").touch()
     (tmp_path / "recipe.yaml").write_text(recipe)
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path)
