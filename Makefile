@@ -16,8 +16,8 @@ EXTRAS = dev,trackio,tensorboard
 # imports it in each run. Nothing is compiled.
 ZERO = .venv/deepspeed
 ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
-# Processes that share the tests.
-WORKERS ?= 2
+# Processes that share the tests: two, on four cores or more three.
+WORKERS ?= $(shell if [ "$$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then echo 3; else echo 2; fi)
 # Benchmarks take the library from its sources, as the tests do; the demo has a wheel.
 SOURCES = PYTHONPATH='$(CURDIR)/src'
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
@@ -42,7 +42,7 @@ demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r 
 	@echo '  $$EDITOR demo/my_training/task.py                 # what is trained: data, model, loss'
 
 # A test that is asked for by its name is run, slow or not.
-test: $(TESTS)  ## check the style, run the quick tests (WORKERS=2; one: ARGS="-k hostile")
+test: $(TESTS)  ## check the style, run the quick tests (WORKERS=3; one: ARGS="-k hostile")
 	.venv/bin/ruff check --config pyproject.toml .
 	.venv/bin/ruff format --check --config pyproject.toml .
 	$(PYTEST) $(if $(findstring -k,$(ARGS))$(findstring ::,$(ARGS)),,-m "not slow") $(ARGS)
