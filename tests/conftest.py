@@ -316,6 +316,17 @@ def bake(folder, **answers):
     return BakedProject(Path(path))
 
 
+def with_library(project, name, old, new):
+    """Gives a project a library of its own, in which this text of a file is replaced."""
+    if not (project / "samestep").exists():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "src" / "samestep", project / "samestep", ignore=ignored)
+    file = project / "samestep" / name
+    text = file.read_text(encoding="utf-8")
+    assert text.count(old) == 1, f"{name}: {text.count(old)} x {old!r}"
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
 def load_task(name):
     """A file of templates/tasks as a module, as if it stood in a project as task.py."""
     for folder in (ROOT / SOURCE, ROOT / "templates" / "tasks"):

@@ -709,7 +709,7 @@ def test_help_names_every_flag_and_no_other(project):
     printed = project.run("python", "train.py", "--help")
     assert printed.stderr == "" and "\n  --config CONFIG " in printed.stdout
     assert "\n  --task.data DATA " in printed.stdout and "--task " not in printed.stdout
-    for group in ("Run:\n  --output_dir", "Optimizer:\n  --learning_rate", "Task: Data:\n"):
+    for group in ("Run:\n  --seed", "Optimizer:\n  --learning_rate", "Task: Data:\n"):
         assert f"\n{group}" in printed.stdout
 
 

@@ -16,7 +16,8 @@ BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr
 BASE += ["--reference_batch_size", 16, "--max_grad_norm", 0.5, "--weight_decay", 0.5]
 
 
-NO_PICTURE = "import plot; plot.draw = lambda *_: 'none'"  # it takes most of the time
+# It takes most of the time.
+NO_PICTURE = "from samestep.report import curves; curves.draw = lambda *_: 'none'"
 
 
 def checkpoint(output, step):

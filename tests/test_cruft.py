@@ -132,8 +132,9 @@ def test_project_from_before_the_library_moves_to_it_and_continues(tmp_path, run
     run(tmp_path, "cruft", "create", str(template), "--no-input", "--checkout", "main")
     project = BakedProject(tmp_path / DEFAULT_SLUG)
     folder = project.path
+    commit(run, folder)
     for name, old, new in (
-        ("train.py", "    return torch.optim.AdamW(", "    assert groups  # mine\n"),
+        ("train.py", "    parameters = [p for p in model.", "    assert model  # mine\n"),
         ("task.py", "from tasklib.sources import", "from tasklib.tables import TABLES as MINE\n"),
     ):
         text = (folder / name).read_text(encoding="utf-8")

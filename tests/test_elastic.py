@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from conftest import digest, latest, lines, status, wait_until
+from conftest import digest, latest, lines, status, wait_until, with_library
 
 # Steps of 0.1 s with four processes, without an end in sight.
 FLAGS = ["--max_steps", 100_000, "--lr_schedule", "constant", "--eval_every", 0, "--save_every", 5]
@@ -166,9 +166,8 @@ def test_processes_that_die_and_a_machine_that_leaves(tiny, machines):
 def test_a_process_that_dies_while_saving(tiny, machines, tmp_path):
     project = type(tiny)(tmp_path / "project")
     tiny.run("cp", "-r", tiny.path, project.path)
-    file = project.path / "training" / "checkpoints.py"
     slow = "import time\n\n\ndef hash_files(*a): time.sleep(1); return fast(*a)\n\n\ndef fast("
-    file.write_text(file.read_text().replace("def hash_files(", slow))
+    with_library(project.path, "checkpoint/checkpoints.py", "def hash_files(", slow)
     flags = [*latest([*FLAGS, "--max_steps", 20, "--exact", "true"])]
     two = machines("2:2", *flags, project=project)
     two.start(2)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import BakedProject, bake, digest, lines, load_task, read_weights
+from conftest import BakedProject, bake, digest, lines, load_task, read_weights, with_library
 from test_invariance import DROPOUT, check_same_curve
 
 EXACT = ["--exact", "true", *DROPOUT]
@@ -150,9 +150,7 @@ def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
     """In parts of 40 elements, which cut weights, and in one."""
     project = with_task(tiny, tmp_path, ODD)
     whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
-    sums = project.path / "training" / "sums.py"
-    assert "\nBUCKET = 2 << 20" in sums.read_text()
-    sums.write_text(sums.read_text().replace("\nBUCKET = 2 << 20", "\nBUCKET = 40"))
+    with_library(project.path, "step/sums.py", "\nBUCKET = 2 << 20", "\nBUCKET = 40")
     check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
     last = max((whole[0] / "checkpoints").glob("step-*"))
     # As without exact: the optimizer skips it, and does not decay it.

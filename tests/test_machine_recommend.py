@@ -461,7 +461,7 @@ def test_recommend_for_adapters_and_for_several_processes(tmp_path):
 def test_a_model_that_looks_at_numbers_is_computed(tmp_path):
     project = bake(tmp_path, tracker="none")
     (project.path / "task.py").write_text(
-        (project.path / "examples" / "task.py")
+        (ROOT / "templates" / "examples" / "plain_module.py")
         .read_text()
         .replace("return ((model(batch", "assert batch['x'].sum() < 1e9\n    return ((model(batch")
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import BakedProject, bake, digest, latest, lines, preloaded
+from conftest import ROOT, BakedProject, bake, digest, latest, lines, preloaded
 from test_sharding import agree, launcher_env, make_small, model_digest
 
 PRETEND = Path(__file__).with_name("pretend_gpu.py")
@@ -137,7 +137,7 @@ def test_a_task_trains_continues_evaluates_and_predicts(tmp_path, task):
 @pytest.mark.parametrize(("hardware", "processes"), [("single_gpu_bf16", 1), ("multi_gpu_bf16", 2)])
 def test_a_plain_module_trains(tmp_path, hardware, processes):
     project = bake(tmp_path, tracker="none")
-    shutil.copy(project.path / "examples" / "task.py", project.path / "task.py")
+    shutil.copy(ROOT / "templates" / "examples" / "plain_module.py", project.path / "task.py")
     flags = ["--max_steps", 6, "--log_every", 3, "--eval_every", 3, "--warmup_steps", 0]
     flags += ["--output_dir", tmp_path / "run", "--config", tmp_path / "empty.yaml"]
     (tmp_path / "empty.yaml").write_text("{}\n")

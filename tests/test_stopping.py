@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from conftest import digest, lines, status, trained, wait_until
+from conftest import digest, lines, status, trained, wait_until, with_library
 
 # Steps of 25 ms without an end in sight, evaluated and saved now and then.
 LONG = ["--max_steps", 100_000, "--eval_every", 10, "--task.row_seconds", 0.003]
@@ -111,9 +111,8 @@ def test_a_signal_during_evaluation_does_not_wait_for_its_end(tiny, tmp_path):
 def test_a_signal_while_saving_waits_for_the_checkpoint(tiny, tmp_path):
     output = tmp_path / "run"
     project = shutil.copytree(tiny.path, tmp_path / "project")
-    file = project / "training" / "checkpoints.py"
     slow = "import time\n\n\ndef hash_files(*a): time.sleep(2); return fast(*a)\n\n\ndef fast("
-    file.write_text(file.read_text().replace("def hash_files(", slow))
+    with_library(project, "checkpoint/checkpoints.py", "def hash_files(", slow)
     flags = [*LONG, "--output_dir", output, "--save_every", 3]
     run = type(tiny)(project).launch("samestep", "cpu_multi", *flags)
     wait_until(lambda: list(output.glob("checkpoints/.step-00000003.partial")), run)

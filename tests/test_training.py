@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -314,7 +315,9 @@ def test_one_cause_is_one_error_of_the_projects_own_tests(tmp_path):
     # -rN: where CI is set, pytest's summary repeats the whole error.
     command = ["python", "-m", "pytest", "-q", "-rN", "tests/test_training.py"]
     told = project.run(*command, check=False).stdout
-    assert "6 skipped, 1 error in" in told and told.count("OSError: boom") == 1
+    # One warning more of a pytest that runs in a fork of a process with modules.
+    assert re.search("6 skipped, (1 warning, )?1 error in", told)
+    assert told.count("OSError: boom") == 1
     assert "CalledProcessError" not in told
 
 

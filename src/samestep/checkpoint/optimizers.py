@@ -82,6 +82,9 @@ class ContractCheck:
                 "build_optimizer gives a weight that is not in the model, so no checkpoint would "
                 "hold it; make it a part of the model, in task.build_model"
             )
+        # Adagrad begins with a state of the weights: FSDP has replaced these.
+        for key in [key for key in optimizer.state if key not in names]:
+            del optimizer.state[key]
         optimizer.register_step_pre_hook(self.before_step)
         optimizer.register_step_post_hook(self.after_step)
 

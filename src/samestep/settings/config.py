@@ -457,15 +457,18 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
 
 
 def field_headings(config_class: type, prefix: str = "", title: str = "Fields") -> dict[str, str]:
-    """The heading of each field in --help: the comment after a blank line that opens its group."""
+    """The heading of each field in --help: the comment after a blank line that opens its group.
+
+    The fields of a class come before those of its bases.
+    """
     headings, kinds = {}, get_type_hints(config_class)
-    for base in reversed(config_class.__mro__[:-1]):
+    for base in config_class.__mro__[:-1]:
         heading, previous = title, ""
         for line in inspect.getsource(base).splitlines():
             if not previous and (comment := re.fullmatch(r"    # (.+)", line)):
                 heading = f"{title}: {comment[1]}" if prefix else comment[1]
             elif name := re.match(r"    (\w+):", line):
-                headings[prefix + name[1]] = heading
+                headings.setdefault(prefix + name[1], heading)
             previous = line
     for name, kind in kinds.items():
         if dataclasses.is_dataclass(kind):
@@ -483,14 +486,16 @@ def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
     names = fields_of(type(cfg))
     values = {name: functools.reduce(getattr, name.split("."), cfg) for name in names}
     parser.set_defaults(values)
-    headings, groups = field_headings(type(cfg)), {}
+    headings, actions, groups = field_headings(type(cfg)), {}, {}
     for group in parser._action_groups:  # argparse has no public way to move a flag
         for action in [each for each in group._group_actions if each.dest in headings]:
             group._group_actions.remove(action)
             # jsonargparse's flag that appends to a list, which read_flags does not know
             action.option_strings = [name for name in action.option_strings if name[-1] != "+"]
-            if action.dest in names:  # else a group of fields, such as --task
-                groups.setdefault(headings[action.dest], []).append(action)
-    for heading, actions in groups.items():
-        parser.add_argument_group(heading)._group_actions.extend(actions)
+            actions[action.dest] = action
+    for name, heading in headings.items():
+        if name in names:  # else a group of fields, such as --task
+            if heading not in groups:
+                groups[heading] = parser.add_argument_group(heading)
+            groups[heading]._group_actions.append(actions[name])
     parser.print_help()
