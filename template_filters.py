@@ -48,28 +48,30 @@ DEVICES = {"con", "prn", "aux", "nul"} | {
 # Distributions and modules that a project installs, directly or through others, and ones that its
 # owner may add.
 INSTALLED = """
-    absl absl_py accelerate annotated_doc annotated_types anyio arrow attr attrs binaryornot
-    bitsandbytes brotli certifi charset_normalizer click cloudpickle colorama contourpy
-    cookiecutter coreweave_evaluations cruft cwevals cycler datasets dateutil deepspeed
-    diffusers dill distro docstring_parser dotenv evaluate execnet filelock flash_attn fonttools
-    fsspec functorch git gitdb gitpython google googleapis_common_protos gradio_client grpc
-    grpcio h11 hf_transfer hf_xet httpcore httpcore2 httptools httpx httpx2 huggingface_hub idna
-    importlib_resources iniconfig isympy jinja2 joblib jsonargparse jsonschema
-    jsonschema_specifications kernels kiwisolver kubernetes_validate lxml markdown markdown_it
-    markdown_it_py markupsafe matplotlib mdurl mpl_toolkits mpmath msgpack multipart
-    multiprocess narwhals networkx numpy nvidia nvidia_ml_py opentelemetry opentelemetry_api
+    absl absl_py accelerate annotated_doc annotated_types anyio arrow ast_serialize attr
+    attrs binaryornot bitsandbytes brotli certifi charset_normalizer click cloudpickle
+    colorama contourpy cookiecutter coreweave_evaluations cruft cwevals cycler datasets
+    dateutil deepspeed diffusers dill distro docstring_parser dotenv evaluate execnet
+    filelock flash_attn fonttools fsspec functorch git gitdb gitpython google
+    googleapis_common_protos gradio_client grpc grpcio h11 hf_transfer hf_xet httpcore
+    httpcore2 httptools httpx httpx2 huggingface_hub idna importlib_resources iniconfig
+    isympy jinja2 joblib jsonargparse jsonschema jsonschema_specifications kernels
+    kiwisolver kubernetes_validate librt lxml markdown markdown_it markdown_it_py markupsafe
+    matplotlib mdurl mpl_toolkits mpmath msgpack multipart multiprocess mypy mypy_extensions
+    mypyc narwhals networkx numpy nvidia nvidia_ml_py opentelemetry opentelemetry_api
     opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
     opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http
-    opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions orjson packaging
-    pandas peft pil pillow pip platformdirs pluggy portalocker protobuf psutil py py_spy pyarrow
-    pydantic pydantic_core pygments pylab pynvml pyparsing pytest pytest_xdist python_dateutil
-    python_dotenv python_multipart python_slugify pyyaml referencing regex requests rich rpds
-    rpds_py ruff sacrebleu safetensors samestep scikit_learn scipy sentencepiece setuptools
-    shellingham sklearn sky skypilot slugify smmap sniffio starlette sympy tabulate tensorboard
-    tensorboard_data_server test text_unidecode threadpoolctl tiktoken timm tokenizers tomli
-    torch torchao torchaudio torchgen torchvision tqdm trackio transformer_engine transformers
-    triton truststore typer typing_extensions typing_inspection tzdata urllib3 uvicorn uvloop
-    wandb watchfiles websockets werkzeug wheel xdist xxhash yaml zstandard
+    opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions orjson
+    packaging pandas pathspec peft pil pillow pip platformdirs pluggy portalocker protobuf
+    psutil py py_spy pyarrow pydantic pydantic_core pygments pylab pynvml pyparsing pytest
+    pytest_xdist python_dateutil python_dotenv python_multipart python_slugify pyyaml
+    referencing regex requests rich rpds rpds_py ruff sacrebleu safetensors samestep
+    scikit_learn scipy sentencepiece setuptools shellingham sklearn sky skypilot slugify
+    smmap sniffio starlette sympy tabulate tensorboard tensorboard_data_server test
+    text_unidecode threadpoolctl tiktoken timm tokenizers tomli torch torchao torchaudio
+    torchgen torchvision tqdm trackio transformer_engine transformers triton truststore
+    typer typing_extensions typing_inspection tzdata urllib3 uvicorn uvloop wandb watchfiles
+    websockets werkzeug wheel xdist xxhash yaml zstandard
 """.split()
 # The project's own programs and folders.
 OWN_NAMES = {path.stem for path in (ROOT / FOLDER).iterdir() if not path.name.startswith(".")}

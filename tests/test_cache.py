@@ -277,7 +277,11 @@ def test_the_key_takes_what_a_function_runs_and_no_comment(cfg, tmp_path, monkey
 
 
 TASK_EDITS = {  # module and function, and whether an edit prepares the data anew
-    "causal_lm": ["text.text.tokenize_texts", "text.chats.normalize_chat", "text.corpus.finish"],
+    "causal_lm": [
+        "text.tokenizing.tokenize_texts",
+        "text.chats.normalize_chat",
+        "text.corpus.finish",
+    ],
     "seq2seq": ["text.pairs.tokenize_texts", "text.row_files.finish", "data.sources.walk"],
     "text_classification": [
         "text.text_data.build",
@@ -633,7 +637,7 @@ def test_the_digest_of_a_task_is_that_of_its_values(tmp_path, task_name):
         if task_name == "causal_lm" and i == 2:
             file.write_text(file.read_text().replace("text 70 of", "text 71 of"))
         task, cfg = small(task_name, data=str(file), cache_dir=str(tmp_path / f"cache{i}"))
-        found.append(task.digest(cfg, task.prepare_data(cfg)))
+        found.append(task.cache.content_digest(task.prepare_data(cfg)))
     assert found[0] == found[1] != found[2] and len(found[0]) == 64
 
 
@@ -656,7 +660,7 @@ def test_images_that_a_table_names_are_looked_at(tmp_path, capsys, monkeypatch):
     cfg = task.TaskConfig(data=str(pictures(tmp_path)), cache_dir=cache, image_size=8, min_crop=1.0)
 
     def digest():
-        return task.digest(cfg, task.prepare_data(cfg)), capsys.readouterr().out
+        return task.cache.content_digest(task.prepare_data(cfg)), capsys.readouterr().out
 
     before, printed = digest()
     assert "12 images" in printed and digest() == (before, "")

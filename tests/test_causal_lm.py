@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from conftest import ROOT, SOURCE, load_task
 from samestep.data import tables
 from samestep.text import corpus, layouts
-from samestep.text import text as text_module
+from samestep.text import tokenizing as text_module
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 IGNORE_INDEX = -100
@@ -43,7 +43,7 @@ def config(task, tmp_path):
 def read_back(task, cfg):
     """The text of both parts, and their rows."""
     prepared = task.prepare_data(cfg)
-    tokenizer = task.load_tokenizer(cfg, prepared)
+    tokenizer = corpus.load_tokenizer(cfg, prepared)
     parts = task.datasets(cfg, prepared)
     texts = []
     for part in parts:
@@ -148,7 +148,7 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(task, config, tmp_pa
 
     cfg = config(write(tmp_path, "jsonl"))
     prepared = task.prepare_data(cfg)
-    tokenizer, model = task.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
+    tokenizer, model = corpus.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
     assert len(tokenizer) == 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
     favour_unused_tokens(model.lm_head, tokenizer)
     model.eval()
@@ -169,7 +169,7 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(task, config, tmp_pa
 def test_a_vocabulary_of_whole_128s_has_no_other_rows(task, config):
     cfg = config("pydoc", vocab_size=384)
     prepared = task.prepare_data(cfg)
-    assert len(task.load_tokenizer(cfg, prepared)) == 384
+    assert len(corpus.load_tokenizer(cfg, prepared)) == 384
     model = task.build_model(cfg, prepared)
     assert model.config.vocab_size == 384 and model.generation_config.suppress_tokens is None
 
@@ -180,7 +180,7 @@ def test_text_of_any_bytes_survives(task, config, tmp_path):
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     cfg = config(file)
     prepared = task.prepare_data(cfg)
-    tokenizer = task.load_tokenizer(cfg, prepared)
+    tokenizer = corpus.load_tokenizer(cfg, prepared)
     for text in texts[1:]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     end = tokenizer.eos_token_id
@@ -412,7 +412,7 @@ def packed(task, cfg):
     """Tokenizer, and all rows of training in one batch."""
     prepared = task.prepare_data(cfg)
     train, _ = task.datasets(cfg, prepared)
-    tokenizer = task.load_tokenizer(cfg, prepared)
+    tokenizer = corpus.load_tokenizer(cfg, prepared)
     return tokenizer, task.collate([train[i] for i in range(len(train))])
 
 

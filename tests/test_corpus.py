@@ -25,7 +25,7 @@ import torch
 from conftest import ROOT, SOURCE, load_task
 from samestep.base import workers
 from samestep.data import cache, tables
-from samestep.text import corpus, text, token_rows, units
+from samestep.text import corpus, token_rows, tokenizing, units
 
 IGNORE_INDEX = -100
 WORDS = "the quick brown fox jumps over a lazy dog and runs far away".split()
@@ -145,7 +145,7 @@ def labels(task, cfg):
 def documents(task, cfg):
     """The texts of both parts."""
     folder, *parts = labels(task, cfg)
-    decode = task.load_tokenizer(cfg, folder).decode
+    decode = corpus.load_tokenizer(cfg, folder).decode
     return [[each for each in decode(part).split("<|endoftext|>") if each] for part in parts]
 
 
@@ -209,7 +209,7 @@ def test_a_long_text_in_pieces_is_that_text(task, config, tmp_path, small_units)
         small_units(size)
         folder, *found = labels(task, config(data, f"cut{size}"))
         assert number_of_units(folder) > number_of_units(whole) + 4
-        decode = task.load_tokenizer(config(data, "whole"), whole).decode
+        decode = corpus.load_tokenizer(config(data, "whole"), whole).decode
         text = decode(torch.cat(found)).replace("<|endoftext|>", "")
         assert text == data.read_text(encoding="utf-8"), size
         share = [len(part) / len(torch.cat(found)) for part in (found[1], wanted[1])]
@@ -227,7 +227,7 @@ def test_compressed_text_is_read_in_blocks(task, config, tmp_path, small_units, 
     assert "".join(blocks) == text and max(map(len, blocks)) <= 1600 < len(text) / 10
     cfg = config(data)
     folder, *found = labels(task, cfg)
-    decode = task.load_tokenizer(cfg, folder).decode
+    decode = corpus.load_tokenizer(cfg, folder).decode
     assert decode(torch.cat(found)).replace("<|endoftext|>", "") == text
     assert len(found[1]) / len(torch.cat(found)) == pytest.approx(0.1, abs=0.02)
 
@@ -274,7 +274,7 @@ def test_the_vocabulary_is_learnt_from_the_same_rows_whatever_else_the_file_hold
         task.prepare_data(config(data, f"{data.stem}-cache"))
         for data in (tmp_path / "wide.jsonl", write(tmp_path / "a.jsonl"))
     ]
-    assert len({(folder / text.FILE).read_bytes() for folder in folders}) == 1
+    assert len({(folder / tokenizing.FILE).read_bytes() for folder in folders}) == 1
 
 
 # ---- Interruptions -------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_the_first_pass_is_kept_where_the_vocabulary_fails(
 ):
     cfg = config(write(tmp_path / "a.jsonl"))
     with monkeypatch.context() as patch:
-        patch.setattr(text, "fsync", end)
+        patch.setattr(tokenizing, "fsync", end)
         with pytest.raises(ValueError, match=f"^task.{said}"):
             task.prepare_data(cfg)
     (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
@@ -730,9 +730,9 @@ def test_sources_with_weights_are_the_parts_of_both_datasets(task, config, tmp_p
     a, b = (write(tmp_path / f"{n}.jsonl", make_texts(200, i)) for i, n in enumerate("ab"))
     cfg = config(f"{a}:2,{b}")
     folder = task.prepare_data(cfg)
-    decode = task.load_tokenizer(cfg, folder).decode
+    decode = corpus.load_tokenizer(cfg, folder).decode
     for part in task.datasets(cfg, folder):
-        found = task.sources(part)
+        found = part.sources
         assert [(each.name, each.weight) for each in found] == [("a.jsonl", 2), ("b.jsonl", 1)]
         assert sum(each.rows for each in found) == len(part)
         first = 0

@@ -223,7 +223,7 @@ def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
         assert f"Preparing data: 10 of 11 images are transparent: put on {background}\n" in printed
         parts = task.datasets(cfg, prepared)
         assert len({part[i][0].tobytes() for part in parts for i in range(len(part))}) == 11
-        found.append((prepared, task.digest(cfg, prepared)))
+        found.append((prepared, task.cache.content_digest(prepared)))
         assert task.build_model(cfg, prepared).config.to_dict()["background"] == background
     assert not {*found[0]} & {*found[1]}
 
@@ -341,7 +341,7 @@ def content_of(task, cfg):
     prepared = task.prepare_data(cfg)
     parts = task.datasets(cfg, prepared)
     rows = [[(part[i][0].tobytes(), part[i][1]) for i in range(len(part))] for part in parts]
-    return task.digest(cfg, prepared), prepared, rows
+    return task.cache.content_digest(prepared), prepared, rows
 
 
 @pytest.mark.parametrize("kind", ["digits", "folders", "skip", *KINDS])
@@ -495,9 +495,9 @@ def test_a_ready_cache_asks_about_no_file_of_many(
     assert task.prepare_data(cfg) == first and asked(images) == {"stat": [], "read": []}
     assert len(json.loads((tmp_path / "cache" / "digests.json").read_text())) < 10
 
-    digest = task.digest(cfg, first)
+    digest = task.cache.content_digest(first)
     (images / "red" / ".note").write_text("hidden")
-    assert task.digest(cfg, task.prepare_data(cfg)) == digest
+    assert task.cache.content_digest(task.prepare_data(cfg)) == digest
     read = asked(images)["read"]
     assert len(read) == 20 and all("red" in path for path in read)  # of one folder alone
     assert task.prepare_data(cfg) == first
@@ -505,15 +505,15 @@ def test_a_ready_cache_asks_about_no_file_of_many(
     picture(COLORS["blue"], 99).save(images / "new.png")
     (images / "new.png").replace(images / "red" / "3.png")
     changed = task.prepare_data(cfg)
-    assert task.digest(cfg, changed) != digest
-    new = task.digest(cfg, changed)
+    assert task.cache.content_digest(changed) != digest
+    new = task.cache.content_digest(changed)
     picture(COLORS["blue"], 98).save(images / "red" / "3.png")  # in place: not seen
-    assert task.digest(cfg, task.prepare_data(cfg)) == new
+    assert task.cache.content_digest(task.prepare_data(cfg)) == new
     os.utime(images / "red")
-    assert task.digest(cfg, task.prepare_data(cfg)) not in (digest, new)
+    assert task.cache.content_digest(task.prepare_data(cfg)) not in (digest, new)
     (images / "red" / "4.png").rename(images / "red" / "44.png")
     if kind == "folders":
-        assert len({task.prepared_folder(cfg), first, changed}) == 3
+        assert len({task.prepare_data(cfg), first, changed}) == 3
     else:
         with pytest.raises(ValueError, match="red/4.png: .Errno 2. No such file"):
             task.prepare_data(cfg)
@@ -522,11 +522,12 @@ def test_a_ready_cache_asks_about_no_file_of_many(
 def test_folders_that_have_just_changed_are_read_again(task, config, tmp_path, asked, monkeypatch):
     monkeypatch.setattr(task.cache, "MANY_FILES", 10)
     root = folders(tmp_path / "a", 20)
+    monkeypatch.setattr(task.cache, "prepare_once", lambda cfg, name_folder, *_: name_folder())
     cfg = config(root)
-    first = task.prepared_folder(cfg)
+    first = task.prepare_data(cfg)
     asked(root)
     picture(COLORS["blue"], 99).save(root / "red" / "3.png")  # in place, a moment later
-    assert task.prepared_folder(cfg) != first and len(asked(root)["read"]) == 60
+    assert task.prepare_data(cfg) != first and len(asked(root)["read"]) == 60
 
 
 def test_a_folder_of_which_a_table_names_little_is_not_read(
@@ -554,7 +555,7 @@ def test_augmentation_depends_on_its_generator_alone(task, config):
     train, validation = task.datasets(cfg, prepared)
     assert train[0][0].shape == (12, 12, 3)  # digits have no more to show
     folder = task.TaskConfig(data="photos", min_crop=0.5, image_size=12)
-    assert task.stored_side(folder) == 14
+    assert task.image_data.stored_side(folder, False) == 14
     torch.manual_seed(1)
     once = augmented(task, train, 5)
     torch.manual_seed(2)
@@ -646,7 +647,7 @@ def test_a_folder_of_splits_is_known_by_its_names(task, config, tmp_path, capsys
         task.prepare_data(config(tmp_path / "a")),
         task.prepare_data(config(tmp_path / "a/train", **given)),
     ]
-    digests = [task.digest(None, folder) for folder in folders]
+    digests = [task.cache.content_digest(folder) for folder in folders]
     assert digests[0] == digests[1]
     rows = len(COLORS) * 4
     said = f"{rows} files to train on, {rows} to evaluate on; not read: {rows + 1} for test"

@@ -46,8 +46,8 @@ def rows_of(name, number):
 
 def decoded(kind, cfg, folder, rows):
     """The first text of each row."""
-    load = getattr(kind[1], "text_data", kind[1]).load_tokenizer
-    decode = load(cfg, folder).decode
+    module = kind[1].text_data if kind[0] == "text_classification" else kind[1].pairs
+    decode = module.load_tokenizer(cfg, folder).decode
     return [decode(row["input_ids"], skip_special_tokens=True) for row in rows]
 
 
@@ -123,8 +123,8 @@ def test_rows_held_out_are_those_of_a_split_in_memory(kind, small_units, tmp_pat
         assert len(texts) == len(expected) if bound == 1000 else len(texts) >= 1
         assert bound < 20 or len(texts) > bound - 3 or bound == 1000
         for part in (train, validation):
-            assert task.sizes(part).tolist() == [row["length"] for row in part]
-            assert task.sizes(part).dtype == np.int32
+            assert part.sizes().tolist() == [row["length"] for row in part]
+            assert part.sizes().dtype == np.int32
 
 
 def test_several_sources_are_each_split_and_lie_one_after_the_other(kind, small_units, tmp_path):
@@ -141,7 +141,7 @@ def test_several_sources_are_each_split_and_lie_one_after_the_other(kind, small_
     label = (lambda row: row[0][1]) if name == "text_classification" else (lambda row: None)
     named = [[(each.name, each.weight) for each in part.sources] for part in (train, validation)]
     assert named == 2 * [[("0.jsonl", 3), ("1.jsonl", 2)]]
-    for rows, mine, out in zip(every, task.sources(train), task.sources(validation), strict=True):
+    for rows, mine, out in zip(every, train.sources, validation.sources, strict=True):
         expected = reference.hold_out([(r, "") for r in rows], 0.1, lambda r: r[0][0], label)[1]
         own, held = held[: out.rows], held[out.rows :]
         assert own == [row[0] for row, _ in expected][: len(own)] and 5 < len(own) <= 20

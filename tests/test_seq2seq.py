@@ -65,7 +65,7 @@ def write(folder, rows, kind="jsonl", names=("source", "target")):
 
 def texts_of(task, cfg, folder, dataset):
     """The (source, target) texts of a dataset's rows."""
-    decode = task.load_tokenizer(cfg, folder).decode
+    decode = task.pairs.load_tokenizer(cfg, folder).decode
     columns = ("input_ids", "labels")
     return [
         tuple(decode(row[name], skip_special_tokens=True) for name in columns) for row in dataset
@@ -83,8 +83,8 @@ def test_every_row_is_in_one_part(task, config, tmp_path, kind):
     assert sorted(texts_of(task, cfg, folder, [*parts[0], *parts[1]])) == sorted(ROWS)
     assert len(parts[1]) == 8
     row = parts[0][0]
-    assert row["length"] == len(row["input_ids"]) + len(row["labels"]) == task.sizes(parts[0])[0]
-    end = task.load_tokenizer(cfg, folder).eos_token_id
+    assert row["length"] == len(row["input_ids"]) + len(row["labels"]) == parts[0].sizes()[0]
+    end = task.pairs.load_tokenizer(cfg, folder).eos_token_id
     assert row["input_ids"][-1] == row["labels"][-1] == end
 
 
@@ -182,7 +182,7 @@ def test_the_loss_is_the_sum_over_target_tokens_however_rows_are_batched(task, s
 
 def test_rows_of_a_new_vocabulary_without_a_token_are_never_generated(task, small):
     cfg, folder, model, rows = small
-    used = len(task.load_tokenizer(cfg, folder))
+    used = len(task.pairs.load_tokenizer(cfg, folder))
     assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
     favoured = 1000 * torch.randn(16)  # one of the two is the likeliest token
     model.lm_head.weight.data[[used, used + 1]] = torch.stack([favoured, -favoured])
@@ -294,8 +294,10 @@ def models(task, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     cfg = task.TaskConfig(max_source_length=64)
     texts = [text for row in ROWS for text in row]
-    task.text.learn_vocabulary(texts, 300, folder, first=[task.PAD, task.END], end=task.END)
-    tokenizer = task.load_tokenizer(cfg, folder)
+    task.tokenizing.learn_vocabulary(
+        texts, 300, folder, first=[task.pairs.PAD, task.pairs.END], end=task.pairs.END
+    )
+    tokenizer = task.pairs.load_tokenizer(cfg, folder)
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     t5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     bart = {"d_model": 16, "max_position_embeddings": 64, "bos_token_id": 1}
@@ -325,7 +327,7 @@ def test_the_model_to_start_from_may_change_or_vanish_during_training(
     cfg = config(write(tmp_path, ROWS), **limits)
     folder = task.prepare_data(cfg)
     model = task.build_model(cfg, folder)
-    vocabulary = task.load_tokenizer(cfg, folder).get_vocab()
+    vocabulary = task.pairs.load_tokenizer(cfg, folder).get_vocab()
     for number, change in enumerate((lambda: edit(start / "tokenizer.json"), start.rename)):
         change(*[tmp_path / "elsewhere"] * number)
         output = tmp_path / f"model-{number}"

@@ -801,7 +801,7 @@ def write_splits(folder, ending, columns):
 def texts_of(task, cfg):
     """The splits whose words the rows of each part hold."""
     folder, found = task.prepare_data(cfg), []
-    loader = task if hasattr(task, "load_tokenizer") else task.text_data
+    (loader,) = (getattr(task, n) for n in ("corpus", "pairs", "text_data") if hasattr(task, n))
     tokenizer = loader.load_tokenizer(cfg, folder)
     for part in task.datasets(cfg, folder):
         rows = [part[i] for i in range(len(part))]

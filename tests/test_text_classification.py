@@ -118,7 +118,7 @@ def test_given_validation_rows_are_taken_and_long_texts_are_cut_aloud(
     prepared = task.prepare_data(cfg)
     train, validation = task.datasets(cfg, prepared)
     assert (len(train), len(validation)) == (40, 2)
-    assert validation[0]["length"] == 32 and task.sizes(validation).max() == 32
+    assert validation[0]["length"] == 32 and validation.sizes().max() == 32
     printed = capsys.readouterr().out
     assert "Prepared: texts of 11 tokens on average, 32 at most; 1 cut to 32\n" in printed
     assert "tree with 75.0%" in printed
@@ -261,7 +261,7 @@ def test_pairs_are_encoded_as_the_tokenizer_does(task, config, tmp_path, bert, s
     lengths = [
         row["input_ids"].tolist().count(separator) for row in task.datasets(short, prepared)[0]
     ]
-    assert set(lengths) == {2} and task.sizes(task.datasets(short, prepared)[0]).max() <= 8
+    assert set(lengths) == {2} and task.datasets(short, prepared)[0].sizes().max() <= 8
 
 
 # ---- Loss and metrics ----------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, co
         assert model.config.label_mean == pytest.approx(mean + scale * 0.1, abs=scale * 0.2)
         errors = [scores[name] / scale for name in ("mae", "rmse")]
         found.append([scores["loss"], scores["r2"], *errors])
-        ids = {task.identity(cfg, prepared), task.digest(cfg, prepared)} | {prepared.name}
+        ids = {task.identity(cfg, prepared), task.cache.content_digest(prepared)} | {prepared.name}
         found[-1].append(ids)
     for other in found[1:]:
         assert other[:4] == pytest.approx(found[0][:4], rel=1e-3)
@@ -486,7 +486,7 @@ def test_settings_that_exclude_each_other_are_refused(task, config, tmp_path):
     with pytest.raises(ValueError, match="nothing reads it beside task.label_columns"):
         several["label_columns"] = "a,b"
         task.prepare_data(config("x.csv", label_column="c", **several))
-    with pytest.raises(ValueError, match="task.max_length is 5 but must be from 6"):
+    with pytest.raises(ValueError, match="task.max_length is 5 but must be at least 6"):
         task.prepare_data(config("x.csv", text_pair_column="b", max_length=5))
     with pytest.raises(ValueError, match="task.class_weights is 'balanced' but must be none"):
         task.prepare_data(config("x.csv", problem_type="regression", class_weights="balanced"))
@@ -615,9 +615,9 @@ def test_labels_and_numbers_are_learnt_from_a_model_of_ones_own(project, learnt,
 
 def test_the_vocabulary_of_a_new_model_is_saved_as_before(tmp_path):
     """Its bytes are part of `identity`: runs of older projects would be refused otherwise."""
-    from samestep.text import text
+    from samestep.text import tokenizing
 
-    text.learn_vocabulary(
+    tokenizing.learn_vocabulary(
         ["one text"], 262, tmp_path, first=["[P]", "[C]", "[S]"], begin="[C]", end="[S]"
     )
     saved = json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]

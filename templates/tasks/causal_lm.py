@@ -10,9 +10,9 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, augment, sizes, sources, report, check_shared_rows.
-`prepared` is what prepare_data returned: here, the folder of the prepared data. examples/task.py is
-a whole task around a plain nn.Module.
+and, if they are there: identity, check_shared_rows, report.
+`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+a plain nn.Module: python -m samestep example plain_module
 """
 
 import json
@@ -24,7 +24,6 @@ from typing import Any, Literal
 import torch
 
 from samestep.base import fields
-from samestep.base.console import one_line
 from samestep.base.fields import (
     EXPORT,
     IGNORE_INDEX,
@@ -37,19 +36,18 @@ from samestep.base.fields import (
     number_type,
 )
 from samestep.data import cache, demo_data
-from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.data.sources import DataConfig, by_source, check_data_config, split_data
 from samestep.models import next_token, pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import LoraFields, add_adapters, check_adapters
 from samestep.models.pretrained import ModelConfig
-from samestep.text import chats, corpus, layouts, packing, text, token_rows
+from samestep.text import chats, corpus, layouts, packing, token_rows, tokenizing
 from samestep.text.layouts import ENDINGS
 from samestep.text.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
 
 Batch = dict[str, torch.Tensor]
-END_OF_TEXT = "<|endoftext|>"
 UNIT = "tokens"
 Length = number_type("Length", int, 2, 2**20)
 Vocabulary = number_type("Vocabulary", int, 257, 2**20)
@@ -134,10 +132,8 @@ def check_config(cfg: TaskConfig) -> None:
     fields.check_ignored_fields(cfg, [("too_long", is_read, "unless task.packing is best_fit")])
     if not cfg.model_name_or_path:
         width, layers = cfg.hidden_size, cfg.num_layers
-        unit = 2 * cfg.num_heads  # rotary embeddings turn the dimensions of a head in pairs
-        nearest = max(1, (width + unit // 2) // unit) * unit
-        wanted = f"a multiple of 2 x num_heads, {nearest}"
-        fields.check_fields(cfg, [("hidden_size", width == nearest, wanted)])
+        # Rotary embeddings turn the dimensions of a head in pairs.
+        fields.check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
         pretrained.check_memory(width * (2 * cfg.vocab_size + 13 * layers * width))
 
 
@@ -151,48 +147,30 @@ def prepare_data(cfg: TaskConfig) -> Path:
     """
     check_config(cfg)
     pretrained.check_unread(cfg)
-    data = [(each, own, layouts.recognize_layout(own)) for each, own in by_source(cfg, ENDINGS)]
-    kinds = {layout.kind: own.data for _, own, layout in data}
-    if len(kinds) > 1:
-        found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
-        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
-    (cfg.rows,) = kinds
+    data = corpus.recognize(cfg)
     check_config(cfg)
-    longest = max_text_length(cfg)
-
-    def build(folder: Path) -> dict[str, Any]:
-        ends = {"last": [END_OF_TEXT]}
-        return corpus.build(
-            cfg,
-            data,
-            folder,
-            lambda texts: text.learn_vocabulary(texts, cfg.vocab_size, folder, **ends),
-            lambda: load_tokenizer(cfg, folder),
-            longest,
-            uses_best_fit(cfg),
-        )
-
-    return cache.prepare_once(cfg, lambda: prepared_folder(cfg, data), build, goes_on=True)
+    best_fit = uses_best_fit(cfg)
+    longest = corpus.max_text_length(cfg, best_fit)
+    return cache.prepare(
+        cfg,
+        "context_length packing too_long vocab_size model_name_or_path revision",
+        lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
+        ENDINGS,
+        more=[(own.data, layout.kind, layout.columns) for _, own, layout in data],
+        files=filter(None, [chats.template_path(cfg)]),
+        shipped=demo_data.text_files,
+    )
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else cache.short_digest(folder / text.FILE)
-
-
-def digest(cfg: TaskConfig, folder: Path) -> str:
-    return cache.content_digest(folder)
+    return "" if cfg.model_name_or_path else cache.short_digest(folder / tokenizing.FILE)
 
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[TokenRows, TokenRows]:
     """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
     data = split_data(cfg.data)
     return TokenRows(folder, "train", data), TokenRows(folder, "validation", data)
-
-
-def sources(dataset: TokenRows) -> list[Source]:
-    """The sources in cfg.data, which train.py mixes by their weights."""
-    return dataset.sources
 
 
 def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
@@ -230,7 +208,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
     """The model to start from, or a new Llama; with lora_rank, adapters beside frozen weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = corpus.load_tokenizer(cfg, folder)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForCausalLM, cfg)
     else:
@@ -255,7 +233,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         model.generation_config.validate(strict=True)
     except ValueError:  # it sets temperature or top_p without do_sample, and could not be saved
         model.generation_config.do_sample = True
-    # Not in the config: Llama never trains the embedding of its pad token, and ours is END_OF_TEXT.
+    # Not in the config: Llama never trains the embedding of its pad token, which ends texts too.
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return add_adapters(model, cfg, "CAUSAL_LM") if cfg.lora_rank else model
 
@@ -291,7 +269,7 @@ def metrics(sums: Batch) -> dict[str, float]:
 @torch.no_grad()
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path) -> dict[str, str]:
     """Texts that the model writes after the sample prompt, and after prompts that are held out."""
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = corpus.load_tokenizer(cfg, folder)
     held_out = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
     sample = layouts.question_tokens(cfg.sample_prompt, cfg.rows, tokenizer)
     longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
@@ -309,48 +287,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
 def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
     """Saves files that AutoModelForCausalLM and AutoTokenizer load."""
     with pretrained.quiet(), restored(model):
-        load_tokenizer(cfg, folder).save_pretrained(output)
+        corpus.load_tokenizer(cfg, folder).save_pretrained(output)
         if cfg.lora_rank and cfg.merge_lora:
             model = model.merge_and_unload()  # the bare model, with adapters in its weights
         model.save_pretrained(output)
-
-
-# ---- Preparation ---------------------------------------------------------------------------------
-
-
-def prepared_folder(cfg: TaskConfig, data: list) -> Path:
-    """The folder of the prepared data, named by all that shapes it: settings, files and code."""
-    names = "context_length packing too_long vocab_size model_name_or_path revision".split()
-    settings = [getattr(cfg, name) for name in names]
-    settings += [(own.data, layout.kind, layout.columns) for _, own, layout in data]
-    files = [*pretrained.used_files(cfg), *filter(None, [chats.template_path(cfg)])]
-    used = [
-        cache.hash_input_files(own, ENDINGS, *files, shipped=demo_data.text_files(own.data))
-        for _, own, _ in data
-    ]
-    return cache.cache_folder(cfg, settings, used, [prepare_data])
-
-
-@cache.once_per_folder
-def load_tokenizer(cfg: TaskConfig, folder: Path) -> Any:
-    """The tokenizer, with a chat template where rows are chats."""
-    ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-    tokenizer = text.load_tokenizer(cfg, folder, model_max_length=cfg.context_length, **ends)
-    if cfg.chat_template:
-        tokenizer.chat_template = chats.read_template(cfg)
-    elif cfg.rows == "chat":
-        tokenizer.chat_template = tokenizer.chat_template or chats.CHAT_TEMPLATE
-    return tokenizer
-
-
-def max_text_length(cfg: TaskConfig) -> int:
-    """Tokens of a text that the model sees at once, at most context_length."""
-    if not cfg.model_name_or_path:
-        return cfg.context_length
-    from transformers import AutoConfig
-
-    limit = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) and limit > 0 else cfg.context_length
-    fits, wanted = uses_best_fit(cfg) or cfg.context_length <= limit, f"at most {limit}"
-    fields.check_fields(cfg, [("context_length", fits, f"{wanted}, which the model can see")])
-    return min(limit, cfg.context_length)

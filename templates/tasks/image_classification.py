@@ -10,9 +10,9 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, sources, augment, sizes, report. `prepared` is what
-prepare_data returned: here, the folder of the prepared data. examples/task.py is a whole task
-around a plain nn.Module.
+and, if they are there: identity, augment, report.
+`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+a plain nn.Module: python -m samestep example plain_module
 """
 
 import json
@@ -38,18 +38,18 @@ from samestep.base.fields import (
 )
 from samestep.data import cache
 from samestep.data.demo_data import digit_rows
-from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.data.sources import DataConfig, by_source, check_data_config, split_data
 from samestep.images import image_data, image_store, images
 from samestep.images.image_store import StoredImages
 from samestep.models import classification, pretrained
 from samestep.models.pretrained import ModelConfig
 from samestep.streaming.image_streams import StreamedSquares, prepare_index
-from samestep.streaming.streaming import StreamFields, check_streaming, sources_of
+from samestep.streaming.streaming import StreamFields, check_streaming
 
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
 
 Batch = dict[str, torch.Tensor]
-Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and the view of `load_view`
+Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and its image_data.load_view
 
 Side = number_type("Side", int, 1, 4096)
 StoredSide = number_type("StoredSide", int, 0, 8192)
@@ -140,78 +140,31 @@ def prepare_data(cfg: TaskConfig) -> Path:
     check_config(cfg)
     if cfg.streaming:
         return prepare_index(cfg)
-    ((_, cfg),) = by_source(cfg, image_data.readable_endings(cfg.data))
-    return cache.prepare_once(
-        cfg, lambda: prepared_folder(cfg), lambda folder: build_data(cfg, folder)
+    ((_, cfg),) = by_source(cfg, image_data.readable_endings)
+    digits = cfg.data == "digits"
+    side = image_data.stored_side(cfg, digits)
+    return cache.prepare(
+        cfg,
+        "image_column label_column corrupt background decoded_gb",
+        lambda folder: image_store.build(cfg, folder, side, digit_rows() if digits else None),
+        image_data.readable_endings,
+        more=[side],
+        shipped={"digits": []}.get,
+        goes_on=False,
     )
-
-
-def prepared_folder(cfg: TaskConfig) -> Path:
-    """The folder whose name depends on all that shapes the data: settings, files and code.
-
-    Images that a table names are not among the files: `build_data` returns their digests.
-    """
-    settings = [stored_side(cfg), cfg.image_column, cfg.label_column, cfg.corrupt, cfg.background]
-    settings.append(cfg.decoded_gb)
-    used = [] if cfg.data == "digits" else cache.hash_input_files(cfg, image_data.readable_endings)
-    return cache.cache_folder(cfg, settings, used, [prepare_data])
-
-
-def stored_side(cfg: TaskConfig) -> int:
-    side = load_view(cfg)["side"]
-    small = cfg.min_crop == 1 or cfg.data == "digits"  # digits have no more to show
-    return cfg.stored_size or (side if small else math.ceil(side * 8 / 7))
-
-
-def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
-    """Writes the images, labels.npy (N,), labels.json, and the row numbers of each part.
-
-    Returns the digest of these, and those of the images that tables name.
-    """
-    shipped = digit_rows() if cfg.data == "digits" else None
-    train, given = image_data.read_rows(cfg, shipped)
-    found = image_store.ImageList(folder, train, given or [], cfg)
-    named = image_data.hash_named_images(cfg, found.places, found.paths())
-    hashes = image_store.store_images(found, stored_side(cfg), cfg)
-    arrays, names = image_store.choose_parts(found, hashes, given is None, cfg)
-    for name, values in arrays.items():
-        np.save(folder / f"{name}.npy", values)
-    (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
-    arrays["images"] = image_store.hex_digests(hashes)
-    if (folder / "images.npy").exists():
-        found.sources.remove()
-    return {"content": cache.hash_columns({"images": arrays}), "named": named}
 
 
 def identity(cfg: TaskConfig, prepared: Path) -> str:
     return cache.short_digest(prepared / "labels.json")
 
 
-def digest(cfg: TaskConfig, prepared: Path) -> str:
-    return cache.content_digest(prepared)
-
-
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
     """StoredImages or StreamedSquares: rows of one kind."""
-    parts, view = ("train", "validation"), load_view(cfg, prepared)
+    parts, view = ("train", "validation"), image_data.load_view(cfg, prepared)
     if cfg.streaming:
-        settings = (cfg, stored_side(cfg), view)
+        settings = (cfg, image_data.stored_side(cfg, False), view)
         return tuple(StreamedSquares(prepared, part, *settings) for part in parts)
     return tuple(StoredImages(prepared, part, view) for part in parts)
-
-
-def sources(dataset: Any) -> list[Source]:
-    return sources_of(dataset)
-
-
-def load_view(cfg: TaskConfig, prepared: Path | None = None) -> dict[str, Any]:
-    """How the model sees an image: its side in pixels, the mean and std of its channels, and the
-    settings of augmentation and layout."""
-    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
-    side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
-    if cfg.model_name_or_path:
-        side, mean, std = image_data.load_processor(cfg, prepared)
-    return view | {"side": side, "mean": mean, "std": std}
 
 
 def augment(row: Row, generator: torch.Generator) -> Row:
@@ -254,8 +207,7 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
     import transformers
 
     names = json.loads((prepared / "labels.json").read_text(encoding="utf-8"))
-    classes = {"num_labels": len(names), "id2label": dict(enumerate(names))}
-    classes["label2id"] = {name: i for i, name in enumerate(names)}
+    classes = classification.class_settings(names)
     auto, config = transformers.AutoModelForImageClassification, None
     if cfg.model_name_or_path:
         classes["ignore_mismatched_sizes"] = True  # the head may be for other classes
@@ -336,22 +288,7 @@ def draw_samples(model: Any, dataset: StoredImages, names: list[str], path: Path
 
 
 def export(model: Any, output: Path, cfg: TaskConfig, prepared: Path) -> None:
-    """Saves files that pipeline("image-classification", folder) loads.
-
-    The processor crops as `images.square` does, whatever that of a pretrained model did, so that a
-    pipeline sees images as the model has seen them here.
-    """
-    view = load_view(cfg, prepared)
+    """Saves files that pipeline("image-classification", folder) loads."""
     with pretrained.quiet():  # without torchvision, transformers remarks that it uses Pillow
-        from transformers import BitImageProcessor
-        from transformers.image_utils import PILImageResampling
-
-        processor = BitImageProcessor(
-            size={"shortest_edge": view["side"]},
-            crop_size={"height": view["side"], "width": view["side"]},
-            resample=PILImageResampling.BICUBIC,
-            image_mean=view["mean"],
-            image_std=view["std"],
-        )
         model.save_pretrained(output)
-        processor.save_pretrained(output)
+        image_data.save_processor(image_data.load_view(cfg, prepared), output)

@@ -10,16 +10,15 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, sources, augment, sizes, report. `prepared` is what
-prepare_data returned. examples/task.py is a whole task around a plain nn.Module.
+and, if they are there: identity, report.
+`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+a plain nn.Module: python -m samestep example plain_module
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -28,12 +27,12 @@ from samestep.base import fields
 from samestep.base.console import one_line
 from samestep.base.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width, number_type
 from samestep.data import cache, demo_data
-from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.data.sources import DataConfig, check_data_config, split_data
 from samestep.data.tables import TABLES
 from samestep.models import pretrained
 from samestep.models.attention import always_mask
 from samestep.models.pretrained import ModelConfig
-from samestep.text import pairs, text
+from samestep.text import pairs, tokenizing
 from samestep.text.row_files import RowFiles
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -41,7 +40,6 @@ from samestep.text.row_files import RowFiles
 Batch = dict[str, torch.Tensor]
 IGNORE_INDEX = -100  # the label of padding, which cross entropy leaves out
 UNIT = "target_tokens"
-PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
 
 # 256 bytes and two special tokens are the least that a byte-level vocabulary has.
 VocabularySize = number_type("VocabularySize", int, 258, 2**20)
@@ -97,30 +95,13 @@ def check_config(cfg: TaskConfig) -> None:
     two_columns = cfg.source_column != cfg.target_column
     rules = [("target_column", two_columns, "another column than task.source_column")]
     if not cfg.model_name_or_path:
-        width, heads = cfg.hidden_size, cfg.num_heads
-        nearest = max(1, round(width / heads)) * heads
-        rules.append(("hidden_size", width == nearest, f"a multiple of num_heads, {nearest}"))
+        fields.check_width(cfg, cfg.num_heads, "num_heads")
+        width = cfg.hidden_size
         pretrained.check_memory(width * (cfg.vocab_size + 24 * cfg.num_layers * width))
     fields.check_fields(cfg, rules)
     dates = {each.data for each in split_data(cfg.data)} == {"dates"}
     columns = ("source_column target_column", not dates, "where task.data is dates")
     fields.check_ignored_fields(cfg, [columns])
-
-
-def check_model(cfg: TaskConfig) -> None:
-    """Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text."""
-    if not cfg.model_name_or_path:
-        return
-    from transformers import AutoConfig
-
-    config, name = pretrained.load(AutoConfig, cfg), one_line(cfg.model_name_or_path, 100)
-    if not getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    expected = f"at most {limit}, the positions of {name}"
-    for length in ("max_source_length", "max_target_length"):
-        fields.check_fields(cfg, [(length, getattr(cfg, length) <= limit, expected)])
-    load_tokenizer(cfg, None)
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -130,18 +111,22 @@ def prepare_data(cfg: TaskConfig) -> Path:
     """Splits and tokenises the rows, once; the folder of the result."""
     check_config(cfg)
     pretrained.check_unread(cfg)
-    check_model(cfg)
-    build = lambda folder: build_data(cfg, folder)  # noqa: E731
-    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), build, goes_on=True)
+    pairs.check_model(cfg)
+    columns = {"source": cfg.source_column, "target": cfg.target_column}
+    rows = {"dates": demo_data.date_rows}
+    return cache.prepare(
+        cfg,
+        """source_column target_column source_prefix max_source_length max_target_length
+        vocab_size model_name_or_path revision""",
+        lambda folder: pairs.build(cfg, folder, columns, rows),
+        TABLES,
+        shipped={"dates": []}.get,
+    )
 
 
 def identity(cfg: TaskConfig, folder: Path) -> str:
     """The vocabulary of a new model, which is learnt from the data."""
-    return "" if cfg.model_name_or_path else cache.short_digest(folder / text.FILE)
-
-
-def digest(cfg: TaskConfig, folder: Path) -> str:
-    return cache.content_digest(folder)
+    return "" if cfg.model_name_or_path else cache.short_digest(folder / tokenizing.FILE)
 
 
 def datasets(cfg: TaskConfig, folder: Path) -> tuple[RowFiles, RowFiles]:
@@ -149,16 +134,6 @@ def datasets(cfg: TaskConfig, folder: Path) -> tuple[RowFiles, RowFiles]:
     evaluate on have their texts too, as bytes: source and target."""
     data = split_data(cfg.data)
     return RowFiles(folder, "train", data), RowFiles(folder, "validation", data)
-
-
-def sources(dataset: RowFiles) -> list[Source]:
-    """The sources in cfg.data, which train.py mixes by their weights."""
-    return dataset.sources
-
-
-def sizes(dataset: RowFiles) -> np.ndarray:
-    """Tokens of each row: those of the source and those of the target."""
-    return dataset.sizes()
 
 
 def collate(rows: list[dict]) -> Batch:
@@ -186,7 +161,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
     """A pretrained encoder-decoder, or a new T5."""
     from transformers import AutoModelForSeq2SeqLM, T5Config
 
-    tokenizer = load_tokenizer(cfg, folder)
+    tokenizer = pairs.load_tokenizer(cfg, folder)
     if cfg.model_name_or_path:
         model: Any = pretrained.load_model(AutoModelForSeq2SeqLM, cfg)
     else:
@@ -205,19 +180,9 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(AutoModelForSeq2SeqLM, config, cfg)
         pretrained.suppress_unused(model, tokenizer)
-    start = getattr(model.config, "decoder_start_token_id", None)
-    if start is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(
-            f"task.model_name_or_path: {name}, a {model.config.model_type}, does not say with "
-            "which token a target starts; give another model"
-        )
+    pairs.check_targets(model, cfg)
     always_mask(model, tokenizer, lambda x: target_logits(model, {**x, "labels": x["input_ids"]}))
-    model.config.source_prefix = cfg.source_prefix  # for samestep predict
-    settings = model.generation_config
-    settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)
-    if cfg.num_beams == 1:  # transformers does not save settings of a search that is not used
-        settings.update(early_stopping=None, length_penalty=None)
+    pairs.set_generation(model, cfg)
     return model
 
 
@@ -282,7 +247,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     if not rows:
         return {}
     batches = (collate(rows[i : i + 32]) for i in range(0, len(rows), 32))
-    generated = pairs.generate_texts(model, batches, load_tokenizer(cfg, folder))
+    generated = pairs.generate_texts(model, batches, pairs.load_tokenizer(cfg, folder))
     targets = [row["target"] for row in rows]
     # "force" silences a warning about targets that end in " .", as tokenised ones do.
     bleu, chrf = (m.corpus_score(generated, [targets]).score for m in (BLEU(force=True), CHRF()))
@@ -299,43 +264,4 @@ def export(model: Any, output: Path, cfg: TaskConfig, folder: Path) -> None:
     """Files that AutoModelForSeq2SeqLM and AutoTokenizer load."""
     with pretrained.quiet():
         model.save_pretrained(output)
-        load_tokenizer(cfg, folder).save_pretrained(output)
-
-
-# ---- Preparation ---------------------------------------------------------------------------------
-
-
-def prepared_folder(cfg: TaskConfig) -> Path:
-    """The folder of the prepared data, named by all that shapes it: settings, files and code."""
-    names = """source_column target_column source_prefix max_source_length max_target_length
-        vocab_size model_name_or_path revision""".split()
-    files = pretrained.used_files(cfg)
-    used = [
-        cache.hash_input_files(own, TABLES, *files, shipped=[] if own.data == "dates" else None)
-        for _, own in by_source(cfg, TABLES)
-    ]
-    settings = [getattr(cfg, name) for name in names]
-    return cache.cache_folder(cfg, settings, used, [prepare_data])
-
-
-@cache.once_per_folder
-def load_tokenizer(cfg: TaskConfig, folder: Path | None) -> Any:
-    """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
-    names = ["input_ids", "attention_mask"]
-    ends = {"pad_token": PAD, "eos_token": END, "model_input_names": names}
-    tokenizer = text.load_tokenizer(cfg, folder, ("eos_token",), **ends)
-    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
-    return tokenizer
-
-
-def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
-    """Saves the tokens of training and validation rows, and a new vocabulary."""
-    ends = {"first": [PAD, END], "end": END}
-    return pairs.build(
-        cfg,
-        folder,
-        {"source": cfg.source_column, "target": cfg.target_column},
-        {"dates": demo_data.date_rows},
-        lambda texts: text.learn_vocabulary(texts, cfg.vocab_size, folder, **ends),
-        lambda: load_tokenizer(cfg, folder),
-    )
+        pairs.load_tokenizer(cfg, folder).save_pretrained(output)

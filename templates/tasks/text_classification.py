@@ -10,9 +10,9 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, digest, sources, augment, sizes, report. `prepared` is what
-prepare_data returned: here, the folder of the prepared data. examples/task.py is a whole task
-around a plain nn.Module.
+and, if they are there: identity, augment, report.
+`prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
+a plain nn.Module: python -m samestep example plain_module
 """
 
 import json
@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from samestep.base import fields
 from samestep.base.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
 from samestep.data import cache, demo_data, labels
-from samestep.data.labels import MULTI, NUMBER, SINGLE
-from samestep.data.sources import DataConfig, Source, by_source, check_data_config, split_data
+from samestep.data.labels import MULTI, SINGLE
+from samestep.data.sources import DataConfig, check_data_config, split_data
 from samestep.models import classification, pretrained
 from samestep.models.attention import always_mask
 from samestep.models.pretrained import ModelConfig
-from samestep.streaming.streaming import StreamFields, check_streaming, sources_of
+from samestep.streaming.streaming import StreamFields
 from samestep.streaming.text_streams import StreamedTexts, check_text_streaming, prepare_index
 from samestep.text import text_data
 from samestep.text.row_files import RowFiles
@@ -42,7 +42,6 @@ from samestep.text.row_files import RowFiles
 Batch = dict[str, torch.Tensor]
 TOKENS = ("input_ids", "token_type_ids")  # columns with a value for each token
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
-MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
 
 TextLength = number_type("TextLength", int, 3, 2**20)  # a token between two special ones
 # 256 bytes and 3 special tokens are the least that a byte-level vocabulary has.
@@ -97,8 +96,7 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that exclude each other, before anything is read."""
     check_data_config(cfg, ["stdlib"])
-    check_streaming(cfg, ["stdlib"])
-    check_text_streaming(cfg)
+    check_text_streaming(cfg, ["stdlib"])
     data = {each.data for each in split_data(cfg.data)}
     single, stdlib = cfg.problem_type == SINGLE, "stdlib" in data
     columns = labels.split_names(cfg.label_columns)
@@ -111,19 +109,14 @@ def check_config(cfg: TaskConfig) -> None:
         ("class_weights", single or cfg.class_weights == "none", f"none, {unless} {SINGLE}"),
         ("label_columns", cfg.problem_type == MULTI or not columns, f"empty, {unless} {MULTI}"),
         ("label_columns", distinct or not columns, "names with commas between them, two or more"),
-        (
-            "max_length",
-            cfg.max_length >= shortest,
-            f"from {shortest}, for a token of each text and the special tokens, to 1,048,576",
-        ),
+        ("max_length", cfg.max_length >= shortest, f"at least {shortest}, with special tokens"),
         ("text_pair_column", other_column, "another column than task.text_column"),
     ]
-    width, unit = cfg.hidden_size, 2 * cfg.num_heads  # rotary embeddings rotate pairs of dimensions
-    if not cfg.model_name_or_path:
-        nearest = max(1, (width + unit // 2) // unit) * unit
-        rules.append(("hidden_size", width == nearest, f"a multiple of 2 x num_heads, {nearest}"))
     fields.check_fields(cfg, rules)
     if not cfg.model_name_or_path:
+        # Rotary embeddings rotate pairs of dimensions.
+        fields.check_width(cfg, 2 * cfg.num_heads, "2 x num_heads")
+        width = cfg.hidden_size
         pretrained.check_memory(width * (cfg.vocab_size + 10 * cfg.num_layers * width))
     names = "text_column text_pair_column label_column"
     fixed = (names, data != {"stdlib"}, "where task.data is stdlib")
@@ -141,37 +134,21 @@ def prepare_data(cfg: TaskConfig) -> Path:
     text_data.check_model(cfg)
     if cfg.streaming:
         return prepare_index(cfg)
-    build = lambda folder: build_data(cfg, folder)  # noqa: E731
-    return cache.prepare_once(cfg, lambda: prepared_folder(cfg), build, goes_on=True)
-
-
-def prepared_folder(cfg: TaskConfig) -> Path:
-    """The folder whose name depends on all that shapes the data: settings, files and code."""
-    names = """text_column text_pair_column label_column label_columns problem_type class_weights
-        max_length vocab_size model_name_or_path revision""".split()
-    shipped = {"stdlib": [file for *_, file in demo_data.area_files()]}
-    files = pretrained.used_files(cfg)
-    used = [
-        cache.hash_input_files(own, text_data.ENDINGS, *files, shipped=shipped.get(own.data))
-        for _, own in by_source(cfg, text_data.ENDINGS)
-    ]
-    settings = [getattr(cfg, name) for name in names]
-    return cache.cache_folder(cfg, settings, used, [prepare_data])
-
-
-def build_data(cfg: TaskConfig, folder: Path) -> dict[str, Any]:
-    """Saves the rows of both parts, names.json, scale.json, and the vocabulary of a new model."""
-    return text_data.build(cfg, folder, {"stdlib": demo_data.area_rows})
+    rows, files = demo_data.area_rows, [file for *_, file in demo_data.area_files()]
+    return cache.prepare(
+        cfg,
+        """text_column text_pair_column label_column label_columns problem_type class_weights
+        max_length vocab_size model_name_or_path revision""",
+        lambda folder: text_data.build(cfg, folder, {"stdlib": rows}),
+        text_data.ENDINGS,
+        shipped={"stdlib": files}.get,
+    )
 
 
 def identity(cfg: TaskConfig, prepared: Path) -> str:
     """The classes or the scale of the numbers, and the vocabulary of a new model."""
     files = ["names.json", "scale.json"] + ([] if cfg.model_name_or_path else ["tokenizer.json"])
     return cache.short_digest(*(prepared / name for name in files))
-
-
-def digest(cfg: TaskConfig, prepared: Path) -> str:
-    return cache.content_digest(prepared)
 
 
 def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
@@ -181,17 +158,6 @@ def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
         return StreamedTexts(prepared, "train", cfg), StreamedTexts(prepared, "validation", cfg)
     own = split_data(cfg.data), {"token_dropout": cfg.token_dropout}
     return RowFiles(prepared, "train", *own), RowFiles(prepared, "validation", *own)
-
-
-def sources(dataset: Any) -> list[Source]:
-    return sources_of(dataset)
-
-
-def sizes(dataset: Any) -> np.ndarray:
-    """Tokens of each row, int (N,); 0 where rows are not read before training."""
-    if isinstance(dataset, StreamedTexts):
-        return np.broadcast_to(0, len(dataset))
-    return dataset.sizes()
 
 
 def augment(row: dict, generator: torch.Generator) -> dict:
@@ -239,13 +205,8 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
 
     tokenizer = text_data.load_tokenizer(cfg, prepared)
     names = json.loads((prepared / "names.json").read_text(encoding="utf-8"))
-    settings = {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: i for i, name in enumerate(names)},
-        "problem_type": cfg.problem_type,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    settings = classification.class_settings(names)
+    settings |= {"problem_type": cfg.problem_type, "pad_token_id": tokenizer.pad_token_id}
     auto: Any = AutoModelForSequenceClassification
     if cfg.model_name_or_path:
         model = pretrained.load_model(auto, cfg, HEAD, ignore_mismatched_sizes=True, **settings)
@@ -271,13 +232,7 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(auto, config, cfg)
     always_mask(model, tokenizer, lambda texts: model(**texts).logits)
-    for name in MARKS:  # an earlier training may have left its own
-        vars(model.config).pop(name, None)
-    if cfg.problem_type == NUMBER:
-        scale = json.loads((prepared / "scale.json").read_text(encoding="utf-8"))
-        model.config.label_mean, model.config.label_std = scale
-    if cfg.text_pair_column:
-        model.config.text_pair = True
+    text_data.set_marks(model, cfg, prepared)
     return model
 
 

@@ -73,6 +73,13 @@ def is_of_type(value: Any, number: type) -> bool:
     return True
 
 
+def check_width(cfg: Any, unit: int, text: str) -> None:
+    """Raises ValueError unless cfg.hidden_size is a multiple of `unit`, which `text` describes."""
+    nearest = max(1, (cfg.hidden_size + unit // 2) // unit) * unit
+    expected = f"a multiple of {text}, {nearest}"
+    check_fields(cfg, [("hidden_size", cfg.hidden_size == nearest, expected)])
+
+
 def check_ignored_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
     """Raises ValueError for the first field that is set although the other settings ignore it.
 

@@ -30,6 +30,7 @@ from samestep.base.files import PERMANENT_ERRORS, fsync, read_json_object, remov
 from samestep.data import hub, sources
 from samestep.data.own_code import own_code
 from samestep.data.sources import DataConfig
+from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
@@ -133,6 +134,14 @@ def hash_columns(parts: dict[str, dict[str, Any]]) -> str:
 def content_digest(folder: Path) -> str:
     """The "content" that `build` returned when the folder was prepared."""
     return read_index(folder)["content"]
+
+
+def digest_of(prepared: Any) -> str:
+    """The content digest if this is a folder that was prepared here; else an empty text."""
+    if isinstance(prepared, Path) and (prepared / INDEX).is_file():
+        with contextlib.suppress(ValueError):  # a file of this name, but not ours
+            return content_digest(prepared)
+    return ""
 
 
 def short_digest(*files: Path) -> str:
@@ -323,6 +332,40 @@ def try_write_json(path: Path, value: dict) -> None:
 
 
 # ---- Prepared folders ----------------------------------------------------------------------------
+
+
+def prepare(
+    cfg: Any,
+    names: str,
+    build: Callable[[Path], dict],
+    endings: Iterable[str] | Callable[[str], Iterable[str]],
+    *,
+    more: Iterable[Any] = (),
+    files: Iterable[Path] = (),
+    shipped: Callable[[str], list[Path] | None] = lambda data: None,
+    goes_on: bool = True,
+) -> Path:
+    """The folder of the prepared data, which `build(folder)` fills unless it is there: see
+    `prepare_once`.
+
+    Its name is a hash of all that shapes the data: the fields `names` of the task, and those of
+    DataConfig; the JSON values `more`; the code of the function in which `build` stands; the files
+    of each source with these `endings` (perhaps a function of the path), those of the tokenizer of
+    a model to start from, and `files`. `shipped(data)`: the files of data that the task brings
+    along; None: `data` is a path, or a data set on the Hub.
+    """
+    files, more = [*files], [*more]
+
+    def name_folder() -> Path:
+        beside = [*pretrained.used_files(cfg), *files]
+        used = [
+            hash_input_files(own, endings, *beside, shipped=shipped(own.data))
+            for _, own in sources.by_source(cfg, endings)
+        ]
+        settings = [getattr(cfg, name) for name in names.split()]
+        return cache_folder(cfg, settings + more, used, [build])
+
+    return prepare_once(cfg, name_folder, build, goes_on)
 
 
 def prepare_once(

@@ -121,7 +121,9 @@ def check_source_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
 # ---- Several sources -----------------------------------------------------------------------------
 
 
-def by_source(cfg: Any, endings: Iterable[str] = ()) -> list[tuple[WeightedData, Any]]:
+def by_source(
+    cfg: Any, endings: Iterable[str] | Callable[[str], Iterable[str]] = ()
+) -> list[tuple[WeightedData, Any]]:
     """Each source that cfg.data names, and the config with its data alone.
 
     validation_data is that of the first: it is read once. If it is empty, it becomes the source
@@ -131,7 +133,8 @@ def by_source(cfg: Any, endings: Iterable[str] = ()) -> list[tuple[WeightedData,
     found = []
     for each in split_data(cfg.data):
         given = "" if found else cfg.validation_data
-        if not cfg.validation_data and "validation" in count_splits(each.data, endings):
+        read = endings(each.data) if callable(endings) else endings
+        if not cfg.validation_data and "validation" in count_splits(each.data, read):
             unread = "validation_fraction validation_rows"
             where = f"where {one_line(each.data, 60)} has files for validation"
             check_ignored_fields(cfg, [(unread, False, where)])

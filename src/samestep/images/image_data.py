@@ -1,6 +1,7 @@
 """Labelled images, read from folders of classes, tables or the Hub."""
 
 import io
+import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -202,3 +203,39 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
     if processor.get("do_normalize"):
         return side, processor["image_mean"], processor["image_std"]
     return side, [0.0] * 3, [1.0] * 3
+
+
+def load_view(cfg: Any, prepared: Path | None = None) -> dict[str, Any]:
+    """How the model sees an image: its side in pixels, the mean and std of its channels, and the
+    settings of augmentation and layout."""
+    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
+    side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
+    if cfg.model_name_or_path:
+        side, mean, std = load_processor(cfg, prepared)
+    return view | {"side": side, "mean": mean, "std": std}
+
+
+def stored_side(cfg: Any, is_small: bool) -> int:
+    """Side in pixels of the squares to keep. `is_small`: the images have no more to show."""
+    side = load_view(cfg)["side"]
+    is_small = is_small or cfg.min_crop == 1
+    return cfg.stored_size or (side if is_small else math.ceil(side * 8 / 7))
+
+
+def save_processor(view: dict[str, Any], output: Path) -> None:
+    """Saves the image processor that pipeline("image-classification", output) loads.
+
+    It crops as `images.square` does, whatever that of a pretrained model did, so that a pipeline
+    sees images as the model has seen them here.
+    """
+    from transformers import BitImageProcessor
+    from transformers.image_utils import PILImageResampling
+
+    processor = BitImageProcessor(
+        size={"shortest_edge": view["side"]},
+        crop_size={"height": view["side"], "width": view["side"]},
+        resample=PILImageResampling.BICUBIC,
+        image_mean=view["mean"],
+        image_std=view["std"],
+    )
+    processor.save_pretrained(output)

@@ -22,8 +22,9 @@ from PIL import UnidentifiedImageError
 from tqdm import tqdm
 
 from samestep.base.console import one_line
-from samestep.data import labels, sources
+from samestep.data import cache, labels, sources
 from samestep.data.tables import Row
+from samestep.images import image_data
 from samestep.images.image_data import encode_image, given_field, place_of
 from samestep.images.images import is_transparent, open_for_square, square
 from samestep.text import pieces
@@ -181,6 +182,27 @@ def store_images(images: ImageList, side: int, cfg: Any) -> np.ndarray:
         settings = {"side": side, "background": cfg.background}
         (folder / "squares.json").write_text(json.dumps(settings), encoding="utf-8")
     return hashes
+
+
+def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> dict[str, Any]:
+    """Fills the folder of prepared data: the images, as squares with sides of so many pixels;
+    labels.npy (N,), labels.json, and the row numbers of each part.
+
+    Returns the digest of these, and those of the images that tables name, for `cache.prepare`.
+    `shipped`: rows in place of those of cfg.data.
+    """
+    train, given = image_data.read_rows(cfg, shipped)
+    found = ImageList(folder, train, given or [], cfg)
+    named = image_data.hash_named_images(cfg, found.places, found.paths())
+    hashes = store_images(found, side, cfg)
+    arrays, names = choose_parts(found, hashes, given is None, cfg)
+    for name, values in arrays.items():
+        np.save(folder / f"{name}.npy", values)
+    (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
+    arrays["images"] = hex_digests(hashes)
+    if (folder / "images.npy").exists():
+        found.sources.remove()
+    return {"content": cache.hash_columns({"images": arrays}), "named": named}
 
 
 def hex_digests(hashes: np.ndarray) -> np.ndarray:

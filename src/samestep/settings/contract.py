@@ -107,13 +107,15 @@ class Task(Protocol):
 
     def digest(self, cfg: Any, prepared: Any) -> str:
         """Text that identifies every byte of the prepared data. A checkpoint with another text is
-        refused, unless the change is accepted. Without this function train.py compares the number
-        of rows and 64 rows of each dataset, and does not notice other changes."""
+        refused, unless the change is accepted. Without this function: that of the folder which
+        `cache.prepare` returned, if `prepared` is one. Otherwise train.py compares the number of
+        rows and 64 rows of each dataset, and does not notice other changes."""
 
     def sources(self, dataset: Any) -> list[Source]:
         """The parts that a dataset consists of. Training takes its samples from them in proportion
         to their weights, and each passes over its own rows. Evaluation ignores the weights, and
-        also gives the scores of each. Without this function all rows are one source."""
+        also gives the scores of each. Without this function: dataset.sources; without both, all
+        rows are one source."""
 
     def augment(self, row: Any, generator: torch.Generator) -> Any:
         """The augmented row for training. Draw random numbers from this generator only: it belongs
@@ -124,7 +126,7 @@ class Task(Protocol):
 
     def sizes(self, dataset: Any) -> Any:
         """Length of each row: int array (N,). Rows are sorted by it within a step, so that
-        micro-batches need less padding."""
+        micro-batches need less padding. Without this function: dataset.sizes(), if it has it."""
 
     def check_shared_rows(self, cfg: Any, prepared: Any) -> None:
         """Raises ValueError for settings under which GPUs cannot share a row (context parallelism):
@@ -196,16 +198,18 @@ def check_datasets(data: Any) -> None:
 
 
 def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
-    """The sources of a dataset: empty if the task has no such function; raises ValueError.
+    """The sources of a dataset, empty if neither the task nor the dataset names some.
 
-    Without `training`, those without rows are left out.
+    Raises ValueError for sources that do not fit the dataset. Without `training`, those without
+    rows are left out.
     """
-    if not callable(getattr(task, "sources", None)):  # it may be a module of that name
-        return []
-    sources = task.sources(dataset)
+    own = task and callable(getattr(task, "sources", None))  # it may be a module of that name
+    sources = task.sources(dataset) if own else getattr(dataset, "sources", None)
     fields = list(Source.__annotations__)
     known = isinstance(sources, list | tuple) and len(sources)
     if not known or not all(hasattr(each, field) for each in sources for field in fields):
+        if not own:  # an attribute with another meaning
+            return []
         raise ValueError(
             f"task.sources returns {describe_value(sources)}; give a list of sources, each with "
             f"{', '.join(fields)}"

@@ -26,6 +26,7 @@ from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
 from samestep.base.fields import flatten
 from samestep.checkpoint import checkpoints
+from samestep.data.cache import digest_of
 from samestep.processes import agreement, ranks
 from samestep.processes.device import use_cpu
 from samestep.processes.ranks import UserError
@@ -353,8 +354,8 @@ def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) 
     # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
     entries["fingerprint"] = batches.fingerprint(train_data, task)
     entries["validation"] = batches.fingerprint(eval_data, task)
-    if hasattr(task, "digest"):
-        entries["fingerprint"] = task.digest(cfg.task, prepared)
+    own = task.digest(cfg.task, prepared) if hasattr(task, "digest") else digest_of(prepared)
+    entries["fingerprint"] = own or entries["fingerprint"]
     sources = contract.list_sources(task, train_data, training=True)
     if len(sources) > 1 or any(each.shards is not None for each in sources):
         entries["sources"] = "; ".join(map(describe_source, sources))

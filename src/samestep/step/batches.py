@@ -267,9 +267,10 @@ class SampleDataset(torch.utils.data.Dataset):
         self.ahead = getattr(dataset, "ahead", 0)
         if self.order and self.ahead:  # an order keeps the tables of its last call
             self.later = make()
-        sizes = getattr(task, "sizes", None)
-        self.sizes = np.asarray(sizes(dataset)) if sizes else None
-        if sizes and self.sizes.shape != (len(dataset),):
+        own = getattr(task, "sizes", None)
+        sizes = functools.partial(own, dataset) if own else getattr(dataset, "sizes", None)
+        self.sizes = np.asarray(sizes()) if task and callable(sizes) else None
+        if self.sizes is not None and self.sizes.shape != (len(dataset),):
             raise ValueError(
                 f"task.sizes returns an array of shape {self.sizes.shape}; return the sizes of the "
                 f"{len(dataset)} rows, shape ({len(dataset)},)"

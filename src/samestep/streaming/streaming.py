@@ -590,8 +590,3 @@ def hash_values(values: dict[str, Any]) -> bytes:
         value = value.tobytes() if hasattr(value, "tobytes") else value
         digest.update(value if isinstance(value, bytes) else repr(value).encode())
     return digest.digest()
-
-
-def sources_of(dataset: Any) -> list[Source]:
-    """The sources of a dataset: those that it names, or all rows as one."""
-    return getattr(dataset, "sources", None) or [Source("data", len(dataset), 1, None, 1)]

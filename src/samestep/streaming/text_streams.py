@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from samestep.text import text_data
 SAMPLE = 50_000_000  # characters of text that a vocabulary is learnt from
 
 
-def check_text_streaming(cfg: Any) -> None:
-    """Raises ValueError for fields that need all rows before training."""
+def check_text_streaming(cfg: Any, shipped: Iterable[str]) -> None:
+    """Raises ValueError for data that is not streamed (`shipped`), and for fields that need all
+    rows before training."""
+    streaming.check_streaming(cfg, shipped)
     wanted = "while task.streaming is true: it needs all rows before training"
     rules = [
         ("problem_type", cfg.problem_type != NUMBER, f"another, {wanted}"),

@@ -7,21 +7,25 @@ and the second pass, which writes the tokens of each unit into files: see token_
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from samestep.base.console import one_line
+from samestep.base.fields import check_fields
 from samestep.base.files import remove
 from samestep.base.workers import Tell, do_units
 from samestep.data import demo_data, hub, sources, tables
-from samestep.text import layouts, packing, text, token_rows, units
+from samestep.data.cache import once_per_folder
+from samestep.models import pretrained
+from samestep.text import chats, layouts, packing, token_rows, tokenizing, units
 from samestep.text.layouts import ENDINGS, OPTIONAL, Layout
 from samestep.text.token_rows import UnitWriter
 from samestep.text.units import Notes, Unit, read_unit
 
+END_OF_TEXT = "<|endoftext|>"  # of a new model
 BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
 BATCH = 1_000_000  # characters that are tokenised in one call
 
@@ -37,31 +41,75 @@ class Input(NamedTuple):
     notes: Notes
 
 
+# ---- Models --------------------------------------------------------------------------------------
+
+
+@once_per_folder
+def load_tokenizer(cfg: Any, folder: Path) -> Any:
+    """The tokenizer of a language model, with a chat template where rows are chats."""
+    ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    tokenizer = tokenizing.load_tokenizer(cfg, folder, model_max_length=cfg.context_length, **ends)
+    if cfg.chat_template:
+        tokenizer.chat_template = chats.read_template(cfg)
+    elif cfg.rows == "chat":
+        tokenizer.chat_template = tokenizer.chat_template or chats.CHAT_TEMPLATE
+    return tokenizer
+
+
+def max_text_length(cfg: Any, best_fit: bool) -> int:
+    """Tokens of a text that the model sees at once, at most context_length.
+
+    Raises ValueError for rows of one text that are longer than a model to start from can see.
+    """
+    if not cfg.model_name_or_path:
+        return cfg.context_length
+    from transformers import AutoConfig
+
+    limit = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else cfg.context_length
+    fits, wanted = best_fit or cfg.context_length <= limit, f"at most {limit}"
+    check_fields(cfg, [("context_length", fits, f"{wanted}, which the model can see")])
+    return min(limit, cfg.context_length)
+
+
 # ---- Build ---------------------------------------------------------------------------------------
+
+
+def recognize(cfg: Any) -> list[tuple[sources.WeightedData, Any, Layout]]:
+    """Each source of cfg.data, the config with its data alone, and what its rows are.
+
+    Replaces `rows` auto by their kind. Raises ValueError if the sources have rows of more kinds.
+    """
+    data = [(*each, layouts.recognize_layout(each[1])) for each in sources.by_source(cfg, ENDINGS)]
+    kinds = {layout.kind: own.data for _, own, layout in data}
+    if len(kinds) > 1:
+        found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
+        raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
+    (cfg.rows,) = kinds
+    return data
 
 
 def build(
     cfg: Any,
     by_source: list[tuple[sources.WeightedData, Any, Layout]],
     folder: Path,
-    learn: Callable[[Iterable[str]], None],
-    load_tokenizer: Callable[[], Any],
     longest: int,
     best_fit: bool,
 ) -> dict[str, Any]:
-    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
-    `learn` saves the vocabulary of a new model. `longest`: tokens of a text that the model sees.
+    `longest`: tokens of a text that the model sees.
     """
     inputs = scan_inputs(cfg, by_source, folder, bool(not cfg.model_name_or_path))
     held = choose_held(cfg, inputs)
-    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
+    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
         scans = [folder / f"scan-{i}" for i, each in enumerate(inputs) if not each.held]
         size = sum(each.notes.size for each in inputs if not each.held) / 1e6
         part = f"{units.SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > units.SAMPLE)
         print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
-        learn(units.read_sample(scans, held))
-    tokenizer = load_tokenizer()
+        texts = units.read_sample(scans, held)
+        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
+    tokenizer = load_tokenizer(cfg, folder)
     dtype = token_rows.token_dtype(len(tokenizer), cfg.context_length)
     plan = Plan(tokenizer, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
     shares = cut_single_texts(cfg, inputs)
@@ -288,7 +336,7 @@ class Plan(NamedTuple):
     @property
     def start(self) -> list[int]:
         """Tokens before a text: begin-of-text, or end-of-text where there is none."""
-        return text.begin_tokens(self.tokenizer) or [self.tokenizer.eos_token_id]
+        return tokenizing.begin_tokens(self.tokenizer) or [self.tokenizer.eos_token_id]
 
     @property
     def shares_ends(self) -> bool:
@@ -307,7 +355,7 @@ class Plan(NamedTuple):
         texts = [row["text"] for row, _ in rows]
         before = "" if ends[0] else "a" if texts[0][:1].isspace() else "\n"
         after = "" if ends[1] else "a" if texts[0][-1:].isspace() else "\na"
-        found = text.tokenize_texts(texts, self.tokenizer, before, after)
+        found = tokenizing.tokenize_texts(texts, self.tokenizer, before, after)
         texts = [np.concatenate([start, ids, end]).astype(np.int32) for ids in found]
         return [(ids, np.ones(len(ids), np.uint8)) for ids in texts]
 
@@ -363,7 +411,7 @@ def finish(
         most_texts = max([most_texts, *(done[i]["most_texts"] for i in own)])
     if not parts["validation"]:
         raise ValueError("task.validation_fraction: nothing is held out; raise it")
-    np.save(folder / "bytes.npy", text.token_bytes(plan.tokenizer))
+    np.save(folder / "bytes.npy", tokenizing.token_bytes(plan.tokenizer))
     np.save(folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
     questions = [tokens for facts in done for tokens in facts["questions"]][:2]
     prompts = {f"held out {number}": tokens for number, tokens in enumerate(questions, 1)}

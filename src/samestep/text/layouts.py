@@ -13,8 +13,8 @@ from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.data import demo_data, sources
 from samestep.data.tables import TABLES, Row
-from samestep.text import chats, text
-from samestep.text.text import Tokens
+from samestep.text import chats, tokenizing
+from samestep.text.tokenizing import Tokens
 
 ENDINGS = (".txt", *TABLES)
 PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
@@ -181,22 +181,22 @@ def tokenize_rows(rows: list[Row], kind: str, tokenizer: Any) -> list[Tokens]:
             tokens.append(tokenize_prompt(row, tokenizer))
         else:
             texts = chats.render_chat(row, place, tokenizer, shown)
-            tokens += [text.tokenize_answers(*each, tokenizer) for each in texts]
+            tokens += [tokenizing.tokenize_answers(*each, tokenizer) for each in texts]
     return tokens
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
     """A prompt with its completion and the end-of-text token, which are the loss terms."""
     whole = row["prompt"] + row["completion"]
-    ids, mask = text.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
-    begin = text.begin_tokens(tokenizer)
+    ids, mask = tokenizing.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
+    begin = tokenizing.begin_tokens(tokenizer)
     ids = array("i", [*begin, *ids, tokenizer.eos_token_id])
     return ids, array("b", [*[0] * len(begin), *mask, 1])
 
 
 def question_tokens(row: dict | str, kind: str, tokenizer: Any) -> list[int]:
     """The tokens that the model is to continue: of a row, or of a text or a user's message."""
-    begin, question = text.begin_tokens(tokenizer), row
+    begin, question = tokenizing.begin_tokens(tokenizer), row
     if kind == "text":
         begin = begin or [tokenizer.eos_token_id]
     elif kind == "prompt":

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.text.text import Tokens
+from samestep.text.tokenizing import Tokens
 
 
 def pack_best_fit(

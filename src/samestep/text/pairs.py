@@ -1,5 +1,6 @@
 """Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
+from samestep.base.fields import check_fields
 from samestep.data import sources
+from samestep.data.cache import once_per_folder
 from samestep.data.tables import TABLES, Columns, Row
-from samestep.text import row_files, text, units
+from samestep.models import pretrained
+from samestep.text import row_files, tokenizing, units
 from samestep.text.row_files import Input, Layout
 
+PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
 BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
 
 
@@ -21,24 +26,22 @@ def build(
     folder: Path,
     columns: Columns,
     shipped: dict[str, Callable[[], Iterator[Row]]],
-    learn: Callable[[Iterable[str]], None],
-    load_tokenizer: Callable[[], Any],
 ) -> dict[str, Any]:
-    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
-    `columns`: those of "source" and "target". `shipped` gives the rows of data that the
-    task brings along. `learn` saves the vocabulary of a new model. Validation rows keep their
-    texts, as bytes, which the report compares with generated ones. Raises ValueError for rows that
-    cannot be used.
+    `columns`: those of "source" and "target". `shipped` gives the rows of data that the task brings
+    along. Validation rows keep their texts, as bytes, which the report compares with generated
+    ones. Raises ValueError for rows that cannot be used.
     """
     train, given, held = scan_pairs(cfg, folder, columns, shipped)
     number, evaluated = row_files.count_rows(train, given, held)
     data = one_line(cfg.data, 100)
     size = f"{number:,} rows of {data} to train and {evaluated:,} to evaluate on"
     print(f"Preparing data: {size}", flush=True)
-    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
-        learn(row_files.read_sample(folder, held))
-    tokenizer = load_tokenizer()
+    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
+        texts, special = row_files.read_sample(folder, held), [PAD, END]
+        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, first=special, end=END)
+    tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
     limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
 
@@ -123,6 +126,52 @@ def tokenize_texts(
                 cut += 1
             rows.append(np.array(ids, np.int32))
     return rows, cut
+
+
+def check_model(cfg: Any) -> None:
+    """Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text."""
+    if not cfg.model_name_or_path:
+        return
+    from transformers import AutoConfig
+
+    config, name = pretrained.load(AutoConfig, cfg), one_line(cfg.model_name_or_path, 100)
+    if not getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    expected = f"at most {limit}, the positions of {name}"
+    for length in ("max_source_length", "max_target_length"):
+        check_fields(cfg, [(length, getattr(cfg, length) <= limit, expected)])
+    load_tokenizer(cfg, None)
+
+
+@once_per_folder
+def load_tokenizer(cfg: Any, folder: Path | None) -> Any:
+    """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
+    names = ["input_ids", "attention_mask"]
+    ends = {"pad_token": PAD, "eos_token": END, "model_input_names": names}
+    tokenizer = tokenizing.load_tokenizer(cfg, folder, ("eos_token",), **ends)
+    tokenizer.model_max_length = cfg.max_source_length  # samestep predict cuts sources there
+    return tokenizer
+
+
+def check_targets(model: Any, cfg: Any) -> None:
+    """Raises ValueError for an encoder-decoder that does not say how a target starts."""
+    start = getattr(model.config, "decoder_start_token_id", None)
+    if start is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        name = one_line(cfg.model_name_or_path, 100)
+        raise ValueError(
+            f"task.model_name_or_path: {name}, a {model.config.model_type}, does not say with "
+            "which token a target starts; give another model"
+        )
+
+
+def set_generation(model: Any, cfg: Any) -> None:
+    """Writes the search of cfg and the prefix of sources into the configs of the exported model."""
+    model.config.source_prefix = cfg.source_prefix  # for samestep predict
+    settings = model.generation_config
+    settings.update(num_beams=cfg.num_beams, max_new_tokens=cfg.max_target_length, max_length=None)
+    if cfg.num_beams == 1:  # transformers does not save settings of a search that is not used
+        settings.update(early_stopping=None, length_penalty=None)
 
 
 @torch.no_grad()

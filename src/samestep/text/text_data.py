@@ -18,13 +18,14 @@ from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.models import pretrained
-from samestep.text import row_files, text, units
+from samestep.text import row_files, tokenizing, units
 from samestep.text.row_files import Input, Layout
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
 ENDINGS = (".txt", *TABLES)
 ROLES = ("text", "text_pair")
+MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 
 
@@ -68,7 +69,7 @@ def label_of(row: dict) -> str | float:
 def build(
     cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
 ) -> dict[str, Any]:
-    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare_once` wants.
+    """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
     `shipped` gives the rows of data that the task brings along; a row's place is the file it is
     from.
@@ -94,7 +95,7 @@ def build(
     if warning:
         print(f"Preparing data: {warning}", flush=True)
 
-    if not cfg.model_name_or_path and not (folder / text.FILE).exists():
+    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
         learn_vocabulary(row_files.read_sample(folder, held), cfg.vocab_size, folder)
     tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
@@ -242,13 +243,26 @@ def check_model(cfg: Any) -> None:
 def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
     """The tokenizer of the model to start from, or the one in the folder of prepared data."""
     inputs = ["input_ids", "attention_mask"]
-    return text.load_tokenizer(cfg, folder, ["pad_token"], model_input_names=inputs, **SPECIAL)
+    return tokenizing.load_tokenizer(
+        cfg, folder, ["pad_token"], model_input_names=inputs, **SPECIAL
+    )
+
+
+def set_marks(model: Any, cfg: Any, folder: Path) -> None:
+    """Writes what samestep predict needs into the config of the model: MARKS."""
+    for name in MARKS:  # an earlier training may have left its own
+        vars(model.config).pop(name, None)
+    if cfg.problem_type == NUMBER:
+        scale = json.loads((folder / "scale.json").read_text(encoding="utf-8"))
+        model.config.label_mean, model.config.label_std = scale
+    if cfg.text_pair_column:
+        model.config.text_pair = True
 
 
 def learn_vocabulary(texts: Iterable[str], size: int, folder: Path) -> None:
     """Learns the tokenizer of a new model: [CLS] before a text, [SEP] after each."""
     ends = {"begin": SPECIAL["cls_token"], "end": SPECIAL["sep_token"]}
-    text.learn_vocabulary(texts, size, folder, first=list(SPECIAL.values()), **ends)
+    tokenizing.learn_vocabulary(texts, size, folder, first=list(SPECIAL.values()), **ends)
 
 
 def marks_of(tokenizer: Any, is_pair: bool) -> dict[str, int]:
