@@ -201,11 +201,11 @@ def describe(everywhere: list[dict], machines: list[dict]) -> Section:
         where = hosts[r] if named else ""
         shared, (write, read, free) = everywhere[r]["shared memory"], machines[r]["disk"]
         add = section.figures.append
-        add(Figure("shared memory (/dev/shm)", shared / GB, "GB", where) if shared else None)
+        if shared:
+            add(Figure("shared memory (/dev/shm)", shared / GB, "GB", where))
         add(Figure("free disk of --report", free, "GB", where))
         add(Figure("disk write, flushed", write, "GB/s", where))
         add(Figure("disk read", read, "GB/s", where))
-    section.figures = [each for each in section.figures if each]
     section.lines = warnings(everywhere, machines, firsts)
     section.failures = failures(everywhere, devices, word)
     return section

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from samestep.hardware import memory
 from samestep.hardware.memory import Sizes
@@ -109,15 +110,15 @@ def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
     gpus, machines, precision = hardware.devices, hardware.machines, hardware.precision
     total, whole = gpus * machines, memory.whole(sizes, precision)
     freed = whole - memory.whole(sizes, precision, checkpointing=True)
-    replica = {"precision": precision, "states": whole, "freed": freed}
+    replica: dict[str, Any] = {"precision": precision, "states": whole, "freed": freed}
     if hardware.kind != "cuda":
         words = {"cpu": "the CPU, fp32", "mps": "the GPU of this Mac, fp32"}[hardware.kind]
         return [Rung(words, hardware.kind, 1, precision, whole)]
     # FSDP does not go with fp16, and bf16 is slow where it is emulated.
     parts = "bf16" if hardware.bf16 else "fp32"
-    shared = {"precision": parts, "sharded": True}
+    shared: dict[str, Any] = {"precision": parts, "sharded": True}
     offloaded = {"states": memory.gathered(sizes, parts), "host": sizes.states, **shared}
-    deepspeed = {"precision": parts, "sharded": True, "chosen": False}
+    deepspeed: dict[str, Any] = {"precision": parts, "sharded": True, "chosen": False}
     if total == 1:
         return [
             Rung(f"one GPU, {precision}", f"single_gpu_{precision}", 1, **replica),

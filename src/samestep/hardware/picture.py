@@ -88,8 +88,8 @@ def draw_links(axes: Axes, figures: Figures) -> None:
     for i, kind in enumerate(kinds):
         curve = named(figures, f"{kind} ")
         sizes, speeds = zip(*((each["size"], each["value"]) for each in curve), strict=True)
-        style = {"color": COLORS[i], "linewidth": 1.8 if i == 0 else 1, "marker": "o"}
-        axes.plot(sizes, speeds, markersize=4, label=kind.replace("_", "-"), **style)
+        style: dict[str, Any] = {"color": COLORS[i], "linewidth": 1.8 if i == 0 else 1}
+        axes.plot(sizes, speeds, marker="o", markersize=4, label=kind.replace("_", "-"), **style)
     names = {each["size"]: each["name"].rpartition(", ")[2] for each in figures}
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(names), list(names.values()))
@@ -106,7 +106,7 @@ def draw_scaling(axes: Axes, figures: Figures) -> None:
     axes.plot(counts, ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
     axes.plot(counts, speeds, color=COLORS[0], marker="o", linewidth=1.8, label="measured")
     for count, speed, best in zip(counts, speeds, ideal, strict=True):
-        place = {"textcoords": "offset points", "xytext": (0, -13), "ha": "center"}
+        place: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, -13), "ha": "center"}
         axes.annotate(f"{speed / best:.0%}", (count, speed), fontsize=8, **place)
     axes.set_title("training together, one micro-batch for each process", **TITLE)
     axes.set(xlabel="processes", ylabel="samples / s", ylim=(0, None))

@@ -1,13 +1,15 @@
 """Says which processes have what, in few words: `processes 0-6 on node1`."""
 
 from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
+Value = TypeVar("Value", bound=Hashable)
 HOSTS = 4  # names in a line
 
 
-def group(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+def group(values: Sequence[Value]) -> dict[Value, list[int]]:
     """The places of each distinct value in a list."""
-    found: dict[Hashable, list[int]] = {}
+    found: dict[Value, list[int]] = {}
     for place, value in enumerate(values):
         found.setdefault(value, []).append(place)
     return found

@@ -155,7 +155,7 @@ def is_report(content: Any) -> bool:
         mappings = [section["conditions"] for section in sections]
     except (AttributeError, KeyError, TypeError):
         return False
-    kinds = [(texts, str), (numbers, (int, float)), (mappings, dict)]
+    kinds: list[tuple[list, Any]] = [(texts, str), (numbers, (int, float)), (mappings, dict)]
     typed = all(isinstance(each, kind) for values, kind in kinds for each in values)
     return typed and content.get("format") == FORMAT
 

@@ -138,8 +138,9 @@ def search(
             attempt(chosen, **{name: not getattr(chosen, name)})
 
     # Larger micro-batches until they are no faster; with checkpointing once memory is the limit.
-    chosen = best(tried, start)
-    for size in [each for each in space.sizes if chosen and each > chosen.micro_batch_size]:
+    if not (chosen := best(tried, start)):
+        return None
+    for size in [each for each in space.sizes if each > chosen.micro_batch_size]:
         larger = dataclasses.replace(chosen, micro_batch_size=size)
         if attempt(larger).problem == FULL and not chosen.gradient_checkpointing:
             larger = dataclasses.replace(larger, gradient_checkpointing=True)

@@ -97,6 +97,7 @@ class ShortRun:
         self.layout = project.layout
         self.finite: bool | None = None  # whether all steps were; None: none is done
         self.first: tuple[float, float] | None = None  # loss and norm of the first step
+        self.alone = ""  # why there is no gradient of a process alone
         self.same = True  # whether all processes have the same weights, as far as is known
         self.state: weights.TrainingState | None = None  # of the model that is prepared
         with ranks.fail_together(), as_user_error():

@@ -7,7 +7,7 @@ sees each operation and counts the bytes of the tensors that are alive.
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -25,7 +25,6 @@ from samestep.checkpoint import weights
 from samestep.hardware.ladder import Working
 from samestep.hardware.memory import Sizes
 from samestep.hardware.project import Project
-from samestep.step import batches
 from samestep.step.batches import Batch
 
 MOST_ROWS = 100_000  # whose lengths are compared
@@ -132,7 +131,7 @@ def no_numbers() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def move_if_needed(module: torch.nn.Module, *args, **options) -> torch.nn.Module:
+def move_if_needed(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
     """In place of Module.to, which fails for such tensors: the module, if nothing changes."""
     tensors = [*module.parameters(), *module.buffers()]
     if any(each.to(*args, **options) is not each for each in tensors):
@@ -140,10 +139,12 @@ def move_if_needed(module: torch.nn.Module, *args, **options) -> torch.nn.Module
     return module
 
 
-def from_config(cls, path: Any, *_, config: Any = None, output_loading_info=False, **options):
+def from_config(
+    cls: Any, path: Any, *_: Any, config: Any = None, output_loading_info: bool = False, **more: Any
+) -> Any:
     """In place of from_pretrained: the model, without the weights."""
     names = ("dtype", "attn_implementation")
-    options = {name: options[name] for name in names if name in options}
+    options = {name: more[name] for name in names if name in more}
     model = cls._from_config(config or cls.config_class.from_pretrained(path), **options)
     nothing = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": [], "error_msgs": []}
     return (model, nothing) if output_loading_info else model
@@ -172,7 +173,7 @@ def longest_rows(project: Project, samples: int) -> Batch:
     """A micro-batch of the longest of many training rows: other micro-batches need less memory."""
     rows = project.rows
     positions = rows.sort(range(max(min(len(rows), MOST_ROWS), samples)))[-samples:]
-    return batches.make_collate(project.task)(rows.__getitems__(positions))[0]
+    return project.batch(positions)
 
 
 def convert(mode: FakeTensorMode, batch: Batch) -> Batch:
@@ -212,7 +213,7 @@ def count_parameters(model: torch.nn.Module) -> Sizes:
     return Sizes(*count([*model.parameters()]), *max(map(count, units)))
 
 
-def count(parameters: list[torch.Tensor]) -> tuple[int, int]:
+def count(parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
     """Numbers of all parameters, and of those that are trained."""
     trained = [p.numel() for p in parameters if p.requires_grad]
     return sum(p.numel() for p in parameters), sum(trained)

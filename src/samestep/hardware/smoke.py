@@ -186,7 +186,6 @@ def check_start(trial: ShortRun, folder: Path) -> str:
 
 def check_common(trial: ShortRun, folder: Path) -> str:
     """All processes compute the same loss and gradient of the same micro-batch, each alone."""
-    trial.alone = ""
     try:
         trial.everyone(trial.move_copy)
         trial.share_copy()
@@ -409,7 +408,7 @@ def check_main(trial: ShortRun, folder: Path) -> str:
 
 def check_loop(trial: ShortRun, folder: Path) -> str:
     """The first step of train.py, as its owner has it, has the loss and gradient found here."""
-    if trial.first is None or trial.precision == "fp8":
+    if (first := trial.first) is None or trial.precision == "fp8":
         return "left out: there is nothing to compare with"
     trial.release()
     cfg, ranks = trial.cfg, trial.ranks
@@ -453,7 +452,7 @@ def check_loop(trial: ShortRun, folder: Path) -> str:
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         line = next(line for line in map(json.loads, lines) if "loss" in line)
         limits = limit_of(LOSS, trial), limit_of(GRADIENT, trial, trial.layout.sharded)
-        for name, right, limit in zip(("loss", "grad_norm"), trial.first, limits, strict=True):
+        for name, right, limit in zip(("loss", "grad_norm"), first, limits, strict=True):
             found = line[name]  # null: a step of fp16 that was skipped
             if found is not None and not abs(found - right) <= limit * abs(right):
                 return f"its first step has {name} {found:.6g}, and {right:.6g} is right"
@@ -462,7 +461,7 @@ def check_loop(trial: ShortRun, folder: Path) -> str:
     problem = ranks.from_main(trial.everyone(compare))
     if problem:
         raise Wrong(problem)
-    return f"passed: loss {trial.first[0]:.5g}, norm of the gradient {trial.first[1]:.5g}"
+    return f"passed: loss {first[0]:.5g}, norm of the gradient {first[1]:.5g}"
 
 
 CHECKS: dict[str, Callable[[ShortRun, Path], str]] = {

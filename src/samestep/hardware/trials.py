@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 import torch
@@ -85,7 +86,7 @@ def print_survey(config_file: str) -> None:
         kind = torch.accelerator.current_accelerator().type
         names = {torch.cuda.get_device_name(i) for i in range(gpus)}
         device = ", ".join(sorted(names)) or kind
-    found = {"precision": str(fields.get("mixed_precision") or "no"), "kind": kind}
+    found: dict[str, Any] = {"precision": str(fields.get("mixed_precision") or "no"), "kind": kind}
     found |= {"device": device, "capability": None if kind == "cpu" else oldest}
     found |= {"file": str(path), "changes": changes}
     print(json.dumps({**found, "layout": vars(layout)}))
@@ -125,7 +126,7 @@ def run_program(words: list[str], hardware: Hardware, folder: Path) -> int:
     env |= {f"LAUNCH_{n.removeprefix('num_').upper()}": str(v) for n, v in hardware.changes.items()}
     command = [sys.executable, *words]
     try:
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         return subprocess.run(command, env=env, start_new_session=True, **quiet).returncode
     finally:
         end_processes(str(folder))

@@ -127,7 +127,7 @@ def measure_scaling(
     for count in process_counts(ranks.layout.processes):
         group = dist.new_group(list(range(count))) if count > 1 else None
 
-        def together(group=group, count=count) -> float:
+        def together(group: dist.ProcessGroup | None = group, count: int = count) -> float:
             if rank >= count:
                 return 0.0
             wrapped = module
