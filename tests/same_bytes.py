@@ -85,7 +85,13 @@ def compare(old, new):
         (name, key) for name in old for key in old[name] if old[name][key] != new[name].get(key)
     ]
     for name, key in different:
-        print(f"{name}: {key} differs: {old[name][key]} before, {new[name].get(key)} now")
+        was, now = old[name][key], new[name].get(key)
+        if isinstance(was, dict) and isinstance(now, dict):
+            names = {*was, *now}
+            was, now = (
+                {n: each.get(n) for n in names if was.get(n) != now.get(n)} for each in (was, now)
+            )
+        print(f"{name}: {key} differs: {was} before, {now} now")
     return len(different)
 
 
