@@ -29,9 +29,9 @@ LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
 PYTHON = ("python", "python3", ".venv/bin/python", ".venv/bench/bin/python")
 # Programs of others, and of the system: the files that they name are checked, and no flags.
 OTHERS = {
-    *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git hf kill".split(),
-    *"kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard torchrun".split(),
-    *"touch trackio uv wandb".split(),
+    *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git grep hf".split(),
+    *"kill kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
+    *"torchrun touch trackio uv wandb".split(),
 }
 # Of docker and pip, and a field that a recipe of the cookbook adds.
 OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience"}
@@ -92,9 +92,9 @@ def baked(tmp_path_factory):
         for recipe in path.glob("configs/train/*.yaml"):
             text = recipe.read_text(encoding="utf-8")
             recipe.write_text(re.sub(r"^max_steps: \d+", "max_steps: 6", text, flags=re.M))
-        for name in ("accelerate/cpu", "train/default"):  # as if samestep hardware tune had run
+        for name in ("accelerate/cpu", "train/default"):  # as if recommend had run
             file = path / "configs" / f"{name}.yaml"
-            shutil.copy(file, file.with_name("tuned.yaml"))
+            shutil.copy(file, file.with_name("recommended.yaml"))
     return projects
 
 
@@ -305,9 +305,7 @@ def test_commands_name_what_is_there(baked, fields, place):
 
 
 # Run by no test here: they install, take minutes, or need GPUs, machines and services.
-LEFT_OUT = (
-    "make (setup|test|demo|torture|bench|gpu)|hardware (tune|bench)|OWNER/NAME|-m (venv|pip) "
-)
+LEFT_OUT = "make (setup|test|demo|torture|bench|gpu)|hardware bench|OWNER/NAME|-m (venv|pip) "
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
 REMOVE_TASK = r"""#!/bin/sh
 sed -i '/^task:/,$d' "$1"
@@ -410,6 +408,8 @@ def test_commands_run(tmp_path, trained, shell, task, name):
         rows = [row for row in rows if all(map(can_run, commands(row)))]
         if script not in others and any(map(commands, rows)):
             folder = shutil.copytree(trained[task].path, tmp_path / str(number), symlinks=True)
+            for recommended in folder.glob("configs/*/recommended.yaml"):
+                recommended.unlink()
             if "make plot" in script:
                 shutil.copytree(folder / "runs" / "default", folder / "runs" / "mine")
             shell(BakedProject(folder), "\n".join(rows))

@@ -177,19 +177,6 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
     assert "NVIDIA H100" in printed or verb in ("smoke", "bench")
 
 
-@pytest.mark.slow
-def test_tune_runs(small, tmp_path):
-    """Its trials are started by launchers of their own."""
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({str(PRETEND.parent)!r})\n"
-        "import pretend_gpu\npretend_gpu.pretend()\n"
-    )
-    flags = ["--steps", 1, "--config_file", "configs/accelerate/single_gpu_bf16.yaml"]
-    small.run("python", "-m", "samestep", "hardware", "tune", *flags, PYTHONPATH=str(tmp_path))
-    tuned = (small.path / "configs" / "accelerate" / "tuned.yaml").read_text()
-    assert "distributed_type" in tuned
-
-
 # ---- The rehearsal can fail ----------------------------------------------------------------------
 
 

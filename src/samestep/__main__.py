@@ -4,7 +4,7 @@ launch     accelerate launch, with a check before it and the run's own exit code
 prepare    prepares the data, and no more
 predict    answers from a trained model
 plot       draws the curves of a run, or compares runs
-hardware   measures this machine: check, bench, smoke, recommend, tune
+hardware   measures this machine: check, bench, smoke, recommend
 example    lists whole task files, or writes one
 eject      lays the library's source beside train.py, to be changed
 """

@@ -1,1 +1,1 @@
-"""What a machine can do: check, bench, smoke, recommend, tune."""
+"""What a machine can do: check, bench, smoke, recommend."""

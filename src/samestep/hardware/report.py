@@ -279,7 +279,7 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
         for name, where, *_ in before
     ]
     lines += missing
-    worse += missing if section.verb != "tune" else []  # which tries other settings each time
+    worse += missing
     if not any(", was " in line for line in lines):
         raise ValueError(f"the older report has none of these figures of {section.verb}")
     return lines, worse

@@ -6,7 +6,7 @@
     python -m samestep hardware bench --compare baseline.json
 
 Without a verb it checks. check, bench and smoke measure the processes that the launcher starts;
-recommend and tune are started with python. Flags of train.py (--config, --learning_rate, ...) may
+recommend is started with python. Flags of train.py (--config, --learning_rate, ...) may
 follow those of a verb, except for check. The figures go to hardware.json in the folder --report,
 and those of bench also to hardware.png.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from samestep.base.console import IS_MAIN, one_line, protect_output, say
-from samestep.hardware import bench, check, recommend, report, smoke, tune
+from samestep.hardware import bench, check, recommend, report, smoke
 from samestep.hardware.project import RUN, Project, read_project
 from samestep.hardware.report import Section
 from samestep.processes.ranks import Failed, Ranks, UserError, as_user_error, catch
@@ -31,7 +31,7 @@ from samestep.start import startup
 
 TIMEOUT = 600  # seconds that a process waits for the others
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke, "tune": tune}
+VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke}
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,14 +84,11 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
         report.prepare_folder(options.report)
     if options.verb == "recommend":
         recommend.check(options)
-    needed = options.verb == "tune" or VERBS[options.verb].NEEDS_PROJECT
-    train, task = startup.find_project() if needed else (None, None)
-    if options.verb == "tune":
-        return options, tune.read_recipe(train.Config, task, flags), old
-    if not needed:
+    if not VERBS[options.verb].NEEDS_PROJECT:
         if flags:
             raise UserError(f"{options.verb} takes no {one_line(flags[0])}; see --help")
         return options, None, old
+    train, task = startup.find_project()
     unread = () if options.verb == "recommend" else RUN  # it writes them into its recipe
     return options, read_project(train.Config, task, train.build_optimizer, flags, unread), old
 
@@ -124,10 +121,6 @@ def run() -> int:
     ranks = None
     try:
         found, problem = catch(as_user_error()(prepare))
-        if found and found[0].verb == "tune":  # starts processes itself, and leaves GPUs to them
-            options, recipe, old = found
-            with as_user_error():
-                return finish(options, tune.run(options, recipe, old), old)
         ranks = Ranks(TIMEOUT)
         ranks.raise_everywhere(problem)
         options, project, old = found
