@@ -47,7 +47,8 @@ test: $(TESTS)  ## check the style, run the quick tests (WORKERS=3; one: ARGS="-
 	.venv/bin/ruff format --check --config pyproject.toml .
 	$(PYTEST) $(if $(findstring -k,$(ARGS))$(findstring ::,$(ARGS)),,-m "not slow") $(ARGS)
 
-test-all: $(TESTS)  ## run the slow tests, which `make test` leaves out
+test-all: $(TESTS)  ## check the types, run the slow tests, which `make test` leaves out
+	$(if $(ARGS),,.venv/bin/mypy)
 	$(PYTEST) -m slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) --no-print-directory test-zero)
 

@@ -6,6 +6,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from samestep.base.console import one_line
 
@@ -16,7 +17,7 @@ class Killed(ValueError):
     """A process was killed. What is done is kept."""
 
 
-def run_in_child(function: Callable, *arguments) -> None:
+def run_in_child(function: Callable, *arguments: Any) -> None:
     """Calls a function in a forked process, for the files that it writes.
 
     A library that stays in native code for half a minute keeps this process from handling a signal.
@@ -77,7 +78,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     Without effect outside the main thread, where Python does not deliver signals.
     """
 
-    def raise_timeout(*_) -> None:
+    def raise_timeout(*_: Any) -> None:
         raise TimeoutError(f"it takes longer than {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():

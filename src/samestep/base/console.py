@@ -6,6 +6,7 @@ import re
 import select
 import sys
 import unicodedata
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ class Output(io.FileIO):
     on output is discarded, and the run continues.
     """
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         try:
             while (written := super().write(data)) is None:  # a non-blocking pipe is full
                 select.select([], [self], [])
@@ -47,8 +48,8 @@ def protect_output() -> None:
             stream.flush()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         raw = io.BufferedWriter(Output(number, "w", closefd=False))
-        options = {"encoding": encoding, "errors": "backslashreplace", "line_buffering": True}
-        setattr(sys, name, io.TextIOWrapper(raw, **options))
+        text = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
 
 
 def escaped(text: str, kept: str = "") -> str:

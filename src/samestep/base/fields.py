@@ -7,6 +7,7 @@ has to be accepted. Rules between fields are functions.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,22 @@ Width = number_type("Width", int, 1, 65_536)
 Gigabytes = number_type("Gigabytes", float, 0, 1_000_000)
 
 
-def check_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+def check_fields(cfg: Any, rules: Sequence[tuple[str, Any, str]]) -> None:
     """Raises ValueError for the first violated rule: (field, whether it holds, expected value).
 
     The types of the fields are checked too: recipes and flags have been, but not a config that
     Python code made.
     """
-    numbers = []
+    numbers: list[tuple] = []
     for each in dataclasses.fields(cfg):
         value = getattr(cfg, each.name)
         if isinstance(value, str) and value != value.encode(errors="replace").decode():
             raise ValueError(f"task.{each.name}: {one_line(value, 60)} is not UTF-8")
-        restricted = isinstance(each.type, type) and each.type.__module__ != "builtins"
-        if restricted and issubclass(each.type, int | float):
-            numbers.append((each.name, is_of_type(value, each.type), each.type.__doc__))
-    for name, holds, expected in numbers + rules:
+        kind: Any = each.type
+        restricted = isinstance(kind, type) and kind.__module__ != "builtins"
+        if restricted and issubclass(kind, int | float):
+            numbers.append((each.name, is_of_type(value, kind), kind.__doc__))
+    for name, holds, expected in [*numbers, *rules]:
         if not holds:
             value = one_line(repr(getattr(cfg, name)), 60)
             raise ValueError(f"task.{name} is {value} but must be {expected}")

@@ -9,6 +9,7 @@ import socket
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 from samestep.base.files import PERMANENT_ERRORS, read_json_object, replace_text
 
@@ -29,7 +30,8 @@ class RunLock:
 
     def __init__(self, output: Path, hold: bool = True):
         self.output, self.path, self.created = output, output / "lock", []
-        self.file = self.old_stat = None
+        self.file: Any = None
+        self.old_stat: os.stat_result | None = None
         try:
             self.created = [p for p in (self.path, output, *output.parents) if not p.exists()]
             output.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ def describe_process() -> dict:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
-def write_status(output: Path, state: str, **more) -> None:
+def write_status(output: Path, state: str, **more: Any) -> None:
     """Replaces status.json: the state of the run, this process, and more entries."""
     text = json.dumps({"state": state, **describe_process(), **more}) + "\n"
     try:

@@ -57,7 +57,7 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
             if unit >= end.value:
                 return
 
-            def tell(size: int, unit=unit) -> None:
+            def tell(size: int, unit: int = unit) -> None:
                 if os.getppid() != parent or unit > end.value:
                     os._exit(0)
                 done[unit] = min(done[unit] + size, sizes[unit])

@@ -80,8 +80,8 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
     try:
         yield
     except Exception as error:
-        number = re.search(r"os error (\d+)", str(error))  # safetensors
-        number = int(number[1]) if number else getattr(error, "errno", None)
+        found = re.search(r"os error (\d+)", str(error))  # safetensors
+        number = int(found[1]) if found else getattr(error, "errno", None)
         written = total_size(partial)
         disk, free = os.statvfs(partial.parent), shutil.disk_usage(partial.parent).free
         # Without inodes torch reports that it cannot open a file.

@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -94,7 +95,7 @@ class TensorReader:
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrites these tensors, which must have the shapes of the saved ones."""
-        saved = {
+        saved: dict[str, Any] = {
             name: TensorStorageMetadata(
                 TensorProperties(self.dtypes[name]), self.shapes[name], self.chunks[name]
             )

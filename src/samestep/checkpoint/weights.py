@@ -136,7 +136,7 @@ def wrap(
     return module
 
 
-def bare_model(accelerator, module: torch.nn.Module) -> torch.nn.Module:
+def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
     """The task's model inside a prepared TaskModule."""
     return accelerator.unwrap_model(module, keep_torch_compile=False).model
 
@@ -163,7 +163,7 @@ def gather_model(
     with ranks.fail_together(), as_user_error():
         for name, values in state.items():
             if isinstance(values, DTensor):  # under offload it is on the CPU, where NCCL is not
-                values = values.to(values.device_mesh.device_type).full_tensor()
+                values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             if accelerator.is_main_process:
                 name = bare_name(name).removeprefix("model.")
                 whole[name] = built[name].copy_(values)
@@ -206,7 +206,10 @@ def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
 
 
 def sync_batch_norms(
-    model: torch.nn.Module, accelerator, plan: StepPlan, device_shares: str | list[float]
+    model: torch.nn.Module,
+    accelerator: Accelerator,
+    plan: StepPlan,
+    device_shares: str | list[float],
 ) -> torch.nn.Module:
     """Warns about BatchNorm, and converts it to SyncBatchNorm on several GPUs.
 
@@ -259,7 +262,7 @@ def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
     return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
 
 
-def exact_repr(value) -> str:
+def exact_repr(value: Any) -> str:
     """A setting as text with all digits; torch would print four digits of a tensor."""
     return repr(value.tolist() if torch.is_tensor(value) else value)
 
@@ -315,7 +318,7 @@ def frozen_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest() if digest else ""
 
 
-def as_tensor(value, name: str) -> torch.Tensor:
+def as_tensor(value: Any, name: str) -> torch.Tensor:
     """A tensor, or a number as one; raises ValueError for anything else."""
     if torch.is_tensor(value):
         return value
@@ -503,7 +506,7 @@ def min_and_max(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(values.aminmax())
 
 
-def read_like(value, reader: TensorReader, name: str):
+def read_like(value: Any, reader: TensorReader, name: str) -> Any:
     """What was saved under this name: a tensor if `value` is one, otherwise a number."""
     tensor = torch.empty(reader.shapes[name], dtype=reader.dtypes[name])
     tensor = torch.empty_like(value, dtype=tensor.dtype) if torch.is_tensor(value) else tensor
@@ -511,7 +514,9 @@ def read_like(value, reader: TensorReader, name: str):
     return tensor if tensor.dim() or torch.is_tensor(value) else tensor.item()
 
 
-def load_moments(model: torch.nn.Module, optimizer, reader: TensorReader) -> None:
+def load_moments(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, reader: TensorReader
+) -> None:
     """Gives the optimizer the state that was saved for each weight, and no other."""
     parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
     tensors, states = {}, defaultdict(dict)
@@ -543,7 +548,7 @@ def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> to
     return parameter.detach().new_empty(shape, dtype=dtype)
 
 
-def registered_state(accelerator) -> dict:
+def registered_state(accelerator: Accelerator) -> dict:
     """Tensors and numbers of the objects that accelerator.register_for_checkpointing was given."""
     states = [each.state_dict() for each in accelerator._custom_objects]
     return {f"registered.{i}.{n}": v for i, state in enumerate(states) for n, v in state.items()}

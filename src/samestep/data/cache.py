@@ -96,7 +96,8 @@ def hash_input_files(
         paths = folders if number > MANY_FILES else sorted(paths)
         found += paths or sources.list_files(path, read, name)  # raises, with the reason
         skipped.append(others)
-    return [*hash_files(found, cfg).items(), *(sorted(each.items()) for each in skipped)]
+    counted: list[Any] = [sorted(each.items()) for each in skipped]
+    return [*hash_files(found, cfg).items(), *counted]
 
 
 def check_cache_outside_data(cfg: DataConfig) -> None:
@@ -127,7 +128,7 @@ def hash_columns(parts: dict[str, dict[str, Any]]) -> str:
             dtype = arrays[0].dtype.newbyteorder("<") if arrays else np.dtype(bool)
             total.update(repr((part, name, dtype.str, shapes)).encode())
             for array in arrays:
-                total.update(np.ascontiguousarray(array, dtype))
+                total.update(np.ascontiguousarray(array, dtype))  # type: ignore[arg-type]
     return total.hexdigest()
 
 
@@ -460,7 +461,7 @@ def once_per_folder(load: Callable) -> Callable:
     return load_once
 
 
-def write_error(folder: Path, error: Exception) -> ValueError:
+def write_error(folder: Path, error: BaseException) -> ValueError:
     reason = getattr(error, "strerror", None) or one_line(error)
     return ValueError(f"task.cache_dir: cannot write {one_line(folder, 100)}: {reason}")
 
@@ -473,7 +474,8 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     """
     files = dict(facts.pop("hashed", {}))
     paths = [unfinished / name for name in sorted(folder_stamps(unfinished)) if name not in files]
-    hashed = map_in_threads(lambda path: (fsync(path), hash_file(path))[1], paths)
+    map_in_threads(fsync, paths)
+    hashed = map_in_threads(hash_file, paths)
     files |= {
         path.relative_to(unfinished).as_posix(): [stamp[0], digest]
         for path, (digest, stamp) in zip(paths, hashed, strict=True)

@@ -71,7 +71,7 @@ class DataConfig:
     validation_fraction: Fraction = 0.1
     """Fraction of the training rows held out for evaluation. A hash of each row's content decides,
     so the choice is the same on every machine, and equal rows stay on one side."""
-    validation_rows: ValidationRows = 1000
+    validation_rows: ValidationRows = 1000  # type: ignore[valid-type]
     """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
     a tenth of the time of 100 steps of 32 samples."""
     incomplete_rows: Literal["refuse", "skip"] = "refuse"

@@ -410,7 +410,7 @@ def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedRea
 def open_decompressed(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed, without the byte order mark that some programs write."""
     compressed = path.suffix.lower() in COMPRESSIONS
-    file = io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb")
+    file: Any = io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb")
     try:
         start = file.peek(4)[:4]
         for mark, encoding in MARKS.items():

@@ -13,7 +13,7 @@ from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.data import cache, hub, sources, tables
 from samestep.data.splits import split_of
-from samestep.data.tables import TABLES, Row
+from samestep.data.tables import TABLES, Columns, Row
 from samestep.models import pretrained
 
 ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -76,7 +76,7 @@ def readable_endings(data: str) -> tuple[str, ...]:
     return tuple(each for each in ENDINGS if not (in_folder and each == ".json"))
 
 
-def read_local_rows(data: str, columns: dict[str, str], field: str) -> Iterator[Row]:
+def read_local_rows(data: str, columns: Columns, field: str) -> Iterator[Row]:
     """The rows of the tables at a path; without a table, the images in its folders of classes."""
     endings = readable_endings(data)
     folders = [(folder, names) for folder, names, _ in sources.walk(data, endings, field) if names]
@@ -95,7 +95,7 @@ def read_local_rows(data: str, columns: dict[str, str], field: str) -> Iterator[
         sources.list_files(data, endings, field)  # raises, with the reason
 
 
-def read_image_table(table: Path, columns: dict[str, str], field: str) -> Iterator[Row]:
+def read_image_table(table: Path, columns: Columns, field: str) -> Iterator[Row]:
     """The rows of a table. Paths of images are relative to its folder."""
     for row, place in tables.read_rows(table, columns, field):
         image = row["image"]

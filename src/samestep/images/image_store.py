@@ -76,7 +76,7 @@ class ImageList:
     def __len__(self) -> int:
         return len(self.classes)
 
-    def paths(self) -> Iterable[str]:
+    def paths(self) -> Iterable[Any]:
         """The paths of the images that have one."""
         return (self.sources[i] for i in np.flatnonzero(self.sources.is_path))
 
@@ -149,8 +149,8 @@ def store_images(images: ImageList, side: int, cfg: Any) -> np.ndarray:
             return "not an image"
         except Exception as error:  # each decoder has its own
             return one_line(error) or type(error).__name__
-        hashes[number] = np.frombuffer(hashlib.sha256(pixels).digest(), np.uint8)
-        if keep and os.pwrite(file.fileno(), pixels, begin + number * size) < size:
+        hashes[number] = np.frombuffer(hashlib.sha256(pixels.data).digest(), np.uint8)
+        if keep and os.pwrite(file.fileno(), pixels.data, begin + number * size) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return ""
 
@@ -270,8 +270,8 @@ def choose_parts(
             f"task.validation_data: no images to evaluate on among the {len(rows)} of {data}; give "
             "--task.validation_data PATH"
         )
-    numbers = {name: i for i, name in enumerate(names)}
-    numbers = np.array([numbers.get(name, -1) for name in images.names], np.int64)
+    known_names = {name: i for i, name in enumerate(names)}
+    numbers = np.array([known_names.get(name, -1) for name in images.names], np.int64)
     labels = numbers[images.classes]
     return {"labels": labels, "train": parts[0], "validation": parts[1]}, names
 
@@ -346,7 +346,7 @@ class StoredImages(torch.utils.data.Dataset):
                 raise
             problem = getattr(error, "strerror", None) or one_line(error)
         else:
-            if hashlib.sha256(pixels).digest() == self.hashes[number].tobytes():
+            if hashlib.sha256(pixels.data).digest() == self.hashes[number].tobytes():
                 return pixels
             problem = "it has changed, or another version of Pillow decodes it otherwise"
         raise ValueError(

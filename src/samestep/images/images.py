@@ -14,7 +14,7 @@ import numpy as np
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 
 
-def open_image(source: str | Path | bytes):
+def open_image(source: str | Path | bytes) -> Any:
     """A Pillow image of a path or of bytes, not decoded yet, in one of the formats of IMAGES.
 
     Raises OSError or ValueError for anything else, for more than 8 bits a channel, which RGB would
@@ -44,12 +44,12 @@ def open_image(source: str | Path | bytes):
     return image
 
 
-def is_transparent(image) -> bool:
+def is_transparent(image: Any) -> bool:
     """Whether the background shows through some pixels of a Pillow image."""
     return image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255
 
 
-def flatten(image, background: str):
+def flatten(image: Any, background: str) -> Any:
     """A Pillow image in RGB; the background shows where it is transparent."""
     from PIL import Image
 
@@ -70,7 +70,7 @@ def is_color(text: str) -> bool:
     return len(color) == 3 and max(color) <= 255
 
 
-def open_for_square(image: Any, side: int):
+def open_for_square(image: Any, side: int) -> Any:
     """A Pillow image of a path, of {"bytes": ...}, or itself; large enough for a square."""
     from PIL import Image
 

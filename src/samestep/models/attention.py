@@ -80,7 +80,9 @@ def find_flash() -> Callable | None:
     return varlen_attn if {"window_size", "scale", "enable_gqa"} <= arguments else None
 
 
-def packed_attention(flash, query, key, value, starts, scaling) -> torch.Tensor:
+def packed_attention(
+    flash: Any, query: Any, key: Any, value: Any, starts: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     """Causal FlashAttention within each text: (B, heads, T, d) to (B, T, heads, d)."""
     rows, heads, length, _ = query.shape
     dtype = autocast_dtype(query.device)
@@ -176,7 +178,7 @@ def needs_no_mask(model: Any, length: int) -> bool:
     named = [*model.named_parameters(), *model.named_buffers()]
     width = model.get_input_embeddings().weight.shape[1]
     with FakeTensorMode() as mode:
-        empty = {name: mode.from_tensor(values) for name, values in named}
+        empty: dict[str, torch.Tensor] = {name: mode.from_tensor(values) for name, values in named}
         # Only with a cache does transformers leave out a mask without looking at the positions.
         inputs = {"inputs_embeds": torch.zeros(1, length, width), "use_cache": True}
         torch.func.functional_call(model, empty, kwargs=inputs)

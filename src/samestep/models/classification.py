@@ -55,7 +55,7 @@ def weighted_answers(table: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.nd
     entries = np.nonzero(table.numpy())
     weight = table.numpy()[entries]
     if table.ndim == 2:
-        return *entries, weight
+        return entries[0], entries[1], weight
     label = np.eye(len(table), dtype=int)[entries[0]]
     return label * entries[1][:, None], label * entries[2][:, None], weight
 
@@ -132,7 +132,7 @@ def draw_confusion(
             color = "white" if shares[i, j] > 0.4 else "black"
             text = f"{number:.0f}" if number < 10_000 else f"{number / 1000:.0f}k"
             axes.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
-    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    slanted: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(range(len(shown)), names, **(slanted if max(map(len, names)) > 2 else {}))
     axes.set_yticks(range(len(shown)), names)
     for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):

@@ -22,10 +22,10 @@ Alpha = number_type("Alpha", float, 0, 1_000_000)
 class LoraFields:
     """Fields of a task that can train adapters; the task has those of ModelConfig too."""
 
-    lora_rank: Rank = field(default=0, metadata=SHAPE)
+    lora_rank: Rank = field(default=0, metadata=SHAPE)  # type: ignore[valid-type]
     """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all
     weights."""
-    lora_alpha: Alpha = 0.0
+    lora_alpha: Alpha = 0.0  # type: ignore[valid-type]
     """Factor of the adapters, times the rank; 0: twice the rank."""
     lora_dropout: Dropout = 0.0
     """Dropout before the adapters."""

@@ -124,7 +124,7 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     inputs["use_cache"] = False
     if causal:
         starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
-        inputs |= attention.packed_inputs(starts, *ids.shape, plan.has_flash)
+        inputs |= attention.packed_inputs(starts, ids.shape[0], ids.shape[1], plan.has_flash)
     return inputs
 
 

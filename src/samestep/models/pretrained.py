@@ -88,7 +88,7 @@ def used_files(cfg: ModelConfig) -> list[Path]:
     return sorted(file for file in files if file.suffix in endings)
 
 
-def load(auto: Any, cfg: ModelConfig, **options) -> Any:
+def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
     name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)
     for file in folder.iterdir() if folder else []:
@@ -142,7 +142,7 @@ def check_reachable(cfg: ModelConfig) -> None:
         ) from None
 
 
-def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options) -> Any:
+def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options: Any) -> Any:
     """A pretrained model in fp32, since the accelerate YAML decides the precision.
 
     Weights whose names contain one of `head` may be new. Raises ValueError if others are missing.

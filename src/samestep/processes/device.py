@@ -51,7 +51,7 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = not deterministic
     if cfg.compile:
         keep_compiled_code(os.path.abspath(".cache/compiled"))
@@ -123,7 +123,7 @@ def allow_tf32(allowed: bool) -> None:
     """
     for backend in (torch.backends, torch.backends.cudnn):
         if hasattr(backend, "fp32_precision"):  # from torch 2.9 on
-            backend.fp32_precision = "none"
+            setattr(backend, "fp32_precision", "none")  # noqa: B010
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
@@ -157,7 +157,7 @@ def use_cpu() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU") or (PROCESSES > 1 and not gpu)
 
 
-def check_device(accelerator) -> None:
+def check_device(accelerator: Any) -> None:
     """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
     if accelerator.device.type != "cpu":
         return

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -58,7 +59,8 @@ class Meeting:
         store: dist.Store | None = None,
     ):
         self.unit, self.rank, self.size, self.address = unit, rank, size, address
-        self.serves, self.store, self.line = serves, store, None
+        self.serves, self.store = serves, store
+        self.line: Any = None
         self.began = self.answered = time.monotonic()  # when the store has answered last
         self.watched = [0] if rank else range(1, size)  # those that must give signs of life
         self.alive: dict[int, tuple[int, float]] = {}  # signs of life so far, and when one came

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -90,7 +91,12 @@ def reason(error: Exception) -> str:
 
 
 def try_exchange(
-    exchange, library: str, limit: float, timeout: int, addresses: list[str], variable: str
+    exchange: Callable,
+    library: str,
+    limit: float,
+    timeout: int,
+    addresses: list[str],
+    variable: str,
 ) -> None:
     """Calls `exchange` in a thread; raises NetworkError if it fails, or takes too long.
 

@@ -11,7 +11,7 @@ import datetime
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return bool(full) or isinstance(error, MemoryError)
 
 
-def catch(function, *arguments) -> tuple[Any, Exception | None]:
+def catch(function: Callable, *arguments: Any) -> tuple[Any, Exception | None]:
     """(result, None), or (None, the exception that the function raised)."""
     try:
         return function(*arguments), None
@@ -108,7 +108,7 @@ def catch(function, *arguments) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def attempt(failure: str, function, *arguments) -> Any:
+def attempt(failure: str, function: Callable, *arguments: Any) -> Any:
     """What the function returns; None, and a line, if it fails: the run goes on without it."""
     result, problem = catch(function, *arguments)
     if problem:

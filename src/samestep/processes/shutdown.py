@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 
@@ -75,7 +77,7 @@ class StopRequest:
         os.register_at_fork(before=self.shield, after_in_parent=self.unshield)
         atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
 
-    def handle(self, number, _) -> None:
+    def handle(self, number: int, _: Any) -> None:
         """Handles a signal. One Ctrl-C may come twice, from the terminal and from torchelastic."""
         if number == signal.SIGINT and self.since and time.monotonic() - self.since > 1:
             os._exit(128 + number)
@@ -98,7 +100,7 @@ class StopRequest:
         return int(orphaned or self.since is not None)
 
 
-def run(main, prepare) -> None:
+def run(main: Callable, prepare: Callable) -> None:
     """Exits with the code of main(prepare(), ranks, stop). A UserError is one line, exit code 2.
 
     `prepare` returns a `startup.RunStart`. It may take hours on one machine: see meeting.py. A
@@ -148,7 +150,7 @@ def as_input_error(error: BaseException) -> BaseException:
         return other
 
 
-def run_alone(main) -> None:
+def run_alone(main: Callable) -> None:
     """Exits with 0 after main(), or with the code of its error: for a program without a run."""
     protect_output()
     StopRequest()
@@ -231,7 +233,7 @@ def write_exit_code(code: int | str) -> None:
         catch(Path(os.environ["EXIT_CODE_FILE"]).write_text, str(code))
 
 
-def ignore_signals(_) -> None:
+def ignore_signals(_: Any) -> None:
     """A DataLoader's worker_init_fn: the training process alone handles signals to the group."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -244,7 +246,7 @@ def kill_workers() -> None:
         worker.kill()
 
 
-def exit_process(code: int) -> None:
+def exit_process(code: int) -> NoReturn:
     """Exits with this code. One of several processes skips the interpreter's finalisation.
 
     A thread of gloo that frees a tensor during it would abort the process (pytorch #190489), so
@@ -255,7 +257,7 @@ def exit_process(code: int) -> None:
         sys.exit(code)
     with contextlib.suppress(SystemExit):
         sys.exit(code)  # W&B reads the code here: it replaces sys.exit
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

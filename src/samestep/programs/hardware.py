@@ -18,6 +18,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any, NoReturn
 
 from accelerate import PartialState
 
@@ -153,14 +154,14 @@ def run() -> int:
         return code
 
 
-def stop(*_) -> None:
+def stop(*_: Any) -> None:
     """Ends what runs at the first signal, so that it removes its files; ignores the others."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Runs the program in this process; does not return."""
     protect_output()
     for number in SIGNALS:

@@ -44,4 +44,4 @@ def main() -> None:
                 print(f"{one_line(run, 200)}: {one_line(', '.join(settings), 5000)}")
         print(one_line(picture, 5000))
     except Exception as error:  # matplotlib has errors of its own, besides OSError and ValueError
-        parser.error(error)
+        parser.error(str(error))

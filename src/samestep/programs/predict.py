@@ -22,7 +22,7 @@ import stat
 import sys
 import warnings
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from samestep.base.console import escaped, one_line
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         fail(message)
 
-    def print_help(self, file: TextIO | None = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         print_answer(self.format_help())
 
 
@@ -166,7 +166,7 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def load_image(path: str):
+def load_image(path: str) -> Any:
     """The decoded Pillow image of a file, which is closed again."""
     from samestep.images.images import open_image
 
@@ -193,7 +193,7 @@ def check_texts(texts: list[str]) -> None:
             fail(f"{text} is not UTF-8; convert it")
 
 
-def check_chat_template(tokenizer, texts: list[str]) -> None:
+def check_chat_template(tokenizer: Any, texts: list[str]) -> None:
     """Ends the program if the chat template fails on a text, or takes longer than 10 s.
 
     A template is a program that came with the model.
@@ -219,13 +219,13 @@ class SourceToTarget:
 
     task = TEXT_TO_TEXT
 
-    def __init__(self, task: str, model, tokenizer: str, **options):
+    def __init__(self, task: str, model: Any, tokenizer: str, **options: Any):
         from transformers import AutoTokenizer
 
         self.model = model.eval()
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer, **options)
 
-    def __call__(self, texts: list[str], **options) -> list:
+    def __call__(self, texts: list[str], **options: Any) -> list:
         prefix = getattr(self.model.config, "source_prefix", "")
         sources = [prefix + text for text in texts]
         encoded = self.tokenizer(sources, padding=True, truncation=True, return_tensors="pt")
@@ -236,7 +236,7 @@ class SourceToTarget:
         return [[{"generated_text": text}] for text in targets]
 
 
-def pipeline_options(task: str, arguments: argparse.Namespace, model) -> dict:
+def pipeline_options(task: str, arguments: argparse.Namespace, model: Any) -> dict:
     """The options for calls of the pipeline of this task."""
     if task not in ("text-generation", TEXT_TO_TEXT):
         top_k = min(arguments.top or 3, model.config.num_labels)
@@ -257,7 +257,7 @@ def pipeline_options(task: str, arguments: argparse.Namespace, model) -> dict:
     return {"generation_config": settings} | ({"return_full_text": False} if continues else {})
 
 
-def load_model(folder: Path):
+def load_model(folder: Path) -> Any:
     """The model in a folder; an adapter is loaded together with its base model.
 
     Raises ValueError if weights are missing: transformers would fill them with random numbers.
@@ -271,7 +271,8 @@ def load_model(folder: Path):
         base = str(adapter.get("base_model_name_or_path"))
         if is_local_name(base) and not os.path.isdir(base):
             raise ValueError(f"the model that its adapters belong to is gone: no folder {base}")
-    auto, options = transformers.AutoModelForCausalLM, {"trust_remote_code": False}
+    auto: Any = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {"trust_remote_code": False}
     if (folder / "config.json").is_file():
         config = transformers.AutoConfig.from_pretrained(str(folder), **options)
         auto = getattr(transformers, config.architectures[0], auto)
@@ -281,7 +282,7 @@ def load_model(folder: Path):
     return model
 
 
-def format_answer(given: str, task: str, kind: str, answer, as_json: bool) -> str:
+def format_answer(given: str, task: str, kind: str, answer: Any, as_json: bool) -> str:
     """The line for an answer: a text, a number, or classes with probabilities; None gives "".
 
     `kind` is text, value or classes.
@@ -310,10 +311,11 @@ def format_answer(given: str, task: str, kind: str, answer, as_json: bool) -> st
 
 
 def answer_inputs(
-    pipe, inputs: list[str], arguments: argparse.Namespace, options: dict
+    pipe: Any, inputs: list[str], arguments: argparse.Namespace, options: dict
 ) -> list[str]:
     """The answers of a transformers pipeline, one line for each input; blank inputs stay blank."""
-    texts = model_inputs = [text for text in inputs if text.strip()]
+    texts = [text for text in inputs if text.strip()]
+    model_inputs: list[Any] = texts
     config, kind = pipe.model.config, "classes"
     if pipe.task == "image-classification":  # given paths, it would fetch URLs and read any format
         from PIL import ImageOps
@@ -371,8 +373,8 @@ def main() -> None:
         # For an adapter, transformers would take the processor of the base model.
         processor = "image_processor" if task == "image-classification" else "tokenizer"
         # Without trust_remote_code, transformers asks whether to run code that came with the model.
-        options = {processor: str(folder), "trust_remote_code": False}
-        make = SourceToTarget if task == TEXT_TO_TEXT else pipeline
+        options: dict[str, Any] = {processor: str(folder), "trust_remote_code": False}
+        make: Any = SourceToTarget if task == TEXT_TO_TEXT else pipeline
         pipe = make(task, load_model(folder), **options)
         options = pipeline_options(task, arguments, pipe.model)
     except Exception as error:  # each of the many libraries below has errors of its own

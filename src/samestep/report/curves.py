@@ -29,7 +29,11 @@ GREY = "#555555"
 MARK_TRAINING, MARK_EVALUATIONS = 15, 40  # curves with fewer points get markers
 MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32
 MAX_LABELS = 5  # baselines in a picture, scores in a panel, units of throughput
-LEGEND_STYLE = {"frameon": False, "borderaxespad": 0.2, "fontsize": 9}  # legends above a panel
+LEGEND_STYLE: dict[str, Any] = {
+    "frameon": False,
+    "borderaxespad": 0.2,
+    "fontsize": 9,
+}  # legends above a panel
 FORMATS = (".png", ".svg", ".pdf")
 NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
 # Settings that do not change the result. (Asking train.Config would import torch.)
@@ -205,12 +209,12 @@ def draw_scores(axes: Axes, keys: list[str], evaluations: list[Rows], text_style
     name = "scores" if len(keys) > 1 else one_line(keys[0].replace("_", " "), 16)
     axes.set_ylabel(f"validation\n{name}", parse_math=False)
     if len(keys) > 1:
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(keys)}
+        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(keys)}
         for text in axes.legend(handles=handles, **place, **LEGEND_STYLE).get_texts():
             text.set_parse_math(False)
     elif single:
-        place = {"xy": (end, final), "xytext": (8, 0), "va": "center"}
-        axes.annotate(f"{final:#.4g}", **place, color=COLORS[1], **text_style)
+        at: dict[str, Any] = {"xy": (end, final), "xytext": (8, 0), "va": "center"}
+        axes.annotate(f"{final:#.4g}", **at, color=COLORS[1], **text_style)
     low, high = axes.dataLim.intervaly
     if 0 < 20 * low < high and high > 1:
         axes.set_yscale("log")
@@ -261,8 +265,9 @@ def draw(runs: list[Path], output: Path) -> Path:
         if (width := smoothing_window(losses)) > 1:
             label, smoothed = f"training, mean of {width} values", True
             if single:
-                look = {"linewidth": 0.8, "alpha": 0.4, "label": "training, as logged"}
-                draw_curve(loss_axes, train, losses, color=style["color"], **look)
+                faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
+                faint |= {"label": "training, as logged", "color": style["color"]}
+                draw_curve(loss_axes, train, losses, **faint)
         look = {"label": label} if single else {"linewidth": 0.8, "alpha": 0.7}
         draw_curve(loss_axes, train, smooth(losses), **{**style, **look})
 
@@ -304,12 +309,12 @@ def draw(runs: list[Path], output: Path) -> Path:
         label = "validation loss: its final value, the run" + ", settings that differ" * any(
             differing
         )
-        key = [Line2D([], [], color=GREY, linewidth=1.4, label=label)]
+        lines = [Line2D([], [], color=GREY, linewidth=1.4, label=label)]
         label = "training loss" + ", mean over about 8% of the run" * smoothed
-        key.append(Line2D([], [], color=GREY, linewidth=0.8, label=label))
-        handles = [*key, *loss_axes.get_legend_handles_labels()[0]]
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-        legend = loss_axes.legend(handles=handles, **place, **LEGEND_STYLE)
+        lines.append(Line2D([], [], color=GREY, linewidth=0.8, label=label))
+        handles = [*lines, *loss_axes.get_legend_handles_labels()[0]]
+        above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+        legend = loss_axes.legend(handles=handles, **above, **LEGEND_STYLE)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name may contain dollars
 

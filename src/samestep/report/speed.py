@@ -185,7 +185,8 @@ class Profiler:
     def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
         self.meter, self.accelerator, self.folder = meter, meter.accelerator, output / "profile"
         self.first, self.last = steps or (0, 0)
-        self.context = self.profile = None
+        self.context: Any = None
+        self.profile: Any = None
 
     def begin(self, step: int) -> None:
         """Before a step."""

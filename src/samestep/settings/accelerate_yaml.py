@@ -259,7 +259,7 @@ def check_axes(layout: Layout) -> None:
         return
     if layout.tp > 1:
         try:  # accelerate imports it for FSDP x TP
-            from transformers.integrations.tensor_parallel import ReplicateParallel  # noqa: F401
+            from transformers.integrations.tensor_parallel import ReplicateParallel  # type: ignore # noqa: F401
         except ImportError:
             raise ValueError(
                 "FSDP with tensor parallelism fails in this pair of versions: accelerate imports "
@@ -424,8 +424,8 @@ def read_hardware(path: Path) -> Layout:
     try:
         if hardware.gpu_ids is not None:
             least = 2 if kind != "NO" and machines == 1 else 1
-            least, known = (least, 0) if on_cpu else (max(least, here), gpus)
-            check_gpu_ids(hardware.gpu_ids, least, known)
+            least, there = (least, 0) if on_cpu else (max(least, here), gpus)
+            check_gpu_ids(hardware.gpu_ids, least, there)
         if on_cpu:
             if precision == "fp16":
                 raise ValueError("mixed_precision fp16 needs a GPU; write 'no'")

@@ -12,7 +12,6 @@ import inspect
 import os
 import re
 import stat
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
@@ -248,7 +247,7 @@ TRAINING = """learning_rate weight_decay beta1 beta2 max_grad_norm gradient_comp
 # ---- Fields --------------------------------------------------------------------------------------
 
 
-def fields_of(config_class: type, prefix: str = "") -> dict[str, tuple[Any, Mapping]]:
+def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Type and metadata of each field by its name; fields of nested dataclasses have a prefix."""
     kinds, found = get_type_hints(config_class), {}
     for field in dataclasses.fields(config_class):
@@ -406,7 +405,7 @@ def parse_config(
     """
     if {"-h", "--help"} & {*arguments}:
         others = [word for word in arguments if word not in ("-h", "--help")]
-        cfg, path = config_class(), RECIPE
+        cfg, path = config_class(), Path(RECIPE)
         for words in ([], others):  # the arguments beside --help may be wrong
             with suppress(ValueError):
                 cfg, path, _ = parse_config(config_class, words, usage)
@@ -456,7 +455,7 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
     return []
 
 
-def field_headings(config_class: type, prefix: str = "", title: str = "Fields") -> dict[str, str]:
+def field_headings(config_class: Any, prefix: str = "", title: str = "Fields") -> dict[str, str]:
     """The heading of each field in --help: the comment after a blank line that opens its group.
 
     The fields of a class come before those of its bases.
@@ -467,8 +466,8 @@ def field_headings(config_class: type, prefix: str = "", title: str = "Fields") 
         for line in inspect.getsource(base).splitlines():
             if not previous and (comment := re.fullmatch(r"    # (.+)", line)):
                 heading = f"{title}: {comment[1]}" if prefix else comment[1]
-            elif name := re.match(r"    (\w+):", line):
-                headings.setdefault(prefix + name[1], heading)
+            elif field := re.match(r"    (\w+):", line):
+                headings.setdefault(prefix + field[1], heading)
             previous = line
     for name, kind in kinds.items():
         if dataclasses.is_dataclass(kind):

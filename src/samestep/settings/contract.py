@@ -365,7 +365,7 @@ def score(task: Task, sums: list[Batch], sources: list[Source]) -> tuple[dict[st
     The task's "loss" is called eval_loss. Of several sources each has its scores too, such as
     eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
     """
-    total = {name: sum(each[name] for each in sums) for name in sums[0]}
+    total: Any = {name: sum(each[name] for each in sums) for name in sums[0]}
     scores = check_metrics(task.metrics(total))
     scores = {"eval_loss": scores.pop("loss"), **scores}
     own: dict[str, float] = {}
@@ -387,12 +387,12 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
     that differs from the sum over the halves: it is probably a mean.
     """
 
-    def checked_sums(model, batch) -> Batch:
+    def checked_sums(model: Any, batch: Batch) -> Batch:
         sums = task.eval_sums(model, batch)
         check_sums(sums)  # outside, accelerate has made them float32
         return sums
 
-    def typed_loss(model, batch) -> tuple[torch.Tensor, str]:
+    def typed_loss(model: Any, batch: Batch) -> tuple[torch.Tensor, str]:
         loss = task.loss_sum(model, batch)
         return loss, str(loss.dtype)  # outside, accelerate has made it float32
 

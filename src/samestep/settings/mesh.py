@@ -9,6 +9,7 @@ here.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 
@@ -85,7 +86,7 @@ class Layout:
         return "DEEPSPEED" in self.kinds
 
 
-def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, int]) -> Layout:
+def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, Any]) -> Layout:
     """The layout of so many processes, with the sizes of `axes` that are not 1.
 
     Raises ValueError if these sizes do not make up the processes.
@@ -106,7 +107,7 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
 def this_layout() -> Layout:
     """The layout that the launcher has set up for this process."""
     kinds = tuple(kind for kind in SHARDED if parse_flag_from_env(f"ACCELERATE_USE_{kind}"))
-    axes = {}
+    axes: Mapping[str, Any] = {}
     if "PARALLELISM_CONFIG" in kinds:
         axes = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE") for name in AXES}
     processes, rank = (int(os.environ.get(name, n)) for name, n in (("WORLD_SIZE", 1), ("RANK", 0)))

@@ -135,7 +135,7 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     return cfg, remarks
 
 
-def change_effects(config_class: type, prefix: str = "") -> dict[str, str]:
+def change_effects(config_class: Any, prefix: str = "") -> dict[str, str]:
     """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
     effects = {}
     for each in dataclasses.fields(config_class):

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -114,7 +114,7 @@ def plan_step(
             f"device_shares has {len(device_shares)} numbers, and there are {ranks} processes; "
             "give one number for each, or auto"
         )
-    speeds = device_shares if listed else [1.0] * ranks
+    speeds: Any = device_shares if listed else [1.0] * ranks
     small = [n for n in range(1, math.isqrt(samples) + 1) if samples % n == 0]
     divisors = sorted({*small, *(samples // n for n in small)})
     suitable = [n for n in divisors if samples // n >= ranks]
@@ -284,7 +284,7 @@ class SampleDataset(torch.utils.data.Dataset):
         """For worker processes, which sort nothing: `sizes` may have a number for each row."""
         return self.__dict__ | {"sizes": None}
 
-    def ids(self, positions) -> list[int]:
+    def ids(self, positions: Iterable[int]) -> list[int]:
         """The sample ids at these positions."""
         if self.order is None:
             return [p if p < len(self) else -1 for p in positions]
@@ -423,7 +423,7 @@ class StepReader:
 
 def first_batches(rows: SampleDataset, sampler: EvaluationSampler, task: Any) -> list[Batch]:
     """The first batch; if it has several rows, also its two halves."""
-    samples = rows.__getitems__(sampler.first_batch())
+    samples = rows.__getitems__([*sampler.first_batch()])
     half = len(samples) // 2
     parts = [samples, samples[:half], samples[half:]] if half else [samples]
     collate = make_collate(task)
@@ -441,7 +441,7 @@ def fingerprint(dataset: Any, task: Any) -> str:
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
     size, shards = len(dataset), rows.sources and rows.sources[0].shards
     if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
-        size = max(int(shards[0]), 1)
+        size = max(int(shards[0]), 1)  # type: ignore[arg-type]
     ids = sorted({i * (size - 1) // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     try:
@@ -463,5 +463,5 @@ def hash_batch(size: int, batch: Batch) -> str:
     digest = hashlib.sha256(str(size).encode())
     for name, values in sorted(batch.items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
     return digest.hexdigest()[:16]

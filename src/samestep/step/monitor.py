@@ -5,8 +5,10 @@ Numbers stay on the device until a line of metrics is due, so that other steps d
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from itertools import chain, islice
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +55,7 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
         inner.norm = norm
 
 
-def add_overflow(inner: torch.optim.Optimizer, *_) -> None:
+def add_overflow(inner: Any, *_: Any) -> None:
     """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
 
     The norm of finite gradients may overflow, and clipping would then make them zeros or NaN. The
@@ -114,7 +116,7 @@ class StepMonitor:
                     )
         return total / total_terms if total_terms else math.nan, norm, notes, reason
 
-    def read_device(self) -> tuple[list[int], list[int], list[float], list[float]]:
+    def read_device(self) -> tuple[Sequence[int], Sequence[int], list[float], Sequence[float]]:
         """Numbers, loss terms, summed losses and norms of the steps; waits for the device.
 
         The losses of a step are added in the order of its micro-batches, whoever computed them.

@@ -11,14 +11,15 @@ Nothing is stored but the mixture: where its weights last changed, and how far e
 import functools
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from samestep.settings.contract import Source
 
 
-def hash64(*words) -> np.ndarray:
+def hash64(*words: Any) -> np.ndarray:
     """A hash of integers or integer arrays: uint64, of the arrays' shape or (1,).
 
     Each word passes through the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -32,7 +33,7 @@ def hash64(*words) -> np.ndarray:
     return bits
 
 
-def permute(places, sizes, keys) -> np.ndarray:
+def permute(places: Any, sizes: Any, keys: Any) -> np.ndarray:
     """Places below `sizes`, permuted: each key has a permutation of the places below its size.
 
     All are uint64. The result has the shape of `places`, to which the others are broadcast. It is a
@@ -64,7 +65,7 @@ def ceil_sqrt(numbers: np.ndarray) -> np.ndarray:
     return roots + (roots * roots < numbers)
 
 
-def sample_ids(positions, size: int, seed) -> np.ndarray:
+def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
     """Sample ids at these positions, for one source of `size` rows: int64, shape of positions.
 
     Position p is place p % size of pass p // size, which has a permutation of its own.
@@ -241,7 +242,7 @@ class SampleOrder:
         seeds = [seed if n < 0 else int(hash64(seed, n)[0]) for n in numbers]
         self.sizes = np.array(sizes, np.uint64)
         self.firsts = np.cumsum(sizes) - sizes  # first row of each source
-        self.orders = []
+        self.orders: list[Callable] = []
         for size, own_seed, each in zip(sizes, seeds, sources or [None], strict=True):
             shards = None if each is None else each.shards
             if shards is None or np.count_nonzero(shards) <= each.window:
@@ -250,7 +251,7 @@ class SampleOrder:
                 self.orders.append(WindowedOrder(shards, int(each.window), own_seed).ids)
         self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
 
-    def passes(self, positions) -> np.ndarray:
+    def passes(self, positions: Any) -> np.ndarray:
         """How often the source of each position has given all of its rows before: uint64 (N,)."""
         sources, places = self.mixture.locate(np.asarray(positions, np.uint64) - self.first)
         return places // self.sizes[sources]
@@ -259,7 +260,7 @@ class SampleOrder:
         """How many of the first samples of the run come from each source."""
         return self.mixture.count(samples - int(self.first))
 
-    def ids(self, positions) -> np.ndarray:
+    def ids(self, positions: Any) -> np.ndarray:
         """Sample ids at these positions: int64, shape of positions (N,)."""
         positions = np.asarray(positions, np.uint64) - self.first
         number, place = np.divmod(positions, np.uint64(self.block))

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,7 @@ def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
         if not isinstance(module, FSDPModule):
             continue
         module.unshard()  # its own weights are no DTensors now, but those that autograd sees
-        for name, weight in module.named_parameters(prefix):
+        for name, weight in module.named_parameters(prefix):  # type: ignore[attr-defined]
             if name in places and not isinstance(weight, DTensor):
                 place = places.pop(name)
 
@@ -246,7 +247,7 @@ def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: floa
         }
 
 
-def hand_to_deepspeed(module: torch.nn.Module, optimizer, accelerator: Accelerator) -> None:
+def hand_to_deepspeed(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
     """Does what DeepSpeed leaves to its callers, if it is used. Call it before `prepare`.
 
     Parameter groups are numbered, since DeepSpeed drops empty ones. Under ZeRO-3, weights are split
@@ -394,11 +395,13 @@ class TreeReduceScatter:
     def __init__(self, across: dist.ProcessGroup | None):
         self.across = across
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+    def __call__(
+        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
+    ) -> None:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         total = add_pairs(list(received.chunk(group.size())))
@@ -431,7 +434,7 @@ def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
     reduce_scatter = TreeReduceScatter(across)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(reduce_scatter)
+            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -3,11 +3,12 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 
-def mark(device: torch.device):
+def mark(device: torch.device) -> Any:
     """This moment: in ns on a CPU, otherwise an event in the device's work."""
     if device.type == "cpu":
         return time.perf_counter_ns()
@@ -16,7 +17,7 @@ def mark(device: torch.device):
     return event
 
 
-def nanoseconds(begin, end) -> float | None:
+def nanoseconds(begin: Any, end: Any) -> float | None:
     """From one mark to another; None if the device has not come so far."""
     if isinstance(end, int):
         return end - begin

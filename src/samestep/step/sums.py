@@ -15,6 +15,7 @@ import functools
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -287,9 +288,9 @@ class StepGradients:
         if self.exact:
             used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
             if self.sharded:
-                totals = sharding.like(self.parameters, self.tree.total())
+                totals = sharding.like([*self.parameters], self.tree.total())
             else:
-                totals = total_over_ranks(self.tree, self.plan, self.parameters)
+                totals = total_over_ranks(self.tree, self.plan, [*self.parameters])
             for parameter, total in zip(self.parameters, totals, strict=True):
                 parameter.grad = total
         elif self.ranks.layout.fsdp:
@@ -353,7 +354,7 @@ def hear_remark_of_ddp(group: dist.ProcessGroup) -> None:
         stderr = os.dup(2)
         os.dup2(nobody.fileno(), 2)
         try:
-            options = {"process_group": group, "find_unused_parameters": True}
+            options: dict[str, Any] = {"process_group": group, "find_unused_parameters": True}
             DistributedDataParallel(torch.nn.Linear(1, 1), **options)(torch.ones(1, 1))
         finally:
             os.dup2(stderr, 2)

@@ -8,11 +8,12 @@ import numpy as np
 from PIL import Image
 
 from samestep.base.console import one_line
+from samestep.data.tables import Columns
 from samestep.images import image_data, images
 from samestep.streaming import streaming
 
 
-def columns_of(cfg: Any) -> dict[str, str]:
+def columns_of(cfg: Any) -> Columns:
     return {"image": cfg.image_column, "label": cfg.label_column}
 
 

@@ -372,7 +372,7 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
     key, begin, names, members = None, 0, set(), {}
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         while member := archive.next():
-            archive.members = []  # it would keep all
+            archive.members = []  # type: ignore[attr-defined]  # it would keep all
             match = KEY.fullmatch(member.name) if member.isreg() else None
             if not match:
                 continue
@@ -629,5 +629,6 @@ def index_shard(
         raise
     except OSError as error:  # of the disk or the network that the shard lies on
         raise ConnectionError(f"{what}: {error.strerror or one_line(error)}") from None
-    bounds = np.array(bounds, np.int64)
-    return ShardIndex(bounds, rows, dict(counts), incomplete, first, size, digest)
+    return ShardIndex(
+        np.array(bounds, np.int64), rows, dict(counts), incomplete, first, size, digest
+    )

@@ -61,10 +61,10 @@ class StreamFields:
     streaming: bool = False
     """Read rows while the model trains, and prepare none: task.data is a folder, or a URL such as
     s3://bucket/folder, of WebDataset .tar files, of MDS, or of .parquet files."""
-    shuffle_window: Window = 8
+    shuffle_window: Window = 8  # type: ignore[valid-type]
     """streaming: shards whose rows are shuffled together. More are closer to a full shuffle, and
     take more of shard_cache_gb."""
-    shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)
+    shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)  # type: ignore[valid-type]
     """streaming: room for shards of a store, and unpacked ones, in cache_dir; at least two windows.
     .tar and plain .mds files of a local disk are read where they are."""
     classes: str = ""
@@ -282,8 +282,8 @@ def build_index(
     text = f"{total:,} rows of {len(train):,} shards to train"
     text += f" and {used:,} rows of {len(validation):,} to evaluate on"
     print(f"Preparing data: {text}", flush=True)
-    for path in build(folder, known):
-        digest.update(path.read_bytes())
+    for file in build(folder, known):
+        digest.update(file.read_bytes())
     return {"content": digest.hexdigest()}
 
 

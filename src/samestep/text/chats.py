@@ -82,8 +82,8 @@ def normalize_chat(row: dict) -> list[str]:
                 f"tools is {shorten(tools)} but must be a list of objects, each with a name"
             )
         row["tools"] = tools
-    roles = {(m["role"], name) for m, name in zip(row["messages"], names, strict=True)}
-    return [f"{one_line(name)} is read as {role}" for role, name in roles if name != role]
+    spoken = {(m["role"], name) for m, name in zip(row["messages"], names, strict=True)}
+    return [f"{one_line(name)} is read as {role}" for role, name in spoken if name != role]
 
 
 def is_trained_on(message: dict) -> bool:
@@ -261,12 +261,13 @@ def check_nothing_left_out(
     """
     messages, tools = row["messages"], row.get("tools", [])
 
-    def shows(kind: tuple, words: list[str], text: str, *changed: list[dict]) -> bool:
+    def shows(kind: tuple, words: list[str], text: str, *changed: Any) -> bool:
         if kind in shown and all(word in text for word in words):
             return True
         shown.add(kind)
         try:
-            return apply_template(*changed, place, tokenizer) != text
+            other, its_tools = changed
+            return apply_template(other, its_tools, place, tokenizer) != text
         except ValueError:  # the template reads this part, and refuses another value
             return True
 
@@ -315,7 +316,7 @@ def message_parts(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
 
 
 def apply_template(
-    messages: list[dict], tools: list[dict], place: str, tokenizer: Any, **options
+    messages: list[dict], tools: list[dict], place: str, tokenizer: Any, **options: Any
 ) -> str:
     """Messages as text, by the tokenizer's chat template.
 

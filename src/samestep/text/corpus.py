@@ -300,15 +300,15 @@ def batches_of(
                 yield [row], is_held, (begins, ends), len(row[0]["text"].encode())
                 begins = False
             continue
-        for row, place in piece.read(source.layout.columns, OPTIONAL):
+        for fields, place in piece.read(source.layout.columns, OPTIONAL):
             try:
-                check(row)
+                check(fields)
             except sources.IncompleteRow:
                 if skip:
                     continue
                 raise
-            text_of_row = layouts.key_of(row)
-            parts = [(row, units.hash_of(text_of_row) in held)]
+            text_of_row = layouts.key_of(fields)
+            parts = [(fields, units.hash_of(text_of_row) in held)]
             if share < 1:
                 end = int(len(text_of_row) * share)
                 parts = [({"text": text_of_row[:end]}, False), ({"text": text_of_row[end:]}, True)]
@@ -421,11 +421,11 @@ def finish(
     (folder / token_rows.FACTS).write_text(json.dumps(rows), encoding="utf-8")
     for scanned in [*folder.glob("scan-*"), *folder.glob(".*.trash")]:
         remove(scanned)
-    files = {name: value for facts in done for name, value in facts["files"].items()}
-    named = {name: digest for name, (_, digest) in files.items() if not name.endswith("counts")}
+    written = {name: value for each in done for name, value in each["files"].items()}
+    digests = {name: digest for name, (_, digest) in written.items() if not name.endswith("counts")}
     unnamed = {part: [each[1:] for each in several] for part, several in parts.items()}
-    content = json.dumps([sorted(named.items()), {**rows, "parts": unnamed}], sort_keys=True)
-    return {"content": hashlib.sha256(content.encode()).hexdigest(), "hashed": files}
+    content = json.dumps([sorted(digests.items()), {**rows, "parts": unnamed}], sort_keys=True)
+    return {"content": hashlib.sha256(content.encode()).hexdigest(), "hashed": written}
 
 
 def list_rows(source: Input, number: int, files: list, folder: Path, plan: Plan, part: str) -> list:

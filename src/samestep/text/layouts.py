@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     """
 
     kind: str
-    columns: dict[str, str]
+    columns: dict[str, Any]
     names: list[str]
 
 

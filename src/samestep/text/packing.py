@@ -75,7 +75,7 @@ def check_model_separates_texts(model: Any) -> None:
     inputs = {"position_ids": positions, "use_cache": False}
     try:
         logits = [model.eval()(input_ids=row, **inputs).logits[:, 4:] for row in rows]
-        separate = torch.allclose(*logits, atol=1e-5)
+        separate = torch.allclose(logits[0], logits[1], atol=1e-5)
     except TypeError:  # its forward takes no position_ids
         separate = False
     if not separate:

@@ -6,6 +6,7 @@ each. So neither writing nor reading keeps them in memory.
 
 from array import array
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class PieceWriter:
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name, self.places = folder, name, array("q")
-        self.number, self.file = -1, None
+        self.number, self.file = -1, cast(BinaryIO, None)
 
     def append(self, piece: bytes) -> None:
         if self.file is None or (self.file.tell() and self.file.tell() + len(piece) > FILE_SIZE):
@@ -34,7 +35,7 @@ class PieceWriter:
     def __enter__(self) -> "PieceWriter":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: Any) -> None:
         self.close_file()
         places = np.frombuffer(self.places, np.int64).reshape(-1, 3)
         np.save(self.folder / f"{self.name}.npy", places)

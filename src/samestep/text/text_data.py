@@ -119,7 +119,7 @@ def build(
     print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
     for name, value in (("names", names), ("scale", scale["train"][:2])):
         (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
-    constants = marks_of(tokenizer, bool(cfg.text_pair_column))
+    constants: dict[str, int | float] = {**marks_of(tokenizer, bool(cfg.text_pair_column))}
     if kind == NUMBER:
         constants["deviation"] = scale["train"].std
     return row_files.finish(folder, done, constants)

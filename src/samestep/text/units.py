@@ -346,7 +346,10 @@ def write_json(path: Path, value: dict) -> None:
 
 def hash_of_file(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
 
 
 def read_unit(folder: Path, number: int, verify: bool = False) -> dict:

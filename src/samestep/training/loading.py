@@ -17,7 +17,7 @@ from samestep.step.sums import EvaluationSums
 from samestep.training.run import Run
 
 
-def make_loader(run: Run, rows: SampleDataset, sampler) -> torch.utils.data.DataLoader:
+def make_loader(run: Run, rows: SampleDataset, sampler: Any) -> torch.utils.data.DataLoader:
     """The DataLoader of the micro-batches that a sampler deals to this process."""
     device_type, workers = run.accelerator.device.type, run.cfg.num_workers
     workers = device.count_workers(workers, run.task, run.accelerator.device)

@@ -1,5 +1,7 @@
 """The log of a run: means of losses, notes of unusual steps, scores, times."""
 
+from typing import Any
+
 import torch
 
 from samestep.processes.ranks import UserError
@@ -25,7 +27,7 @@ class RunLog:
         if run.point.changed:
             self.note(event="changed", changes="; ".join(run.point.changed))
 
-    def note(self, **entries) -> None:
+    def note(self, **entries: Any) -> None:
         """Writes a line about the newest step."""
         if self.lines:
             self.lines.write({"step": self.step, **entries})

@@ -96,7 +96,7 @@ class Run:
         return model
 
     @contextlib.contextmanager
-    def preparing(self, model: torch.nn.Module, optimizer) -> Iterator[weights.TaskModule]:
+    def preparing(self, model: torch.nn.Module, optimizer: Any) -> Iterator[weights.TaskModule]:
         """Gives the module to prepare in its body: `module(function, batch)`, see TaskModule."""
         self.optimizer_settings = weights.optimizer_settings(optimizer)
         self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)

@@ -5,6 +5,7 @@ import mmap
 import shutil
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class Saver:
     writes, hashes and commits it. At most one save is in flight.
     """
 
-    def __init__(self, run: Run, model: torch.nn.Module, optimizer):
+    def __init__(self, run: Run, model: torch.nn.Module, optimizer: Any):
         self.run, self.start, self.accelerator = run, run.start, run.accelerator
         self.ranks, self.main = run.ranks, run.accelerator.is_main_process
         self.state = TrainingState(run.accelerator, model, optimizer, run.optimizer_settings)
