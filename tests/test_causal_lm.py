@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT, SOURCE, load_task
 from samestep.data import tables
-from samestep.text import corpus, layouts
+from samestep.text import corpus, row_formats
 from samestep.text import tokenizing as text_module
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
@@ -831,9 +831,9 @@ AUTO = [
 
 @pytest.mark.parametrize("row, rows, read", AUTO)
 def test_rows_are_known_by_their_columns(config, tmp_path, row, rows, read):
-    layout = layouts.recognize_layout(config(write_rows(tmp_path, [row])))
-    assert (layout.kind, [*layout.columns.values()]) == (rows, read)
-    assert layout.names == [*row]
+    row_format = row_formats.recognize_format(config(write_rows(tmp_path, [row])))
+    assert (row_format.kind, [*row_format.columns.values()]) == (rows, read)
+    assert row_format.names == [*row]
 
 
 def test_a_field_that_names_a_column_decides_what_rows_are(config, tmp_path):
@@ -843,11 +843,11 @@ def test_a_field_that_names_a_column_decides_what_rows_are(config, tmp_path):
         ({"text_column": "body"}, "text"), ({"messages_column": "talk"}, "chat"),
         ({"prompt_column": "q", "completion_column": "a"}, "prompt"), ({"rows": "text"}, "text"),
     ]:  # fmt: skip
-        layout = layouts.recognize_layout(config(file, **fields))
-        assert layout.kind == rows
-        assert {*fields.values()} <= {"text", *layout.columns.values()}
+        row_format = row_formats.recognize_format(config(file, **fields))
+        assert row_format.kind == rows
+        assert {*fields.values()} <= {"text", *row_format.columns.values()}
     for data, rows in (("pydoc", "text"), ("stdlib", "text"), ("docstrings", "prompt")):
-        assert layouts.recognize_layout(config(data)).kind == rows
+        assert row_formats.recognize_format(config(data)).kind == rows
 
 
 def test_incomplete_rows_are_counted_and_skipped(task, config, tmp_path, capsys):

@@ -41,8 +41,8 @@ from samestep.models import next_token, pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import LoraFields, add_adapters, check_adapters
 from samestep.models.pretrained import ModelConfig
-from samestep.text import chats, corpus, layouts, packing, token_rows, tokenizing
-from samestep.text.layouts import ENDINGS
+from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing
+from samestep.text.row_formats import ENDINGS
 from samestep.text.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
@@ -119,7 +119,7 @@ def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, demo_data.TEXTS)
     for _, own in by_source(cfg):
-        layouts.check_layout_fields(own)
+        row_formats.check_format_fields(own)
     check_adapters(cfg)
     stream = cfg.rows in ("auto", "text")
     apart = cfg.attn_implementation != "flash_attention_2" or not uses_best_fit(cfg)
@@ -156,7 +156,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
         "context_length packing too_long vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
         ENDINGS,
-        more=[(own.data, layout.kind, layout.columns) for _, own, layout in data],
+        more=[(own.data, each.kind, each.columns) for _, own, each in data],
         files=filter(None, [chats.template_path(cfg)]),
         shipped=demo_data.text_files,
     )
@@ -271,7 +271,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, folder: Path)
     """Texts that the model writes after the sample prompt, and after prompts that are held out."""
     tokenizer = corpus.load_tokenizer(cfg, folder)
     held_out = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))
-    sample = layouts.question_tokens(cfg.sample_prompt, cfg.rows, tokenizer)
+    sample = row_formats.question_tokens(cfg.sample_prompt, cfg.rows, tokenizer)
     longest, texts = getattr(model.config, "max_position_embeddings", None) or 1024, {}
     for name, prompt in {"sample": sample, **held_out}.items():
         tokens = torch.tensor([prompt[-longest // 2 :]], device=model.device)

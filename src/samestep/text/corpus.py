@@ -20,8 +20,8 @@ from samestep.base.workers import Tell, do_units
 from samestep.data import demo_data, hub, sources, tables
 from samestep.data.cache import once_per_folder
 from samestep.models import pretrained
-from samestep.text import chats, layouts, packing, token_rows, tokenizing, units
-from samestep.text.layouts import ENDINGS, OPTIONAL, Layout
+from samestep.text import chats, packing, row_formats, token_rows, tokenizing, units
+from samestep.text.row_formats import ENDINGS, OPTIONAL, RowFormat
 from samestep.text.token_rows import UnitWriter
 from samestep.text.units import Notes, Unit, read_unit
 
@@ -30,12 +30,12 @@ BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known 
 BATCH = 1_000_000  # characters that are tokenised in one call
 
 
-class Input(NamedTuple):
+class TextInput(NamedTuple):
     """The rows of one source, or those to evaluate on."""
 
     name: str
     cfg: Any  # with `data` of this source
-    layout: Layout
+    row_format: RowFormat
     field: str
     held: bool  # all rows are for evaluation
     notes: Notes
@@ -75,13 +75,15 @@ def max_text_length(cfg: Any, best_fit: bool) -> int:
 # ---- Build ---------------------------------------------------------------------------------------
 
 
-def recognize(cfg: Any) -> list[tuple[sources.WeightedData, Any, Layout]]:
+def recognize(cfg: Any) -> list[tuple[sources.WeightedData, Any, RowFormat]]:
     """Each source of cfg.data, the config with its data alone, and what its rows are.
 
     Replaces `rows` auto by their kind. Raises ValueError if the sources have rows of more kinds.
     """
-    data = [(*each, layouts.recognize_layout(each[1])) for each in sources.by_source(cfg, ENDINGS)]
-    kinds = {layout.kind: own.data for _, own, layout in data}
+    data = [
+        (*each, row_formats.recognize_format(each[1])) for each in sources.by_source(cfg, ENDINGS)
+    ]
+    kinds = {row_format.kind: own.data for _, own, row_format in data}
     if len(kinds) > 1:
         found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
@@ -91,7 +93,7 @@ def recognize(cfg: Any) -> list[tuple[sources.WeightedData, Any, Layout]]:
 
 def build(
     cfg: Any,
-    by_source: list[tuple[sources.WeightedData, Any, Layout]],
+    by_source: list[tuple[sources.WeightedData, Any, RowFormat]],
     folder: Path,
     longest: int,
     best_fit: bool,
@@ -111,7 +113,7 @@ def build(
         tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
     tokenizer = load_tokenizer(cfg, folder)
     dtype = token_rows.token_dtype(len(tokenizer), cfg.context_length)
-    plan = Plan(tokenizer, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
+    maker = RowMaker(tokenizer, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
     shares = cut_single_texts(cfg, inputs)
     todo = [(number, unit) for number, each in enumerate(inputs) for unit in each.notes.units]
 
@@ -119,19 +121,19 @@ def build(
         if not read_unit(folder, number, verify=True):
             source, unit = todo[number]
             share = shares.get(source, 1.0)
-            write_unit(UnitWriter(folder, number), inputs[source], unit, held, share, plan, tell)
+            write_unit(UnitWriter(folder, number), inputs[source], unit, held, share, maker, tell)
 
     do_units(work, [sum(piece.size for piece in unit) for _, unit in todo], "Preparing data")
-    return finish(inputs, [source for source, _ in todo], folder, plan, cfg.validation_rows)
+    return finish(inputs, [source for source, _ in todo], folder, maker, cfg.validation_rows)
 
 
-def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[Input]:
+def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[TextInput]:
     """The first pass over each source, and over the rows to evaluate on."""
     inputs = []
-    for each, own, layout in by_source:
+    for each, own, row_format in by_source:
         shipped = None
         if own.data in demo_data.TEXTS:
-            shipped = list(demo_data.text_rows(own.data, layout.kind))
+            shipped = list(demo_data.text_rows(own.data, row_format.kind))
         on_hub = shipped is None and hub.is_hub_name(own.data)
         fields = ["data_split" if on_hub else "data"]
         if own.validation_data:
@@ -145,28 +147,28 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path, learns: bool) -> list[I
                 name,
                 folder / f"scan-{len(inputs)}",
                 ENDINGS,
-                layout.columns,
-                layouts.row_check(layout.kind),
-                layouts.key_of,
-                layouts.texts_of if learns else None,
+                row_format.columns,
+                row_formats.row_check(row_format.kind),
+                row_formats.key_of,
+                row_formats.texts_of if learns else None,
                 shipped,
                 OPTIONAL,
-                long_texts=layout.kind == "text",
+                long_texts=row_format.kind == "text",
                 nothing="there is no text",
             )
             held = name.startswith("validation")
             given = held and not on_hub and own.validation_data != own.data
             label = Path(own.validation_data).name if given else each.name
-            inputs.append(Input(label, own, layout, name, held, notes))
-    for _, own, layout in by_source:
+            inputs.append(TextInput(label, own, row_format, name, held, notes))
+    for _, own, row_format in by_source:
         ours = [each for each in inputs if each.cfg is own]
         rows = sum(each.notes.rows for each in ours)
         counts = sum((each.notes.counts for each in ours), Counter())
-        layouts.describe_input(own, layout, rows, counts)
+        row_formats.describe_input(own, row_format, rows, counts)
     return inputs
 
 
-def choose_held(cfg: Any, inputs: list[Input]) -> set[int]:
+def choose_held(cfg: Any, inputs: list[TextInput]) -> set[int]:
     """The hashes of the rows that are held out, whichever source they are in."""
     train, given = ([i for i in inputs if i.held == held] for held in (False, True))
     repeated = sum(units.count_repeated(each.notes) for each in train)
@@ -180,7 +182,7 @@ def choose_held(cfg: Any, inputs: list[Input]) -> set[int]:
     held: set[int] = set()
     for each in train:
         data, rows = one_line(each.cfg.data, 100), each.notes.rows
-        if rows == 1 and each.layout.kind == "text":
+        if rows == 1 and each.row_format.kind == "text":
             continue
         if rows == 1:
             raise ValueError(f"task.data: {data} has one row; add rows, to hold one out")
@@ -193,7 +195,7 @@ def choose_held(cfg: Any, inputs: list[Input]) -> set[int]:
     return held
 
 
-def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
+def cut_single_texts(cfg: Any, inputs: list[TextInput]) -> dict[int, float]:
     """The share of the text that is trained on, of sources that are a single text.
 
     A long text in several pieces is cut here: the pieces after the place are held out.
@@ -202,7 +204,7 @@ def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
     if any(each.held for each in inputs):
         return cuts
     for number, each in enumerate(inputs):
-        if each.notes.rows != 1 or each.layout.kind != "text":
+        if each.notes.rows != 1 or each.row_format.kind != "text":
             continue
         most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
         share = 1 - min(cfg.validation_fraction, most / max(each.notes.size, 1))
@@ -235,11 +237,11 @@ def cut_single_texts(cfg: Any, inputs: list[Input]) -> dict[int, float]:
 
 
 def write_unit(
-    out: UnitWriter, source: Input, unit: Unit, held: set[int], share: float, plan: "Plan",
+    out: UnitWriter, source: TextInput, unit: Unit, held: set[int], share: float, maker: "RowMaker",
     tell: Tell,
 ) -> None:  # fmt: skip
     """Tokenises the rows of a unit into files: .tokens to train on, .held those held out."""
-    counts, texts, waiting = np.zeros(len(plan.tokenizer), np.int64), [], 0
+    counts, texts, waiting = np.zeros(len(maker.tokenizer), np.int64), [], 0
     facts: dict[str, Any] = {"texts": 0, "tokens": 0, "held_texts": 0, "held": 0, "questions": []}
     facts |= {"long": 0, "empty": 0, "used": 0, "most_texts": 0}
 
@@ -249,29 +251,29 @@ def write_unit(
         counts[:] += np.bincount(labels, minlength=len(counts))
 
     def write_packed() -> None:
-        block = plan.pack(texts, facts)
+        block = maker.pack(texts, facts)
         labels = block[:, 1].ravel()
-        write(block, labels[labels != np.iinfo(plan.dtype).max])
+        write(block, labels[labels != np.iinfo(maker.dtype).max])
 
     for rows, is_held, ends, size in batches_of(source, unit, held, share):
         facts["held_texts" if is_held else "texts"] += len(rows) * ends[0]
-        tokens = plan.tokenize(rows, source.layout.kind, ends)
+        tokens = maker.tokenize(rows, source.row_format.kind, ends)
         if is_held:
-            wanted = 2 * (source.layout.kind != "text") - len(facts["questions"])
-            facts["questions"] += [plan.question(row) for row, _ in rows[: max(wanted, 0)]]
+            wanted = 2 * (source.row_format.kind != "text") - len(facts["questions"])
+            facts["questions"] += [maker.question(row) for row, _ in rows[: max(wanted, 0)]]
             for ids, mask in tokens:
                 facts["held"] += len(ids)
-                out.append("held", np.asarray(ids, plan.dtype))
-                if plan.best_fit:
+                out.append("held", np.asarray(ids, maker.dtype))
+                if maker.best_fit:
                     out.append("held-mask", np.asarray(mask, np.uint8))
                     out.append("held-sizes", np.array([len(ids)], "<i8"))
-        elif plan.best_fit:
+        elif maker.best_fit:
             texts, waiting = texts + tokens, waiting + size
             if waiting > 2 * units.LARGEST:  # of .parquet, a group of rows may have any size
                 write_packed()
                 texts, waiting = [], 0
         else:
-            values = np.concatenate([ids for ids, _ in tokens]).astype(plan.dtype)
+            values = np.concatenate([ids for ids, _ in tokens]).astype(maker.dtype)
             write(values, values)
         tell(size)
     if texts:
@@ -282,11 +284,12 @@ def write_unit(
 
 
 def batches_of(
-    source: Input, unit: Unit, held: set[int], share: float
+    source: TextInput, unit: Unit, held: set[int], share: float
 ) -> Iterator[tuple[list[tables.Row], bool, tuple[bool, bool], int]]:
     """Rows of about BATCH characters: whether they are held out, whether texts begin and end with
     them, and the bytes of the input. Only a part of a long text does not."""
-    check, skip = layouts.row_check(source.layout.kind), source.cfg.incomplete_rows == "skip"
+    check = row_formats.row_check(source.row_format.kind)
+    skip = source.cfg.incomplete_rows == "skip"
     waiting: dict[bool, list] = {False: [], True: []}
     sizes = {False: 0, True: 0}
     for piece in unit:
@@ -300,14 +303,14 @@ def batches_of(
                 yield [row], is_held, (begins, ends), len(row[0]["text"].encode())
                 begins = False
             continue
-        for fields, place in piece.read(source.layout.columns, OPTIONAL):
+        for fields, place in piece.read(source.row_format.columns, OPTIONAL):
             try:
                 check(fields)
             except sources.IncompleteRow:
                 if skip:
                     continue
                 raise
-            text_of_row = layouts.key_of(fields)
+            text_of_row = row_formats.key_of(fields)
             parts = [(fields, units.hash_of(text_of_row) in held)]
             if share < 1:
                 end = int(len(text_of_row) * share)
@@ -323,7 +326,7 @@ def batches_of(
             yield rows, is_held, (True, True), sizes[is_held]
 
 
-class Plan(NamedTuple):
+class RowMaker(NamedTuple):
     """How rows become tokens."""
 
     tokenizer: Any
@@ -349,7 +352,7 @@ class Plan(NamedTuple):
         Others are parts of a file: see `tables.find_cut` for where they were cut.
         """
         if kind != "text":
-            return layouts.tokenize_rows(rows, kind, self.tokenizer)
+            return row_formats.tokenize_rows(rows, kind, self.tokenizer)
         start = [] if self.shares_ends or not ends[0] else self.start
         end = [self.tokenizer.eos_token_id] if ends[1] else []
         texts = [row["text"] for row, _ in rows]
@@ -361,7 +364,7 @@ class Plan(NamedTuple):
 
     def question(self, row: dict) -> list[int]:
         kind = "prompt" if "prompt" in row else "chat"
-        return layouts.question_tokens(row, kind, self.tokenizer)
+        return row_formats.question_tokens(row, kind, self.tokenizer)
 
     def pack(self, texts: list, facts: dict) -> np.ndarray:
         return packing.pack_best_fit(
@@ -373,12 +376,12 @@ class Plan(NamedTuple):
 
 
 def finish(
-    inputs: list[Input], owners: list[int], folder: Path, plan: Plan, validation_rows: int
+    inputs: list[TextInput], owners: list[int], folder: Path, maker: RowMaker, validation_rows: int
 ) -> dict[str, Any]:
     """Writes what the units have in common; the facts for the index of the prepared folder."""
     done = [read_unit(folder, number) for number in range(len(owners))]
     parts: dict[str, list] = {"train": [], "validation": []}
-    counts, most_texts = np.ones(len(plan.tokenizer), np.int64), 0
+    counts, most_texts = np.ones(len(maker.tokenizer), np.int64), 0
     trains = [i for i, each in enumerate(inputs) if not each.held]
     for source, each in enumerate(inputs):
         own = [i for i, owner in enumerate(owners) if owner == source]
@@ -386,8 +389,8 @@ def finish(
         for name in ("texts", "tokens", "long", "empty", "used"):
             totals[name] = sum(done[i][name] for i in own)
         files = [(f"{i:06}.tokens", done[i]["tokens"]) for i in own if done[i]["tokens"]]
-        parts[part].append(list_rows(each, source, files, folder, plan, part))
-        say_prepared(each, totals, parts[part][-1][1], plan, part)
+        parts[part].append(list_rows(each, source, files, folder, maker, part))
+        say_prepared(each, totals, parts[part][-1][1], maker, part)
         if not each.held:
             for i in own:
                 seen, times = np.fromfile(folder / f"{i:06}.counts", "<u4").reshape(2, -1)
@@ -395,13 +398,13 @@ def finish(
         held = [i for i in own if done[i]["held"]]
         if held:
             files = [(f"{i:06}.held", done[i]["held"]) for i in held]
-            if plan.best_fit:
+            if maker.best_fit:
                 facts: dict = {"long": 0, "empty": 0, "used": 0, "most_texts": 0}
-                block = plan.pack([t for i in held for t in read_held(folder, i, plan)], facts)
+                block = maker.pack([t for i in held for t in read_held(folder, i, maker)], facts)
                 most_texts = max(most_texts, facts["most_texts"])
                 files = [(f"held-{source}.tokens", block.size)]
                 block.tofile(folder / files[0][0])
-            name, rows, files = list_rows(each, source, files, folder, plan, "validation")
+            name, rows, files = list_rows(each, source, files, folder, maker, "validation")
             rows = min(rows, max(1, validation_rows // len(trains)))
             number = max(sum(done[i]["held_texts"] for i in held), 1)
             of = "" if len(trains) == 1 else f" of {one_line(name, 60)}"
@@ -411,12 +414,12 @@ def finish(
         most_texts = max([most_texts, *(done[i]["most_texts"] for i in own)])
     if not parts["validation"]:
         raise ValueError("task.validation_fraction: nothing is held out; raise it")
-    np.save(folder / "bytes.npy", tokenizing.token_bytes(plan.tokenizer))
+    np.save(folder / "bytes.npy", tokenizing.token_bytes(maker.tokenizer))
     np.save(folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
     questions = [tokens for facts in done for tokens in facts["questions"]][:2]
     prompts = {f"held out {number}": tokens for number, tokens in enumerate(questions, 1)}
     (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
-    rows = {"length": plan.length, "dtype": plan.dtype, "packed": plan.best_fit}
+    rows = {"length": maker.length, "dtype": maker.dtype, "packed": maker.best_fit}
     rows |= {"parts": parts, "most_texts": most_texts}
     (folder / token_rows.FACTS).write_text(json.dumps(rows), encoding="utf-8")
     for scanned in [*folder.glob("scan-*"), *folder.glob(".*.trash")]:
@@ -428,55 +431,57 @@ def finish(
     return {"content": hashlib.sha256(content.encode()).hexdigest(), "hashed": written}
 
 
-def list_rows(source: Input, number: int, files: list, folder: Path, plan: Plan, part: str) -> list:
+def list_rows(
+    source: TextInput, number: int, files: list, folder: Path, maker: RowMaker, part: str
+) -> list:
     """Name, rows and files of a source, as `token_rows.TokenRows` reads them."""
-    if plan.shares_ends:  # the token before the first text
+    if maker.shares_ends:  # the token before the first text
         first = (f"start-{number}.tokens", 1)
-        np.array(plan.start, plan.dtype).tofile(folder / first[0])
+        np.array(maker.start, maker.dtype).tofile(folder / first[0])
         files = [first, *files]
     total = sum(size for _, size in files)
-    if plan.best_fit:
+    if maker.best_fit:
         if not total:
             raise ValueError(
-                f"task.context_length: no answer of {part} begins within {plan.longest} tokens; "
+                f"task.context_length: no answer of {part} begins within {maker.longest} tokens; "
                 "raise it, or give --task.too_long split"
             )
-        return [source.name, total // (3 * plan.length), files]
-    if total <= plan.length:
+        return [source.name, total // (3 * maker.length), files]
+    if total <= maker.length:
         purpose, field = ("train", "data") if part == "train" else ("evaluate", source.field)
         data, raised = getattr(source.cfg, field), part != "train" and not source.held
         raise ValueError(
             f"task.{field}: {one_line(data, 100)} has {total} tokens to {purpose} on, which do not "
-            f"fill a row of {plan.length + 1}; add text, "
+            f"fill a row of {maker.length + 1}; add text, "
             + "raise task.validation_fraction or task.validation_rows, " * raised
             + "or lower task.context_length"
         )
-    return [source.name, -(-(total - 1) // plan.length), files]
+    return [source.name, -(-(total - 1) // maker.length), files]
 
 
-def read_held(folder: Path, unit: int, plan: Plan) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def read_held(folder: Path, unit: int, maker: RowMaker) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The texts of a unit that are held out: token ids, loss mask."""
-    names = (("held", plan.dtype), ("held-mask", np.uint8), ("held-sizes", "<i8"))
+    names = (("held", maker.dtype), ("held-mask", np.uint8), ("held-sizes", "<i8"))
     ids, mask, sizes = (np.fromfile(folder / f"{unit:06}.{name}", kind) for name, kind in names)
     ends = np.cumsum(sizes)[:-1]
     yield from zip(np.split(ids, ends), np.split(mask, ends), strict=True)
 
 
-def say_prepared(source: Input, totals: dict, rows: int, plan: Plan, part: str) -> None:
+def say_prepared(source: TextInput, totals: dict, rows: int, maker: RowMaker, part: str) -> None:
     if totals["long"] or totals["empty"]:
         print(
             f"Prepared {part}: {totals['long']:,} of {totals['texts']:,} texts are longer than "
-            f"{plan.longest} tokens (the most that a row or the model holds) and were "
-            f"{plan.too_long}"
+            f"{maker.longest} tokens (the most that a row or the model holds) and were "
+            f"{maker.too_long}"
             + f"; {totals['empty']:,} pieces without a loss term were left out"
             * bool(totals["empty"]),
             flush=True,
         )
-    used = totals["used"] if plan.best_fit else totals["tokens"]
+    used = totals["used"] if maker.best_fit else totals["tokens"]
     purpose = "train" if part == "train" else "evaluate"
-    size = totals["tokens"] // 3 if plan.best_fit else totals["tokens"]
+    size = totals["tokens"] // 3 if maker.best_fit else totals["tokens"]
     print(
-        f"Prepared: {rows:,} rows of {plan.length} tokens to {purpose} on, "
+        f"Prepared: {rows:,} rows of {maker.length} tokens to {purpose} on, "
         f"{used / max(size, 1):.1%} of them useful, the rest padding; "
         f"{used:,} tokens, {used / max(totals['texts'], 1):,.0f} in a text",
         flush=True,

@@ -15,7 +15,7 @@ from samestep.data.cache import once_per_folder
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.models import pretrained
 from samestep.text import row_files, tokenizing, units
-from samestep.text.row_files import Input, Layout
+from samestep.text.row_files import Input, RowReader
 
 PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
 BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
@@ -76,24 +76,26 @@ def scan_pairs(
     those held out."""
     texts = None if cfg.model_name_or_path else dict.values
     key: Callable[[dict], str] = lambda row: row["source"]  # noqa: E731
-    layouts = []
+    readers = []
     for each, own in sources.by_source(cfg, TABLES):
         rows = list(shipped[each.data]()) if each.data in shipped else None
         sources.print_skipped_files(own, TABLES, rows is not None)
-        layouts.append(Layout(each.name, own, columns, TABLES, check_pair, key, texts, None, rows))
-    if any(layout.fields[1:] for layout in layouts):  # else rows with equal sources stay together
-        layouts = [each._replace(key=lambda row: "\0".join(row.values())) for each in layouts]
-    train = row_files.scan(layouts, folder, "train")
-    given = row_files.scan(layouts, folder, "validation")
+        readers.append(
+            RowReader(each.name, own, columns, TABLES, check_pair, key, texts, None, rows)
+        )
+    if any(reader.fields[1:] for reader in readers):  # else rows with equal sources stay together
+        readers = [each._replace(key=lambda row: "\0".join(row.values())) for each in readers]
+    train = row_files.scan(readers, folder, "train")
+    given = row_files.scan(readers, folder, "validation")
     if given:
         row_files.say_overlap(train, given)
         return train, given, set()
     held: set[int] = set()
-    for _, layout, notes in train:
+    for _, reader, notes in train:
         most = max(1, cfg.validation_rows // len(train))
         own = units.hold_out(notes, cfg.validation_fraction, most)
         if not own:
-            data = one_line(layout.cfg.data, 100)
+            data = one_line(reader.cfg.data, 100)
             raise ValueError(f"task.data: all sources of {data} are equal; add others")
         held |= own
     return train, [], held

@@ -34,7 +34,7 @@ Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]
 # ---- Reading the input ---------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class RowReader(NamedTuple):
     """The rows of a source: where they are, and what they are used for."""
 
     name: str
@@ -61,33 +61,33 @@ class Input(NamedTuple):
     """The rows to train on of a source, or rows to evaluate on."""
 
     name: str  # for metrics
-    layout: Layout
+    reader: RowReader
     notes: Notes
 
 
-def scan(layouts: list[Layout], folder: Path, purpose: str) -> list[Input]:
+def scan(readers: list[RowReader], folder: Path, purpose: str) -> list[Input]:
     """Checks rows, the first pass: those of each source to `train` on, or the rows for `validation`
     that are given. Raises ValueError where there are none."""
     inputs = []
-    for number, layout in enumerate(layouts):
-        for field in layout.fields:
+    for number, reader in enumerate(readers):
+        for field in reader.fields:
             if field.startswith("validation") != (purpose == "validation"):
                 continue
             notes = units.scan_field(
-                layout.cfg,
+                reader.cfg,
                 field,
                 folder / f"scan-{field}-{number}",
-                layout.endings,
-                layout.columns,
-                layout.check,
-                layout.key,
-                layout.texts,
-                layout.shipped,
-                label=layout.label,
+                reader.endings,
+                reader.columns,
+                reader.check,
+                reader.key,
+                reader.texts,
+                reader.shipped,
+                label=reader.label,
             )
-            is_file = field == "validation_data" and layout.cfg.validation_data != layout.cfg.data
-            name = Path(layout.cfg.validation_data).name if is_file else layout.name
-            inputs.append(Input(name, layout, notes))
+            is_file = field == "validation_data" and reader.cfg.validation_data != reader.cfg.data
+            name = Path(reader.cfg.validation_data).name if is_file else reader.name
+            inputs.append(Input(name, reader, notes))
     return inputs
 
 
@@ -131,19 +131,19 @@ def write(
         if not read_unit(folder, number, verify=True):
             source, unit, is_given = todo[number]
             out = UnitWriter(folder, number)
-            write_unit(out, source.layout, unit, held, is_given, encode, tell)
+            write_unit(out, source.reader, unit, held, is_given, encode, tell)
 
     do_units(work, [sum(piece.size for piece in unit) for _, unit, _ in todo], "Preparing data")
     return [read_unit(folder, i) | {"source": each.name} for i, (each, *_) in enumerate(todo)]
 
 
 def write_unit(
-    out: UnitWriter, layout: Layout, unit: Unit, held: set[int], given: bool, encode: Encode,
+    out: UnitWriter, reader: RowReader, unit: Unit, held: set[int], given: bool, encode: Encode,
     tell: Tell,
 ) -> None:  # fmt: skip
     """Writes the rows of a unit; `given`: all of them are for evaluation."""
     facts: dict[str, Any] = {}
-    for rows, hashes, is_held, size in batches_of(layout, unit, held):
+    for rows, hashes, is_held, size in batches_of(reader, unit, held):
         part = "validation" if given or is_held else "train"
         columns, cut = encode(rows, part)
         own = facts.setdefault(part, {"rows": 0, "columns": {}, "values": {}})
@@ -166,7 +166,7 @@ def write_unit(
 
 
 def batches_of(
-    layout: Layout, unit: Unit, held: set[int]
+    reader: RowReader, unit: Unit, held: set[int]
 ) -> Iterator[tuple[list[Row], list[int], bool, int]]:
     """Rows of about BATCH_SIZE characters, their hashes, whether they are held out, their size."""
     waiting: dict[bool, list[tuple[Row, int]]] = {False: [], True: []}
@@ -179,12 +179,12 @@ def batches_of(
         return taken
 
     for piece in unit:
-        for row, place in piece.read(layout.columns, ()):
+        for row, place in piece.read(reader.columns, ()):
             try:
-                layout.check(row)
+                reader.check(row)
             except sources.IncompleteRow:  # the first pass has refused it, or counted it
                 continue
-            hashed = units.hash_of(layout.key(row))
+            hashed = units.hash_of(reader.key(row))
             waiting[hashed in held].append(((row, place), hashed))
             sizes[hashed in held] += len(str(row))
             if sizes[hashed in held] > BATCH_SIZE:

@@ -19,7 +19,7 @@ from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.models import pretrained
 from samestep.text import row_files, tokenizing, units
-from samestep.text.row_files import Input, Layout
+from samestep.text.row_files import Input, RowReader
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -135,19 +135,19 @@ def scan_rows(
     def check(row: dict) -> None:
         check_row(row, label_columns, cfg.problem_type)
 
-    layouts, columns = [], columns_of(cfg)
+    readers, columns = [], columns_of(cfg)
     texts = None if cfg.model_name_or_path else texts_of
     for each, own in sources.by_source(cfg, ENDINGS):
         rows = list(shipped[each.data]()) if each.data in shipped else None
         sources.print_skipped_files(own, ENDINGS, rows is not None)
-        layout = Layout(each.name, own, columns, ENDINGS, check, key_of, texts, label_of, rows)
-        layouts.append(layout)
-    are_given = any(layout.fields[1:] for layout in layouts)
+        reader = RowReader(each.name, own, columns, ENDINGS, check, key_of, texts, label_of, rows)
+        readers.append(reader)
+    are_given = any(reader.fields[1:] for reader in readers)
     if not are_given:  # functions of one file are alike: they stay together
-        for i, layout in enumerate(layouts):
-            rows = layout.shipped and [({**row, "file": at}, at) for row, at in layout.shipped]
-            layouts[i] = layout._replace(shipped=rows)
-    train = row_files.scan(layouts, folder, "train")
+        for i, reader in enumerate(readers):
+            rows = reader.shipped and [({**row, "file": at}, at) for row, at in reader.shipped]
+            readers[i] = reader._replace(shipped=rows)
+    train = row_files.scan(readers, folder, "train")
     held = set() if are_given else hold_out(train, cfg)
     names = [cfg.label_column]
     if cfg.problem_type != NUMBER:
@@ -160,7 +160,7 @@ def scan_rows(
         if cfg.problem_type != NUMBER:
             labels.check_known(row, names, known)
 
-    given = row_files.scan([each._replace(check=check_given) for each in layouts], folder,
+    given = row_files.scan([each._replace(check=check_given) for each in readers], folder,
                            "validation")  # fmt: skip
     if given:
         row_files.say_overlap(train, given)
@@ -171,9 +171,9 @@ def hold_out(train: list[Input], cfg: Any) -> set[int]:
     """The hashes of the rows that are held out, of each class in each source."""
     held: set[int] = set()
     single, most = cfg.problem_type == SINGLE, max(1, cfg.validation_rows // len(train))
-    for _, layout, notes in train:
+    for _, reader, notes in train:
         own = units.hold_out(notes, cfg.validation_fraction, most, by_label=single)
-        data = one_line(layout.cfg.data, 100)
+        data = one_line(reader.cfg.data, 100)
         if not own and units.count_repeated(notes) < notes.rows - 1:
             raise ValueError(
                 f"task.data: each of the {notes.rows:,} rows of {data} is a class of its own, so "

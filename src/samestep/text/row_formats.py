@@ -1,4 +1,4 @@
-"""Layouts of rows for a language model: a text, a prompt with its completion, or a chat.
+"""Formats of rows for a language model: a text, a prompt with its completion, or a chat.
 
 They are recognised by their columns, read, checked, divided, and tokenised.
 """
@@ -18,7 +18,7 @@ from samestep.text.tokenizing import Tokens
 
 ENDINGS = (".txt", *TABLES)
 PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
-# The columns of each kind of rows by their roles, the more structured layouts first.
+# The columns of each kind of rows by their roles, the more structured formats first.
 KNOWN: list[tuple[str, dict[str, str]]] = [
     ("chat", {"messages": "messages"}),
     ("chat", {"messages": "conversations"}),  # ShareGPT
@@ -30,7 +30,7 @@ KNOWN: list[tuple[str, dict[str, str]]] = [
 OPTIONAL = ("tools", "instruction", "input", "output")
 
 
-class Layout(NamedTuple):
+class RowFormat(NamedTuple):
     """Rows of a data set: their kind, the columns by role, and all columns where these were read.
 
     The kind is text, prompt or chat. Data that every machine has has no columns.
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 # ---- Columns -------------------------------------------------------------------------------------
 
 
-def check_layout_fields(cfg: Any) -> None:
+def check_format_fields(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
     shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
     fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
@@ -64,14 +64,14 @@ def check_layout_fields(cfg: Any) -> None:
     )
 
 
-def recognize_layout(cfg: Any) -> Layout:
-    """The layout of cfg.data: fields decide, and where they leave it open, the names of columns.
+def recognize_format(cfg: Any) -> RowFormat:
+    """The format of cfg.data: fields decide; where they leave it open, the names of columns do.
 
-    Raises ValueError for columns of no known layout.
+    Raises ValueError for columns of no known format.
     """
     if cfg.data in demo_data.TEXTS:
         usual = "prompt" if cfg.data == "docstrings" else "text"
-        return Layout(usual if cfg.rows == "auto" else cfg.rows, {}, [])
+        return RowFormat(usual if cfg.rows == "auto" else cfg.rows, {}, [])
     kinds = {"messages": "chat", "prompt": "prompt", "completion": "prompt", "text": "text"}
     fields, names = {role: getattr(cfg, f"{role}_column") for role in kinds}, []
     named = [kind for role, kind in kinds.items() if fields[role] != role]
@@ -80,22 +80,22 @@ def recognize_layout(cfg: Any) -> Layout:
         columns = {role: fields[role] for role in kinds if kinds[role] == kind}
     else:
         names = sources.read_column_names(cfg, ENDINGS)
-        layouts = [each for each in KNOWN if kind in ("auto", each[0])]
-        fitting = [each for each in layouts if {*each[1].values()} <= {*names}]
+        formats = [each for each in KNOWN if kind in ("auto", each[0])]
+        fitting = [each for each in formats if {*each[1].values()} <= {*names}]
         if not fitting:
-            raise unknown_columns(cfg, names, [columns for _, columns in layouts])
+            raise unknown_columns(cfg, names, [columns for _, columns in formats])
         kind, columns = fitting[0]
     if kind == "chat":
         more = {"tools": cfg.tools_column} if "messages" in columns else {"input": "input"}
         columns = {**columns, **{role: name for role, name in more.items() if name}}
-    return Layout(kind, columns, names)
+    return RowFormat(kind, columns, names)
 
 
-def unknown_columns(cfg: Any, names: list[str], layouts: list[dict[str, str]]) -> ValueError:
-    """An error that shows the columns, the known layouts, and the fields that name columns."""
+def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -> ValueError:
+    """An error that shows the columns, the known formats, and the fields that name columns."""
     if not names:
         return ValueError(f"task.data: there is no text in {one_line(cfg.data, 100)}")
-    forms = ", ".join(" + ".join(columns.values()) for columns in layouts)
+    forms = ", ".join(" + ".join(columns.values()) for columns in formats)
     fields = "--task.messages_column"
     if cfg.rows == "auto":
         fields = (
@@ -108,9 +108,9 @@ def unknown_columns(cfg: Any, names: list[str], layouts: list[dict[str, str]]) -
     )
 
 
-def describe_columns(layout: Layout) -> str:
+def describe_columns(row_format: RowFormat) -> str:
     """The columns that are read, and the others, as the end of a sentence."""
-    columns, names = layout.columns, layout.names
+    columns, names = row_format.columns, row_format.names
     read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
     unread = [name for name in names if name not in columns.values()]
     if not read or names == ["text", "label"]:  # a .txt file has its text, and its folder as label
@@ -133,16 +133,16 @@ def row_check(kind: str) -> Callable[[dict], list[str]]:
     return check
 
 
-def describe_input(cfg: Any, layout: Layout, rows: int, counts: Counter) -> None:
+def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) -> None:
     """Prints the number of rows, which columns are read, and which roles go by other names."""
     tools = counts.pop("tools", 0)
-    if cfg.tools_column not in ("", "tools") and layout.kind == "chat" and not tools:
+    if cfg.tools_column not in ("", "tools") and row_format.kind == "chat" and not tools:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
     print(
-        f"Preparing data: {rows:,} {PLURALS[layout.kind]} of {one_line(cfg.data, 100)}"
+        f"Preparing data: {rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
         + f", {tools:,} with tools" * bool(tools)
-        + describe_columns(layout),
+        + describe_columns(row_format),
         *(f"Preparing data: in {counts[each]:,} chats {each}" for each in sorted(counts)),
         sep="\n",
         flush=True,
