@@ -30,8 +30,8 @@ help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
-	@test -d demo/my_training || { $(BAKE) --output-dir demo >/dev/null && \
-		.venv/bin/python -m pip install --quiet --no-deps demo/my_training/vendor/*.whl; }
+	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
+	@.venv/bin/python -m pip install --quiet --no-deps demo/my_training/vendor/*.whl
 	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
 	@echo
 	@echo '(eval_loss is the validation loss; unigram_loss, what token frequencies alone would give.)'

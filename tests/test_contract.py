@@ -66,7 +66,10 @@ def test_data_and_counts_are_known_by_the_check(quick, tmp_path):
     printed = quick("--check", "--output_dir", tmp_path / "run", before=sizes, codes=[2])
     assert printed == "train.py: no lengths here\n" and not (tmp_path / "run").exists()
     printed = quick("--check", before="import task; del task.metrics, task.count", codes=[2])
-    assert "train.py: task.py has no function count, metrics; examples/task.py is" in printed
+    assert (
+        "train.py: task.py has no function count, metrics; to write a whole task: python -m"
+        in printed
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The verbs that write into a project, and a project whose library lies beside train.py."""
 
+import shutil
 import sys
+import zipfile
 
 import pytest
 
@@ -53,3 +55,23 @@ def test_what_was_ejected_is_what_runs(ejected):
 def test_a_projects_own_tests_pass_once_ejected(ejected):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     assert " passed" in ejected.run(*command).stdout
+
+
+def test_a_library_that_the_project_does_not_ask_for_is_refused(ejected, tmp_path):
+    """After git pull or cruft update, without make setup: before any import of it can fail."""
+    project = bake(tmp_path, tracker="none")
+    (wheel,) = project.path.glob("vendor/*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "library")
+    path = {"PYTHONPATH": str(tmp_path / "library")}
+    settings = project.path / "pyproject.toml"
+    version = wheel.name.split("-")[1]
+    commands = (["train.py", "--help"], ["-m", "samestep", "plot", "--help"])
+    assert [project.run("python", *words, **path).returncode for words in commands] == [0, 0]
+    settings.write_text(settings.read_text().replace(version, "1.0.0+0123abcd"))
+    said = f"pyproject.toml asks for samestep 1.0.0+0123abcd, and {version} is installed; run make"
+    for words in commands:
+        result = project.run("python", *words, check=False, **path)
+        assert result.returncode == 2 and said in result.stderr and result.stderr.count("\n") == 1
+    # One that lies beside train.py is the project's own.
+    shutil.copytree(ejected.path / "samestep", project.path / "samestep")
+    assert project.run("python", *commands[0], **path).returncode == 0

@@ -5,8 +5,10 @@ Until the program handles signals itself, Ctrl-C ends it with one line.
 
 import contextlib
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 STOPPED = 75  # exit code: stopped on request; the same command continues
 BEFORE = "stopped before it began; the same command starts again"
@@ -24,7 +26,8 @@ def begin() -> None:
         return  # a test or a notebook
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in the background
         signal.signal(signal.SIGINT, lambda *_: leave(STOPPED, program, BEFORE))
-    if problem := find_problem():
+    project = Path(os.getcwd() if program != "train.py" else os.path.dirname(main))
+    if problem := find_problem() or other_library(project):
         leave(2, program, problem)
 
 
@@ -49,6 +52,25 @@ def find_problem() -> str:
         what += "" if wrong else f" and {missing[0]} is not set"
         return f"{what}, which no launcher does: unset {' '.join(left)}"
     return ""
+
+
+def installed_version() -> str:
+    """The version of the installed library; empty: it lies beside train.py, or where it is made."""
+    for folder in Path(__file__).resolve().parents[2].glob("samestep-*.dist-info"):
+        return folder.name.removeprefix("samestep-").removesuffix(".dist-info")
+    return ""
+
+
+def other_library(project: Path) -> str:
+    """What is wrong where a project was updated, and its environment was not; empty: nothing."""
+    installed, wanted = installed_version(), None
+    with contextlib.suppress(OSError, ValueError):
+        text = (project / "pyproject.toml").read_text(encoding="utf-8")
+        wanted = re.search(r"""["']samestep *== *([^"' ;]+)""", text)
+    if not installed or not wanted or wanted[1] == installed:
+        return ""
+    asks = f"pyproject.toml asks for samestep {wanted[1]}"
+    return f"{asks}, and {installed} is installed; run make setup"
 
 
 begin()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from samestep import __version__
+from samestep.base.begin import installed_version
 from samestep.base.console import IS_MAIN, one_line
 from samestep.base.fields import flatten
 from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error
@@ -44,7 +45,7 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
         versions["python"] = versions["python"].rpartition(".")[0]
     facts = dict(versions)
     code = {name: project / name for name in ("train.py", "task.py")}
-    if "+" in (version := library_version()):  # its last part names the content
+    if "+" in (version := installed_version() or __version__):  # its last part names the content
         facts["samestep"] = version
     else:
         code |= {str(p.relative_to(LIBRARY.parent)): p for p in sorted(LIBRARY.rglob("*.py"))}
@@ -54,13 +55,6 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
     facts |= flatten(manifest["config"])
     facts |= {n: value for n, value in os.environ.items() if n.startswith(HARDWARE)}
     return {name: str(value) for name, value in facts.items()}
-
-
-def library_version() -> str:
-    """The version of the installed library; of one that lies beside train.py its number alone."""
-    for folder in LIBRARY.parent.glob("samestep-*.dist-info"):
-        return folder.name.removeprefix("samestep-").removesuffix(".dist-info")
-    return __version__
 
 
 def check_same(processes: Ranks, facts: dict[str, str]) -> None:

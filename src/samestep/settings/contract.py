@@ -160,7 +160,8 @@ def check_functions(task: Any) -> None:
     missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
     if missing:
         raise ValueError(
-            f"task.py has no function {', '.join(missing)}; examples/task.py is a whole task"
+            f"task.py has no function {', '.join(missing)}; to write a whole task: "
+            "python -m samestep example plain_module"
         )
     for name in [*REQUIRED, *OPTIONAL]:
         function = getattr(task, name, None)
