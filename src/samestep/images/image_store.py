@@ -319,6 +319,7 @@ class StoredImages(torch.utils.data.Dataset):
     def __init__(self, folder: Path, part: str, view: dict[str, Any]):
         self.arguments, self.view = (folder, part, view), view
         self.labels, self.numbers = load(folder, "labels"), load(folder, part)
+        self.sources = [sources.Source("data", len(self.numbers), 1, None, 1)]
         self.squares = self.originals = None
         if (folder / "images.npy").exists():
             self.squares = load(folder, "images")
