@@ -248,13 +248,13 @@ def test_a_file_in_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monk
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     monkeypatch.setattr(tables, "BLOCK", 5000)
     monkeypatch.setattr(tables, "SEARCHED", 4000)
-    plan = corpus.Plan(tokenizer, 64, 64, "split", False, "<u2")
+    maker = corpus.RowMaker(tokenizer, 64, 64, "split", False, "<u2")
     blocks = [*tables.read_text(tmp_path / "a.txt", "data", tables.WHOLE)]
     assert len(blocks) > 10
     found = []
     for number, block in enumerate(blocks):
         ends = (number == 0, number == len(blocks) - 1)
-        [(ids, _)] = plan.tokenize([({"text": block}, "")], "text", ends)
+        [(ids, _)] = maker.tokenize([({"text": block}, "")], "text", ends)
         found += ids.tolist()
     assert found == [*wanted, tokenizer.eos_token_id]
 
