@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import inspect
 import math
-import operator
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -240,33 +239,15 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
 
 
 def check_source(source: Source) -> None:
-    """Raises ValueError unless a source has a name, whole numbers, and shards of all its rows."""
-    name = source.name
-    if not isinstance(name, str) or not name.strip() or not name.isprintable():
-        raise ValueError(f"task.sources: a source cannot be called {name!r}; give another name")
-    for field, least in (("rows", 0), ("weight", 1), ("window", 1)):
-        value = getattr(source, field)
-        try:
-            right = operator.index(value) >= least
-        except TypeError:
-            right = False
-        if not right:
-            raise ValueError(
-                f"task.sources: the {field} of {name!r} is {describe_value(value)}; give a whole "
-                f"number, at least {least}"
-            )
-    if source.shards is not None:
-        shards = np.asarray(source.shards)
-        if shards.ndim != 1 or shards.dtype.kind not in "iu" or (shards < 0).any():
-            raise ValueError(
-                f"task.sources: the shards of {name!r} are {describe_value(source.shards)}; give "
-                "the number of rows of each, an int array"
-            )
-        if shards.sum() != source.rows:
-            raise ValueError(
-                f"task.sources: the shards of {name!r} have {shards.sum():,} rows, and it has "
-                f"{source.rows:,}"
-            )
+    """Raises ValueError unless a source has whole numbers, and shards of all its rows."""
+    shards = np.asarray([source.rows] if source.shards is None else source.shards)
+    numbers = np.array([source.rows, source.weight - 1, source.window - 1, *shards.flat])
+    whole = numbers.dtype.kind in "iu" and numbers.min() >= 0
+    if not whole or shards.ndim != 1 or shards.sum() != source.rows:
+        raise ValueError(
+            f"task.sources: {source.name!r} needs whole numbers: rows from 0, a weight and a window "
+            "from 1, and shards, an int array, that add up to the rows"
+        )
 
 
 def check_rows(ids: Iterable[int], rows: list) -> None:
