@@ -245,8 +245,8 @@ def check_source(source: Source) -> None:
     whole = numbers.dtype.kind in "iu" and numbers.min() >= 0
     if not whole or shards.ndim != 1 or shards.sum() != source.rows:
         raise ValueError(
-            f"task.sources: {source.name!r} needs whole numbers: rows from 0, a weight and a window "
-            "from 1, and shards, an int array, that add up to the rows"
+            f"task.sources: {source.name!r} needs whole numbers: rows from 0, a weight and a "
+            "window from 1, and shards, an int array, that add up to the rows"
         )
 
 
