@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+import yaml
 
 from samestep.checkpoint import weights
 from samestep.hardware import ladder, simulate, written
@@ -256,17 +257,18 @@ def next_command(choice: Choice, hardware: Hardware) -> str:
     return f"Next: {command}"
 
 
-def hardware_yaml(rung: Rung, hardware: Hardware) -> str:
+def hardware_values(rung: Rung, hardware: Hardware) -> dict[str, Any]:
     """The shipped YAML of a rung, for this number of processes and machines."""
-    values: dict[str, Any] = {"num_processes": rung.processes}
+    values = yaml.safe_load((SHIPPED / f"{rung.yaml}.yaml").read_text(encoding="utf-8"))
+    values["num_processes"] = rung.processes
     values["mixed_precision"] = rung.precision.replace("fp32", "no")
     if hardware.machines > 1:
         values |= {"num_machines": hardware.machines, "main_process_port": 29500}
     if rung.yaml == "hsdp":
-        part = "parallelism_config.parallelism_config_dp_"
-        values[f"{part}replicate_size"] = hardware.machines
-        values[f"{part}shard_size"] = hardware.devices
-    return written.accelerate_with(SHIPPED / f"{rung.yaml}.yaml", **values)
+        part = "parallelism_config_dp_"
+        sizes = {"replicate_size": hardware.machines, "shard_size": hardware.devices}
+        values["parallelism_config"] |= {f"{part}{name}": size for name, size in sizes.items()}
+    return values
 
 
 # ---- The verb ------------------------------------------------------------------------------------
@@ -320,9 +322,8 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
         f"recommend on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
         f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
     )
-    recipe = written.recipe_with(type(cfg), project.flags, **chosen)
-    yaml = hardware_yaml(choice.rung, hardware)
+    recipe = written.recipe_of(type(cfg), project.flags) | chosen
     written.write_headed(RECIPE, heading, recipe)
-    written.write_headed(YAML, heading, yaml)
+    written.write_headed(YAML, heading, hardware_values(choice.rung, hardware))
     section.lines += [f"Written: {YAML} and {RECIPE}.", next_command(choice, hardware)]
     return section

@@ -24,11 +24,12 @@ from samestep.hardware import places
 from samestep.hardware.project import Project
 from samestep.hardware.report import Section
 from samestep.hardware.short_run import NoMemory, ShortRun, Wrong, digests, everyone
-from samestep.hardware.written import whole_recipe
+from samestep.hardware.written import as_yaml
 from samestep.processes import agreement
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks
 from samestep.processes.shutdown import STOPPED
+from samestep.start.startup import resolved_config
 from samestep.step.sharding import local, whole
 
 NEEDS_PROJECT = True
@@ -430,7 +431,7 @@ def check_loop(trial: ShortRun, folder: Path) -> str:
 
     def write() -> None:
         if IS_MAIN:
-            recipe.write_text(whole_recipe(recipe_cfg), encoding="utf-8")
+            recipe.write_text(as_yaml(resolved_config(recipe_cfg)), encoding="utf-8")
 
     trial.everyone(write)
     with socket.socket() as probe:
