@@ -289,7 +289,6 @@ def bench(project, hardware, folder):
     for each in section["figures"]:
         assert 0 < each["value"] < 1.1 * each.get("peak", math.inf), each
         figures.setdefault(each["name"], []).append(each)
-    assert (folder / "hardware.png").stat().st_size > 20_000
     return figures, section["lines"]
 
 

@@ -6,9 +6,8 @@
     python -m samestep hardware bench --compare baseline.json
 
 Without a verb it checks. check, bench and smoke measure the processes that the launcher starts;
-recommend is started with python. Flags of train.py (--config, --learning_rate, ...) may
-follow those of a verb, except for check. The figures go to hardware.json in the folder --report,
-and those of bench also to hardware.png.
+recommend is started with python. Flags of train.py (--config, --learning_rate, ...) may follow
+those of a verb, except for check. The figures go to hardware.json in the folder --report.
 """
 
 import argparse
@@ -94,20 +93,11 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
     return options, read_project(train.Config, task, train.build_optimizer, flags, unread), old
 
 
-def draw_picture(content: dict, output: Path) -> Path | str:
-    """Draws hardware.png. matplotlib takes a second to import: only bench needs it."""
-    from samestep.hardware import picture
-
-    return picture.try_draw(content, output)
-
-
 def finish(options: argparse.Namespace, section: Section, old: dict) -> int:
     """Prints, saves and compares what a verb has found; the exit code."""
     report.show(section)
-    content = report.save(options.report, section)
+    report.save(options.report, section)
     say(f"figures: {options.report / 'hardware.json'}")
-    if section.verb == "bench":
-        say(f"picture: {draw_picture(content, options.report / 'hardware.png')}")
     worse = []
     if old:
         changes, worse = report.compare(section, old, options.threshold)
