@@ -88,15 +88,10 @@ ARGUMENTS = [
     (["--bogus\n\x1b[31m"], "unrecognized arguments: --bogus \\x1b[31m"),
     (["--model"], "argument --model: expected one argument"),
     (["--model", "texts.txt", "x"], "there is no model in texts.txt"),
-    (["--model", "pipe", "x"], "there is no model in pipe"),
-    (["--model", "m" * 5000, "x"], "cannot read --model mmm"),
     (["--model", "a\nb\u202e", "x"], "there is no model in a b\\u202e; train first"),
-    ([*LM, "--file", "lm"], "cannot read lm: it is a folder or a device; give a file"),
-    ([*LM, "--file", "/dev/zero"], "cannot read /dev/zero: it is a folder or a device"),
-    ([*LM, "--file", "pipe"], "there is no input"),
+    ([*LM, "--file", "lm"], "cannot read lm: Is a directory"),
+    ([*LM, "--file", "none.txt"], "cannot read none.txt: No such file or directory"),
     ([*LM, "--file", "latin.txt"], "cannot read latin.txt: line 2 is not UTF-8"),
-    ([*LM, "--file", "f" * 5000], "cannot read fff"),
-    ([*LM, "caf\udce9"], "caf\\udce9 is not UTF-8"),
     (["--model", "images", "texts.txt", "x.png"], "cannot read texts.txt: its format is none of"),
     ([*LM, "--top", "2", "x"], "lm writes text, and --top is not read; leave it out"),
     (
@@ -149,7 +144,6 @@ FILES = {
     "heads of nothing": ("config.json", {"num_attention_heads": 0}, "cannot load"),
     "unknown kind": ("config.json", {"model_type": ["x"]}, "cannot load"),
     "code of its own": ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, ""),
-    "pipe": ("generation_config.json", "pipe", "is neither a file nor a folder"),
     "pipe for a config": ("config.json", "pipe", "holds no model of transformers"),
 }
 
@@ -202,26 +196,10 @@ def test_ctrl_c_ends_it_without_a_word(models):
         os.close(number)
 
 
-CHATS = [
-    ("{% for i in range(10 ** 9) %}{% endfor %}", "fails on hi: Range too big"),
-    (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "fails on hi: it takes longer than 0.5 s",
-    ),
-    ("{{ raise_exception('no\\nroles') }}", "fails on hi: no roles"),
-]
-
-
-@pytest.mark.parametrize("template, said", CHATS)
-def test_a_chat_template_that_fails_or_does_not_end_is_one_line(
-    models, tmp_path, monkeypatch, template, said
-):
-    from samestep.base import child
-
-    limit = child.time_limit
-    monkeypatch.setattr(child, "time_limit", lambda _: limit(0.5))
+def test_a_chat_template_that_fails_is_one_line(models, tmp_path):
     model = shutil.copytree(models / "lm", tmp_path / "model")
-    (model / "chat_template.jinja").write_text(template)
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no\\nroles') }}")
+    said = "model cannot answer: TemplateError: no roles"
     assert refused(programs.run(predict, tmp_path, "--model", "model", "--chat", "hi"), said)
 
 
@@ -280,27 +258,8 @@ def test_a_terminal_of_ascii_gets_ascii_and_json_stays_exact(models):
 
 def test_answers_that_cannot_be_written_are_one_line(models):
     flags = [*LM, "--tokens", "2"]
-    for arguments in ([*flags, "x"], ["--help"]):
-        result = programs.run(predict, models, *arguments, stdout="/dev/full")
-        assert refused(result, "cannot write to standard output: No space left on device")
-
-
-def test_a_reader_that_leaves_ends_it_quietly(models):
-    command = f"{{ sleep 1; '{sys.executable}' -m samestep predict --help; echo $? >code; }}"
-    result = subprocess.run(["sh", "-c", f"{command} | :"], cwd=models, capture_output=True)
-    assert (result.stderr, (models / "code").read_text()) == (b"", "0\n")
-
-
-def test_closed_streams_are_no_traceback(models):
-    command = f"exec '{sys.executable}' -m samestep predict --top 0 x >&- 2>closed.txt"
-    assert subprocess.run(["sh", "-c", command], cwd=models).returncode == 2
-    assert (
-        (models / "closed.txt")
-        .read_text()
-        .startswith("samestep predict: --top is 0; give a number")
-    )
-    command = f"exec '{sys.executable}' -m samestep predict --top 0 x <&- >&- 2>/dev/full"
-    assert subprocess.run(["sh", "-c", command], cwd=models).returncode == 2
+    result = programs.run(predict, models, *flags, "x", stdout="/dev/full")
+    assert refused(result, "cannot write to standard output: No space left on device")
 
 
 def test_answers_do_not_depend_on_the_batch(models):

@@ -18,11 +18,10 @@ import json
 import os
 import re
 import signal
-import stat
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, cast
 
 from samestep.base.console import escaped, one_line
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
@@ -35,13 +34,10 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, and whose output survives a closed pipe."""
+    """An ArgumentParser whose errors are one line."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         fail(message)
-
-    def print_help(self, file: Any = None) -> None:
-        print_answer(self.format_help())
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -78,28 +74,20 @@ def parse_arguments() -> argparse.Namespace:
 # ---- Output --------------------------------------------------------------------------------------
 
 
-def try_print(text: str, stream: TextIO) -> OSError | None:
-    """Prints a line. If that fails, returns the error and discards what is printed from now on."""
-    try:
-        print(text, file=stream, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes it at exit
-        return error
-    return None
-
-
 def print_answer(text: str) -> None:
     """Prints an answer; ends the program if standard output cannot be written to."""
-    error = try_print(text, sys.stdout)
-    if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` has
-        sys.exit()
-    if error:
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` has
+            sys.exit()
         fail(f"cannot write to standard output: {error.strerror}")
 
 
-def fail(problem: str) -> None:
+def fail(problem: str) -> NoReturn:
     """Prints one line, and exits with the code for wrong input."""
-    try_print(f"samestep predict: {one_line(problem)}", sys.stderr)
+    print(f"samestep predict: {one_line(problem)}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -111,21 +99,15 @@ def find_model(given: Path | None) -> tuple[Path, str]:
     trained = filter(Path.is_dir, Path("runs").glob("*/model"))
     newest = sorted(trained, key=lambda path: path.stat().st_mtime)
     folder = given or (newest or [Path("runs/default/model")])[-1]
-    try:
-        if not folder.is_dir():
-            fail(f"there is no model in {folder}; train first, or give --model")
-        task = pipeline_task(folder)
-        if not task and pipeline_task(folder / "model"):
-            fail(f"{folder} is the folder of a run; give --model {folder / 'model'}")
-        if not task:
-            fail(f"{folder} holds no model of transformers; load it with the code that saved it")
-        for path in folder.rglob("*"):  # transformers would wait for a named pipe
-            if not (path.is_file() or path.is_dir()):
-                fail(f"{path} is neither a file nor a folder; remove it, or train again")
-        if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
-            fail(f"{folder} holds no weights (model.safetensors); copy all of it, or train again")
-    except OSError as error:
-        fail(f"cannot read --model {folder}: {error.strerror}")
+    if not folder.is_dir():
+        fail(f"there is no model in {folder}; train first, or give --model")
+    task = pipeline_task(folder)
+    if not task and pipeline_task(folder / "model"):
+        fail(f"{folder} is the folder of a run; give --model {folder / 'model'}")
+    if not task:
+        fail(f"{folder} holds no model of transformers; load it with the code that saved it")
+    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        fail(f"{folder} holds no weights (model.safetensors); copy all of it, or train again")
     return folder, task
 
 
@@ -136,34 +118,21 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
     if arguments.inputs:
         return arguments.inputs
     name = arguments.file if arguments.file not in (None, "-") else "standard input"
+    if name != arguments.file and sys.stdin.isatty():
+        print("One input a line; Ctrl-D ends the input.", file=sys.stderr)
     try:
-        if name == arguments.file:
-            content = read_file(name)
-        else:
-            if sys.stdin and sys.stdin.isatty():
-                try_print("One input a line; Ctrl-D ends the input.", sys.stderr)
-            content = sys.stdin.buffer.read() if sys.stdin else b""
+        is_file = name == arguments.file
+        content = Path(name).read_bytes() if is_file else sys.stdin.buffer.read()
         text = io.StringIO(content.decode("utf-8-sig"), newline=None)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         fail(f"cannot read {name}: line {line} is not UTF-8")
     except OSError as error:
-        fail(f"cannot read {name}: {error.strerror or error}")
+        fail(f"cannot read {name}: {error.strerror}")
     lines = [line.removesuffix("\n") for line in text]
     if not any(map(str.strip, lines)):
         fail("there is no input; give texts or paths, --file, or lines on standard input")
     return lines
-
-
-def read_file(path: str) -> bytes:
-    """The bytes of a file or a pipe; none for a named pipe that nobody writes to."""
-    kind = os.stat(path).st_mode
-    if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
-        raise OSError("it is a folder or a device; give a file")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # do not wait for a writer
-    os.set_blocking(descriptor, True)
-    with open(descriptor, "rb") as file:
-        return file.read()
 
 
 def load_image(path: str) -> Any:
@@ -182,33 +151,6 @@ def check_images(paths: list[str]) -> None:
             load_image(path)
         except Exception as error:  # each decoder has errors of its own
             fail(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
-
-
-def check_texts(texts: list[str]) -> None:
-    """Ends the program at the first text that is not UTF-8; command lines may hold any bytes."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            fail(f"{text} is not UTF-8; convert it")
-
-
-def check_chat_template(tokenizer: Any, texts: list[str]) -> None:
-    """Ends the program if the chat template fails on a text, or takes longer than 10 s.
-
-    A template is a program that came with the model.
-    """
-    from samestep.base.child import time_limit
-
-    for text in texts:
-        try:
-            with time_limit(10):
-                chat = [{"role": "user", "content": text}]
-                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            given = one_line(text, 60)
-            reason = one_line(error, 200)
-            fail(f"the chat template of this model fails on {given}: {reason}")
 
 
 # ---- Answers -------------------------------------------------------------------------------------
@@ -350,10 +292,8 @@ def main() -> None:
     """Reads the inputs, loads the model, prints the answers."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # nohup ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
-    for name in ("stdout", "stderr"):
-        if not getattr(sys, name):  # closed: the next file to be opened would take its descriptor
-            setattr(sys, name, open(os.devnull, "w"))
-        getattr(sys, name).reconfigure(errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        cast(io.TextIOWrapper, stream).reconfigure(errors="backslashreplace")
     warnings.simplefilter("ignore")
     arguments = parse_arguments()
     folder, task = find_model(arguments.model)
@@ -363,7 +303,8 @@ def main() -> None:
             what = "writes text" if writes else "names classes or a number"
             fail(f"{folder} {what}, and --{name} is not read; leave it out")
     inputs = read_inputs(arguments)
-    (check_images if task == "image-classification" else check_texts)(inputs)
+    if task == "image-classification":
+        check_images(inputs)
     from transformers import pipeline
     from transformers.utils import logging
 
@@ -386,8 +327,6 @@ def main() -> None:
             if text.strip() and "\t" not in text:
                 pair = f"{folder} answers to pairs: two texts with a tab between them"
                 fail(f"{one_line(text, 60)} has no tab, but {pair}")
-    if arguments.chat:
-        check_chat_template(pipe.tokenizer, inputs)
     for start in range(0, len(inputs), arguments.batch):
         batch = inputs[start : start + arguments.batch]
         try:
