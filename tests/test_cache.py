@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
@@ -198,6 +199,8 @@ def test_the_key_depends_on_the_code_that_shapes_the_data_alone(cfg, tmp_path, m
     assert modules["first"] == modules["again"] and len({*modules.values()}) == 5
     module.encode("a b")  # its memo grows
     assert cache.cache_folder(cfg, [], [], [module.encode]) == functions["constant"]
+    bound = functools.partial(module.encode, "a b")
+    assert cache.cache_folder(cfg, [], [], [bound]) == functions["constant"]
 
 
 USES = """

@@ -34,6 +34,8 @@ def own_code(roots: Iterable[Callable | ModuleType], without: Iterable[str] = ()
     `without`: modules that are left out. Raises ValueError if a file was edited since the start:
     the code that runs may be older.
     """
+    # Of partial(function, ...) the function; what it is bound to is in its module, or is a value.
+    roots = [root.func if isinstance(root, functools.partial) else root for root in roots]
     names = [getattr(root, "__qualname__", EVERYTHING).partition(".")[0] for root in roots]
     modules = [getattr(root, "__module__", None) or root.__name__ for root in roots]
     todo, code = list(zip(modules, names, strict=True)), {}
