@@ -142,6 +142,9 @@ def test_project_from_before_the_library_moves_to_it_and_continues(tmp_path, run
         (folder / name).write_text(text.replace(old, new + old), encoding="utf-8")
     with open(folder / "task.py", "a") as file:
         file.write("\n\nassert MINE\n")
+    own = "from tasklib import cache, text\nfrom tasklib.sources import DataConfig as Mine\n"
+    own += "from training.monitor import skip_unless_finite\n"
+    (folder / "own.py").write_text(f"{own}assert text.learn_vocabulary and cache.prepare_once\n")
     commit(run, folder)
 
     # One run to its end, and one that is stopped in its middle.
@@ -167,10 +170,15 @@ def test_project_from_before_the_library_moves_to_it_and_continues(tmp_path, run
         run(folder, *line.partition("#")[0].split())
     assert not [name for name in there if (folder / name).exists()]
     (folder / ".venv").symlink_to(sys.prefix)
+    text = (folder / "task.py").read_text(encoding="utf-8")  # the edit once more
+    again = "from tasklib.tables import TABLES as MINE\n\nfrom samestep"
+    text = text.replace("from samestep", again, 1) + "\n\nassert MINE\n"
+    (folder / "task.py").write_text(text, encoding="utf-8")
     (lint,) = (line for line in after.splitlines() if line.startswith("make lint"))
-    for script in (move, lint):
+    for script in (move.replace("- task.py", "- task.py own.py"), lint):
         run(folder, "bash", "-ec", script)
-    assert "import TABLES as MINE\n" in (folder / "task.py").read_text(encoding="utf-8")
+    assert "import TABLES as MINE" in (folder / "task.py").read_text(encoding="utf-8")
+    project.run("python", "-c", "import own", PYTHONPATH=str(ROOT / "src"))
     assert "# mine" in (folder / "train.py").read_text(encoding="utf-8")
     printed = project.run("make", "train", "RECIPE=smoke", PYTHONPATH=str(ROOT / "src")).stdout
     assert "continuing from" in printed, printed

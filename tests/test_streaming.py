@@ -947,6 +947,17 @@ def test_processes_and_kills_change_nothing(project, shelf):
         assert digest(whole / last) == digest(output / last)
 
 
+# Prepared rows have no windows, and are sorted by their length.
+ONE_SOURCE = """
+
+from samestep.data.sources import Source
+
+
+def sources(dataset):
+    return [Source("data", len(dataset), 1, None, 1)]
+"""
+
+
 @pytest.mark.slow
 def test_streaming_equals_prepared(tmp_path):
     """The same rows in the same order give the same losses to the last bit."""
@@ -954,7 +965,7 @@ def test_streaming_equals_prepared(tmp_path):
     data = write_images(tmp_path / "rows", "parquet", (30, 20))
     held = write_images(tmp_path / "held", "parquet", (10,), seed=1)
     with open(project.path / "task.py", "a", encoding="utf-8") as file:
-        file.write("\n\ndel sources  # prepared rows have no windows\n")
+        file.write(ONE_SOURCE)
     flags = [*SHORT, "--task.data", data, "--task.validation_data", held, "--max_steps", 8]
     project.train(1, *flags, "--output_dir", "runs/streamed")
     flags = [*flags, "--task.streaming", "false", "--task.shuffle_window", 8]
@@ -1203,7 +1214,7 @@ def test_streamed_texts_equal_prepared_ones(tmp_path):
     data = write_texts(tmp_path / "rows", "parquet")
     held = write_texts(tmp_path / "held", "parquet", (20,), seed=1)
     with open(project.path / "task.py", "a", encoding="utf-8") as file:
-        file.write("\n\ndel sources, sizes  # prepared rows have no windows, and are sorted\n")
+        file.write(ONE_SOURCE + "\n\ndef sizes(dataset):\n    return np.zeros(len(dataset), int)\n")
     flags = [*TEXT, "--task.data", data, "--task.validation_data", held, "--max_steps", 8]
     flags += ["--log_every", 1, "--warmup_steps", 2]
     project.train(1, *flags, "--task.streaming", "true", "--output_dir", "runs/streamed")
