@@ -143,6 +143,7 @@ def check_config(cfg: TaskConfig) -> None:
 def prepare_data(cfg: TaskConfig) -> Path:
     """Splits, tokenises and packs the rows, once; the folder of the result.
 
+    A field that shapes it is named here; else what was prepared with another value is taken.
     Replaces `rows` auto by the kind that the rows have, so that config.yaml of a run names it.
     """
     check_config(cfg)

@@ -136,7 +136,10 @@ def check_config(cfg: TaskConfig) -> None:
 
 
 def prepare_data(cfg: TaskConfig) -> Path:
-    """Decodes the images, once. Returns the folder of the prepared data."""
+    """Decodes the images, once; the folder of the result.
+
+    A field that shapes it is named here; else what was prepared with another value is taken.
+    """
     check_config(cfg)
     if cfg.streaming:
         return prepare_index(cfg)

@@ -108,7 +108,10 @@ def check_config(cfg: TaskConfig) -> None:
 
 
 def prepare_data(cfg: TaskConfig) -> Path:
-    """Splits and tokenises the rows, once; the folder of the result."""
+    """Splits and tokenises the rows, once; the folder of the result.
+
+    A field that shapes it is named here; else what was prepared with another value is taken.
+    """
     check_config(cfg)
     pretrained.check_unread(cfg)
     pairs.check_model(cfg)

@@ -129,7 +129,7 @@ def check_config(cfg: TaskConfig) -> None:
 
 
 def prepare_data(cfg: TaskConfig) -> Path:
-    """Splits and tokenises the rows, once. Returns the folder of the prepared data."""
+    """Splits and tokenises the rows, once; their folder. A field that shapes them is named here."""
     check_config(cfg)
     text_data.check_model(cfg)
     if cfg.streaming:
