@@ -24,6 +24,10 @@ def checkpoint(output, step):
     return output / "checkpoints" / f"step-{step:08d}"
 
 
+def json_manifest(checkpoint):
+    return json.loads((checkpoint / "manifest.json").read_text())
+
+
 def weights(output, step):
     return read_weights(checkpoint(output, step))
 
@@ -40,6 +44,29 @@ def half(whole, output):
     """A run folder as it was after step 4, of the run in `whole`."""
     shutil.copytree(checkpoint(whole, 4), checkpoint(output, 4))
     return output
+
+
+@pytest.mark.parametrize("more", [[], ["--async_save", "true"]])
+def test_a_loop_that_saves_before_it_evaluates_scores_the_checkpoint_it_has_saved(
+    tiny, whole, tmp_path, more
+):
+    """Also in a run that goes on: its first checkpoint keeps what it has."""
+    path = shutil.copytree(tiny.path, tmp_path / "project")
+    text = (path / "train.py").read_text()
+    evaluate = "        # Evaluate.\n"
+    assert text.count(evaluate) == 1
+    early = "        if step and due(step, 4, last):\n            saver.save(step, None, log)\n"
+    (path / "train.py").write_text(text.replace(evaluate, early + evaluate))
+    flags = [*BASE, "--eval_every", 4, *more]
+    losses = []
+    for output in (tmp_path / "new", half(whole, tmp_path / "half")):
+        first = json_manifest(checkpoint(output, 4)) if checkpoint(output, 4).exists() else None
+        type(tiny)(path).train(1, *flags, "--save_every", 4, "--output_dir", output)
+        assert first in (None, json_manifest(checkpoint(output, 4)))
+        found = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
+        losses.append(json_manifest(checkpoint(output, 8))["eval_loss"])
+        assert losses[-1] == found[8]
+    assert losses[0] == losses[1]
 
 
 # ---- Changed settings ----------------------------------------------------------------------------

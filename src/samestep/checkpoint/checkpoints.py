@@ -41,9 +41,14 @@ BLOCK = 64 << 20  # bytes that a thread hashes at a time
 FOLDER_NAME = re.compile(r"step-\d{8,}")
 
 
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    return folder / f"step-{step:08d}"
+
+
 def partial_folder(folder: Path, step: int) -> Path:
     """The hidden folder in which all processes write the checkpoint of a step."""
-    return folder / f".step-{step:08d}.partial"
+    return folder / f".{checkpoint_folder(folder, step).name}.partial"
 
 
 def check_disk_space(folder: Path, size: float = 0) -> None:

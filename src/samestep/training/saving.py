@@ -83,14 +83,18 @@ class Saver:
         log.note(save_seconds=time.perf_counter() - began)
 
     def add_scores(self, found: dict) -> None:
-        """Adds scores to the checkpoint that this run goes on from, if it is of this run."""
-        checkpoint, folder = self.run.point.checkpoint, self.run.output / "checkpoints"
-        if self.scored or not found or checkpoint.parent != folder or self.run.point.changed:
+        """Adds scores to the newest checkpoint, if it is of this run."""
+        point, folder = self.run.point, self.run.output / "checkpoints"
+        goes_on = self.step == self.run.first_step  # nothing was saved since
+        if self.scored or not found or (goes_on and point.changed):
             return
+        if goes_on and point.checkpoint.parent != folder:
+            return
+        self.wait()
         self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
         with self.ranks.fail_together():
             if self.main:
-                checkpoints.add_to_manifest(checkpoint, found)
+                checkpoints.add_to_manifest(checkpoints.checkpoint_folder(folder, self.step), found)
 
     def commit(self, manifest: dict) -> None:
         """Commits a checkpoint, or begins to. All processes must call it.
