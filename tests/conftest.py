@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import csv
 import functools
 import hashlib
 import importlib
@@ -333,6 +334,24 @@ def load_task(name):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name)
+
+
+def write_table(folder, rows, kind="jsonl", name="rows"):
+    """Rows, given as dictionaries, as a file of this kind: jsonl, csv, tsv or parquet."""
+    path = folder / f"{name}.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    elif kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, [*rows[0]], delimiter="\t" if kind == "tsv" else ",")
+            table.writeheader()
+            table.writerows(rows)
+    return path
 
 
 def parse_error(task, field, value):

@@ -82,14 +82,6 @@ def write(folder, kind):
     return folder / "texts"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
-def test_every_document_is_in_one_part_and_comes_back_as_it_was(task, config, tmp_path, kind):
-    (train, validation), _ = read_back(task, config(write(tmp_path, kind)))
-    train, validation = documents(train), documents(validation)
-    assert sorted(train + validation) == sorted(DOCUMENTS)
-    assert len(validation) == 6
-
-
 def test_a_single_text_keeps_its_end_for_validation(task, config, tmp_path):
     (train, validation), _ = read_back(task, config(write(tmp_path, "txt")))
     assert documents(train)[0] + documents(validation)[0] == "".join(DOCUMENTS)
@@ -259,18 +251,6 @@ def test_a_file_in_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monk
     assert found == [*wanted, tokenizer.eos_token_id]
 
 
-def test_preparation_is_done_once_and_again_when_the_file_changes(task, config, tmp_path, capsys):
-    file = write(tmp_path, "jsonl")
-    task.prepare_data(config(file))
-    assert "60 documents" in capsys.readouterr().out
-    task.prepare_data(config(file))
-    assert capsys.readouterr().out == ""
-    with open(file, "a", encoding="utf-8") as more:
-        more.write('\n{"text": "one more document"}')
-    task.prepare_data(config(file))
-    assert "61 documents" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_processes_that_start_together_prepare_once(task, config, tmp_path):
     cfg = config(write(tmp_path, "jsonl"))
@@ -352,39 +332,6 @@ def test_bad_data_is_answered_in_one_line(task, config, tmp_path, name, content,
     message = str(error.value)
     assert message.startswith("task.data") and said in message
     assert "\n" not in message and name in message
-
-
-def test_a_width_that_heads_do_not_divide_is_refused_before_anything_is_read(task, config):
-    with pytest.raises(
-        ValueError, match="task.hidden_size is .* but must be a multiple of 2 x num"
-    ):
-        task.prepare_data(config("no such file", hidden_size=15))
-
-
-OUT_OF_RANGE = [
-    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
-    ("validation_fraction", "nan", "a number, above 0 and below 1"),
-    ("context_length", "1", "a whole number from 2 to 1,048,576"),
-    ("vocab_size", "256", "a whole number from 257 to 1,048,576"),
-    ("loss_chunk", "8", "a whole number from 16 to 1,073,741,824"),
-    ("num_layers", "0", "a whole number from 1 to 1,000"),
-    ("num_heads", "0", "a whole number from 1 to 1,024"),
-    ("hidden_size", "65537", "a whole number from 1 to 65,536"),
-    ("dropout", "1.0", "a number, at least 0 and below 1"),
-    ("lora_rank", "4097", "a whole number from 0 to 4,096"),
-    ("lora_alpha", "-1", "a number from 0 to 1,000,000"),
-    ("lora_dropout", "nan", "a number, at least 0 and below 1"),
-]
-
-
-@pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
-def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
-    from samestep.settings import config
-
-    flags = config.read_flags([f"--{field}", value], config.fields_of(task.TaskConfig))
-    with pytest.raises(ValueError) as error:
-        config.convert_all(flags, config.fields_of(task.TaskConfig), "")
-    assert str(error.value) == f"{field}: expected {expected}; got {value!r}"
 
 
 # ---- Prompts, chats, packing ---------------------------------------------------------------------
@@ -650,14 +597,6 @@ def test_settings_that_do_not_fit_each_other(task, config, fields, said, monkeyp
     with pytest.raises(ValueError) as error:
         task.prepare_data(config(**{"data": "pydoc", **fields}))
     assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_validation_data_of_ones_own_is_all_that_is_evaluated_on(task, config, tmp_path):
-    train = write_rows(tmp_path, [{"text": text} for text in DOCUMENTS[:50]], "train.jsonl")
-    other = write_rows(tmp_path, [{"text": text} for text in DOCUMENTS[50:]], "other.jsonl")
-    texts, _ = read_back(task, config(train, validation_data=str(other)))
-    assert sorted(documents(texts[0])) == sorted(DOCUMENTS[:50])
-    assert sorted(documents(texts[1])) == sorted(DOCUMENTS[50:])
 
 
 # ---- Tools, other forms of chats, what a template leaves out -------------------------------------

@@ -17,7 +17,7 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 
 import reference
-from conftest import bake, lines, load_task, parse_error
+from conftest import bake, lines, load_task
 
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
 TINY = ["--task.hidden_size", "64", "--task.num_layers", "1", "--task.patch_size", "16"]
@@ -228,22 +228,6 @@ def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
     assert not {*found[0]} & {*found[1]}
 
 
-def test_rows_without_an_image_or_a_class_are_refused_or_left_out(task, config, tmp_path, capsys):
-    path = table(tmp_path / "a", "jsonl")
-    rows = [
-        json.dumps(row) for row in [{"image": None, "label": "red"}, {"image": "x", "label": " "}]
-    ]
-    path.write_text("\n".join([path.read_text(), *rows]))
-    with pytest.raises(
-        ValueError, match=r"^task.data: .*, line 25: the image is empty; --task.inc"
-    ):
-        task.prepare_data(config(path))
-    check_colors(task, config(path, incomplete_rows="skip"), 24)
-    assert f"left out 2 incomplete rows of 26, the first: {path}, line 25: the" in (
-        capsys.readouterr().out
-    )
-
-
 def test_samples_are_of_all_classes_even_where_rows_are_in_their_order(task, tmp_path, monkeypatch):
     seen = {"side": 4, "mean": [0.5] * 3, "std": [0.5] * 3, "channels_last": False}
     rows = [(np.zeros((4, 4, 3), np.uint8), i // 100, seen) for i in range(800)]
@@ -277,18 +261,6 @@ def test_equal_images_are_in_one_part_and_each_class_is_in_both(task, config, tm
     assert not seen[0] & seen[1] and len(seen[0] | seen[1]) == 60
     labels = [part.labels[part.numbers] for part in task.datasets(cfg, prepared)]
     assert np.bincount(labels[1]).tolist() == [4, 4, 8]
-
-
-def test_preparation_is_done_once_and_says_what_it_takes(task, config, tmp_path, capsys):
-    task.prepare_data(config(folders(tmp_path / "a")))
-    printed = capsys.readouterr().out
-    assert printed.count("\n") == 1
-    assert printed.startswith(f"Preparing data: 24 images of {tmp_path / 'a'}, 3 classes; 0.0 MB")
-    task.prepare_data(config(tmp_path / "a"))
-    assert capsys.readouterr().out == ""
-    picture((0, 0, 0)).save(tmp_path / "a" / "red" / "new.png")
-    task.prepare_data(config(tmp_path / "a"))
-    assert "25 images" in capsys.readouterr().out
 
 
 def test_a_disk_without_room_is_known_before_anything_is_written(
@@ -750,25 +722,6 @@ def test_wrong_settings_are_refused_before_anything_is_read(task, config, field,
         task.prepare_data(config(architecture="resnet", hidden_size=96))
 
 
-OUT_OF_RANGE = [
-    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
-    ("image_size", "0", "a whole number from 1 to 4,096"),
-    ("stored_size", "-1", "a whole number from 0 to 8,192"),
-    ("min_crop", "0.0", "a number from 0.01 to 1"),
-    ("min_crop", "1.5", "a number from 0.01 to 1"),
-    ("patch_size", "0", "a whole number from 1 to 4,096"),
-    ("hidden_size", "0", "a whole number from 1 to 65,536"),
-    ("num_layers", "0", "a whole number from 1 to 1,000"),
-    ("num_heads", "0", "a whole number from 1 to 1,024"),
-    ("dropout", "1.0", "a number, at least 0 and below 1"),
-]
-
-
-@pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
-def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
-    assert parse_error(task, field, value) == f"{field}: expected {expected}; got {value!r}"
-
-
 def test_a_folder_without_a_model_is_refused_at_once(task, config, tmp_path):
     with pytest.raises(ValueError, match="^task.model_name_or_path: .* holds no model"):
         task.prepare_data(config(model_name_or_path=str(tmp_path)))
@@ -906,21 +859,6 @@ def test_a_pipeline_agrees_with_the_evaluation(baked, task, runs, tmp_path, monk
     assert [each["classes"][0]["label"] for each in found] == guesses[:3]
 
 
-@pytest.mark.slow
-def test_processes_and_workers_change_nothing(baked, runs):
-    printed = baked.train(2, *CUT, "--output_dir", "runs/two")
-    assert "2 x cpu" in printed
-    outputs = [baked.path / "runs" / name for name in ("alone", "two", "workers")]
-    for one, two, other in zip(*(lines(output, "loss") for output in outputs), strict=True):
-        assert one["batch_hash"] == two["batch_hash"] == other["batch_hash"]
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
-        assert one["loss"] == other["loss"] and one["grad_norm"] == other["grad_norm"]
-    scores = [lines(output, "eval_loss")[-1] for output in outputs]
-    assert scores[0] == scores[2]
-    for name in ("eval_loss", "accuracy", "macro_f1"):
-        assert scores[0][name] == pytest.approx(scores[1][name], rel=1e-6)
-
-
 def test_workers_give_the_same_bits_and_epochs_differ(task, config):
     from samestep.step import batches
 
@@ -949,14 +887,6 @@ def test_workers_give_the_same_bits_and_epochs_differ(task, config):
     for first, second in pairs:
         (a, one), (b, two) = rows.__getitems__([first, second])
         assert a == b and one[1] == two[1] and not np.array_equal(one[0], two[0])
-
-
-@pytest.mark.slow
-def test_a_continued_run_is_an_unbroken_one(baked, runs):
-    assert "continuing from" in runs["half"] and "continuing from" not in runs["whole"]
-    whole, half = (baked.path / "runs" / name for name in ("whole", "half"))
-    for name in ("checkpoints/step-00000008/rank-00000.safetensors", "model/model.safetensors"):
-        assert (whole / name).read_bytes() == (half / name).read_bytes()
 
 
 @pytest.mark.slow

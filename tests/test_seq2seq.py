@@ -1,7 +1,6 @@
 """The task seq2seq: what it reads and counts, how well it learns, what it writes and refuses."""
 
 import csv
-import hashlib
 import json
 import re
 import shutil
@@ -73,19 +72,6 @@ def texts_of(task, cfg, folder, dataset):
 
 
 # ---- Data ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
-def test_every_row_is_in_one_part(task, config, tmp_path, kind):
-    cfg = config(write(tmp_path, ROWS, kind), validation_fraction=0.2)
-    folder = task.prepare_data(cfg)
-    parts = task.datasets(cfg, folder)
-    assert sorted(texts_of(task, cfg, folder, [*parts[0], *parts[1]])) == sorted(ROWS)
-    assert len(parts[1]) == 8
-    row = parts[0][0]
-    assert row["length"] == len(row["input_ids"]) + len(row["labels"]) == parts[0].sizes()[0]
-    end = task.pairs.load_tokenizer(cfg, folder).eos_token_id
-    assert row["input_ids"][-1] == row["labels"][-1] == end
 
 
 def test_equal_sources_are_on_one_side_and_columns_have_any_name(task, config, tmp_path):
@@ -245,14 +231,6 @@ def test_bad_rows_are_answered_in_one_line(task, config, tmp_path, rows, fields,
         task.prepare_data(config(write(tmp_path, rows), **fields))
     message = str(error.value)
     assert message.startswith("task.data: ") and said in message and "\n" not in message
-
-
-def test_incomplete_rows_are_skipped_if_that_is_asked_for(task, config, tmp_path, capsys):
-    rows = [*ROWS, ("", "1"), ("one", None)]
-    cfg = config(write(tmp_path, rows, "parquet"), incomplete_rows="skip")
-    parts = task.datasets(cfg, task.prepare_data(cfg))
-    assert sum(map(len, parts)) == 40
-    assert "left out 2 incomplete rows of 42" in capsys.readouterr().out
 
 
 def test_settings_that_exclude_each_other_are_refused(task, config, models):
@@ -421,22 +399,3 @@ def test_the_report_scores_the_targets_that_the_model_writes(task, learnt, proje
     given = ["-m", "samestep", "predict", "--model", output / "model", sources[0], sources[1]]
     printed = project.run("python", *given).stdout
     assert printed == f"{sources[0]}: {written[0]}\n{sources[1]}: {written[1]}\n"
-
-
-def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(project, tmp_path):
-    data = ["--task.data", write(tmp_path, ROWS), "--task.dropout", 0.1, *TINY, *STEPS]
-    one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
-    project.train(1, *data, "--output_dir", one)
-    project.train(2, *data, "--output_dir", two)
-    for key in ("loss", "eval_loss"):
-        for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
-            assert mine.get("batch_hash") == theirs.get("batch_hash")
-    shutil.copytree(one / "checkpoints", again / "checkpoints")
-    shutil.rmtree(again / "checkpoints" / "step-00000006")
-    assert "continuing from" in project.train(1, *data, "--output_dir", again)
-    digests = [
-        hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
-        for run in (one, again)
-    ]
-    assert digests[0] == digests[1]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from sklearn.metrics import f1_score, r2_score
 
 import reference
-from conftest import bake, lines, load_task, parse_error
+from conftest import bake, lines, load_task
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
 ROWS = [
@@ -75,30 +74,6 @@ def texts_of(task, cfg, prepared, dataset):
 
 
 # ---- What is read --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
-def test_every_row_is_in_one_part_with_its_class(task, config, tmp_path, kind):
-    cfg = config(write(tmp_path, ROWS, kind), validation_fraction=0.2)
-    prepared = task.prepare_data(cfg)
-    parts = task.datasets(cfg, prepared)
-    found = [
-        (text, ["fish", "tree"][row["labels"]])
-        for part in parts
-        for text, row in zip(texts_of(task, cfg, prepared, part), part, strict=True)
-    ]
-    assert sorted(found) == sorted(ROWS)
-    assert np.bincount([row["labels"] for row in parts[1]]).tolist() == [2, 6]
-
-
-def test_equal_texts_are_on_one_side_and_columns_have_any_name(task, config, tmp_path):
-    path = write(tmp_path, ROWS * 3, names=("body", "kind"))
-    cfg = config(path, text_column="body", label_column="kind")
-    prepared = task.prepare_data(cfg)
-    train, validation = (
-        set(texts_of(task, cfg, prepared, part)) for part in task.datasets(cfg, prepared)
-    )
-    assert train and validation and not train & validation
 
 
 def test_numbers_and_truths_are_classes_too(task, config, tmp_path):
@@ -458,22 +433,6 @@ def test_wrong_settings_are_refused_before_anything_is_read(task, config, field,
         task.prepare_data(config("no such file", **{field: value}))
 
 
-OUT_OF_RANGE = [
-    ("validation_fraction", "1.0", "a number, above 0 and below 1"),
-    ("max_length", "2", "a whole number from 3 to 1,048,576"),
-    ("vocab_size", "259", "a whole number from 260 to 1,048,576"),
-    ("num_layers", "0", "a whole number from 1 to 1,000"),
-    ("num_heads", "0", "a whole number from 1 to 1,024"),
-    ("dropout", "1.0", "a number, at least 0 and below 1"),
-    ("token_dropout", "1.0", "a number, at least 0 and below 1"),
-]
-
-
-@pytest.mark.parametrize("field, value, expected", OUT_OF_RANGE)
-def test_values_out_of_range_are_refused_where_fields_are_parsed(task, field, value, expected):
-    assert parse_error(task, field, value) == f"{field}: expected {expected}; got {value!r}"
-
-
 def test_settings_that_exclude_each_other_are_refused(task, config, tmp_path):
     with pytest.raises(ValueError, match="task.problem_type is .* for task.data stdlib"):
         task.prepare_data(config("stdlib", problem_type="regression"))
@@ -519,23 +478,6 @@ def test_areas_of_the_library_are_told_apart(learnt):
     (scores,) = lines(learnt, "eval_loss")
     assert scores["accuracy"] > 0.6 and scores["macro_f1"] > 0.5  # the largest class has 18 %
     assert (learnt / "confusion.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(project, tmp_path):
-    data = ["--task.data", write(tmp_path, ROWS), "--task.token_dropout", 0.2, *TINY, *STEPS]
-    one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
-    project.train(1, *data, "--output_dir", one)
-    project.train(2, *data, "--output_dir", two)
-    for key in ("loss", "eval_loss"):
-        for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
-            assert mine.get("batch_hash") == theirs.get("batch_hash")
-    shutil.copytree(one / "checkpoints", again / "checkpoints")
-    shutil.rmtree(again / "checkpoints" / "step-00000006")
-    assert "continuing from" in project.train(1, *data, "--output_dir", again)
-    name = "model/model.safetensors"
-    assert (one / name).read_bytes() == (again / name).read_bytes()
 
 
 def test_the_exported_model_answers_as_the_evaluation_did(task, learnt, project):
