@@ -134,14 +134,6 @@ def test_links_lead_to_pages_and_headings(baked, place):
     assert lonely <= {"README.md", "CONTRIBUTING.md"}, "no page links these"
 
 
-def test_pages_name_nothing_that_went_into_the_library(baked):
-    old = r"(?<![\w/])(training/|tasklib|machine/|(launch|prepare|predict|plot|hardware)\.py)"
-    for folder in (ROOT, *(project.path for project in baked.values())):
-        for name, page in pages(folder).items():
-            found = re.search(f"{old}|examples/task", page.read_text(encoding="utf-8"))
-            assert not found or name == "docs/migrating.md", (name, found)
-
-
 def test_page_of_the_library_names_its_rooms_in_their_order():
     page = (ROOT / SOURCE / "docs" / "library.md").read_text(encoding="utf-8")
     table = page.partition("\n## Rooms")[2].partition("\n## ")[0]
