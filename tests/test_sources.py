@@ -2,14 +2,12 @@
 
 import dataclasses
 import gzip
-import importlib.util
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -99,51 +97,6 @@ def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     assert found == [{**row, "tools": None} for row, _ in rows]
 
 
-def test_a_packed_file_is_whole_and_no_bomb(tmp_path):
-    path = write(tmp_path, ".csv")
-    (tmp_path / "copy.csv").write_bytes(path.read_bytes())
-    packed = pack(path, ".gz")
-    content = packed.read_bytes()
-    packed.write_bytes(content[:-4])
-    assert "GZ: it is damaged" in refused(list, tables.read_rows(packed, COLUMNS))
-    packed.write_bytes((tmp_path / "copy.csv").read_bytes())
-    assert "or its ending names another compression" in refused(
-        list, tables.read_rows(packed, COLUMNS)
-    )
-    (tmp_path / "a.txt").write_bytes(bytes(2**28 + 1))
-    bomb = pack(tmp_path / "a.txt", ".zst")
-    assert bomb.stat().st_size < 50_000
-    said = "a.txt.ZST: its content is more than 200 times its size; decompress it if that is right"
-    assert said in refused(list, tables.read_rows(bomb, COLUMNS))
-
-
-@pytest.mark.parametrize("mark, name", [(";", ";"), ("\t", "tabs"), ("|", "|"), (",", "commas")])
-@pytest.mark.parametrize("ending", tables.SEPARATORS)
-def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
-    tmp_path, capsys, ending, mark, name
-):
-    (tmp_path / f"a{ending}").write_text(f'body{mark}kind\n"x,y;z"{mark}1\nb{mark}2\n')
-    rows = [row for row, _ in tables.read_rows(tmp_path / f"a{ending}", COLUMNS)]
-    assert rows == [{"text": "x,y;z", "label": "1"}, {"text": "b", "label": "2"}]
-    own = mark == tables.SEPARATORS[ending]
-    said = f"a{ending}: the fields seem to be separated by {name}, not by "
-    assert (said in capsys.readouterr().out) is not own
-
-
-def test_a_wrong_column_is_answered_with_the_columns_that_another_separator_gives(tmp_path):
-    (tmp_path / "a.csv").write_text("one;two\n1;2\n")
-    with pytest.raises(ValueError, match="no column body among one, two; name"):
-        list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
-
-
-@pytest.mark.parametrize("first", ["sep=;", '"sep=;"', "sep=,"])
-def test_the_line_that_excel_puts_first_is_no_header(tmp_path, first):
-    mark = first.strip('"')[-1]
-    (tmp_path / "a.csv").write_text(f"{first}\r\nbody{mark}kind\r\nx{mark}1\r\n")
-    rows = list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
-    assert [row for row, _ in rows] == [{"text": "x", "label": "1"}]
-
-
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     text = "short " + "x" * 2500 + " end"
     assert list(sources.break_long_words([text])) == [
@@ -166,11 +119,6 @@ def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
     path.write_text(content, encoding="utf-8-sig")
     [(row, _)] = tables.read_rows(path, {"text": "text"})
     assert row == {"text": "x"}
-    for encoding in ("utf-16", "utf-32"):
-        for order in ("le", "be"):
-            path.write_text(f"\ufeff{content}", encoding=f"{encoding}-{order}")
-            said = f"it is {encoding.upper()}; save it as UTF-8"
-            assert said in refused(list, tables.read_rows(path, {"text": "text"}))
 
 
 def test_a_role_may_have_several_columns(tmp_path):
@@ -219,18 +167,9 @@ def refused(function, *arguments):
     return text
 
 
-def bound_socket(path):
-    found = socket.socket(socket.AF_UNIX)
-    found.bind(path.name)  # the path itself may be too long for one
-    found.close()
-
-
 UNREACHABLE = {
     "a link to nothing": (lambda path: path.symlink_to("none"), "is a broken link"),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "is a broken link"),
     "a pipe": (os.mkfifo, "is neither file nor folder"),
-    "a socket": (bound_socket, "is neither file nor folder"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither file nor folder"),
     "a folder again": (lambda path: path.symlink_to("cats"), "is the same folder as"),
 }
 
@@ -247,15 +186,6 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, e
     assert text.startswith("task.validation_data: ") and said in text and "dogs" in text
     if kind != "a folder again":  # and by itself
         assert "dogs" in refused(sources.list_files, f"dogs{ending}", (".txt",))
-
-
-def test_links_in_circles_end(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        (tmp_path / "data" / name / "1.txt").write_text(name)
-    (tmp_path / "data" / "a" / "to").symlink_to(tmp_path / "data" / "b")
-    (tmp_path / "data" / "b" / "to").symlink_to(tmp_path / "data" / "a")
-    assert "remove one" in refused(sources.list_files, str(tmp_path / "data"), (".txt",))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -293,15 +223,7 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert said in refused(sources.list_files, str(tmp_path), tables.TABLES)
 
 
-def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
-    folder = os.fsencode(tmp_path) + b"/caf\xe9"
-    os.mkdir(folder)
-    with open(folder + b"/1.txt", "w") as file:
-        file.write("text")
-    assert "is not UTF-8" in refused(sources.list_files, str(tmp_path), (".txt",))
-
-
-@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 3000, "a\0b", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "~nobody-of-that-name/x"])
 @pytest.mark.parametrize("field", ["data", "validation_data", "cache_dir", "model_name_or_path"])
 @pytest.mark.parametrize("name", TASKS)
 def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, path):
@@ -399,7 +321,6 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.csv", b"body,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
         ("a.csv", b"body,kind\nx\n", "line 2: the first line has 2 fields, this one 1"),
         ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
-        ("a.csv", b"\xff\xfe", "it is UTF-16; save it as UTF-8"),
         (
             "a.csv",
             b"body,kind\n" + b"x,1\n" * 9999 + b"caf\xe9,2\n",
@@ -410,7 +331,6 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
             b'{"body": "x", "kind": 1}\n{"body": "\xe9"}',
             "line 2: byte 0xe9 is not UTF-8",
         ),
-        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
         ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
         (
             "a.json",
@@ -418,20 +338,14 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
             "line 2: invalid JSON at column 9: Expecting ':'",
         ),
         ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
-        ("a.json", b'{"body": {"0": "x"}}', "it holds neither a list of objects nor"),
         ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
         ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
         ("a.csv", b"", "it is empty: it has no column names"),
-        ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
-        ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
-        ("a.jsonl", b'{"body": ' + b"[" * 900 + b"]" * 900 + b', "kind": 1}', "line 1: "),
-        ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
         ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
         ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
-        ("a.csv", b"bo\rdy\n", "no column body among bo"),
         ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )
@@ -471,18 +385,9 @@ def test_what_is_taken_for_a_name_on_the_hub(data, hub, tmp_path, monkeypatch):
 LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 TEMPLATES = {
     "a loop": (LOOP, "it takes longer than"),
-    "a power": ("{{ 9 ** (9 ** 9) }}", "it takes longer than"),
-    "a division": ("{{ 1 // 0 }}", "division"),
-    "a format": ("{{ '%d' % 'a' }}", "%d format"),
-    "an index": ("{{ messages[99]['role'] }}", "has no element 99"),
     "an exception": ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
     "a syntax error": ("{% for %}", "Expected"),
-    "depth": ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "recursion"),
-    "half a character": ("{{ '\\ud800' }}", "surrogates not allowed"),
-    "much text": ("{{ 'x' * 60000000 }}", "it gives 60,000,000 characters"),
-    "no memory": ("{{ 'x' * 10 ** 18 }}", ""),
     "not UTF-8": (b"\xff", "cannot read"),
-    "a large file": ("x" * 2_000_000, "has more than 1 MB"),
     "a folder": (None, "there is no file"),
 }
 
@@ -504,20 +409,15 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind
     )  # fmt: skip
     text = refused(task.prepare_data, cfg)
     assert text.startswith("task.chat_template: ") and said in text
-    assert "line 1" in text or kind in ("not UTF-8", "a large file", "a folder")
+    assert "line 1" in text or kind in ("not UTF-8", "a folder")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 LABELS = [
     ("1" + "0" * 400, "regression", "is too large: divide all labels"),
-    ("1e39", "regression", "is too large: divide all labels"),
-    ('"1e39"', "regression", "is too large: divide all labels"),
-    ("-1e300", "regression", "is too large: divide all labels"),
     ("1e400", "regression", "the label is inf, not a finite number"),
     ("NaN", "regression", "the label is NaN; --task.incomplete_rows skip"),
     ('"\\u001b[31m\\n' + "x" * 9999 + '"', "regression", "not a finite number"),
-    ("9" * 5000, "regression", "Exceeds the limit"),
-    ("[" * 100_000, "multi_label_classification", "recursion"),
     ("{}", "single_label_classification", "the label is {}, not text or a whole number"),
 ]
 
@@ -535,7 +435,7 @@ def test_labels_that_cannot_be_learnt_are_one_line(tmp_path, label, kind, said):
     assert "a.jsonl, line 1: " in text and said in text
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", TASKS[:3])
 def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     """A folder and labels with line breaks, escape sequences and 10,000 characters."""
     task, odd = load_task(name), "\x1b[31m\n\u202e" + "x" * 10_000
@@ -565,32 +465,6 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
             row = {"text": "one more", "image": "0.png", "label": [odd]}
             file.write(json.dumps(row))
         refused(task.prepare_data, cfg)
-
-
-def test_messages_from_parquet_and_halves_of_characters_in_them(tmp_path):
-    """Dates have no JSON, and text inside text may hold half a surrogate pair."""
-    import datetime
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    task = load_task("causal_lm")
-    chat = [{"role": r, "content": "a", "at": datetime.date(2026, 1, 1)} for r in ROLES]
-    pa.parquet.write_table(pa.table({"messages": [chat] * 4}), tmp_path / "a.parquet")
-    chat = '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]'
-    row = json.dumps({"messages": chat}) + "\n"
-    (tmp_path / "a.jsonl").write_text(row + row.replace('b\\"', 'c\\"'))
-    for name in ("a.parquet", "a.jsonl"):
-        cfg = task.TaskConfig(
-            data=str(tmp_path / name), rows="chat", cache_dir=str(tmp_path / "cache"),
-            hidden_size=16, num_heads=2, vocab_size=300,
-        )  # fmt: skip
-        if name == "a.parquet":  # equal rows cannot be divided
-            pa.parquet.write_table(
-                pa.table({"messages": [[{**m, "content": str(i)} for m in
-                    [{"role": r, "at": datetime.date(2026, 1, 1)} for r in ROLES]]
-                    for i in range(4)]}), tmp_path / name)  # fmt: skip
-        assert all(len(part) for part in task.datasets(cfg, task.prepare_data(cfg)))
 
 
 # ---- The Hub -------------------------------------------------------------------------------------
@@ -712,31 +586,6 @@ def test_sorting_moves_rows_within_a_step_alone():
     assert dealt[:-1] == rows.sort(range(50)) and sorted(dealt) == list(range(51))
 
 
-def test_configs_that_python_makes_are_checked_too():
-    from samestep.base import fields
-
-    @dataclasses.dataclass
-    class Config:
-        width: fields.Width = 64
-        limit: int = None  # a type without a range is not looked at
-
-    fields.check_fields(Config(), [])
-    for wrong in (None, 0, "wide"):
-        said = f"^task.width is {wrong!r} but must be a whole number from 1 to 65,536$"
-        with pytest.raises(ValueError, match=said):
-            fields.check_fields(Config(width=wrong), [])
-
-
-def test_files_of_a_tokenizer_are_told_from_weights(tmp_path):
-    """Marian's tokenizer has two models of SentencePiece."""
-    from samestep.models import pretrained
-
-    for name in ("source.spm", "vocab.json", "model.safetensors", "pytorch_model.bin"):
-        (tmp_path / name).touch()
-    cfg = pretrained.ModelConfig(model_name_or_path=str(tmp_path))
-    assert [file.name for file in pretrained.used_files(cfg)] == ["source.spm", "vocab.json"]
-
-
 @pytest.mark.parametrize("weight", ["0", "-1", "0.5"])
 def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused(weight):
     with pytest.raises(ValueError, match=f"one of its sources is 'a:{weight}'; give each as PATH"):
@@ -850,12 +699,3 @@ def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
         with pytest.raises(ValueError, match=said):
             task.prepare_data(task.TaskConfig(data="no.jsonl:50001,nothing:50000"))
     assert [each.weight for each in sources.split_data("a:500000,b:500000")] == [500_000] * 2
-
-
-def test_attention_without_its_package_is_refused_before_any_row_is_read(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in ("causal_lm", "text_classification", "image_classification", "seq2seq"):
-        task = load_task(name)
-        cfg = task.TaskConfig(attn_implementation="flash_attention_2", cache_dir="/proc/none")
-        with pytest.raises(ValueError, match="whose package, flash-attn, is not installed"):
-            task.prepare_data(cfg)

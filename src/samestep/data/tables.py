@@ -25,12 +25,7 @@ Columns = dict[str, str | list[str]]  # for each role its column, or several
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # for all but .parquet, which compresses itself
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-SEPARATOR_NAMES = {",": "commas", "\t": "tabs"}
-MAX_EXPANSION = 200  # largest allowed ratio of content to compressed file; text reaches about 10
 BLOCK = 1 << 20  # bytes of a .txt file that are read at once
-# Byte order marks of encodings that are refused. That of UTF-32 begins with that of UTF-16.
-MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
-MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 SEARCHED = 1 << 16  # bytes in which a place is looked for where a .txt file may be cut
 
 
@@ -60,16 +55,11 @@ class Line:
         self.path, self.start, self.number = path, start, number
 
     def __str__(self) -> str:
+        before, left = 0, self.start
         with open_at(self.path) as file:
-            before = sum(iter_counts(file, self.start))
+            while left > 0 and (block := file.read(min(left, BLOCK))):
+                before, left = before + block.count(b"\n"), left - len(block)
         return f"{one_line(self.path, 200)}, line {before + self.number}"
-
-
-def iter_counts(file: io.BufferedReader, size: int) -> Iterator[int]:
-    """The number of line ends in each block of the next `size` bytes."""
-    while size > 0 and (block := file.read(min(size, BLOCK))):
-        size -= len(block)
-        yield block.count(b"\n")
 
 
 class Cursor:
@@ -121,7 +111,9 @@ def read_rows(
         elif ending in SEPARATORS:
             yield from _read_csv(SEPARATORS[ending], columns, optional, cursor)
         elif ending == ".jsonl":
-            yield from _read_jsonl(columns, optional, cursor)
+            # As bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
+            with open_at(path, cursor) as file:
+                yield from _read_json(cursor.read_lines(file), columns, optional, cursor)
         else:
             with open_at(path) as file:
                 content = file.read()
@@ -130,7 +122,8 @@ def read_rows(
                 row = {role: replace_surrogates(row.get(role)) for role in columns or row}
                 yield row, cursor.where
             else:
-                yield from _read_json(content, columns, optional, cursor)
+                entries = parse_json_rows(content, cursor)
+                yield from _read_json(entries, columns, optional, cursor)
     except MemoryError:
         raise
     except Exception as error:  # each library has its own
@@ -169,34 +162,29 @@ def _read_parquet(
 
 
 def _read_csv(
-    usual: str, columns: Columns | None, optional: Container[str], cursor: Cursor
+    mark: str, columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    where, last_line, start = cursor.where, cursor.lines, cursor.offset
+    where, last_line = cursor.where, cursor.lines
     csv.field_size_limit(2**31 - 1)
+    with open_at(cursor.path) as first:  # a later part has no header
+        header = first.readline()
     with open_at(cursor.path, cursor) as file:
-        lines = _decode_lines(file, cursor)
-        try:
-            if start:  # a later part
-                with open_at(cursor.path) as first:
-                    header = _read_header(_decode_lines(first, Cursor(cursor.path, WHOLE)))
-            else:
-                header = _read_header(lines)
+        read = cursor.read_lines(file)
+        if not cursor.offset:
+            next(read, None)
             cursor.place = where
-            required = {role: columns[role] for role in columns or () if role not in optional}
-            mark = detect_separator(header, usual, {*column_names(required)})
-            if mark != usual and columns is not None and not start:
-                found, expected = (SEPARATOR_NAMES.get(each, each) for each in (mark, usual))
-                print(
-                    f"Preparing data: {where}: the fields seem to be separated by {found}, not by "
-                    f"{expected}",
-                    flush=True,
-                )
-            table = csv.DictReader(itertools.chain([header], lines), strict=True, delimiter=mark)
-            check_columns(table.fieldnames or [], columns, optional)
+        lines = (line.decode() for line in itertools.chain([header] * bool(header), read))
+        try:
+            table = csv.DictReader(lines, strict=True, delimiter=mark)
+            names = list(table.fieldnames or [])
+            if columns and len(names) == 1 and (other := re.search(r"[;|\t]", names[0])):
+                problem = f"its columns seem to be separated by {other[0]!r}, not {mark!r}"
+                raise ValueError(f"{problem}; save it so")
+            check_columns(names, columns, optional)
             last_line = cursor.lines
             for row in table:
                 if None in row or None in row.values():
-                    extra, expected = row.pop(None, []), len(table.fieldnames)
+                    extra, expected = row.pop(None, []), len(names)
                     number = len(extra) + sum(value is not None for value in row.values())
                     raise ValueError(f"the first line has {expected} fields, this one {number}")
                 yield select_columns(row, columns), cursor.place
@@ -208,53 +196,18 @@ def _read_csv(
             raise ValueError('a " is opened and never closed') from None
 
 
-def _read_header(lines: Iterator[str]) -> str:
-    """The row with the names of the columns; a quoted one may go on in the next line."""
-    header = ""
-    for line in lines:
-        # Excel's hint is no header; the separator is detected anyway.
-        if header or not re.fullmatch(r'"?sep=."?\s*', line):
-            header += line
-            if header.count('"') % 2 == 0 or not re.search(r'(^|[,;\t|])"', header):
-                break
-    return header
-
-
-def _decode_lines(file: io.BufferedReader, cursor: Cursor) -> Iterator[str]:
-    """Lines of the part with their own line ends; the cursor follows."""
-    for line in cursor.read_lines(file):
-        # Old programs end a line with \r alone, and the csv module refuses it inside one.
-        for part in re.split(rb"(?<=\r)(?!\n)", line) if b"\r" in line[:-2] else [line]:
-            if part:
-                yield part.decode()
-
-
-def _read_jsonl(columns: Columns | None, optional: Container[str], cursor: Cursor) -> Iterator[Row]:
-    with open_at(cursor.path, cursor) as file:
-        # Split as bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
-        for line in cursor.read_lines(file):
-            if line.strip():
-                yield from _json_row(json.loads(line), columns, optional, cursor.place)
-
-
 def _read_json(
-    content: bytes, columns: Columns | None, optional: Container[str], cursor: Cursor
+    entries: Iterable[Any], columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    for number, entry in enumerate(parse_json_rows(content), 1):
-        is_line = isinstance(entry, bytes)
-        cursor.place = f"{cursor.where}, {'line' if is_line else 'row'} {number}"
-        if not is_line or entry.strip():
-            row = json.loads(entry) if is_line else entry
-            yield from _json_row(row, columns, optional, cursor.place)
-
-
-def _json_row(
-    row: Any, columns: Columns | None, optional: Container[str], place: Any
-) -> Iterator[Row]:
-    if not isinstance(row, dict):
-        raise ValueError(f"not an object: {row!r:.60}")
-    check_columns(list(row), columns, optional)
-    yield select_columns(row, columns), place
+    """Rows of lines of JSON, or of objects."""
+    for entry in entries:
+        if isinstance(entry, bytes) and not entry.strip():
+            continue
+        row = json.loads(entry) if isinstance(entry, bytes) else entry
+        if not isinstance(row, dict):
+            raise ValueError(f"not an object: {row!r:.60}")
+        check_columns(list(row), columns, optional)
+        yield select_columns(row, columns), cursor.place
 
 
 def read_text(path: Path, field: str, span: Span, cursor: Cursor | None = None) -> Iterator[str]:
@@ -298,17 +251,18 @@ def find_cut(data: bytes) -> int:
     return found.start() if found else 0
 
 
-def parse_json_rows(content: bytes) -> list:
-    """The objects of a JSON file: its list, or the only list of objects in its object.
-
-    A file with an object on each line, which many programs name .json too, gives its lines.
+def parse_json_rows(content: bytes, cursor: Cursor) -> Iterator:
+    """The objects of a JSON file, each of which becomes the place: its list, or the only list of
+    objects in its object. A file with an object on each line, which many programs name .json too,
+    gives its lines.
     """
+    kind = "row"
     try:
         value = json.loads(content)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and content.lstrip()[:1] == b"{":
-            return content.splitlines()
-        raise
+        if error.msg != "Extra data" or content.lstrip()[:1] != b"{":
+            raise
+        value, kind = content.splitlines(), "line"
     if isinstance(value, dict):
         lists = {
             name: each
@@ -321,58 +275,20 @@ def parse_json_rows(content: bytes) -> list:
         value = next(iter(lists.values()), value)
     if not isinstance(value, list):
         raise ValueError("it holds neither a list of objects nor an object with one such list")
-    return value
+    for number, entry in enumerate(value, 1):
+        cursor.place = f"{cursor.where}, {kind} {number}"
+        yield entry
 
 
 def read_first_row(path: Path) -> dict | None:
-    """The first row of a file, by the names of its columns; None: it has none.
-
-    A .txt file, and a .json file that begins with a list of small objects, are not read to the end.
-    """
-    if file_ending(path) == ".txt":
+    """The first row of a file, by the names of its columns; None: it has none."""
+    if file_ending(path) == ".txt":  # it may be large
         text = next(read_text(path, "data", WHOLE), "")
         return {"text": text, "label": path.absolute().parent.name}
-    if file_ending(path) == ".json":
-        with contextlib.suppress(ValueError), open_at(path) as file:
-            text = file.read(2**20).decode(errors="ignore").lstrip()
-            if text.startswith("["):
-                row = json.JSONDecoder().raw_decode(text[1:].lstrip())[0]
-                if isinstance(row, dict) and row:
-                    return row
     return next((row for row, _ in read_rows(path, None)), None)
 
 
 # ---- Compression ---------------------------------------------------------------------------------
-
-
-class Decompressed(io.RawIOBase):
-    """The content of a compressed file. Far too much of it, as in a zip bomb, is an error."""
-
-    def __init__(self, path: Path):
-        import pyarrow
-
-        self.left = max(MAX_EXPANSION * path.stat().st_size, 2**28)
-        compressed = pyarrow.OSFile(str(path))
-        compression = COMPRESSIONS[path.suffix.lower()]
-        self.stream = pyarrow.CompressedInputStream(compressed, compression)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            number = self.stream.readinto(buffer)
-        except OSError as error:
-            raise ValueError(
-                f"it is damaged, or its ending names another compression ({error})"
-            ) from None
-        self.left -= number
-        if self.left < 0:
-            raise ValueError(
-                f"its content is more than {MAX_EXPANSION} times its size; decompress it if that "
-                "is right"
-            )
-        return number
 
 
 # The compressed file that was read last, and how far: the next part may begin where it ended.
@@ -409,34 +325,18 @@ def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedRea
 
 def open_decompressed(path: Path) -> io.BufferedReader:
     """The bytes of a file, decompressed, without the byte order mark that some programs write."""
-    compressed = path.suffix.lower() in COMPRESSIONS
-    file: Any = io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb")
-    try:
-        start = file.peek(4)[:4]
-        for mark, encoding in MARKS.items():
-            if start.startswith(mark):
-                raise ValueError(f"it is {encoding}; save it as UTF-8")
-        if start.startswith(codecs.BOM_UTF8):
-            file.read(3)
-    except BaseException:
-        file.close()
-        raise
+    import pyarrow
+
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    file: Any = open(path, "rb")
+    if compression:
+        file = io.BufferedReader(pyarrow.input_stream(file, compression), 2**16)
+    if file.peek(3)[:3] == codecs.BOM_UTF8:
+        file.read(3)
     return file
 
 
 # ---- Columns -------------------------------------------------------------------------------------
-
-
-def detect_separator(header: str, usual: str, wanted: set[str]) -> str:
-    """The separator of a header: `usual`, unless only another one yields the wanted columns.
-
-    If no separator yields them, the first one that divides the header.
-    """
-    marks = (usual, ",", ";", "\t", "|")
-    lines = [*io.StringIO(header, newline="")]  # several, of a name in quotes
-    names = {mark: next(csv.reader(lines, delimiter=mark), []) for mark in marks}
-    right = [mark for mark in marks if wanted and wanted <= {*names[mark]}]
-    return next(iter(right + [mark for mark in marks if len(names[mark]) > 1]), usual)
 
 
 def column_names(columns: Columns) -> list[str]:
