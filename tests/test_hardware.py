@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
-from conftest import ROOT, SOURCE, load_task
+from conftest import ROOT, SOURCE
 from samestep.processes import ranks
 from samestep.settings import accelerate_yaml
 from samestep.settings import mesh as layout
@@ -470,18 +470,6 @@ def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
 DOC = ROOT / SOURCE / "docs" / "hardware.md"
 
 
-def test_tables_are_those_that_the_command_prints():
-    command = [sys.executable, "-m", "samestep.hardware.memory"]
-    options = {"capture_output": True, "text": True, "check": True}
-    printed = subprocess.run(command, cwd=ROOT / SOURCE, **options).stdout
-    tables = printed.strip().split("\n\n")
-    assert len(tables) == 3
-    for table in tables:
-        assert f"\n{table}\n" in DOC.read_text(), (
-            "python -m samestep.hardware.memory prints other numbers"
-        )
-
-
 def test_commands_for_usual_machines_agree_with_the_table():
     usual = DOC.read_text().partition("\n## The usual machines")[2]
     (whole,) = re.findall("^# Two cards of 24 GB.*\n(.*)", usual, re.MULTILINE)
@@ -501,65 +489,3 @@ def test_all_yamls_are_in_the_tables():
     text = DOC.read_text().partition("\n## Memory")[0].partition("\n## The YAMLs")[2]
     rows = "".join(line for line in text.splitlines() if line.startswith("| `"))
     assert {*re.findall(r"`([a-z0-9_]+)`", rows)} >= {*SHIPPED}
-
-
-@pytest.mark.parametrize("name", ["0.5B", "1B", "7B", "70B"])
-def test_models_have_the_parameters_that_transformers_counts(name):
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    model = load_task("samestep.hardware.memory").MODELS[name]
-    config = LlamaConfig(
-        vocab_size=model.vocabulary,
-        hidden_size=model.width,
-        intermediate_size=model.mlp,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.width // 64,
-        num_key_value_heads=model.keys // 64,
-        tie_word_embeddings=model.tied,
-    )
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    norms = (2 * model.layers + 1) * model.width
-    assert sum(p.numel() for p in built.parameters()) == model.parameters + norms
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_those_that_autograd_saves(checkpointing):
-    """Of a Llama in bf16 whose residual stream is bf16, as causal_lm computes it."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from samestep.hardware import memory
-
-    tokens = 512
-
-    def saved(layers):
-        """Bytes that a micro-batch keeps, without weights and their copies in bf16."""
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-        )
-        model, found = AutoModelForCausalLM.from_config(config).train(), {}
-        if checkpointing:
-            load_task("samestep.checkpoint.weights").enable_gradient_checkpointing(model)
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", torch.bfloat16):
-                embeddings = torch.randn(1, tokens, 256).bfloat16().requires_grad_()
-                output = model.model(inputs_embeds=embeddings, use_cache=False)[0]
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        copies = 0 if checkpointing else 2 * sum(p.numel() for p in model.model.layers.parameters())
-        assert output.requires_grad
-        return sum(size for place, size in found.items() if place not in weights) - copies
-
-    shape = {"width": 256, "mlp": 704, "keys": 256, "vocabulary": 64, "tied": False}
-    one, more = (memory.Model(layers, **shape) for layers in (2, 6))
-    expected = [memory.activations(model, tokens, checkpointing) for model in (one, more)]
-    assert saved(6) - saved(2) == pytest.approx(expected[1] - expected[0], rel=0.05)
