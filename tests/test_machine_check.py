@@ -71,18 +71,6 @@ def test_no_nvidia_smi_is_a_reason_and_no_crash(monkeypatch, tmp_path):
     assert nvidia_smi.query_gpus() == ({}, "nvidia-smi lists no GPU")
 
 
-def test_programs_on_a_gpu_that_are_not_ours(fake):
-    text = "GPU-aaaa, 4242, /usr/bin/python3, 20480\nGPU-aaaa, 77, [Not Found], [N/A]\n"
-    fake({"apps": f"{text}GPU-bbbb, 99, python, 1\n"})
-    apps, _ = nvidia_smi.query("compute-apps", nvidia_smi.APPS)
-    assert nvidia_smi.other_programs(apps, "aaaa", {77}) == ["python3 (process 4242, 20.0 GiB)"]
-    assert nvidia_smi.other_programs(apps, "aaaa", {4242}) == ["a program (process 77)"]
-    # In a container the ids are those of the host: two programs, of which one is ours.
-    assert nvidia_smi.other_programs(apps, "aaaa", {1}) == ["1 (ids of the host)"]
-    assert nvidia_smi.other_programs(apps, "aaaa", {1, 2}) == []
-    assert nvidia_smi.other_programs(apps, "cccc", {1}) == []
-
-
 def test_links_are_a_matrix_of_the_gpus():
     lines = nvidia_smi.describe_links(TOPOLOGY).splitlines()
     assert [line.split() for line in lines[:2]] == [["GPU0", "GPU1"], ["GPU0", "X", "NV12"]]
@@ -141,7 +129,6 @@ def process(rank, **changes):
         "formats": {"fp32": "runs"},
         "state": "78.5 of 79.2 GiB free, 34 C",
         "slowed": [],
-        "others": [],
     }
     own = {
         "host": f"node{rank // 8}",
@@ -198,7 +185,7 @@ def test_what_is_wrong_names_the_processes(rank, changes, said):
 
 
 def test_warnings_name_the_process_or_the_machine():
-    first = process(0, others=["python (process 7, 3.0 GiB)"], slowed=["power cap"])
+    first = process(0, slowed=["power cap"])
     first |= {"shared memory": 64e6, "allowed": 1.0, "free disk": 3.0}
     second = process(1)
     second["devices"][0]["free"] = 10.0
@@ -207,7 +194,6 @@ def test_warnings_name_the_process_or_the_machine():
         "/dev/shm of node0 has 0.064 GB",
         "3 GB are free in the folder --report of node0",
         "2 processes on node0 share 1 cores",
-        "the GPU of process 0 on node0 is used by other programs: python (process 7, 3.0 GiB)",
         "the GPU of process 0 on node0 is slowed down: power cap",
         "the GPU of process 1 on node0 has 10.0 of 79.2 GiB free",
     ]

@@ -211,11 +211,6 @@ def test_a_step_that_devices_cannot_divide():
     assert decide(sizes, {False: Working(0, 2 * GB)}, gpus(1, 24), **exact) is None
 
 
-@pytest.mark.parametrize("card, count", [(80, 32), (141, 16), (24, 0)])
-def test_where_nothing_fits_it_says_what_would(card, count):
-    assert memory.least_gpus(sizes_of("70B"), study_of("70B"), gpus(8, card)) == count
-
-
 FLAGS = {
     "--devices: expected a whole number above 0, up to 100,000; got '2.5'": ["--devices", "2.5"],
     "--device_memory: expected a number above 0, up to 100,000; got 'nan'": ["--device_memory=nan"],
@@ -303,7 +298,7 @@ def test_recommend_on_a_cpu(tmp_path, task):
     before = written(project)
     assert (before[0]["num_processes"], before[0]["num_machines"]) == (4, 2)
     out = run(project, "--device_memory", "0.00001", code=1)
-    assert "So nothing fits. No number of such GPUs would do" in out
+    assert "So nothing fits. However many GPUs there are, FSDP2 needs " in out
     assert written(project) == before
 
 

@@ -50,8 +50,7 @@ def run(
     seen_by = ranks.gather(seen)
     hosts = [own["host"] for own in everywhere]
     for own in everywhere:
-        local = [other for other in everywhere if other["host"] == own["host"]]
-        add_gpu_state(own, seen_by[hosts.index(own["host"])], local)
+        add_gpu_state(own, seen_by[hosts.index(own["host"])])
     return describe(everywhere)
 
 
@@ -92,7 +91,6 @@ def facts_of_process(device: torch.device) -> dict[str, Any]:
     limit = limit_of("memory.max") or memory.total
     return {
         "host": socket.gethostname(),
-        "pid": os.getpid(),
         "versions": {n: v for n, v in versions.items() if v and n not in ("cpu", "gpu")},
         "devices": [describe_device(each) for each in used],
         "cpu": model[1] if model else platform.processor() or platform.machine(),
@@ -111,7 +109,7 @@ def facts_of_process(device: torch.device) -> dict[str, Any]:
 def describe_device(device: torch.device) -> dict[str, Any]:
     """What torch says about a device, and which formats it computes in."""
     formats = devices.try_formats(device)
-    facts: dict[str, Any] = {"formats": formats, "uuid": "", "others": [], "slowed": []}
+    facts: dict[str, Any] = {"formats": formats, "uuid": "", "slowed": []}
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -141,27 +139,22 @@ def see_gpus() -> dict[str, Any]:
     if torch.version.hip:
         return {"problem": "nvidia-smi knows no AMD GPUs; see amd-smi"}
     gpus, problem = nvidia_smi.query_gpus()
-    apps, _ = nvidia_smi.query("compute-apps", nvidia_smi.APPS)
     matrix, _ = nvidia_smi.call("topo", "-m")
-    links = nvidia_smi.describe_links(matrix)
-    return {"problem": problem, "gpus": gpus, "apps": apps, "links": links}
+    return {"problem": problem, "gpus": gpus, "links": nvidia_smi.describe_links(matrix)}
 
 
-def add_gpu_state(own: dict[str, Any], seen: dict[str, Any], local: list[dict]) -> None:
-    """Adds what nvidia-smi says to the facts of a process; `local`: those of its machine."""
+def add_gpu_state(own: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Adds what nvidia-smi says to the facts of a process."""
     own["links"], own["problem"] = seen.get("links", ""), seen.get("problem", "")
     for device in own["devices"]:
         if "total" not in device:
             continue
-        uuid = device["uuid"]
-        gpu = seen.get("gpus", {}).get(uuid, {})
+        gpu = seen.get("gpus", {}).get(device["uuid"], {})
         if "driver_version" in gpu:
             own["versions"]["driver"] = gpu["driver_version"]
         device["state"] = f"{device['free']:.1f} of {device['total']:.1f} GiB free, "
         device["state"] += nvidia_smi.describe_state(gpu)
         device["slowed"] = nvidia_smi.slowed_by(gpu)
-        pids = {o["pid"] for o in local if uuid in [each["uuid"] for each in o["devices"]]}
-        device["others"] = nvidia_smi.other_programs(seen.get("apps", []), uuid, pids)
 
 
 # ---- What it comes to ----------------------------------------------------------------------------
@@ -195,10 +188,7 @@ def describe(everywhere: list[dict]) -> Section:
     if "state" in used[0]:
         states = [f"{word} {i}: {each['state']}" for i, each in enumerate(used)]
         facts["now"] = "\n".join(states) if len(states) > 1 else used[0]["state"]
-        others = [", ".join(each["others"]) or "none" for each in used]
-        facts["other programs"] = places.by_value(others, at, word)
         if any(own["problem"] for own in everywhere):
-            facts["other programs"] = "unknown"
             facts["why unknown"] = of_processes("problem")
     if any(own["links"] for own in everywhere):
         facts["links"] = of_processes("links")
@@ -282,13 +272,7 @@ def warnings(everywhere: list[dict], firsts: list[dict]) -> list[str]:
             alone = len(everywhere) == 1
             place = f"device {i}" if alone else f"the GPU of {places.name([rank], hosts)}"
             free, total = device.get("free", 1), device.get("total", 0)
-            programs, reasons = (", ".join(device[name]) for name in ("others", "slowed"))
-            found += [
-                (
-                    free < LEAST_FREE_MEMORY * total,
-                    f"{place} has {free:.1f} of {total:.1f} GiB free",
-                ),
-                (programs, f"{place} is used by other programs: {programs}"),
-                (reasons, f"{place} is slowed down: {reasons}"),
-            ]
+            used = f"{place} has {free:.1f} of {total:.1f} GiB free; nvidia-smi names who has them"
+            slowed = f"{place} is slowed down: {', '.join(device['slowed'])}"
+            found += [(free < LEAST_FREE_MEMORY * total, used), (device["slowed"], slowed)]
     return [f"warning: {text}" for condition, text in found if condition]

@@ -10,7 +10,6 @@ from samestep.processes.ranks import UserError
 from samestep.step.batches import StepPlan, plan_step
 
 USABLE = 0.92  # of a memory
-MOST_GPUS = 1024  # that the advice looks for
 
 
 @dataclass(frozen=True)
@@ -204,13 +203,3 @@ def busy(hardware: Hardware, samples: int) -> Hardware:
     """The hardware, with no more devices than a step has samples."""
     devices = max(1, min(hardware.devices, samples // hardware.machines))
     return dataclasses.replace(hardware, devices=devices)
-
-
-def least_gpus(sizes: Sizes, study: Study, hardware: Hardware) -> int:
-    """How many such GPUs could train with a sample each, by FSDP2; 0: no number of them."""
-    one, count = min(working.of(1) for working in study.values()), 2
-    while count <= MOST_GPUS:
-        if sizes.sharded(count) + one <= hardware.usable:
-            return count
-        count *= 2
-    return 0

@@ -13,7 +13,6 @@ FIELDS = (
     *("power.draw", "power.limit", "clocks.sm", "clocks.max.sm"),
 )
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # new and old name
-APPS = ("gpu_uuid", "pid", "process_name", "used_memory")
 # Bits of REASONS that slow a GPU down. The others are idle, clocks that a user has set, and sync.
 SLOWED = {
     0x04: "power cap",
@@ -48,29 +47,19 @@ def call(*arguments: str) -> tuple[str, str]:
     return result.stdout, ""
 
 
-def query(kind: str, names: tuple[str, ...]) -> tuple[list[dict[str, str]], str]:
-    """The rows of a table by these names, without what is unknown; and why there is no table.
-
-    UUIDs lose their GPU- or MIG-, as torch shows them.
-    """
-    text, problem = call(f"--query-{kind}={','.join(names)}", "--format=csv,noheader,nounits")
-    rows = []
+def query_gpus() -> tuple[dict[str, dict[str, str]], str]:
+    """The fields of each GPU by its UUID, as torch shows it, and why there are none."""
+    for reasons in REASONS:  # a driver refuses the whole query if it does not know a name
+        names = (*FIELDS, reasons)
+        text, problem = call(f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+        if not problem:
+            break
+    gpus = {}
     for values in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(values) == len(names):  # not "No devices were found"
             row = {n: v.strip() for n, v in zip(names, values, strict=True)}
             row = {n: v for n, v in row.items() if v and not v.startswith(("[", "N/A"))}
-            unmarked = {n: re.sub("^(GPU|MIG)-", "", row[n]) for n in row if n.endswith("uuid")}
-            rows.append(row | unmarked)
-    return rows, problem
-
-
-def query_gpus() -> tuple[dict[str, dict[str, str]], str]:
-    """The fields of each GPU by its UUID, and why there are none."""
-    for reason in REASONS:  # a driver refuses the whole query if it does not know a name
-        rows, problem = query("gpu", (*FIELDS, reason))
-        if not problem:
-            break
-    gpus = {row["uuid"]: row for row in rows if "uuid" in row}
+            gpus[row.get("uuid", "").removeprefix("GPU-")] = row
     return gpus, "" if gpus else problem or "nvidia-smi lists no GPU"
 
 
@@ -106,25 +95,6 @@ def describe_state(gpu: dict[str, str]) -> str:
             words("clock", "MHz", "clocks.sm", "clocks.max.sm"),
         )
     )
-
-
-def other_programs(apps: list[dict[str, str]], uuid: str, own: set[int]) -> list[str]:
-    """The programs on a GPU besides the processes `own` of this run, which use it.
-
-    In a container nvidia-smi may show process ids of the host, and so none of `own`. Then as many
-    as there are in `own` are taken for them.
-    """
-    apps = [app for app in apps if app.get("gpu_uuid") == uuid and app.get("pid", "").isdigit()]
-    others = [app for app in apps if int(app["pid"]) not in own]
-    if len(others) == len(apps):  # none is ours
-        hidden = len(others) - len(own)
-        return [f"{hidden} (ids of the host)"] if 0 < hidden < len(others) else []
-    found = []
-    for app in others:
-        memory, path = number_of(app, "used_memory"), app.get("process_name", "a program")
-        size = "" if memory is None else f", {memory / 1024:.1f} GiB"
-        found.append(f"{path.rpartition('/')[2]} (process {app['pid']}{size})")
-    return found
 
 
 def describe_links(text: str) -> str:

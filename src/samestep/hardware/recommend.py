@@ -247,9 +247,7 @@ def describe_rung(rung: Rung, study: Study, hardware: Hardware, step: Step) -> s
     return f"{row}: {verdict}"
 
 
-def explain(
-    sizes: Sizes, study: Study, hardware: Hardware, step: Step, choice: Choice | None
-) -> list[str]:
+def explain(sizes: Sizes, study: Study, hardware: Hardware, choice: Choice | None) -> list[str]:
     """Why, in three lines."""
     total = hardware.total
     trained = "all" if sizes.trained == sizes.parameters else f"{sizes.trained:,}"
@@ -262,8 +260,17 @@ def explain(
         f"There {'is' if total == 1 else 'are'} {total} x {hardware.name} with "
         f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled.",
     ]
+    if not choice and hardware.kind != "cuda":
+        other = "Take a GPU (--device_memory 80 plans for one), or a smaller model."
+        return [*lines, f"So nothing fits. {other}"]
     if not choice:
-        return [*lines, f"So nothing fits. {what_would(sizes, study, hardware, step)}"]
+        held = gigabytes(sizes.gathered() + min(each.of(1) for each in study.values()))
+        return [
+            *lines,
+            f"So nothing fits. However many GPUs there are, FSDP2 needs {held} on each, for the "
+            "largest part of the model and a sample. Plan for more of them with --devices, or for "
+            "larger ones; take LoRA, a smaller model, or shorter rows.",
+        ]
     rung = choice.rung
     host = f" and {gigabytes(rung.host)} of the host's memory" if rung.host else ""
     checkpointing = "with" if choice.checkpointing else "without"
@@ -272,23 +279,6 @@ def explain(
         f"So: {rung.words}, {checkpointing} gradient checkpointing, which fills "
         f"{gigabytes(choice.need)} of a device{host}. A step is {choice.plan.describe()}.",
     ]
-
-
-def what_would(sizes: Sizes, study: Study, hardware: Hardware, step: Step) -> str:
-    """Advice where nothing fits."""
-    if hardware.kind != "cuda":
-        return "Take a GPU (--device_memory 80 plans for one), or a smaller model."
-    sharded = [each for each in memory.rungs(sizes, hardware) if each.sharded]
-    _, refusal = catch(sharded[0].plan, step, step.largest)
-    if refusal:
-        return f"FSDP2 cannot be tried: {refusal}."
-    count = memory.least_gpus(sizes, study, hardware)
-    if count:
-        return f"{count} such GPUs would do, by FSDP2; or else LoRA, a smaller model, shorter rows."
-    return (
-        "No number of such GPUs would do: each gathers the largest part of the model, and holds "
-        "the activations of a sample. Take larger GPUs, LoRA, a smaller model, or shorter rows."
-    )
 
 
 # ---- The verb ------------------------------------------------------------------------------------
@@ -315,16 +305,11 @@ def write(path: Path, heading: str, values: dict[str, Any]) -> None:
     replace_text(path, f"{HEADING} {heading}\n\n{text}")
 
 
+@as_user_error()
 def run(
     options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
 ) -> Section:
     """Estimates, measures where it can, decides, and writes the two files. Raises UserError."""
-    with as_user_error():
-        return recommend(options, project, device)
-
-
-def recommend(options: argparse.Namespace, project: Project, device: torch.device) -> Section:
-    """See `run`."""
     cfg, section = project.cfg, Section("recommend")
     present = read_hardware(options, device)
     hardware = memory.busy(present, cfg.global_batch_size)
@@ -354,7 +339,7 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
         rung.words: describe_rung(rung, study, hardware, step) for rung in found
     }
     choice = memory.choose(found, study, hardware, step)
-    section.lines += explain(sizes, study, hardware, step, choice)
+    section.lines += explain(sizes, study, hardware, choice)
     if not choice:
         section.failures.append("nothing fits; no file was written")
         return section
