@@ -6,13 +6,15 @@ import platform
 import re
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from samestep.hardware import devices, nvidia_smi, places
+from samestep.base.console import one_line
+from samestep.hardware import devices, places
 from samestep.hardware.bench import measure_disk
 from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section
@@ -26,6 +28,7 @@ GB, GIB = 1e9, 2**30
 IS_LOCAL_MAIN = os.environ.get("LOCAL_RANK", "0") == "0"
 WRITTEN = 64 << 20  # bytes that measure a disk
 SHARED_MEMORY = Path("/dev/shm")  # where the workers of a data loader hand over batches
+FIELDS = "index,driver_version,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
 LEAST_FREE_DISK = 10  # GB
 LEAST_SHARED_MEMORY = 1  # GB
 LEAST_FREE_MEMORY = 0.9  # of a GPU
@@ -44,13 +47,10 @@ def run(
         if IS_LOCAL_MAIN:
             own["speeds"] = measure_disk(options.report, WRITTEN)
             own["free disk"] = shutil.disk_usage(options.report).free / GB
-    everywhere = ranks.gather(own)  # from here on all GPUs are in use by this run
-    with ranks.fail_together():
-        seen = see_gpus() if IS_LOCAL_MAIN and device.type == "cuda" else {}
-    seen_by = ranks.gather(seen)
-    hosts = [own["host"] for own in everywhere]
-    for own in everywhere:
-        add_gpu_state(own, seen_by[hosts.index(own["host"])])
+            if device.type == "cuda":
+                own["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
+                own["links"] = nvidia_smi("topo", "-m")
+    everywhere = ranks.gather(own)
     return describe(everywhere)
 
 
@@ -109,7 +109,7 @@ def facts_of_process(device: torch.device) -> dict[str, Any]:
 def describe_device(device: torch.device) -> dict[str, Any]:
     """What torch says about a device, and which formats it computes in."""
     formats = devices.try_formats(device)
-    facts: dict[str, Any] = {"formats": formats, "uuid": "", "slowed": []}
+    facts: dict[str, Any] = {"formats": formats, "uuid": ""}
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -124,37 +124,34 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     return {**facts, "name": "CPU: " + (no_gpu() or "chosen, although there is a GPU")}
 
 
+def nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints, without a legend; or why it prints nothing."""
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # it prints errors to either stream
+            text=True,
+            errors="replace",
+            timeout=30,  # seconds; it hangs where a driver does
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"nvidia-smi does not run: {error}"
+    text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).partition("\n\n")[0]
+    text = text.expandtabs().rstrip()
+    return text if not result.returncode else f"nvidia-smi: {one_line(text)}"
+
+
 def no_gpu() -> str:
     """Why this process computes on the CPU; empty if torch sees a GPU."""
     if torch.accelerator.is_available():
         return ""
-    listed, problem = nvidia_smi.query_gpus()
-    if listed:
-        return f"nvidia-smi lists {len(listed)}, but torch sees none: {without_gpu()}"
-    return "torch sees no GPU" + (f"; {problem}" if problem != nvidia_smi.MISSING else "")
-
-
-def see_gpus() -> dict[str, Any]:
-    """What nvidia-smi says about all GPUs of this machine."""
-    if torch.version.hip:
-        return {"problem": "nvidia-smi knows no AMD GPUs; see amd-smi"}
-    gpus, problem = nvidia_smi.query_gpus()
-    matrix, _ = nvidia_smi.call("topo", "-m")
-    return {"problem": problem, "gpus": gpus, "links": nvidia_smi.describe_links(matrix)}
-
-
-def add_gpu_state(own: dict[str, Any], seen: dict[str, Any]) -> None:
-    """Adds what nvidia-smi says to the facts of a process."""
-    own["links"], own["problem"] = seen.get("links", ""), seen.get("problem", "")
-    for device in own["devices"]:
-        if "total" not in device:
-            continue
-        gpu = seen.get("gpus", {}).get(device["uuid"], {})
-        if "driver_version" in gpu:
-            own["versions"]["driver"] = gpu["driver_version"]
-        device["state"] = f"{device['free']:.1f} of {device['total']:.1f} GiB free, "
-        device["state"] += nvidia_smi.describe_state(gpu)
-        device["slowed"] = nvidia_smi.slowed_by(gpu)
+    if not shutil.which("nvidia-smi"):
+        return "torch sees no GPU"
+    listed = nvidia_smi("-L")
+    if "UUID" not in listed:
+        return f"torch sees no GPU; {listed}"
+    return f"nvidia-smi lists {listed.count('GPU-')}, but torch sees none: {without_gpu()}"
 
 
 # ---- What it comes to ----------------------------------------------------------------------------
@@ -185,17 +182,18 @@ def describe(everywhere: list[dict]) -> Section:
     facts |= {name: places.by_value(values, named) for name, values in versions.items()}
     alike = word == "device" and len(used) > 1 and len({*names}) == 1
     facts["device"] = (f"{len(used)} x " if alike else "") + places.by_value(names, at, word)
-    if "state" in used[0]:
-        states = [f"{word} {i}: {each['state']}" for i, each in enumerate(used)]
-        facts["now"] = "\n".join(states) if len(states) > 1 else used[0]["state"]
-        if any(own["problem"] for own in everywhere):
-            facts["why unknown"] = of_processes("problem")
-    if any(own["links"] for own in everywhere):
-        facts["links"] = of_processes("links")
+    free = [f"{each['free']:.1f} of {each['total']:.1f} GiB" for each in used if "free" in each]
+    if free:
+        facts["free memory of GPUs"] = places.by_value(free, at, word)
+    firsts = [own for rank, own in enumerate(everywhere) if hosts.index(own["host"]) == rank]
+    for name in ("nvidia-smi", "links"):
+        texts = [own[name] for own in firsts if own.get(name)]
+        if texts:
+            each = [f"{own['host']}:\n{own.get(name, 'nothing')}" for own in firsts]
+            facts[name] = texts[0] if len({*texts}) == 1 else "\n".join(each)
     formats = [describe_formats(each["formats"]) for each in used]
     facts["precisions"] = places.by_value(formats, at, word)
     facts |= {name: of_processes(name) for name in ("cpu", "cores", "memory")}
-    firsts = [own for rank, own in enumerate(everywhere) if hosts.index(own["host"]) == rank]
     free = [f"{own['host']}: {own['free']}" for own in firsts]
     facts["memory free"] = "\n".join(free) if several else first["free"]
     if word == "process":
@@ -273,6 +271,5 @@ def warnings(everywhere: list[dict], firsts: list[dict]) -> list[str]:
             place = f"device {i}" if alone else f"the GPU of {places.name([rank], hosts)}"
             free, total = device.get("free", 1), device.get("total", 0)
             used = f"{place} has {free:.1f} of {total:.1f} GiB free; nvidia-smi names who has them"
-            slowed = f"{place} is slowed down: {', '.join(device['slowed'])}"
-            found += [(free < LEAST_FREE_MEMORY * total, used), (device["slowed"], slowed)]
+            found.append((free < LEAST_FREE_MEMORY * total, used))
     return [f"warning: {text}" for condition, text in found if condition]

@@ -1,9 +1,7 @@
 """Measures a device by itself: the formats it computes in, matrix products, memory, copies."""
 
 import functools
-import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -17,8 +15,6 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest error of a product, as a fraction of its Euclidean norm. The inputs are numbers of the
 # format, except of tf32: so it is that of adding up, and of rounding the result.
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3, "fp8": 2e-2}
-# Flags of processors that compute in the format themselves.
-FLAGS = {"bf16": "avx512_bf16|amx_bf16|bf16", "fp16": "avx512_fp16|amx_fp16|asimdhp"}
 MATRICES, CPU_MATRICES = (1024, 2048, 4096, 8192), (256, 512, 1024)  # rows, and columns
 BUFFER = 256 << 20  # bytes that are copied: far more than caches hold
 BLOCKS, MOST = 5, 500  # groups of measured calls; calls
@@ -80,10 +76,7 @@ def try_format(format: str, device: torch.device) -> str:
     if format == "tf32" and error < TOLERANCE["fp32"]:
         return "no: computed as fp32"
     emulated = False
-    if device.type == "cpu" and format != "fp32" and Path("/proc/cpuinfo").exists():
-        features = Path("/proc/cpuinfo").read_text(errors="replace")
-        emulated = not re.search(rf"\b({FLAGS.get(format, '$^')})\b", features)
-    elif device.type == "cuda" and format == "bf16":
+    if device.type == "cuda" and format == "bf16":
         with torch.cuda.device(device):
             emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
     return "emulated" if emulated else "runs"

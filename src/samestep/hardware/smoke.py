@@ -308,10 +308,9 @@ def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) ->
             text += f", gradient of {names[column % len(names)]} {off}"
         lines.append(text)
     if lines:
-        more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
         others = f"the median loss is {middle:.6g}"
         others = "one of the two is wrong" if len(lines) == PROCESSES == 2 else others
-        raise Wrong(f"{'; '.join(lines[:8])}{more}; {others}")
+        raise Wrong(f"{'; '.join(lines[:8])}; {others}")
 
 
 def check_loop(trial: Trial) -> str:
