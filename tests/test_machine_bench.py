@@ -8,10 +8,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from conftest import make_tiny
-from samestep.hardware import bench, devices, links, report
+from samestep.hardware import bench, devices, report
 
 Figure = report.Figure
 
@@ -27,20 +26,6 @@ def test_the_median_of_several_blocks_and_calls_that_all_agree_on():
     calls.clear()
     devices.seconds_per_call(lambda: calls.append(0), 9.0, lambda number: 20 * devices.BLOCKS)
     assert len(calls) == 3 + (2 + 20) * devices.BLOCKS
-
-
-def test_operations_reduce_and_gather(monkeypatch):
-    """What each operation takes and gives, of 100 bytes on 3 processes: 24 numbers, 8 each."""
-    given = {}
-    for name in ("all_reduce", "all_gather_single", "reduce_scatter_single"):
-        note = lambda *tensors, name=name: given.update({name: [*map(len, tensors)]})  # noqa: E731
-        monkeypatch.setattr(torch.distributed, name, note, raising=False)
-    for kind in links.FACTORS:
-        work, size = links.operation(kind, 100, 3, torch.device("cpu"))
-        work()
-        assert size == 96
-    assert given == {"all_reduce": [24], "all_gather_single": [24, 8],
-                     "reduce_scatter_single": [8, 24]}  # fmt: skip
 
 
 # ---- Slow devices --------------------------------------------------------------------------------
@@ -116,17 +101,6 @@ def test_what_a_process_cannot_measure_is_said():
     measure(fail, ([], "out of memory"))
     said = "out of memory"
     assert section.lines == [f"not measured: x on process 0: {said}", f"not measured: x: {said}"]
-
-
-def test_no_file_stays_after_a_failed_write(tmp_path, monkeypatch):
-    def fail(content, path):
-        path.write_bytes(b"half")
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(bench, "save_file", fail)
-    with pytest.raises(OSError):
-        bench.measure_disk(tmp_path / "new", 4096)
-    assert [*(tmp_path / "new").iterdir()] == []
 
 
 def test_many_devices_share_a_row():

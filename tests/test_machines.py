@@ -360,22 +360,3 @@ def test_a_signal_to_one_machine_stops_the_other(tiny, machines, tmp_path, stopp
     launcher.terminate()
     codes, printed = machines.end(runs)
     assert codes == [75, 75] and time.monotonic() - start < 30, printed
-
-
-@pytest.mark.slow
-def test_machines_with_other_data_in_their_own_caches_are_named(project, machines, tmp_path):
-    """Each prepares its copy of the text, and one of them is older."""
-    copies = [shutil.copytree(project.path, tmp_path / f"copy{i}") for i in range(2)]
-    for i in range(2):
-        text = "The quick brown fox jumps over the lazy dog.\n\n" * 2000
-        (copies[i] / "text.txt").write_text(text + "This end is older.\n" * i)
-    flags = ["--output_dir", tmp_path / "run", "--config", "configs/train/smoke.yaml"]
-    flags += ["--task.data", "text.txt", "--tracker", "none"]
-    codes, printed = machines.end(
-        [machines.start(i, project, *flags, folder=copies[i]) for i in range(2)]
-    )
-    (line,) = own_lines(printed)
-    assert codes == [2, 2], printed
-    digest = "[0-9a-f]{11}...[0-9a-f]{6}"
-    assert re.search(f"run the same: data fingerprint is {digest} on node0 and {digest} on n", line)
-    assert not [*(tmp_path / "run").glob("checkpoints/*")]

@@ -15,7 +15,6 @@ KiB, MiB = 1 << 10, 1 << 20
 CPU_SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB)
 GPU_SIZES = (*CPU_SIZES, 256 * MiB)
 FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (n - 1) / n
-MOST_PAIRS = 500  # 32 processes have 496
 
 
 def size_name(size: int) -> str:
@@ -64,20 +63,15 @@ def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> l
     return figures
 
 
-def measure_pairs(ranks: Ranks, device: torch.device) -> tuple[list[Figure], list[str]]:
-    """Latency and bandwidth between two processes, one pair at a time while the others wait.
+def measure_pairs(ranks: Ranks, device: torch.device) -> list[Figure]:
+    """Latency and bandwidth between neighbours, one pair at a time while the others wait.
 
     A message goes there and one back; half the time of a round is that of a message. Call it after
     a collective operation of all processes: NCCL makes its connections in that.
     """
     small, large = CPU_SIZES[0], 4 * MiB if device.type == "cpu" else 256 * MiB
-    rank, processes = ranks.layout.rank, ranks.layout.processes
-    figures, remarks, pairs = [], [], [*itertools.combinations(range(processes), 2)]
-    if len(pairs) > MOST_PAIRS:
-        many = f"{processes} processes are {len(pairs):,} pairs"
-        remarks = [f"point-to-point: only neighbours, since {many}"]
-        pairs = [(first, first + 1) for first in range(processes - 1)]
-    for pair in pairs:
+    figures, rank = [], ranks.layout.rank
+    for pair in itertools.pairwise(range(ranks.layout.processes)):
         times = [0.0, 0.0]
         if rank in pair:
             times = [ping_pong(rank, pair, size, device) for size in (small, large)]
@@ -87,7 +81,7 @@ def measure_pairs(ranks: Ranks, device: torch.device) -> tuple[list[Figure], lis
             Figure(f"point-to-point latency, {size_name(small)}", latency * 1e6, "us", where),
             Figure(f"point-to-point, {size_name(large)}", speed, "GB/s", where),
         ]
-    return figures, remarks
+    return figures
 
 
 def ping_pong(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:

@@ -1,7 +1,4 @@
-"""A training step without its numbers: what it would hold, in seconds and on any CPU.
-
-torch's FakeTensorMode computes shapes and types alone, so a model of any size fits.
-"""
+"""A training step of any size without its numbers: what it would hold, in seconds on any CPU."""
 
 import contextlib
 import weakref
@@ -23,10 +20,7 @@ FP32 = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, torch.softmax, tor
 
 
 class Assumed(TorchFunctionMode):
-    """Answers what tensors without numbers cannot.
-
-    A task that builds a model may ask whether another way to compute gives the same: it does.
-    """
+    """Answers a task that builds a model what tensors without numbers cannot: all is the same."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.allclose, torch.equal):
@@ -48,10 +42,8 @@ class AutocastOfGpu(TorchFunctionMode):
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of the tensors that were made inside, and still live; `peak`: the most.
-
-    Weights, gradients and autocast's copies of weights do not count: they are states.
-    """
+    """Counts the bytes of tensors that were made inside and live, without weights, gradients and
+    autocast's copies of weights, which are states; `peak`: the most."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
