@@ -23,7 +23,6 @@ FOLDER = ROOT / SOURCE / "configs" / "accelerate"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -31,49 +30,33 @@ FSDP2 = {
     "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
-ZERO3 = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-}
-# YAML: processes, sizes of the axes, and what the launcher tells the processes.
+CP = FSDP2 | {"PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather"}
+ZERO2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+ZERO3 = ZERO2 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+OFFLOAD = "ACCELERATE_DEEPSPEED_OFFLOAD_{}_DEVICE"
+HOST = {OFFLOAD.format(what): "cpu" for what in ("OPTIMIZER", "PARAM")}
+# YAML: processes, precision, sizes of the axes, and what else the launcher tells the processes.
 EXPECTED = {
-    "context_parallel": (
-        2,
-        {"cp": 2},
-        {**FSDP2, "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather"},
-    ),
-    "cpu": (1, {}, {"ACCELERATE_USE_CPU": "True"}),
-    "cpu_multi": (2, {}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}),
-    "deepspeed_zero2": (
-        2,
-        {},
-        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    ),
-    "deepspeed_zero3": (2, {}, ZERO3),
-    "deepspeed_zero3_offload": (
-        2,
-        {},
-        {
-            **ZERO3,
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-        },
-    ),
-    "fp8": (1, {}, {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}),
-    "fsdp2": (2, {}, FSDP2),
-    "fsdp2_offload": (2, {}, {**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}),
-    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, FSDP2),
-    "mps": (1, {}, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}),
-    "multi_gpu": (2, {}, {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "multi_gpu_bf16": (2, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "multi_gpu_fp16": (2, {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
-    "multi_node": (16, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "multi_node_fsdp2": (16, {}, FSDP2),
-    "single_gpu": (1, {}, {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "single_gpu_bf16": (1, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "single_gpu_fp16": (1, {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
-    "tensor_parallel": (2, {"tp": 2}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "context_parallel": (2, "bf16", {"cp": 2}, CP),
+    "cpu": (1, None, {}, {"ACCELERATE_USE_CPU": "True"}),
+    "cpu_multi": (2, None, {}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}),
+    "deepspeed_zero2": (2, "bf16", {}, ZERO2),
+    "deepspeed_zero3": (2, "bf16", {}, ZERO3),
+    "deepspeed_zero3_offload": (2, "bf16", {}, ZERO3 | HOST),
+    "fp8": (1, "fp8", {}, {"ACCELERATE_FP8_BACKEND": "AO"}),
+    "fsdp2": (2, "bf16", {}, FSDP2),
+    "fsdp2_offload": (2, "bf16", {}, FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}),
+    "hsdp": (4, "bf16", {"dp_replicate": 2, "dp_shard": 2}, FSDP2),
+    "mps": (1, "no", {}, {"ACCELERATE_USE_CPU": "False"}),
+    "multi_gpu": (2, "no", {}, {}),
+    "multi_gpu_bf16": (2, "bf16", {}, {}),
+    "multi_gpu_fp16": (2, "fp16", {}, {}),
+    "multi_node": (16, "bf16", {}, {}),
+    "multi_node_fsdp2": (16, "bf16", {}, FSDP2),
+    "single_gpu": (1, "no", {}, {}),
+    "single_gpu_bf16": (1, "bf16", {}, {}),
+    "single_gpu_fp16": (1, "fp16", {}, {}),
+    "tensor_parallel": (2, "bf16", {"tp": 2}, {}),
 }
 
 
@@ -112,7 +95,8 @@ def test_all_yamls_are_listed():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_check_and_launcher_agree_on_the_layout(machine, name):
-    processes, sizes, told = EXPECTED[name]
+    processes, precision, sizes, told = EXPECTED[name]
+    told = told | ({"ACCELERATE_MIXED_PRECISION": precision} if precision else {})
     machine.setenv("LAUNCH_MAIN_PROCESS_IP", "10.0.0.1")
     checked = accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
     assert checked.processes == processes
@@ -165,7 +149,7 @@ def test_real_launch(tmp_path, name):
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    processes, sizes, _ = EXPECTED[name]
+    processes, _, sizes, _ = EXPECTED[name]
     kinds = {"cpu_multi": (), "hsdp": ("FSDP", "PARALLELISM_CONFIG")}.get(
         name, ("PARALLELISM_CONFIG",)
     )

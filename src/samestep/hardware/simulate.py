@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.step.batches import Batch
 
-# What autocast computes in fp32 on a GPU, and in bf16 on a CPU: outputs take twice the memory.
+# What autocast computes in fp32 on a GPU and in bf16 on a CPU: twice the memory.
 FP32 = {F.layer_norm, F.group_norm, F.softmax, F.log_softmax, torch.softmax, torch.Tensor.softmax}
 
 
