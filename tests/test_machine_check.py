@@ -203,8 +203,9 @@ def smoke_of(tiny, folder, fault="", flags=(), processes=2, change=("", "")):
     train, (old, new) = project.path / "train.py", change
     assert not old or train.read_text().count(old) == 1
     train.write_text(train.read_text().replace(old, new) if old else train.read_text())
-    with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
-        file.write("timeout: 5\n")
+    if new == LEFT:  # which the other process waits for
+        with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
+            file.write("timeout: 5\n")
     found = run(project, processes, "smoke", "--report", str(folder / "report"), *flags)
     assert not list((folder / "report").glob(".smoke*"))
     return found
