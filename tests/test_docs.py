@@ -252,7 +252,7 @@ def sentences(page, checker):
     """Checks the code inside of sentences: commands, and flags that stand there by themselves."""
     verbs = ("predict", "plot", "hardware recommend", "hardware bench")
     known = [checker.flags_of("samestep", *verb.split()) for verb in verbs]
-    known += [checker.flags_of("samestep.hardware.memory"), OTHER_FLAGS]
+    known += [OTHER_FLAGS]
     known += [each.option_strings for each in launch_command_parser()._actions]
     for text in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page)):
         if text.startswith(("make ", "accelerate launch ", *(f"{name} " for name in PYTHON))):
