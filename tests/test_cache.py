@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, SOURCE, load_task
-from samestep.base import child
+from samestep.base import workers
 from samestep.data import cache, own_code, sources
 
 ROWS = 200
@@ -538,7 +538,7 @@ def test_the_first_failure_serves_all_that_were_waiting(cfg, tmp_path):
 import sys, time
 sys.path[:0] = {PATHS!r}
 from samestep.data import cache
-from samestep.base import child
+from samestep.base import workers
 from samestep.data import sources
 cfg = sources.DataConfig(data={cfg.data!r}, cache_dir={cfg.cache_dir!r})
 name = lambda: cache.cache_folder(cfg, [], cache.hash_input_files(cfg, (".jsonl",)), [])
@@ -574,7 +574,7 @@ def test_a_signal_ends_the_learning_of_a_vocabulary_and_leaves_no_child(tmp_path
 import os, signal, sys
 sys.path[:0] = {PATHS!r}
 from samestep.data import cache
-from samestep.base import child
+from samestep.base import workers
 from samestep.data import sources
 def stop(*_):
     sys.exit(75)
@@ -584,7 +584,7 @@ def learn():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as deaf as a library
     while True:
         pass
-child.run_in_child(learn)
+workers.run_in_child(learn)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -603,14 +603,12 @@ def test_what_goes_wrong_in_a_child_is_one_line(tmp_path):
     def fail():
         raise RuntimeError("two\nlines")
 
-    child.run_in_child(write)
+    workers.run_in_child(write)
     assert (tmp_path / "done").read_text() == "it is"
     with pytest.raises(ValueError, match="^task.data: two lines; give fewer or other rows$"):
-        child.run_in_child(fail)
-    with pytest.raises(
-        ValueError, match="SIGKILL ended its preparation, perhaps for lack of memory"
-    ):
-        child.run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        workers.run_in_child(fail)
+    with pytest.raises(ValueError, match="ended with SIGKILL, perhaps for lack of memory"):
+        workers.run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with contextlib.suppress(ChildProcessError):
         assert os.waitpid(-1, os.WNOHANG) == (0, 0)
 

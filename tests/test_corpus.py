@@ -408,7 +408,10 @@ def fail(error):
     [
         (lambda path: fail(OSError(errno.ENOSPC, "full")), "cache_dir: cannot write .*: full$"),
         (lambda path: fail(OSError("full")), "cache_dir: cannot write .*: full$"),  # numpy's
-        (lambda path: os.kill(os.getpid(), signal.SIGKILL), "data: SIGKILL ended its preparation"),
+        (
+            lambda path: os.kill(os.getpid(), signal.SIGKILL),
+            "data: a process that prepares ended with SIGKILL",
+        ),
     ],
 )
 def test_the_first_pass_is_kept_where_the_vocabulary_fails(

@@ -20,7 +20,7 @@ from PIL import Image
 
 import hub
 from conftest import ROOT, SOURCE, bake, load_task
-from samestep.base import child
+from samestep.base import workers
 from samestep.data import cache, sources, tables
 from samestep.data import hub as data_hub
 from samestep.step import batches
@@ -395,8 +395,8 @@ TEMPLATES = {
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind):
     task, (template, said) = load_task("causal_lm"), TEMPLATES[kind]
-    limit = child.time_limit
-    monkeypatch.setattr(child, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
+    limit = workers.time_limit
+    monkeypatch.setattr(workers, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
     chat = [{"role": "user", "content": "1 + %d?"}, {"role": "assistant", "content": "2"}]
     row = json.dumps({"messages": chat})
     (tmp_path / "a.jsonl").write_text("".join(f"{row % i}\n" for i in range(3)))

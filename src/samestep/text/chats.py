@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.base import child
+from samestep.base import workers
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.data.sources import IncompleteRow
@@ -324,7 +324,7 @@ def apply_template(
     if it does, or if its text has more than MOST_BYTES.
     """
     try:
-        with child.time_limit(10):
+        with workers.time_limit(10):
             text = tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, **options
             )

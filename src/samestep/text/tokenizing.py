@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from samestep.base.child import run_in_child
 from samestep.base.console import one_line
 from samestep.base.files import fsync
+from samestep.base.workers import run_in_child
 from samestep.data.sources import break_long_words
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
