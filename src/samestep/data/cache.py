@@ -288,7 +288,10 @@ def file_lock(path: Path) -> Iterator[None]:
             holder = one_line(file.read(200), 100) or "another process"
         if not said and time.monotonic() - start > LOCK_SECONDS:
             said = True
-            say_lock_waits(path, holder)
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                # A machine that was switched off keeps its lock on some network disks.
+                advice = f"if that is gone, delete {one_line(path, 200)}"
+                print(f"waiting for {holder}, which prepares the same data; {advice}", flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 1)
 
@@ -311,15 +314,6 @@ def try_lock(file: TextIO) -> bool:
             raise OSError(error.errno, reason, file.name) from None
         raise
     return True
-
-
-def say_lock_waits(path: Path, holder: str) -> None:
-    """Says, on one process of this machine, for whom it waits."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        # Another machine that was switched off keeps its lock on some network disks.
-        elsewhere = not holder.endswith(f" on {socket.gethostname()}")
-        advice = f"; if that is gone, delete {one_line(path, 200)}" if elsewhere else ""
-        print(f"waiting for {holder}, which prepares the same data{advice}", flush=True)
 
 
 def try_write_json(path: Path, value: dict) -> None:
@@ -538,9 +532,9 @@ def folder_stamps(folder: Path) -> dict[str, list[int]]:
 def find_fault(folder: Path, cfg: DataConfig) -> str:
     """The fault of a prepared folder, or of the input files it names; empty: it is intact.
 
-    Each call compares names, sizes and the index's digest. All bytes are compared only on the first
-    call since the machine started, and when a stamp has changed since: reading all at each start
-    takes as long as the disk does, and a damage by disk or crash comes with one of these.
+    Each call compares names, sizes and the index's digest. All bytes are compared only on this
+    machine's first call, and when a stamp has changed since: reading all at each start takes as
+    long as the disk does.
     """
     try:
         index, stamps = read_index(folder), folder_stamps(folder)
@@ -563,30 +557,18 @@ def find_fault(folder: Path, cfg: DataConfig) -> str:
     return changed and f"is out of date, as {one_line(changed, 100)} has changed"
 
 
-def boot_id() -> list[str]:
-    """An id that changes when this machine starts, and its name; empty on systems without one."""
-    try:
-        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]
-    except OSError:
-        return []
-
-
-def verified_file(folder: Path) -> Path:
-    """The file with this machine's note; other machines may share the disk."""
-    return folder.with_suffix(f".{socket.gethostname()}.seen")
-
-
 def is_verified(folder: Path) -> bool:
-    """Whether this machine, since it started, wrote or verified the files as they are now."""
+    """Whether this machine wrote or verified the files as they are now."""
     try:
-        stamps = folder_stamps(folder)
+        return read_json_object(verified_file(folder)) == folder_stamps(folder)
     except OSError:
         return False
-    note = read_json_object(verified_file(folder))
-    return bool(boot_id()) and note == {"boot": boot_id(), "files": stamps}
 
 
 def note_verified(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Notes that the files with these stamps are intact."""
-    if boot_id():
-        try_write_json(verified_file(folder), {"boot": boot_id(), "files": stamps})
+    """Notes that the files with these stamps are intact; other machines may share the disk."""
+    try_write_json(verified_file(folder), stamps)
+
+
+def verified_file(folder: Path) -> Path:
+    return folder.with_suffix(f".{socket.gethostname()}.seen")
