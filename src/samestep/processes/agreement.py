@@ -22,14 +22,8 @@ LIBRARY = Path(__file__).resolve().parents[1]
 # Those of other libraries, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
-HARDWARE = (
-    "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_USE_",
-    "ACCELERATE_FP8_",
-    "ACCELERATE_DEEPSPEED_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-)
+HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
+HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
 SHOWN = 5  # differences in a line
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
@@ -101,7 +95,10 @@ def check_shared(processes: Ranks, output: Path) -> None:
         with processes.fail_together(), as_user_error():
             if IS_MAIN:
                 (output / name).touch()
-        seen = processes.gather((socket.gethostname(), os.getcwd(), appears(output / name)))
+        deadline = time.monotonic() + FOLDER_SECONDS
+        while not (output / name).exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        seen = processes.gather((socket.gethostname(), os.getcwd(), (output / name).exists()))
     finally:
         if IS_MAIN:
             (output / name).unlink(missing_ok=True)
@@ -115,13 +112,3 @@ def check_shared(processes: Ranks, output: Path) -> None:
             f"{main} writes to, {os.path.join(seen[0][1], output)}; put it on a disk that all "
             "machines share, under the same path"
         )
-
-
-def appears(file: Path) -> bool:
-    """Whether a file of another machine is there, or comes soon."""
-    deadline = time.monotonic() + FOLDER_SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
