@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import ROOT, bake, lines, load_task, make_tiny, wait_until
+from conftest import ROOT, bake, lines, load_task, wait_until
 
 # Counts what a GPU would be waited for in a step. The next step's batches are on the CPU, and so
 # is what the processes exchange in `sum_over_ranks`.
@@ -77,19 +77,6 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
         assert numbers["second"] == numbers["first"]
 
 
-def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path):
-    """torch makes its cache of compiled code when the optimizer is built, compiled or not."""
-    project = make_tiny(tmp_path)
-    (project.path / ".cache").touch()
-    project.train(1, "--max_steps", 2, "--output_dir", tmp_path / "run")
-    words = ["import os", "name = 'TORCHINDUCTOR_CACHE_DIR'", "os.environ.pop(name, None)"]
-    words += ["from samestep.processes import device", "device.keep_compiled_code({!r})"]
-    words += ["print(os.environ.get(name))"]
-    for folder, kept in ((".cache/compiled", "None"), (tmp_path / "new", tmp_path / "new")):
-        code = "\n".join(words).format(str(folder))
-        assert project.run("python", "-c", code).stdout == f"{kept}\n"
-
-
 @pytest.mark.parametrize(
     "tf32, own",
     [
@@ -109,50 +96,6 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32, ow
     assert f"allowed: {allowed} True" in quick(*flags, before=shown)
 
 
-def test_tf32_that_nothing_reads_is_warned_of(quick, tmp_path):
-    flags = ["--max_steps", 1, "--output_dir"]
-    warned = "warning: tf32 is true, but only a GPU in fp32 reads it"
-    assert warned in quick(*flags, tmp_path / "on", "--tf32", "true")
-    assert warned not in quick(*flags, tmp_path / "off")
-
-
-OFFLOAD = {
-    "FSDP_OFFLOAD_PARAMS": "true",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",  # nothing is offloaded
-}
-
-
-def test_an_optimizer_on_the_cpu_has_the_cores_of_its_process(quick, tmp_path):
-    """Four processes share 14 cores; launchers have told each to use one."""
-    shown = "import os, torch; from samestep.report import tracking; os.sched_getaffinity = "
-    shown += "lambda _: range(14); os.environ['LOCAL_WORLD_SIZE'] = '4'; tracking.end_tracker = "
-    shown += "lambda _: print('threads:', torch.get_num_threads()); os.environ[{!r}] = {!r}"
-    flags = ["--max_steps", 1, "--output_dir"]
-    for (name, value), threads in zip(OFFLOAD.items(), (3, 3, 1), strict=True):
-        printed = quick(*flags, tmp_path / name, before=shown.format(name, value))
-        assert f"threads: {threads}\n" in printed
-
-
-LEAKING = [
-    ("2.9.1+cu128", "FSDP", False),
-    ("2.10.0a0+nv", "FSDP", True),
-    ("2.11.0", "DEEPSPEED", False),  # it shards no weight by itself
-    ("2.12.0", "FSDP", False),
-]
-
-
-def test_a_torch_that_leaks_is_warned_of_where_weights_are_sharded(quick, tmp_path):
-    program = (
-        "import torch; from samestep.processes import device; from samestep.settings import mesh; "
-    )
-    program += "torch.__version__ = {!r}; device.this_layout = lambda: mesh.Layout(kinds=({!r},))"
-    for version, kind, leaks in LEAKING:
-        flags = ["--max_steps", 1, "--output_dir", tmp_path / version]
-        printed = quick(*flags, before=program.format(version, kind))
-        assert (f"warning: torch {version} loses memory" in printed) == leaks
-
-
 @pytest.mark.parametrize("version", ["2.12.1", "2.13.0"])
 def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypatch, version):
     """On Apple's GPUs below 2.13: it gets no gradients, as optimizers that are not fused."""
@@ -167,28 +110,6 @@ def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypat
     monitor.skip_unless_finite(SimpleNamespace(optimizer=inner, scaler=None), norm)
     assert (weight.grad is None) == (version == "2.12.1")
     assert hasattr(inner, "found_inf") == (version == "2.13.0")
-
-
-def test_a_gathered_model_moves_to_the_gpu_if_it_fits_there(monkeypatch):
-    """A tenth of the memory is left for the report, which otherwise has all cores."""
-    from samestep.checkpoint import weights
-    from samestep.processes import device
-
-    cuda, used, moved = device.torch.cuda, [], []
-    fsdp = load_task("samestep.settings.mesh").Layout(kinds=("FSDP",))
-    monkeypatch.setattr(weights, "this_layout", lambda: fsdp)
-    monkeypatch.setattr(weights.os, "sched_getaffinity", lambda _: range(14))
-    monkeypatch.setattr(device.torch, "set_num_threads", used.append)
-    monkeypatch.setattr(cuda, "empty_cache", lambda: None)
-    model = device.torch.nn.Linear(1000, 249, bias=False)  # 996 kB
-    model.to = moved.append
-    for free in (2_000_000, 1_990_000):
-        monkeypatch.setattr(cuda, "mem_get_info", lambda _, free=free: (free, 10_000_000))
-        place = SimpleNamespace(device=device.torch.device("cuda", 1))
-        optimizer = SimpleNamespace(state={"weight": "moments"})
-        weights.place_for_report(model, SimpleNamespace(accelerator=place, optimizer=optimizer))
-        assert moved == [place.device] and not optimizer.state
-    assert used == [14, 14]
 
 
 def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):

@@ -330,34 +330,6 @@ def test_a_plan_covers_the_step_within_the_limit(batches):
             assert plan.micro_batch_size * max(plan.shares) <= 1.1 * least
 
 
-@pytest.mark.parametrize("shares", [[1.0], [7.0, 1.0], [5.0, 2.0, 1.0], [0.1, 100.0]])
-def test_a_plan_of_listed_shares(batches, shares):
-    for samples, largest in itertools.product(range(len(shares), 40), (1, 2, 4, 50)):
-        plan = batches.plan_step(samples, largest, len(shares), device_shares=shares)
-        assert sum(plan.shares) * plan.micro_batch_size == samples and min(plan.shares) >= 1
-        singly = batches.deal(samples, shares, least=1)
-        time = plan.micro_batch_size * batches.busiest(plan.shares, shares)
-        assert plan.micro_batch_size <= largest and time <= 1.1 * batches.busiest(singly, shares)
-
-
-def test_auto_does_not_cut_the_step_of_one_process(batches):
-    for ranks, size in ((1, 8), (2, 4)):
-        assert batches.plan_step(32, 8, ranks, device_shares="auto").micro_batch_size == size
-
-
-def test_a_micro_batch_copies_no_other_positions(batches):
-    """A list of all rows of an evaluation may have millions."""
-
-    class Positions(list):
-        def __getitem__(self, place):
-            assert place.stop - place.start == 3
-            return super().__getitem__(place)
-
-    plan, positions = batches.StepPlan(8, 3, (3,)), Positions(range(8))
-    found = [plan.positions(positions, number) for number in plan.run()]
-    assert found == [[0, 1, 2], [3, 4, 5], [6, 7]]
-
-
 def test_exact_fixes_the_micro_batches(batches):
     for samples, size, ranks in itertools.product(range(1, 41), range(1, 12), range(1, 7)):
         if samples % size or samples // size < ranks:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ import transformers
 
 from conftest import GPUS, ROOT
 from samestep.models import attention, next_token
-from samestep.text import packing
 from waits import host_waits
 
 LENGTH = 32
@@ -273,14 +271,6 @@ def test_where_texts_begin():
     assert seen == [[*range(10)], [10], [11, 12], [*range(32)], [16]]
 
 
-def test_the_largest_number_of_texts_in_a_row():
-    texts = [([5] * (size + 1), [1] * (size + 1)) for size in (8, 1, 1, 1, 1, 3)]
-    facts = dict.fromkeys(("long", "empty", "used", "most_texts"), 0)
-    block = packing.pack_best_fit(texts, 8, 8, "split", "<u2", facts)
-    assert facts == {"long": 0, "empty": 0, "used": 15, "most_texts": 5}
-    assert block.shape == (2, 3, 8) and (block[:, 1] == 5).sum() == 15
-
-
 def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):
     """What torch's varlen_attn computes, text by text."""
     assert starts is ends and window_size == (-1, 0)
@@ -311,25 +301,6 @@ def test_flash_attention_gets_the_texts():
     assert torch.allclose(found.float(), expected.transpose(1, 2), atol=0.02)
 
 
-def test_flash_attention_of_this_torch_takes_these_arguments():
-    """Shapes and gradients alone: the kernel needs a GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert {*inspect.signature(slow_flash).parameters} - {"starts", "ends", "longest", "_"} <= {
-        *inspect.signature(varlen_attn).parameters
-    }
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        query, key, value = (
-            torch.randn(2, heads, 16, 64, requires_grad=True) for heads in (4, 2, 2)
-        )
-        starts = torch.zeros(9, dtype=torch.int32)
-        found = attention.packed_attention(varlen_attn, query, key, value, starts, 0.125)
-        found.float().sum().backward()
-    assert found.shape == (2, 16, 4, 64) and found.dtype == torch.bfloat16
-    assert key.grad.shape == key.shape and key.grad.dtype == torch.float32
-
-
 def test_a_model_generates_and_is_saved_with_its_own_attention(tmp_path):
     model = make("llama")
     fast = prepared(model, False)
@@ -355,17 +326,6 @@ def test_the_cpu_waits_for_nothing(packed, checkpointing):
     with host_waits() as found:
         next_token.loss_sum(model, batch).backward()
     assert found == []
-
-
-def test_waits_are_counted():
-    model = make("llama")
-    with host_waits() as found:
-        plain_loss(model, rows(True)).backward()
-    assert found == ["aten._local_scalar_dense.default"]
-    values = torch.ones(3)
-    with host_waits() as found:
-        values[values > 0], values.tolist(), values.cpu(), bool(values[0]), values.nonzero()
-    assert len(found) == 5
 
 
 def test_a_model_that_fails_a_check_is_left_as_it_was():

@@ -91,16 +91,6 @@ def test_orders_are_uniform_over_seeds(size):
         )
 
 
-def test_neighbours_show_no_structure():
-    """In one long epoch: each tenth of the differences between neighbours is as frequent."""
-    size = 100_000
-    ids = order.sample_ids(np.arange(size), size, seed=1)
-    steps = np.diff(ids) % size
-    assert chi_square(np.bincount(steps * 100 // size, minlength=100)) < 5
-    pairs = (ids[:-1] * 10 // size) * 10 + ids[1:] * 10 // size
-    assert chi_square(np.bincount(pairs, minlength=100)) < 5
-
-
 # ---- Several sources -----------------------------------------------------------------------------
 
 WEIGHTS = [
@@ -257,22 +247,6 @@ def test_a_pass_over_shards_takes_each_row_once_window_by_window(shards, window)
         starts = range(0, size, max(size // 200, 1))
         assert all(len({*visits[i : i + shortest]}) <= 2 * window for i in starts)
     assert len(orders) == 4
-
-
-def test_rows_of_a_window_are_shuffled_together():
-    """Neighbours lie in other shards of the window as often as chance has it."""
-    shards = np.full(1000, 100)
-    one = order.SampleOrder(100_000, 1, [Source("all", 100_000, 1, shards, 10)])
-    ids = one.ids(range(100_000))
-    same = (ids[1:] // 100 == ids[:-1] // 100).mean()
-    assert 0.09 < same < 0.11
-    assert chi_square(np.bincount(ids % 100 * 10 // 100 * 10 + np.arange(100_000) // 10_000)) < 5
-
-
-def test_one_window_over_all_shards_is_a_plain_shuffle():
-    shards = np.array([3, 4, 5])
-    one = order.SampleOrder(12, 1, [Source("all", 12, 1, shards, 3)])
-    assert one.ids(range(50)).tolist() == order.sample_ids(range(50), 12, 1).tolist()
 
 
 # ---- Any position, as fast as any other ----------------------------------------------------------
