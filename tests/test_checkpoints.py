@@ -323,3 +323,28 @@ def test_ways_to_start(tmp_path):
     assert checkpoints.find_checkpoint(own, str(given))[1]["step"] == 7
     with pytest.raises(ValueError, match="holds checkpoints and resume is never"):
         checkpoints.find_checkpoint(own, "never")
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed, renamed, rename = [], [], checkpoints.Path.rename
+    names = ("fsync", "replace_text")
+    for name in names:
+        real = getattr(checkpoints, name)
+        monkeypatch.setattr(
+            checkpoints,
+            name,
+            lambda path, *more, real=real: (flushed.append(path), real(path, *more)),
+        )
+
+    def noted(path, target):
+        renamed.append((path, target, len(flushed)))
+        return rename(path, target)
+
+    partial, manifest = write(tmp_path / "run" / "checkpoints", 3)
+    digests = checkpoints.hash_files(partial)
+    monkeypatch.setattr(checkpoints.Path, "rename", noted)
+    final = checkpoints.commit(partial, manifest, digests)
+    [[_, _, before]] = [each for each in renamed if each[:2] == (partial, final)]
+    found = {str(path.relative_to(partial)) for path in flushed[:before]}
+    assert found == {*FILES, "inner", "manifest.json"}
+    assert flushed[before:] == [final.parent, final.parent.parent]

@@ -7,6 +7,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conftest import BakedProject, bake, digest, lines, load_task, read_weights, with_library
 from test_invariance import DROPOUT, check_same_curve
@@ -120,6 +121,28 @@ def test_clipping_and_no_clipping(tiny, tmp_path):
         check_same(*outputs)
         assert min(line["grad_norm"] for line in lines(outputs[0], "loss")) > 0.1
     assert digests(tmp_path / "0.05" / "0")[1] != digests(tmp_path / "0" / "0")[1]
+
+
+def test_the_norm_and_the_clipped_gradient_are_those_of_torch():
+    from samestep.step import sums
+
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5,), (), (2, 3, 4)]
+    for limit in (0.05, 100.0, 0):
+        weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=draw)
+        grads = [weight.grad.clone() for weight in weights]
+        accelerator = SimpleNamespace(unscale_gradients=lambda: None)
+        own = SimpleNamespace(exact=True, parameters=weights, accelerator=accelerator)
+        norm = sums.StepGradients.clip(own, limit)
+        others = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        for other, grad in zip(others, grads, strict=True):
+            other.grad = grad
+        expected = torch.nn.utils.clip_grad_norm_(others, limit or torch.inf)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        for weight, other in zip(weights, others, strict=True):
+            torch.testing.assert_close(weight.grad, other.grad, rtol=1e-6, atol=0)
 
 
 ODD = """

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -58,6 +59,33 @@ def test_a_run_leaves_its_config_metrics_checkpoints_model_curves_and_status(one
     assert names == ["step-00000006", "step-00000012"]
     assert "1 x cpu, fp32" in printed.stdout and "parameters" in printed.stdout
     assert "sample: " in printed.stdout and str(output / "curves.png") in printed.stdout
+
+
+SCHEDULE = """
+import json, sys, train
+fields = {"learning_rate": 2.0, "warmup_steps": 4, "final_lr_fraction": 0.1, "decay_fraction": 0.5}
+for given in json.loads(sys.argv[1]):
+    cfg = train.Config(**fields, **given)
+    print(json.dumps([train.lr_at(step, cfg, 20) for step in range(1, 21)]))
+"""
+
+
+def test_the_learning_rate_warms_up_and_decays_as_its_schedule_says(project):
+    """Step 1 has a fourth of the peak, step 4 all of it; the decay would be through at step 21."""
+    cases = [{"lr_schedule": name} for name in ("constant", "linear", "cosine", "wsd")]
+    cases.append({"global_batch_size": 64, "reference_batch_size": 16, "lr_scaling": "sqrt"})
+    printed = project.run("python", "-c", SCHEDULE, json.dumps(cases)).stdout
+    constant, linear, cosine, wsd, scaled = map(json.loads, printed.splitlines())
+    left = [(21 - step) / 16 for step in range(5, 21)]
+    for rates in (constant, linear, cosine, wsd):
+        assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert constant[4:] == [2.0] * 16
+    assert linear[4:] == pytest.approx([2 * (0.1 + 0.9 * each) for each in left])
+    half = [(1 - math.cos(math.pi * each)) / 2 for each in left]
+    assert cosine[4:] == pytest.approx([2 * (0.1 + 0.9 * each) for each in half])
+    late = [min((21 - step) / 10, 1) for step in range(5, 21)]
+    assert wsd[4:] == pytest.approx([2 * (0.1 + 0.9 * each) for each in late])
+    assert scaled == pytest.approx([2 * each for each in cosine])
 
 
 def test_manifests_vouch_for_every_file(one):
