@@ -101,49 +101,17 @@ def write_tar(path, members):
             archive.addfile(info, io.BytesIO(content))
 
 
-def write_mds(folder, parts, encodings, compression=None):
-    """An MDS of these rows, dicts of encoded values, as MosaicML's MDSWriter lays it out."""
-    folder.mkdir(parents=True, exist_ok=True)
-    entries, names = [], sorted(encodings)
-    for number, rows in enumerate(parts):
-        head = {"column_names": names, "column_encodings": [encodings[n] for n in names]}
-        head |= {"column_sizes": [8 if encodings[n] == "int" else None for n in names]}
-        head |= {"compression": compression, "format": "mds", "version": 2}
-        samples = []
-        for row in rows:
-            sizes = [len(row[n]) for n in names if encodings[n] != "int"]
-            samples.append(np.array(sizes, np.uint32).tobytes() + b"".join(row[n] for n in names))
-        config = json.dumps(head).encode()
-        ends = np.cumsum([0, *map(len, samples)]) + 4 + 4 * (len(rows) + 1) + len(config)
-        content = np.uint32(len(rows)).tobytes() + ends.astype(np.uint32).tobytes() + config
-        content += b"".join(samples)
-        name = f"shard.{number:05}.mds"
-        entry = {**head, "samples": len(rows), "zip_data": None, "hashes": [], "size_limit": 2**26}
-        entry["raw_data"] = {"basename": name, "bytes": len(content), "hashes": {}}
-        if compression:
-            content, name = pyarrow.Codec("zstd").compress(content, asbytes=True), name + ".zstd"
-            entry["zip_data"] = {"basename": name, "bytes": len(content), "hashes": {}}
-        (folder / name).write_bytes(content)
-        entries.append(entry)
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": entries}))
-    return folder
-
-
 def write_images(folder, kind, counts=(7, 5, 6), seed=0, side=10):
     """Shards with so many rows each, of one kind."""
     folder.mkdir(parents=True, exist_ok=True)
     parts, first = [], 0
     for number, count in enumerate(counts):
         parts.append([*pictures(count, [seed, number], side)])
-    if kind.startswith("mds"):
-        encoded = [[{"image": i, "label": c.encode()} for i, c in part] for part in parts]
-        forms = {"image": "png", "label": "str"}
-        return write_mds(folder, encoded, forms, "zstd:3" if kind == "mds.zstd" else None)
     for number, part in enumerate(parts):
         path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
         if kind == "parquet":
             rows = [{"image": {"bytes": i, "path": None}, "label": c} for i, c in part]
-            parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
+            write_table(path, rows, row_group_size=3)
         elif kind == "tar.json":
             pairs = ((i, json.dumps({"label": c}).encode()) for i, c in part)
             write_tar(path, members(pairs, ("png", "json"), first))
@@ -178,7 +146,24 @@ def read(dataset):
     return [dataset[i] for i in range(len(dataset))]
 
 
-KINDS = ["tar", "tar.json", "mds", "mds.zstd", "parquet"]
+def datasets(cfg):
+    """The training and the validation rows."""
+    return images.datasets(cfg, images.prepare_data(cfg))
+
+
+def digest_of(cfg):
+    return images.cache.content_digest(images.prepare_data(cfg))
+
+
+def listed(prepared, part="train"):
+    return json.loads((prepared / f"{part}.json").read_text())
+
+
+def write_table(path, rows, **options):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+
+
+KINDS = ["tar", "tar.json", "parquet"]
 
 
 @pytest.mark.parametrize("scheme", ["", "counting://"])
@@ -199,16 +184,13 @@ def test_every_format_gives_the_same_rows(config, tmp_path, kind, scheme):
 
 
 def test_digest_depends_on_content_and_not_on_place_or_time(config, tmp_path):
-    def content(folder, **fields):
-        cfg = config(folder, **fields)
-        return images.cache.content_digest(images.prepare_data(cfg))
-
-    first = content(write_images(tmp_path / "a", "tar"))
+    first = digest_of(config(write_images(tmp_path / "a", "tar")))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     os.utime(tmp_path / "b" / "part-000.tar", (1, 1))
-    assert content(tmp_path / "b") == first == content(f"counting://{tmp_path / 'a'}")
-    assert content(write_images(tmp_path / "c", "tar", (7, 5, 5))) != first
-    assert content(tmp_path / "a", validation_fraction=0.9) != first
+    assert digest_of(config(tmp_path / "b")) == first
+    assert digest_of(config(f"counting://{tmp_path / 'a'}")) == first
+    assert digest_of(config(write_images(tmp_path / "c", "tar", (7, 5, 5)))) != first
+    assert digest_of(config(tmp_path / "a", validation_fraction=0.9)) != first
 
 
 def test_odd_members_of_archives(config, tmp_path):
@@ -229,25 +211,10 @@ def test_odd_members_of_archives(config, tmp_path):
                     info.size = len(part)
                     archive.addfile(info, io.BytesIO(part))
     cfg = config(folder, validation_fraction=0.4)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     square = load_task("samestep.images.images").square
     names = ["cat", "dog", "owl"]
     assert equal(read(train), [(square(i, train.side), names.index(n)) for i, n in rows])
-
-
-def test_mds_types():
-    """Values as MosaicML's encodings write them."""
-    array = np.arange(6, dtype=np.uint16).reshape(2, 3)
-    assert shards.decode_mds("int", np.int64(-3).tobytes()) == -3
-    assert shards.decode_mds("uint8", b"\7") == 7 and shards.decode_mds("str_int", b"12") == 12
-    assert shards.decode_mds("float32", np.float32(0.5).tobytes()) == 0.5
-    assert shards.decode_mds("json", b'{"a": [1]}') == {"a": [1]}
-    head = bytes([16, 2 << 2, 2, 3])  # uint16, two sizes of one byte
-    for form, data in (("", head), (":uint16", head[1:]), (":uint16:2,3", b"")):
-        found = shards.decode_mds(f"ndarray{form}", data + array.tobytes())
-        assert found.dtype == np.uint16 and (found == array).all()
-    with pytest.raises(ValueError, match="the encoding pkl of MDS is not read"):
-        shards.decode_mds("pkl", pickle.dumps(1))
 
 
 # ---- Index ---------------------------------------------------------------------------------------
@@ -257,39 +224,34 @@ def test_index_goes_on_where_it_was_and_names_a_changed_shard(
     config, tmp_path, monkeypatch, capsys
 ):
     data, seen, index = write_images(tmp_path / "rows", "tar", (3,) * 6), [], shards.index_shard
-    cfg = config(data)
+    cfg, stops = config(data), [4]
 
-    def fail_at(number):
-        def counted(shard, *arguments):
-            if len(seen) == number:
-                raise RuntimeError("interrupted")
-            seen.append(shard.name)
-            return index(shard, *arguments)
+    def index_some(shard, *arguments):
+        if [len(seen)] == stops:
+            raise RuntimeError("interrupted")
+        seen.append(shard.name)
+        return index(shard, *arguments)
 
-        monkeypatch.setattr(streaming, "THREADS", 1)
-        monkeypatch.setattr(shards, "index_shard", counted)
-
-    fail_at(4)
+    monkeypatch.setattr(streaming, "THREADS", 1)
+    monkeypatch.setattr(shards, "index_shard", index_some)
     with pytest.raises(RuntimeError):
         images.prepare_data(cfg)
-    fail_at(99)
+    stops.clear()
     first = images.prepare_data(cfg)
     assert sorted(seen) == [f"part-{i:03}.tar" for i in range(6)]  # each once
     assert images.prepare_data(cfg) == first and len(seen) == 6
-    capsys.readouterr()
     write_images(tmp_path / "other", "tar", (4,), seed=5)
     shutil.copy(tmp_path / "other" / "part-000.tar", data / "part-002.tar")
+    capsys.readouterr()
     second = images.prepare_data(cfg)
     assert seen[6:] == ["part-002.tar"] and second != first
     assert f"{data}/part-002.tar has changed: indexing it again" in capsys.readouterr().out
-    assert images.cache.content_digest(second) != images.cache.content_digest(first)
+    content = images.cache.content_digest(second)
+    assert content != images.cache.content_digest(first)
     for record in (tmp_path / "cache" / "shard_index").iterdir():  # damaged
         record.write_bytes(record.read_bytes()[:200])
     shutil.rmtree(second)
-    assert images.cache.content_digest(images.prepare_data(cfg)) == images.cache.content_digest(
-        second
-    )
-    assert len(seen) == 13
+    assert digest_of(cfg) == content and len(seen) == 13
 
 
 def test_a_record_of_the_index_that_is_damaged_anywhere_counts_for_nothing(config, tmp_path):
@@ -301,22 +263,20 @@ def test_a_record_of_the_index_that_is_damaged_anywhere_counts_for_nothing(confi
         assert streaming.load_record(record)[0] in ("", known)
 
 
-def test_given_classes_spare_the_pass_over_the_labels(config, tmp_path, store):
-    data = f"counting://{write_images(tmp_path / 'rows', 'mds', (3,) * 4)}"
+def test_given_classes_spare_the_pass_over_the_labels(config, tmp_path):
+    data = write_images(tmp_path / "rows", "parquet", (3,) * 4)
     names = tmp_path / "names.txt"
     names.write_text("\ufeffowl\ncat\n\ndog\n")
     for given in (str(names), "cat, dog,owl"):
         prepared = images.prepare_data(config(data, classes=given))
         assert json.loads((prepared / "labels.json").read_text()) == ["cat", "dog", "owl"]
-    assert store.copied == []
     names.write_bytes(b"caf\xe9\n")
     with pytest.raises(ValueError, match="task.classes: .*names.txt is not UTF-8"):
         images.prepare_data(config(data, classes=str(names)))
-    images.prepare_data(config(data))
-    assert sorted(store.copied) == [f"shard.{i:05}.mds" for i in range(4)]
-    cfg = config(data, classes="cat,dog")
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
-    with pytest.raises(ValueError, match=r"shard.00\d+.mds, row 2: the label owl is none of task"):
+    train, _ = datasets(config(data, classes="cat,dog"))
+    with pytest.raises(
+        ValueError, match=r"part-00\d.parquet, row 2: the label owl is none of task"
+    ):
         read(train)
 
 
@@ -325,7 +285,7 @@ def test_whole_shards_are_held_out(config, tmp_path):
     held = {}
     for fraction in (0.02, 0.1, 0.35):
         cfg = config(data, validation_fraction=fraction)
-        train, validation = images.datasets(cfg, images.prepare_data(cfg))
+        train, validation = datasets(cfg)
         assert len(validation) == round(100 * fraction)
         held[fraction] = {shard.name for shard in validation.shards}
         assert not held[fraction] & {shard.name for shard in train.shards}
@@ -357,46 +317,35 @@ def write_tar_of(path, texts, labels="ab"):
 
 
 @pytest.mark.parametrize("scheme", ["", "counting://"])
-@pytest.mark.parametrize("kind", ["tar", "mds", "parquet"])
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(tmp_path, kind, scheme, capsys):
     """In its place or beside it: other texts of the same lengths are other data."""
     data, cache = tmp_path / "rows", str(tmp_path / "cache")
     data.mkdir()
+    paths = [data / f"{number}.{kind}" for number in range(2)]
 
-    def write(words):
-        rows = [{"text": f"{words[i % 2]} {i}", "label": "ab"[i % 2]} for i in range(8)]
-        for number in range(2):
-            if kind == "mds":
-                continue
-            path = data / f"{number}.{kind}"
-            if kind == "tar":
-                write_tar_of(path, [row["text"] for row in rows])
-            else:
-                table = pyarrow.Table.from_pylist(rows)
-                options = {"compression": "none", "use_dictionary": False}
-                parquet.write_table(table, path, write_statistics=False, **options)
-        if kind == "mds":
-            encoded = [{name: value.encode() for name, value in row.items()} for row in rows]
-            write_mds(data, [encoded, encoded], {"text": "str", "label": "str"})
-        return sorted(path for path in data.iterdir() if path.suffix == f".{kind}")
+    def write(*words):
+        found = [f"{words[i % 2]} {i}" for i in range(8)]
+        rows = [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(found)]
+        options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        for path in paths:
+            write_tar_of(path, found) if kind == "tar" else write_table(path, rows, **options)
+        return [path.stat() for path in paths]
 
     def prepare():
-        cfg = texts.TaskConfig(data=f"{scheme}{data}", streaming=True, cache_dir=cache)
-        cfg.vocab_size = 300
+        fields = {"streaming": True, "cache_dir": cache, "vocab_size": 300}
+        cfg = texts.TaskConfig(data=f"{scheme}{data}", **fields)
         return texts.cache.content_digest(texts.prepare_data(cfg))
 
-    files = write(("good", "evil"))
-    times = [path.stat() for path in files]
+    times = write("good", "evil")
     first = prepare()
     assert prepare() == first
     capsys.readouterr()
-    files = write(("nice", "grim"))
-    assert [path.stat().st_size for path in files] == [each.st_size for each in times]
-    for path, each in zip(files, times, strict=True):
-        os.utime(path, ns=(each.st_atime_ns, each.st_mtime_ns))
+    for path, new, old in zip(paths, write("nice", "grim"), times, strict=True):
+        assert new.st_size == old.st_size
+        os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert prepare() != first
-    printed = capsys.readouterr().out
-    assert printed.count("has changed: indexing it again") == 2
+    assert capsys.readouterr().out.count("has changed: indexing it again") == 2
 
 
 def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
@@ -414,42 +363,38 @@ def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
         assert len(found) == 1 + len(places)
 
 
-def overlap(capsys, expected):
-    found = [line for line in capsys.readouterr().out.splitlines() if "training rows too" in line]
-    said = f"Preparing data: {expected} validation rows are training rows too: evaluation will "
-    assert [line.startswith(said) for line in found] == [True] * bool(expected)
-
-
 def test_rows_on_both_sides_are_said(tmp_path, capsys, monkeypatch, config):
     """Of equal shards, of a shard that is given, and of images in each format."""
-    for number in range(6):
-        write_tar_of(tmp_path / f"a/{number}.tar", [f"text {number % 3} {i}" for i in range(10)])
+    given = str(tmp_path / "given.tar")
     write_tar_of(tmp_path / "given.tar", ["text 1 3", "other", "text 0 9", "text 1 3"], "ba")
 
-    def prepare(data, **fields):
-        fields |= {"streaming": True, "vocab_size": 300}
-        cache = str(tmp_path / f"cache{len([*tmp_path.iterdir()])}")
-        texts.prepare_data(texts.TaskConfig(data=str(data), cache_dir=cache, **fields))
+    def overlap(module, cfg):
+        capsys.readouterr()
+        module.prepare_data(cfg)
+        found = [line for line in capsys.readouterr().out.splitlines() if " rows too: " in line]
+        return found and found[0].removeprefix("Preparing data: ").partition(" validation rows")[0]
 
-    prepare(tmp_path / "a", validation_data=str(tmp_path / "given.tar"))
-    overlap(capsys, "3 of 4")
-    prepare(f"counting://{tmp_path / 'a'}", validation_data=str(tmp_path / "given.tar"))
-    overlap(capsys, "3 of 4")
-    prepare(tmp_path / "a", validation_fraction=0.1)  # of six shards two by two are equal
-    overlap(capsys, "6 of 6")
+    def overlap_of(data, **fields):
+        cache = str(tmp_path / f"cache{len([*tmp_path.iterdir()])}")
+        fields |= {"streaming": True, "vocab_size": 300, "cache_dir": cache}
+        return overlap(texts, texts.TaskConfig(data=str(data), **fields))
+
+    for number in range(6):
+        write_tar_of(tmp_path / f"a/{number}.tar", [f"text {number % 3} {i}" for i in range(10)])
+    assert overlap_of(tmp_path / "a", validation_data=given) == "3 of 4"
+    assert overlap_of(f"counting://{tmp_path / 'a'}", validation_data=given) == "3 of 4"
+    # Of six shards two by two are equal.
+    assert overlap_of(tmp_path / "a", validation_fraction=0.1) == "6 of 6"
     for number in range(3, 6):
         os.unlink(tmp_path / f"a/{number}.tar")
-    prepare(tmp_path / "a", validation_fraction=0.4)
-    overlap(capsys, "")
-    monkeypatch.setattr(streaming, "COMPARED", 15)
-    prepare(tmp_path / "a", validation_data=str(tmp_path / "given.tar"), classes="a,b")
-    assert "at least " in capsys.readouterr().out
-    monkeypatch.setattr(streaming, "COMPARED", 20_000)
+    assert overlap_of(tmp_path / "a", validation_fraction=0.4) == []
     for kind in KINDS:
         data = write_images(tmp_path / kind, kind, (4, 5, 6))
         held = write_images(tmp_path / f"{kind}-held", kind, (4, 2), 0)
-        images.prepare_data(config(data, validation_data=str(held)))
-        overlap(capsys, "6 of 6")
+        assert overlap(images, config(data, validation_data=str(held))) == "6 of 6"
+    monkeypatch.setattr(streaming, "COMPARED", 15)
+    found = overlap_of(tmp_path / "a", validation_data=given, classes="a,b")
+    assert found.startswith("at least ")
 
 
 # ---- Copies on this machine ----------------------------------------------------------------------
@@ -477,7 +422,7 @@ def test_reads_stay_in_a_window_and_copies_stay_bounded(config, tmp_path, store)
     data = write_images(tmp_path / "rows", "tar", (12,) * 12, side=80)
     size = (data / "part-000.tar").stat().st_size
     cfg = config(f"counting://{data}", shard_cache_gb=5.5 * size / 1e9)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     for file in (tmp_path / "cache" / "shards").glob("*.tar"):
         file.unlink()
     store.copied.clear()
@@ -503,7 +448,7 @@ def test_copies_wait_for_room_and_what_the_dead_have_left_goes(
     data = write_images(tmp_path / "rows", "tar", (12,) * 9, side=80)
     size, folder = (data / "part-000.tar").stat().st_size, tmp_path / "cache" / "shards"
     cfg = config(f"counting://{data}", shuffle_window=1, shard_cache_gb=2.5 * size / 1e9)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "dead.partial").touch()
@@ -529,7 +474,7 @@ def test_memory_does_not_grow_with_a_group_of_rows(tmp_path):
         data = tmp_path / str(rows)
         data.mkdir()
         table = [{"image": {"bytes": rng.bytes(5000)}, "label": "ab"[i % 2]} for i in range(rows)]
-        parquet.write_table(pyarrow.Table.from_pylist(table), data / "a.parquet")
+        write_table(data / "a.parquet", table)
         columns = {"image": "image", "label": "label"}
         (shard,), target = shards.list_shards(str(data), "data"), tmp_path / "unpacked"
         tracemalloc.start()
@@ -542,7 +487,7 @@ def test_memory_does_not_grow_with_a_group_of_rows(tmp_path):
 def test_next_window_is_fetched_ahead(config, tmp_path, store):
     data = write_images(tmp_path / "rows", "tar", (12,) * 12)
     cfg = config(f"counting://{data}")
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     shutil.rmtree(tmp_path / "cache" / "shards")
     store.copied.clear()
     rows, starts = in_order(train)
@@ -567,9 +512,9 @@ def test_processes_share_the_copies(config, tmp_path, kind):
     """Four processes, each in an order of its own, and room for a third of the shards."""
     data = write_images(tmp_path / "rows", kind, (12,) * 13, side=80)
     cfg = config(f"file://{data}", validation_fraction=0.05)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     cfg.shard_cache_gb = float(4.5 * train.bytes.max() / 1e9)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     wanted = {i: int(row[0].sum()) for i, row in enumerate(read(train))}
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
@@ -587,7 +532,7 @@ def test_processes_share_the_copies(config, tmp_path, kind):
 def test_workers_read_the_same_rows(config, tmp_path):
     data = write_images(tmp_path / "rows", "tar", (12,) * 4)
     cfg = config(f"file://{data}")
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     rows = batches.SampleDataset(train, images, 0)
     sampler = batches.StepBatchSampler(batches.StepPlan(8, 4, (2,)), 0, 40)
     found = []
@@ -603,7 +548,7 @@ def test_workers_read_the_same_rows(config, tmp_path):
 def test_store_that_fails_for_a_moment(config, tmp_path, store):
     cfg = config(f"counting://{write_images(tmp_path / 'rows', 'tar')}")
     store.failures += [OSError("reset"), RuntimeError("503 Slow Down")]
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     for i in range(len(train)):
         train.read(i)  # train[i] would also copy in the background
     assert not store.failures
@@ -621,21 +566,15 @@ def test_store_that_fails_for_a_moment(config, tmp_path, store):
     assert not [*(tmp_path / "cache" / "shards").glob("*.room")]
 
 
-def listed(prepared, part="train"):
-    return json.loads((prepared / f"{part}.json").read_text())
-
-
-@pytest.mark.parametrize("kind", ["tar", "mds"])
-def test_patterns_of_several_folders(config, tmp_path, kind):
+def test_patterns_of_several_folders(config, tmp_path):
     """All folders are read, also below a hidden one; names are those below what they share."""
     for number in range(2):
-        write_images(tmp_path / ".store" / f"rows-{number}", kind, seed=number)
+        write_images(tmp_path / ".store" / f"rows-{number}", "tar", seed=number)
     cfg = config(f"{tmp_path}/.store/rows-{{0..1}}", validation_fraction=0.01)
     prepared = images.prepare_data(cfg)
     shards_of = [*listed(prepared)["shard"], *listed(prepared, "validation")["shard"]]
     names = sorted(name for name, *_ in shards_of)
-    ending = "part-{:03}.tar" if kind == "tar" else "shard.{:05}.mds"
-    assert names == [f"rows-{n}/{ending.format(i)}" for n in range(2) for i in range(3)]
+    assert names == [f"rows-{n}/part-{i:03}.tar" for n in range(2) for i in range(3)]
     train, validation = images.datasets(cfg, prepared)
     held = sum(listed(prepared, "validation")["rows"])
     assert len(read(train)) + held == 36 and read(validation)
@@ -646,7 +585,7 @@ def test_a_folder_with_the_name_of_a_shard(config, tmp_path):
     data = write_images(tmp_path / "rows.parquet", "parquet")
     (data / "_SUCCESS").touch()
     cfg = config(data, validation_data=str(data / "part-000.parquet"))
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     assert equal(read(train), expected(cfg))
 
 
@@ -656,8 +595,7 @@ def test_copies_larger_than_their_shards_say_stay_bounded(tmp_path):
     for number in range(9):
         text = f"text {number} " * 500
         rows = [{"a.text": text, "a.label": "ab"[i % 2]} for i in range(100)]
-        table = pyarrow.Table.from_pylist(rows)
-        parquet.write_table(table, tmp_path / "rows" / f"{number}.parquet")
+        write_table(tmp_path / "rows" / f"{number}.parquet", rows)
     fields = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 300, "max_length": 16}
     fields |= {"streaming": True, "shuffle_window": 1, "shard_cache_gb": 2e-3}
     fields |= {"text_column": "a.text", "label_column": "a.label"}
@@ -672,42 +610,39 @@ def test_copies_larger_than_their_shards_say_stay_bounded(tmp_path):
     assert len(copies) == 5
 
 
-@pytest.mark.parametrize("kind", ["parquet", "mds.zstd"])
-def test_damaged_content_is_no_failure_of_the_store(config, tmp_path, kind):
-    """Another attempt would not help: ValueError, which ends the run for good."""
-    data = write_images(tmp_path / "rows", kind)
-    cfg = config(data)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
-    path, content = train.shards[0].path, bytearray(open(train.shards[0].path, "rb").read())
-    content[10:60] = bytes(50)
-    shutil.rmtree(tmp_path / "cache" / "shards", ignore_errors=True)
-    with open(path, "wb") as file:
-        file.write(content)
-    with pytest.raises(ValueError, match=f"cannot read {path}: ") as error:
-        train.cache.bring(train.shards[0])
-    assert "\n" not in str(error.value)
-
-
-def test_a_damaged_copy_and_a_forbidden_shard_are_named(config, tmp_path, monkeypatch):
-    cfg = config(write_images(tmp_path / "rows", "parquet"))
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
-    copy = train.cache.bring(train.shards[0])
+def test_damaged_content_is_no_failure_of_the_store(config, tmp_path):
+    """Another attempt would not help: ValueError, which ends the run for good. So is a copy."""
+    train, _ = datasets(config(write_images(tmp_path / "rows", "parquet")))
+    shard = train.shards[0]
+    copy = train.cache.bring(shard)
     copy.write_bytes(copy.read_bytes()[:100])
     with pytest.raises(ValueError) as error:
         train.read(0)
-    said = f"cannot read the copy of {train.shards[0].path}: Not an Arrow file; delete {copy}"
+    said = f"cannot read the copy of {shard.path}: Not an Arrow file; delete {copy}"
     assert str(error.value) == said
+    copy.unlink()
+    with open(shard.path, "r+b") as file:
+        file.seek(10)
+        file.write(bytes(50))
+    with pytest.raises(ValueError, match=f"cannot read {shard.path}: ") as error:
+        train.cache.bring(shard)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "number, problem", [(errno.EACCES, ValueError), (errno.EIO, ConnectionError)]
+)
+def test_a_shard_that_the_disk_does_not_give(config, tmp_path, monkeypatch, number, problem):
     data = write_images(tmp_path / "tar", "tar")
-    for number, problem in ((errno.EACCES, ValueError), (errno.EIO, ConnectionError)):
 
-        def fail(path, *arguments, number=number, **options):
-            if str(path).endswith(".tar"):
-                raise OSError(number, os.strerror(number))
-            return open(path, *arguments, **options)
+    def fail(path, *arguments, **options):
+        if str(path).endswith(".tar"):
+            raise OSError(number, os.strerror(number))
+        return open(path, *arguments, **options)
 
-        monkeypatch.setattr(streaming, "open", fail, raising=False)
-        with pytest.raises(problem, match=f"tar/part-000.tar: {os.strerror(number)}"):
-            images.prepare_data(config(data))
+    monkeypatch.setattr(streaming, "open", fail, raising=False)
+    with pytest.raises(problem, match=f"tar/part-000.tar: {os.strerror(number)}"):
+        images.prepare_data(config(data))
 
 
 def cut(path, share=0.3):
@@ -730,35 +665,13 @@ def test_an_archive_that_is_cut_anywhere(tmp_path):
     assert {*found} == {4} and len(found) < 40
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "problem"),
-    [
-        ("tar", "part-001.tar", "it is truncated"),
-        ("mds", "shard.00001.mds", "bytes, and index.json says"),
-        ("mds.zstd", "shard.00001.mds.zstd", "bytes, and index.json says"),
-        ("parquet", "part-001.parquet", "Parquet magic bytes not found in footer"),
-    ],
-)
-def test_truncated_shards_are_named(config, tmp_path, kind, name, problem):
-    data = write_images(tmp_path / "rows", kind)
-    cut(data / name)
-    with pytest.raises(ValueError) as error:
-        images.prepare_data(config(data))
-    assert name in str(error.value) and problem in str(error.value)
-    assert str(error.value).startswith("task.data: ") and "\n" not in str(error.value)
-
-
 def test_missing_shards_are_named(config, tmp_path):
-    data = write_images(tmp_path / "mds", "mds")
-    (data / "shard.00002.mds").unlink()
-    with pytest.raises(ValueError, match="mds: the shard shard.00002.mds is missing"):
-        images.prepare_data(config(data))
     data = write_images(tmp_path / "tar", "tar")
     pattern = f"{data}/part-{{000..003}}.tar"
     with pytest.raises(ValueError, match="part-003.tar: there is no such file"):
         images.prepare_data(config(pattern))
     cfg = config(pattern.replace("003", "002"), validation_fraction=0.3)
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     assert len(train.shards) == 2
     for shard in train.shards:
         os.unlink(shard.path)
@@ -779,11 +692,11 @@ def test_damaged_archives_and_rows(config, tmp_path):
     content[members[6].offset_data : members[6].offset_data + 20] = b"x" * 20  # of an image
     (data / "part-001.tar").write_bytes(content)
     cfg = config(data, validation_data=str(data / "part-000.tar"))
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     with pytest.raises(ValueError, match="cannot read .*part-001.tar, row 3: its format is none"):
         train[8 + 3]
     cfg = config(data, validation_data=str(data / "part-000.tar"), corrupt="skip")
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     assert equal([train[8 + 3]], [train[8 + 4]])  # the next row in its place
 
 
@@ -795,16 +708,9 @@ def test_rows_without_a_label(config, tmp_path, capsys):
     with pytest.raises(ValueError, match="0.tar, row 000002: the label is empty; 2 such rows; --t"):
         images.prepare_data(config(tmp_path / "rows"))
     cfg = config(tmp_path / "rows", incomplete_rows="skip")
-    train, _ = images.datasets(cfg, images.prepare_data(cfg))
+    train, _ = datasets(cfg)
     assert "the next row of the shard replaces each" in capsys.readouterr().out
     assert equal([train[2]], [train[3]])
-
-
-def change_index(path, key, value):
-    file = write_images(path, "mds") / "index.json"
-    index = json.loads(file.read_text())
-    index["shards"][0][key] = value
-    file.write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize(
@@ -813,19 +719,15 @@ def change_index(path, key, value):
         (lambda path: write_tar(path / "a.tar.gz", []), {}, "unpack it to .tar"),
         (lambda path: None, {}, "no shards; task.streaming reads .tar and .parquet"),
         (lambda path: (path / "a.csv").write_text("a"), {}, r"no shards \(skipped 1 other file: 1"),
-        (lambda path: (path / "index.json").write_text("{}"), {}, "is not the index of an MDS"),
-        *(
-            (
-                lambda path, key=key, value=value: change_index(path, key, value),
-                {},
-                "rows/index.json is not the index of an MDS",
-            )
-            for key, value in (("samples", "7"), ("column_sizes", None), ("column_names", ["a"]))
+        (
+            lambda path: cut(write_images(path, "tar") / "part-001.tar"),
+            {},
+            "^task.data: .*part-001.tar: .*it is truncated",
         ),
         (
-            lambda path: change_index(path, "column_encodings", ["png", "int13"]),
+            lambda path: cut(write_images(path, "parquet") / "part-001.parquet"),
             {},
-            "shard.00000.mds: the encoding int13 of MDS is not read",
+            "^task.data: .*part-001.parquet: .*Parquet magic bytes not found in footer",
         ),
         (
             lambda path: [write_images(path, kind) for kind in ("tar", "parquet")],
@@ -833,11 +735,6 @@ def change_index(path, key, value):
             "several kinds, parquet and tar: give one",
         ),
         (lambda path: write_tar(path / "a.tar", []), {}, "task.data: no rows in"),
-        (
-            lambda path: write_tar(path / "a.tar", [("1.jsonl", b"{}")]),
-            {},
-            "1.jsonl holds several rows; write a .json member for each",
-        ),
         (
             lambda path: write_tar(path / "a.tar", [("1.cls", b"a"), ("1.cls", b"b")]),
             {},
@@ -878,7 +775,7 @@ def test_data_that_cannot_be_streamed(config, tmp_path, monkeypatch, make, field
     make(tmp_path / "rows")
     cfg = config(tmp_path / "rows", **fields)
     with pytest.raises(ValueError, match=problem) as error:
-        images.datasets(cfg, images.prepare_data(cfg))
+        datasets(cfg)
     assert "\n" not in str(error.value)
 
 
@@ -1082,7 +979,7 @@ fsspec.register_implementation("door", Door)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tar", "parquet", "mds"])
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_credentials_of_a_url_are_neither_stored_nor_shown(tmp_path, kind):
     """The same command goes on, also with others: they are no change of the data."""
     project = bake(tmp_path, task="image_classification", tracker="tensorboard")
@@ -1157,13 +1054,10 @@ def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
     for count in counts:
         some = [" ".join(rng.choice(WORDS, rng.integers(3, 9))) for _ in range(count)]
         parts.append([{"text": text, "label": "dog" if "dog" in text else "no"} for text in some])
-    if kind == "mds":
-        encoded = [[{n: v.encode() for n, v in row.items()} for row in rows] for rows in parts]
-        return write_mds(folder, encoded, {"text": "str", "label": "str"}, "zstd")
     for number, rows in enumerate(parts):
         path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
         if kind == "parquet":
-            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+            write_table(path, rows)
         elif kind == "tar.json":
             write_tar(path, members([[json.dumps(row).encode()] for row in rows], ["json"]))
         else:
@@ -1174,7 +1068,7 @@ def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
 
 def test_texts_of_every_format(tmp_path):
     found = []
-    for kind in ("parquet", "mds", "tar", "tar.json"):
+    for kind in KINDS:
         fields = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 300, "streaming": True}
         data, held = (write_texts(tmp_path / kind / name, kind) for name in ("rows", "held"))
         fields |= {"max_length": 16, "validation_data": str(held)}

@@ -36,7 +36,7 @@ def prepare_index(cfg: Any) -> Path:
         return [path]
 
     known = streaming.read_classes(cfg)
-    return streaming.prepare(cfg, columns_of(cfg), known, [], prepare_index, class_of, build)
+    return streaming.prepare(cfg, columns_of(cfg), known, [], class_of, build)
 
 
 class StreamedSquares(streaming.ShardRows):
@@ -44,7 +44,6 @@ class StreamedSquares(streaming.ShardRows):
 
     def __init__(self, folder: Path, part: str, cfg: Any, side: int, view: dict[str, Any]):
         super().__init__(folder, part, cfg, columns_of(cfg))
-        self.arguments = (folder, part, cfg, side, view)
         self.side, self.view, self.damaged = side, view, cfg.corrupt
         names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
         self.classes = {name: i for i, name in enumerate(names)}

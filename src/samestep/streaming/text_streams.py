@@ -1,6 +1,5 @@
 """Labelled texts that are read from shards, and tokenised, while the model trains: streaming.py."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -54,14 +53,13 @@ def prepare_index(cfg: Any) -> Path:
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
     wanted = text_data.columns_of(cfg)
-    return streaming.prepare(cfg, wanted, known, settings, prepare_index, names_in, build)
+    return streaming.prepare(cfg, wanted, known, settings, names_in, build)
 
 
 def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
     """Rows of shards in order of their names' hashes, as many as a vocabulary is learnt from."""
-    order = [hashlib.sha256(shard.name.encode()).digest() for shard in dataset.shards]
     size = 0
-    for number in np.argsort(order):
+    for number in dataset.by_hash():
         end = int(dataset.ends[number])
         for i in range(end - int(dataset.rows[number]), end):
             row = dataset.read(i)
@@ -76,7 +74,7 @@ class StreamedTexts(streaming.ShardRows):
 
     def __init__(self, folder: Path, part: str, cfg: Any):
         super().__init__(folder, part, cfg, text_data.columns_of(cfg))
-        self.arguments, self.folder = (folder, part, cfg), folder
+        self.folder = folder
         self.names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
         self.known, self.label_columns = {*self.names}, labels.split_names(cfg.label_columns)
 
