@@ -136,7 +136,7 @@ def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
 
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
-    "no weights": ("model.safetensors", None, "model holds no weights (model.safetensors); copy"),
+    "no weights": ("model.safetensors", None, "Error no file named model.safetensors"),
     "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights: lm_"),
     "tokenizer of brackets": ("tokenizer.json", b"[" * 5000, "cannot load"),
     "empty tokenizer": ("tokenizer.json", b"", "cannot load"),
