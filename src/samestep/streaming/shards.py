@@ -5,7 +5,6 @@ row by their roles (image, text, label, ...) at the cost of one read. A .tar is 
 .parquet can only be decoded in row groups, so its columns are first unpacked into an Arrow file.
 """
 
-import contextlib
 import hashlib
 import io
 import json
@@ -224,18 +223,6 @@ def is_packed(shard: Shard) -> bool:
     return shard.kind == "parquet"
 
 
-@contextlib.contextmanager
-def name_damage() -> Iterator[None]:
-    """Turns what pyarrow raises for damaged content, OSError without a number, into ValueError:
-    reading it again does not help. Those of stores and of the disk have one, or a class."""
-    try:
-        yield
-    except OSError as error:
-        if type(error) is OSError and error.errno is None:
-            raise ValueError(f"it is damaged: {one_line(error)}") from None
-        raise
-
-
 def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Columns) -> None:
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -244,7 +231,6 @@ def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Colu
     # Buffers of 4 MB, and batches of about 8: memory must not grow with the groups of rows. fsspec
     # would read ahead for each column in turn.
     with (
-        name_damage(),
         store.open(path, "rb", cache_type="none") as file,
         ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
     ):
@@ -264,7 +250,7 @@ def read_footer(
     """
     from pyarrow.parquet import ParquetFile
 
-    with name_damage(), store.open(path, "rb") as file, ParquetFile(file) as table:
+    with store.open(path, "rb") as file, ParquetFile(file) as table:
         check_columns(table.schema_arrow.names, columns)
         facts, names = table.metadata, tuple(f"{name}." for name in column_names(columns))
         groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
