@@ -255,23 +255,6 @@ def test_index_goes_on_where_it_was_and_names_a_changed_shard(
     assert digest_of(cfg) == content and len(seen) == 13
 
 
-def test_given_classes_spare_the_pass_over_the_labels(config, tmp_path):
-    data = write_images(tmp_path / "rows", "parquet", (3,) * 4)
-    names = tmp_path / "names.txt"
-    names.write_text("\ufeffowl\ncat\n\ndog\n")
-    for given in (str(names), "cat, dog,owl"):
-        prepared = images.prepare_data(config(data, classes=given))
-        assert json.loads((prepared / "labels.json").read_text()) == ["cat", "dog", "owl"]
-    names.write_bytes(b"caf\xe9\n")
-    with pytest.raises(ValueError, match="task.classes: .*names.txt is not UTF-8"):
-        images.prepare_data(config(data, classes=str(names)))
-    train, _ = datasets(config(data, classes="cat,dog"))
-    with pytest.raises(
-        ValueError, match=r"part-00\d.parquet, row 2: the label owl is none of task"
-    ):
-        read(train)
-
-
 def test_whole_shards_are_held_out(config, tmp_path):
     data = write_images(tmp_path / "rows", "tar", (10,) * 10)
     held = {}
@@ -385,7 +368,7 @@ def test_rows_on_both_sides_are_said(tmp_path, capsys, monkeypatch, config):
         held = write_images(tmp_path / f"{kind}-held", kind, (4, 2), 0)
         assert overlap(images, config(data, validation_data=str(held))) == "6 of 6"
     monkeypatch.setattr(streaming, "COMPARED", 15)
-    found = overlap_of(tmp_path / "a", validation_data=given, classes="a,b")
+    found = overlap_of(tmp_path / "a", validation_data=given)
     assert found.startswith("at least ")
 
 
@@ -708,7 +691,6 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
             {"label_column": "kind"},
             "no column kind among image, label; name the right one with --task.label_column",
         ),
-        (shards_of("tar"), {"classes": "cat"}, "two or more names"),
         (
             shards_of("parquet", counts=(400,) * 5),
             {"shard_cache_gb": 0.001},
@@ -1029,14 +1011,6 @@ def test_texts_of_every_format(tmp_path):
     [
         ({"problem_type": "regression"}, "task.problem_type is 'regression' but must be another"),
         ({"class_weights": "balanced"}, "task.class_weights is 'balanced' but must be none, while"),
-        (
-            {
-                "problem_type": "multi_label_classification",
-                "label_columns": "a,b",
-                "classes": "a,b",
-            },
-            "task.classes is 'a,b' but must be empty",
-        ),
     ],
 )
 def test_texts_that_need_all_rows_first(tmp_path, fields, problem):

@@ -67,14 +67,11 @@ class StreamFields:
     shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)  # type: ignore[valid-type]
     """streaming: room for shards of a store, and unpacked ones, in cache_dir; at least two windows.
     .tar files of a local disk are read where they are."""
-    classes: str = ""
-    """streaming: all classes, with commas between them, or a file with one on each line; empty: a
-    pass over the labels finds them."""
 
 
 def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields that do not go with streaming, or without it."""
-    names = "shuffle_window shard_cache_gb classes"
+    names = "shuffle_window shard_cache_gb"
     check_ignored_fields(cfg, [(names, cfg.streaming, "unless task.streaming is true")])
     if not cfg.streaming:
         return
@@ -85,23 +82,6 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
             f"task.streaming: {one_line(cfg.data, 60)} is not a folder or URL of shards; of a data "
             f"set on the Hub give the URL of its files, {one_line(example, 100)}"
         )
-
-
-def read_classes(cfg: Any) -> list[str]:
-    """The names in the field `classes`; empty: it is not set."""
-    path = local_path(cfg.classes, "classes")
-    if cfg.classes and path.is_file():
-        try:
-            names = path.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            shown = one_line(cfg.classes, 100)
-            raise ValueError(f"task.classes: {shown} is not UTF-8; save it as UTF-8") from None
-    else:
-        names = cfg.classes.split(",")
-    names = [name.strip() for name in names if name.strip()]
-    distinct = len({*names}) == len(names) != 1
-    check_fields(cfg, [("classes", distinct, "two or more names, each once")])
-    return names
 
 
 # ---- Index ---------------------------------------------------------------------------------------
@@ -125,10 +105,11 @@ def prepare(
 ) -> Path:
     """The folder with the index of all shards, made once, as `cache.prepare_once` does.
 
-    `known`: the names of the labels; if it is empty, a pass over the shards finds them, with
-    `label_names`, which gives the names in a row's values. `build` gets the folder and the names.
-    It adds files of the task, and returns those that the digest covers. `settings` are those of
-    `cache.cache_folder`, and the code of `build` counts. Raises ValueError and ConnectionError.
+    `known`: the names of the labels, where the fields give them; else a pass over the shards finds
+    them, with `label_names`, which gives the names in a row's values. `build` gets the folder and
+    the names. It adds files of the task, and returns those that the digest covers. `settings` are
+    those of `cache.cache_folder`, and the code of `build` counts. Raises ValueError and
+    ConnectionError.
     """
     cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]

@@ -25,7 +25,6 @@ def check_text_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     rules = [
         ("problem_type", cfg.problem_type != NUMBER, f"another, {wanted}"),
         ("class_weights", cfg.class_weights == "none", f"none, {wanted}"),
-        ("classes", not (cfg.classes and cfg.label_columns), "empty beside task.label_columns"),
     ]
     check_fields(cfg, rules if cfg.streaming else [])
 
@@ -33,7 +32,6 @@ def check_text_streaming(cfg: Any, shipped: Iterable[str]) -> None:
 def prepare_index(cfg: Any) -> Path:
     """The folder of the index, with names.json, scale.json, and the vocabulary of a new model."""
     columns = labels.split_names(cfg.label_columns)
-    known = columns or streaming.read_classes(cfg)
 
     def names_in(row: dict) -> list[str]:
         row = dict(row)
@@ -53,7 +51,7 @@ def prepare_index(cfg: Any) -> Path:
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
     wanted = text_data.columns_of(cfg)
-    return streaming.prepare(cfg, wanted, known, settings, names_in, build)
+    return streaming.prepare(cfg, wanted, columns, settings, names_in, build)
 
 
 def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
@@ -81,7 +79,7 @@ class StreamedTexts(streaming.ShardRows):
     def complete(self, values: dict) -> dict:
         text_data.check_row(values, self.label_columns, self.cfg.problem_type)
         if unknown := {*labels.labels_in(values)} - self.known:
-            raise ValueError(f"the label {one_line(min(unknown), 60)} is none of task.classes")
+            raise ValueError(f"the label {one_line(min(unknown), 60)} is none to train on")
         return values
 
     def __getitems__(self, ids: list[int]) -> list[dict]:
