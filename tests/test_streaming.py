@@ -821,58 +821,9 @@ def test_unreadable_rows_end_a_run_with_one_line(project, tmp_path, workers):
     assert len(lines(output, "loss")) >= 12
 
 
-@pytest.mark.slow
-def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
-    """Exit code 1, for launchers that try again; the same command goes on."""
-    project = bake(tmp_path, task="image_classification", tracker="none")
-    data = write_images(tmp_path / "rows", "tar", (11, 9) * 4)
-    store = """
-import os
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-from samestep.streaming import shards
-
-class Failing(LocalFileSystem):
-    protocol = "failing"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(str(path).removeprefix("failing://"))
-
-    def get_file(self, path, target, **options):
-        if os.path.exists("down") and "part-000" not in path:
-            raise OSError("503 Slow Down")
-        return super().get_file(path, target, **options)
-
-fsspec.register_implementation("failing", Failing)
-shards.WAITS = (0.01, 0.01)
-"""
-    with open(project.path / "task.py", "a", encoding="utf-8") as file:
-        file.write(store)
-    flags = [
-        *SHORT,
-        *STREAMED,
-        "--task.data",
-        f"failing://{data}",
-        "--max_steps",
-        12,
-        "--save_every",
-        2,
-    ]
-    whole = project.path / "runs" / "whole"
-    project.train(1, *flags, "--output_dir", whole)
-    shutil.rmtree(project.path / ".cache" / "data" / "shards")
-    (project.path / "down").touch()
-    output = project.path / "runs" / "again"
-    printed = project.train(2, *flags, "--output_dir", output, codes=[1])
-    text = "the store failed 3 times, the last time with 503 Slow Down; the same command continues"
-    assert text in printed and "Traceback" not in printed
-    (project.path / "down").unlink()
-    project.train(1, *flags, "--output_dir", output)
-    assert losses(output) == losses(whole)
-
-
+# A store that only opens to a secret, and that fails where there is a file `down`.
 DOOR = """
+import os
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from samestep.streaming import shards
@@ -900,17 +851,39 @@ class Door(LocalFileSystem):
     def exists(self, path, **_):
         return fsspec.filesystem("file").exists(self.local(path))
 
-    def cat_file(self, path, **_):
-        return fsspec.filesystem("file").cat_file(self.local(path))
-
     def get_file(self, path, target, **_):
+        if os.path.exists("down") and "part-000" not in path:
+            raise OSError("503 Slow Down")
         return fsspec.filesystem("file").get_file(self.local(path), target)
 
     def open(self, path, *_, **__):
         return open(self.local(path), "rb")
 
 fsspec.register_implementation("door", Door)
+shards.WAITS = (0.01, 0.01)
 """
+QUERY = "?version=7&sig=SECRET/+%"
+
+
+@pytest.mark.slow
+def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
+    """Exit code 1, for launchers that try again; the same command goes on."""
+    project = bake(tmp_path, task="image_classification", tracker="none")
+    data = write_images(tmp_path / "rows", "tar", (11, 9) * 4)
+    with open(project.path / "task.py", "a", encoding="utf-8") as file:
+        file.write(DOOR)
+    flags = [*SHORT, *STREAMED, "--max_steps", 12, "--save_every", 2]
+    flags += ["--task.data", f"door://me:SECRET@{data}{QUERY}"]
+    whole, output = (project.path / "runs" / name for name in ("whole", "again"))
+    project.train(1, *flags, "--output_dir", whole)
+    shutil.rmtree(project.path / ".cache" / "data" / "shards")
+    (project.path / "down").touch()
+    printed = project.train(2, *flags, "--output_dir", output, codes=[1])
+    text = "the store failed 3 times, the last time with 503 Slow Down; the same command continues"
+    assert text in printed and "Traceback" not in printed
+    (project.path / "down").unlink()
+    project.train(1, *flags, "--output_dir", output)
+    assert losses(output) == losses(whole)
 
 
 @pytest.mark.slow
@@ -922,14 +895,13 @@ def test_credentials_of_a_url_are_neither_stored_nor_shown(tmp_path, kind):
     name = "/part-{000..007}.tar" if kind == "tar" else ""
     with open(project.path / "task.py", "a", encoding="utf-8") as file:
         file.write(DOOR)
-    clean, query = f"door://{data}{name}?version=7", "?version=7&sig=SECRET/+%"
     flags = [*SHORT, *STREAMED, "--max_steps", 2, "--output_dir", project.path / "runs" / "a"]
-    first = ["--task.data", f"door://me:SECRET1@{data}{name}{query}"]
-    other = ["--task.data", f"door://me:SECRET2@{data}{name}{query}"]
+    first = ["--task.data", f"door://me:SECRET1@{data}{name}{QUERY}"]
+    other = ["--task.data", f"door://me:SECRET2@{data}{name}{QUERY}"]
     text = project.train(1, *flags, *first)
     assert "8 shards of door:///" in text
     settings = yaml.safe_load((project.path / "runs" / "a" / "config.yaml").read_text())
-    assert settings["task"]["data"] == clean
+    assert settings["task"]["data"] == f"door://{data}{name}?version=7"
     prepared = sorted((project.path / ".cache" / "data").rglob("*"))
     text += project.train(1, *flags, *other)
     assert "is finished: 2 steps" in text
@@ -978,7 +950,8 @@ def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
     rng, parts = np.random.default_rng(seed), []
     for count in counts:
         some = [" ".join(rng.choice(WORDS, rng.integers(3, 9))) for _ in range(count)]
-        parts.append([{"text": text, "label": "dog" if "dog" in text else "no"} for text in some])
+        named = ((text, text.split()[0], "dog" if "dog" in text else "no") for text in some)
+        parts.append([dict(zip(("text", "start", "label"), row, strict=True)) for row in named])
     for number, rows in enumerate(parts):
         path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
         if kind == "parquet":
@@ -987,7 +960,7 @@ def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
             write_tar(path, members([[json.dumps(row).encode()] for row in rows], ["json"]))
         else:
             pairs = [[v.encode() for v in row.values()] for row in rows]
-            write_tar(path, members(pairs, ("txt", "cls")))
+            write_tar(path, members(pairs, ("txt", "start", "cls")))
     return folder
 
 
@@ -996,7 +969,7 @@ def test_texts_of_every_format(tmp_path):
     for kind in KINDS:
         fields = {"cache_dir": str(tmp_path / "cache"), "vocab_size": 300, "streaming": True}
         data, held = (write_texts(tmp_path / kind / name, kind) for name in ("rows", "held"))
-        fields |= {"max_length": 16, "validation_data": str(held)}
+        fields |= {"max_length": 16, "validation_data": str(held), "text_pair_column": "start"}
         cfg = texts.TaskConfig(data=str(data), **fields)
         prepared = texts.prepare_data(cfg)
         train, validation = texts.datasets(cfg, prepared)

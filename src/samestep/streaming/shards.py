@@ -7,6 +7,7 @@ row by their roles (image, text, label, ...) at the cost of one read. A .tar is 
 
 import hashlib
 import io
+import itertools
 import json
 import mmap
 import os
@@ -283,7 +284,8 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict[
     Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
     ValueError for a damaged or truncated archive, and for a row with two members of one name.
     """
-    wanted = {*column_names(columns), "json", *(end for role in columns for end in MEMBERS[role])}
+    endings = (MEMBERS.get(role, ()) for role in columns)
+    wanted = {*column_names(columns), "json", *itertools.chain(*endings)}
     key, begin, names, members = None, 0, set(), {}
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         while member := archive.next():
