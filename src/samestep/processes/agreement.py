@@ -95,10 +95,7 @@ def check_shared(processes: Ranks, output: Path) -> None:
         with processes.fail_together(), as_user_error():
             if IS_MAIN:
                 (output / name).touch()
-        deadline = time.monotonic() + FOLDER_SECONDS
-        while not (output / name).exists() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        seen = processes.gather((socket.gethostname(), os.getcwd(), (output / name).exists()))
+        seen = processes.gather((socket.gethostname(), os.getcwd(), appears(output / name)))
     finally:
         if IS_MAIN:
             (output / name).unlink(missing_ok=True)
@@ -112,3 +109,11 @@ def check_shared(processes: Ranks, output: Path) -> None:
             f"{main} writes to, {os.path.join(seen[0][1], output)}; put it on a disk that all "
             "machines share, under the same path"
         )
+
+
+def appears(file: Path) -> bool:
+    """Whether a file of another machine is there, or comes soon."""
+    deadline = time.monotonic() + FOLDER_SECONDS
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return file.exists()
