@@ -125,7 +125,7 @@ def try_cpus(timeout: int, store: dist.Store | None = None) -> tuple[dist.Store,
     try:
         store = store or next(rendezvous("env://", timeout=patience))[0]
         store.set_timeout(patience)
-        addresses, problems = zip(*meet(store, [address, problem]), strict=True)
+        addresses, problems = map(list, zip(*meet(store, [address, problem]), strict=True))
     except (NetworkError, dist.DistError) as error:
         main = MAIN.format(**os.environ)
         raise NetworkError(
