@@ -133,20 +133,17 @@ def row_check(kind: str) -> Callable[[dict], list[str]]:
     return check
 
 
-def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) -> None:
-    """Prints the number of rows, which columns are read, and which roles go by other names."""
+def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) -> str:
+    """Lines with the number of rows, the columns that are read, and roles under other names."""
     tools = counts.pop("tools", 0)
     if cfg.tools_column not in ("", "tools") and row_format.kind == "chat" and not tools:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
-    print(
-        f"Preparing data: {rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
-        + f", {tools:,} with tools" * bool(tools)
-        + describe_columns(row_format),
-        *(f"Preparing data: in {counts[each]:,} chats {each}" for each in sorted(counts)),
-        sep="\n",
-        flush=True,
-    )
+    size = f"{rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
+    size += f", {tools:,} with tools" * bool(tools)
+    lines = [size + describe_columns(row_format)]
+    lines += [f"in {counts[each]:,} chats {each}" for each in sorted(counts)]
+    return "\n".join(f"Preparing data: {line}" for line in lines)
 
 
 def key_of(row: dict) -> str:
