@@ -10,11 +10,11 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
-from samestep.data import sources
 from samestep.data.cache import once_per_folder
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.models import pretrained
 from samestep.text import row_files, tokenizing, units
+from samestep.text.row_formats import check_text
 
 PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
 # The columns of tokens; some tokenizers tell sources and targets apart by the name of the argument.
@@ -40,7 +40,7 @@ def build(
         shipped,
         key=lambda row: "\0".join(row.values()),
         group_key=lambda row: row["source"],
-        check=check_pair,
+        check=check_text,
         texts=None if cfg.model_name_or_path else dict.values,
     )
     train, given = (row_files.scan(readers, folder, part) for part in row_files.PARTS)
@@ -84,15 +84,6 @@ def build(
             described.append(f"{role}s of {size}")
         print(f"Prepared {part}: {'; '.join(described)}", flush=True)
     return row_files.finish(folder, done, {})
-
-
-def check_pair(row: dict) -> None:
-    """Raises ValueError for a row whose source or target is missing, empty, or not text."""
-    for role, value in row.items():
-        if value is None or value != value or not str(value).strip():  # tables have NaN for null
-            raise sources.IncompleteRow(f"the {role} is empty")
-        if not isinstance(value, str):
-            raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
 
 
 def check_model(cfg: Any) -> None:

@@ -153,9 +153,10 @@ def key_of(row: dict) -> str:
 
 
 def check_text(row: dict) -> None:
-    """Raises ValueError for a row without text, or without a completion."""
+    """Raises ValueError for a row in which a text is missing, empty (but for a prompt), or none."""
     for role, value in row.items():
-        if value is None or (role != "prompt" and not str(value).strip()):
+        blank = role != "prompt" and not str(value).strip()
+        if value is None or value != value or blank:  # tables have NaN for null
             raise sources.IncompleteRow(f"the {role} is empty")
         if not isinstance(value, str):
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")
