@@ -250,12 +250,19 @@ def check_nothing_left_out(
     """
     messages, tools = row["messages"], row.get("tools", [])
 
-    def check(what: str, kind: tuple, words: list[str], text: str, *changed: Any) -> None:
+    def check(
+        what: str,
+        kind: tuple,
+        words: list[str],
+        text: str,
+        other: list[dict],
+        its_tools: list[dict],
+    ) -> None:
         if kind in shown and all(word in text for word in words):
             return
         shown.add(kind)
         try:
-            if apply_template(*changed, place, tokenizer) != text:
+            if apply_template(other, its_tools, place, tokenizer) != text:
                 return
         except ValueError:  # the template reads this part, and refuses another value
             return
