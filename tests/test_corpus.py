@@ -526,18 +526,6 @@ def test_more_units_than_files_that_may_be_open(tmp_path):
     assert len(os.listdir("/dev/fd")) < 1200
 
 
-def test_validation_rows_bound_what_is_held_out(task, config, tmp_path):
-    data, found = write(tmp_path / "a.jsonl"), {}
-    for most in (1, 5, 1000):
-        cfg = config(data, validation_rows=most)
-        train, validation = task.datasets(cfg, task.prepare_data(cfg))
-        found[most] = len(validation)
-        assert validation[len(validation) - 1]["labels"].shape == (32,)
-    assert found[1] == 1 and 2 <= found[5] <= 5 < 8 < found[1000]
-    train, validation = documents(task, config(data, validation_rows=5))
-    assert 1 <= len(validation) < 20 and len(train) > 275  # the others are trained on
-
-
 def test_a_long_text_among_others_is_on_one_side(task, config, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
