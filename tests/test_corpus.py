@@ -210,7 +210,7 @@ def test_pieces_have_the_rows_and_places_of_the_whole_file(config, tmp_path, kin
     reader = units.Reader(
         "a", config(path), tables.TABLES, columns, lambda row: None, lambda row: row["text"]
     )
-    notes = units.scan(reader, "data", tmp_path / "scan").notes
+    notes = units.scan(reader, "data", tmp_path / "scan")
     found = [
         (row["text"], str(place))
         for unit in notes.units
@@ -219,7 +219,7 @@ def test_pieces_have_the_rows_and_places_of_the_whole_file(config, tmp_path, kin
     ]
     whole = [(row["text"], str(place)) for row, place in tables.read_rows(path, columns)]
     assert len(notes.units) > 4 and found == whole and [text for text, _ in found] == TEXTS
-    hashes = np.concatenate([rows["hash"] for rows in notes.hashes()]).tolist()
+    hashes = np.concatenate([rows["hash"] for rows in notes.notes()]).tolist()
     assert notes.rows == 300 and hashes == [units.hash_of(text) for text in TEXTS]
 
 
@@ -485,11 +485,11 @@ def test_equal_texts_are_on_one_side(task, config, tmp_path, capsys):
 def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypatch):
     draw, files = np.random.default_rng(0), []
     for number in range(10):
-        files.append(tmp_path / f"{number}.rows")
+        files.append((tmp_path / f"{number}.rows", []))
         rows = np.zeros(20_000, units.NOTED)
         rows["hash"], rows["size"] = draw.integers(0, 2**64, 20_000, np.uint64), 1000
-        rows.tofile(files[-1])
-    notes, found, peaks = units.Notes([], rows=200_000, files=files), [], []
+        rows.tofile(files[-1][0])
+    notes, found, peaks = units.Input("a", None, "data", [], 200_000, noted=files), [], []
     for number in (200_000, 2000):
         monkeypatch.setattr(units, "LOOKED_AT", number)
         tracemalloc.start()

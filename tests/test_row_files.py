@@ -122,7 +122,10 @@ def test_rows_held_out_of_each_source_are_those_of_a_split_in_memory(kind, small
         folder = task.prepare_data(cfg)
         train, validation = task.datasets(cfg, folder)
         for part in (train, validation):
-            assert [(each.name, each.weight) for each in part.sources] == [("0.jsonl", 3), ("1.jsonl", 2)]
+            assert [(each.name, each.weight) for each in part.sources] == [
+                ("0.jsonl", 3),
+                ("1.jsonl", 2),
+            ]
             assert part.sizes().tolist() == [row["length"] for row in part]
             assert part.sizes().dtype == np.int32
         texts, held = (decoded(kind, cfg, folder, part) for part in (train, validation))

@@ -92,7 +92,7 @@ def build(
     train, given = ([each for each in inputs if each.given == value] for value in (False, True))
     held = choose_held(cfg, train, given)
     if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-        size = sum(each.notes.size for each in train) / 1e6
+        size = sum(each.size for each in train) / 1e6
         part = f"{units.SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > units.SAMPLE)
         print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
         texts = units.read_sample(train, held)
@@ -102,8 +102,8 @@ def build(
     maker = RowMaker(
         tokenizer, cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype
     )
-    if not given:
-        inputs = [cut_single_text(cfg, each) for each in inputs]
+    for each in train if not given else ():
+        cut_single_text(cfg, each)
     done = units.write(folder, inputs, held, maker.write_unit)
     return finish(inputs, done, folder, maker, cfg.validation_rows)
 
@@ -133,8 +133,8 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
         for field in reader.fields:
             found.append(units.scan(reader, field, folder / f"scan-{len(inputs) + len(found)}"))
         inputs += found
-        rows = sum(each.notes.rows for each in found)
-        counts = sum((each.notes.counts for each in found), Counter())
+        rows = sum(each.rows for each in found)
+        counts = sum((each.counts for each in found), Counter())
         lines.append(row_formats.describe_input(own, row_format, rows, counts))
     print(*lines, sep="\n", flush=True)
     return inputs
@@ -142,22 +142,22 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
 
 def choose_held(cfg: Any, train: list[Input], given: list[Input]) -> set[int]:
     """The hashes of the rows that are held out, whichever source they are in."""
-    repeated = sum(units.count_repeated(each.notes) for each in train)
+    repeated = sum(units.count_repeated(each) for each in train)
     if repeated:
-        total = sum(each.notes.rows for each in train)
+        total = sum(each.rows for each in train)
         print(f"Preparing data: {repeated:,} of {total:,} rows are equal to others", flush=True)
     if given:
         units.say_overlap(train, given)
         return set()
     held: set[int] = set()
     for each in train:
-        data, rows = one_line(each.reader.cfg.data, 100), each.notes.rows
+        data, rows = one_line(each.reader.cfg.data, 100), each.rows
         if rows == 1 and each.reader.long_texts:
             continue
         if rows == 1:
             raise ValueError(f"task.data: {data} has one row; add rows, to hold one out")
         most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows / len(train)
-        own = units.hold_out(each.notes, cfg.validation_fraction, most, size_of_row=True)
+        own = units.hold_out(each, cfg.validation_fraction, most, size_of_row=True)
         if not own:
             message = f"all rows of {data} are equal; add others, to hold some out"
             raise ValueError(f"task.data: {message}")
@@ -165,20 +165,20 @@ def choose_held(cfg: Any, train: list[Input], given: list[Input]) -> set[int]:
     return held
 
 
-def cut_single_text(cfg: Any, source: Input) -> Input:
-    """The source, if it is a single text, with the share that is trained on.
+def cut_single_text(cfg: Any, source: Input) -> None:
+    """Sets the share that is trained on of a source that is a single text.
 
     A long text in several pieces is cut here: the pieces after the place are held out.
     """
-    notes = source.notes
-    if notes.rows != 1 or not source.reader.long_texts:
-        return source
+    if source.rows != 1 or not source.reader.long_texts:
+        return
     most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
-    share = 1 - min(cfg.validation_fraction, most / max(notes.size, 1))
-    pieces = [piece for unit in notes.units for piece in unit]
+    share = 1 - min(cfg.validation_fraction, most / max(source.size, 1))
+    pieces = [piece for unit in source.units for piece in unit]
     if not pieces[0].is_text:
-        return source._replace(share=share)
-    place, parts = int(share * notes.size), []
+        source.share = share
+        return
+    place, parts = int(share * source.size), []
     for piece in pieces[1:]:  # no part may be so short that no place to cut is found in it
         if abs(piece.span.start - place) < 2 * tables.SEARCHED:
             place = piece.span.start
@@ -193,8 +193,7 @@ def cut_single_text(cfg: Any, source: Input) -> Input:
             parts.append([piece._replace(span=after, size=half, held=True)])
         else:
             parts.append([piece])
-    notes.units[:] = parts
-    return source
+    source.units[:] = parts
 
 
 # ---- A unit --------------------------------------------------------------------------------------

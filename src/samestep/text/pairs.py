@@ -112,17 +112,6 @@ def load_tokenizer(cfg: Any, folder: Path | None) -> Any:
     return tokenizer
 
 
-def check_targets(model: Any, cfg: Any) -> None:
-    """Raises ValueError for an encoder-decoder that does not say how a target starts."""
-    start = getattr(model.config, "decoder_start_token_id", None)
-    if start is None or not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        name = one_line(cfg.model_name_or_path, 100)
-        raise ValueError(
-            f"task.model_name_or_path: {name}, a {model.config.model_type}, does not say with "
-            "which token a target starts; give another model"
-        )
-
-
 def set_generation(model: Any, cfg: Any) -> None:
     """Writes the search of cfg and the prefix of sources into the configs of the exported model."""
     model.config.source_prefix = cfg.source_prefix  # for samestep predict

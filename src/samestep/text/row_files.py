@@ -76,7 +76,7 @@ def hold_out(
     held: set[int] = set()
     most = max(1, cfg.validation_rows // len(train))
     for each in train:
-        own = units.hold_out(each.notes, cfg.validation_fraction, most, by_label=by_label)
+        own = units.hold_out(each, cfg.validation_fraction, most, by_label=by_label)
         if not own:
             raise ValueError(f"task.data: {problem(each, one_line(each.reader.cfg.data, 100))}")
         held |= own
@@ -85,8 +85,8 @@ def hold_out(
 
 def count_rows(train: list[Input], given: list[Input], held: set[int]) -> tuple[int, int]:
     """The rows to train on, and those to evaluate on."""
-    inside = [units.is_in(rows["hash"], held).sum() for own in train for rows in own.notes.hashes()]
-    known, more = (sum(each.notes.rows for each in inputs) for inputs in (train, given))
+    inside = [units.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
+    known, more = (sum(each.rows for each in inputs) for inputs in (train, given))
     return known - int(sum(inside)), int(sum(inside)) + more
 
 

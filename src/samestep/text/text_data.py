@@ -166,8 +166,8 @@ def scan_rows(
 
 
 def why_none_is_held(source: Input, data: str) -> str:
-    rows = source.notes.rows
-    if units.count_repeated(source.notes) == rows - 1:
+    rows = source.rows
+    if units.count_repeated(source) == rows - 1:
         return f"{data} has no second text to hold out; add rows"
     return (
         f"each of the {rows:,} rows of {data} is a class of its own, so that none can be held out: "
@@ -178,10 +178,11 @@ def why_none_is_held(source: Input, data: str) -> str:
 def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
     """The rows with each label, without those that are held out."""
     counts: Counter = Counter()
-    for rows, noted in chain.from_iterable(each.notes.labelled() for each in inputs):
+    noted = chain.from_iterable(zip(each.notes(), each.noted, strict=True) for each in inputs)
+    for rows, (_, known) in noted:
         numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
-        for label, number in enumerate(np.bincount(numbers, minlength=len(noted)).tolist()):
-            names = json.loads(noted[label]) if problem_type == MULTI else [noted[label]]
+        for label, number in enumerate(np.bincount(numbers, minlength=len(known)).tolist()):
+            names = json.loads(known[label]) if problem_type == MULTI else [known[label]]
             for name in names:
                 counts[name] += number
     return counts
@@ -189,7 +190,7 @@ def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Count
 
 def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
     """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
-    for rows in chain.from_iterable(each.notes.hashes() for each in inputs):
+    for rows in chain.from_iterable(each.notes() for each in inputs):
         yield rows["label"][units.is_in(rows["hash"], held) == inside]
 
 

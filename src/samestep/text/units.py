@@ -5,11 +5,12 @@ Units follow from the input alone, so the result is the same on any number of co
 out, and the texts that a vocabulary is learnt from. A second pass, `write`, makes files of them.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -190,39 +191,28 @@ def group(pieces: Iterable[Piece], size: int) -> list[Unit]:
 
 
 @dataclass
-class Notes:
-    """What the first pass found in a number of units."""
-
-    units: list[Unit]  # for the second pass: a file that was one piece may now be several
-    rows: int = 0  # that can be used
-    size: int = 0  # bytes of text
-    counts: Counter = field(default_factory=Counter)  # what `check` returned
-    files: list[Path] = field(default_factory=list)  # of each unit: what is noted of its rows
-
-    def hashes(self) -> Iterator[np.ndarray]:
-        """For each unit an array of NOTED."""
-        for file in self.files:
-            yield map_file(file, NOTED)
-
-    def labelled(self) -> Iterator[tuple[np.ndarray, list[str]]]:
-        """The arrays of `hashes`, each with the texts of its labels."""
-        for file, rows in zip(self.files, self.hashes(), strict=True):
-            yield rows, read_json_object(file.with_suffix(".json")).get("labels", [])
-
-
-class Input(NamedTuple):
-    """The rows to train on of a source, or rows to evaluate on."""
+class Input:
+    """The rows to train on of a source, or rows to evaluate on, and what the first pass found."""
 
     name: str  # for metrics
     reader: Reader
     field: str  # of the config, names them
-    notes: Notes
+    units: list[Unit]  # for the second pass: a file that was one piece may now be several
+    rows: int = 0  # that can be used
+    size: int = 0  # bytes of text
+    counts: Counter = dataclasses.field(default_factory=Counter)  # what `check` returned
+    # Of each unit: what is noted of its rows, and the texts of their labels.
+    noted: list[tuple[Path, list[str]]] = dataclasses.field(default_factory=list)
     share: float = 1.0  # of a single text, that is trained on
 
     @property
     def given(self) -> bool:
         """Whether all rows are for evaluation."""
         return self.field.startswith("validation")
+
+    def notes(self) -> Iterator[np.ndarray]:
+        """For each unit an array of NOTED."""
+        return (map_file(file, NOTED) for file, _ in self.noted)
 
 
 def scan(reader: Reader, name: str, folder: Path) -> Input:
@@ -245,23 +235,23 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
 
     sizes = [sum(piece.size for piece in unit) for unit in units]
     do_units(work, sizes, "Preparing data, first pass")
-    notes, skipped, first = Notes([]), 0, ""
+    data, skipped, first = getattr(reader.cfg, name), 0, ""
+    is_file = name == "validation_data" and data != reader.cfg.data
+    found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
         facts = read_json_object(folder / f"{number:06}.json")
-        notes.rows, notes.size = notes.rows + facts["rows"], notes.size + facts["size"]
+        found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
         skipped, first = skipped + facts["skipped"], first or facts["first"]
-        notes.counts.update(facts["counts"])
-        notes.files.append(folder / f"{number:06}.rows")
-        notes.units += cut_unit(unit, facts["cuts"])
+        found.counts.update(facts["counts"])
+        found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
+        found.units += cut_unit(unit, facts["cuts"])
     if skipped:
-        text = f"{skipped:,} incomplete rows of {skipped + notes.rows:,}, the first: {first}"
+        text = f"{skipped:,} incomplete rows of {skipped + found.rows:,}, the first: {first}"
         print(f"Preparing data: left out {text}", flush=True)
-    data = getattr(reader.cfg, name)
-    if not notes.rows:
+    if not found.rows:
         nothing = "there is no text" if reader.long_texts else "there are no rows"
         raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
-    is_file = name == "validation_data" and data != reader.cfg.data
-    return Input(Path(data).name if is_file else reader.name, reader, name, notes)
+    return found
 
 
 def scan_unit(
@@ -408,7 +398,7 @@ def write(
 
     Returns these facts of each unit, and whose they are.
     """
-    todo = [(each, unit) for each in inputs for unit in each.notes.units]
+    todo = [(each, unit) for each in inputs for unit in each.units]
 
     def work(number: int, tell: Tell) -> None:
         if read_unit(folder, number, verify=True):
@@ -431,7 +421,7 @@ def write(
 
 
 def hold_out(
-    notes: Notes, fraction: float, most: float, size_of_row: bool = False, by_label: bool = False
+    source: Input, fraction: float, most: float, size_of_row: bool = False, by_label: bool = False
 ) -> set[int]:
     """The hashes of the rows that are held out: the smallest ones, `by_label` of each label.
 
@@ -442,7 +432,7 @@ def hold_out(
 
     def stratified() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The noted rows, and the number of each row's label, int (N,)."""
-        for rows, labels in notes.labelled():
+        for rows, (_, labels) in zip(source.notes(), source.noted, strict=True):
             strata = np.zeros(len(rows), int)
             if by_label:
                 own = [numbers.setdefault(label, len(numbers)) for label in labels]
@@ -459,7 +449,7 @@ def hold_out(
             totals[stratum] += count
             lasts[stratum] = max(lasts.get(stratum, 0), last)
     kept = {*lasts.values()}
-    limit = min(1, LOOKED_AT / max(notes.rows, 1))  # the rest might not fit into memory
+    limit = min(1, LOOKED_AT / max(source.rows, 1))  # the rest might not fit into memory
     while True:
         parts = []
         for rows, strata in stratified():
@@ -467,7 +457,7 @@ def hold_out(
             parts.append((rows[small], strata[small]))
         rows, strata = (np.concatenate(each) for each in zip(*parts, strict=True))
         weight = rows["size"].sum() if size_of_row else len(rows)
-        if limit == 1 or weight > most or len(rows) > fraction * notes.rows:
+        if limit == 1 or weight > most or len(rows) > fraction * source.rows:
             break
         limit = min(1, 2 * limit)
     hashes, firsts, inverse, counts = np.unique(
@@ -498,14 +488,14 @@ def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
     return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))
 
 
-def count_repeated(notes: Notes) -> int:
+def count_repeated(source: Input) -> int:
     """Rows that are equal to an earlier one; counted in parts, which bounds the memory."""
-    parts, repeated = max(1, notes.rows >> 22), 0
+    parts, repeated = max(1, source.rows >> 22), 0
     for part in range(parts):
         lower, upper = (part << 64) // parts, ((part + 1) << 64) // parts - 1
         chosen = [
             each["hash"][(each["hash"] >= lower) & (each["hash"] <= upper)]
-            for each in notes.hashes()
+            for each in source.notes()
         ]
         hashes = np.concatenate(chosen)
         repeated += len(hashes) - len(np.unique(hashes))
@@ -514,10 +504,10 @@ def count_repeated(notes: Notes) -> int:
 
 def say_overlap(train: list[Input], given: list[Input]) -> None:
     """Prints how many of the validation rows are training rows too."""
-    rows = np.concatenate([each["hash"] for source in given for each in source.notes.hashes()])
+    rows = np.concatenate([each["hash"] for source in given for each in source.notes()])
     known = np.zeros(len(rows), bool)
     for source in train:
-        for each in source.notes.hashes():
+        for each in source.notes():
             known |= np.isin(rows, each["hash"])
     sources.say_overlap(int(known.sum()), len(rows))
 
@@ -526,7 +516,7 @@ def read_sample(inputs: list[Input], held: Container[int]) -> Iterator[str]:
     """The kept texts of rows that are not held out, about SAMPLE bytes at most."""
 
     def lines() -> Iterator[tuple[int, str]]:
-        for file in (file for each in inputs for file in each.notes.files):
+        for file, _ in (noted for each in inputs for noted in each.noted):
             with open(file.with_suffix(".sample"), encoding="utf-8") as sample:
                 for line in sample:
                     hashed = int(line[1 : line.index(",")])
