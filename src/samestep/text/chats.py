@@ -249,45 +249,25 @@ def check_nothing_left_out(
     kinds that have passed.
     """
     messages, tools = row["messages"], row.get("tools", [])
-
-    def check(
-        what: str,
-        kind: tuple,
-        words: list[str],
-        text: str,
-        other: list[dict],
-        its_tools: list[dict],
-    ) -> None:
-        if kind in shown and all(word in text for word in words):
-            return
-        shown.add(kind)
-        try:
-            if apply_template(other, its_tools, place, tokenizer) != text:
-                return
-        except ValueError:  # the template reads this part, and refuses another value
-            return
-        raise ValueError(
-            f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
-            "it with --task.chat_template FILE, or take it out of the data"
-        )
-
+    # What it is, its kind, its words, the text they are in, and the chat with it changed.
+    parts: list[tuple[str, tuple, list[str], str, list[dict], list[dict]]] = []
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
         words = [text for text in function.values() if isinstance(text, str)]
         other = {**function, "name": f"{function['name']}x"}
         other = {**tool, "function": other} if "function" in tool else other
         kind = ("tools", i > 0, messages[0]["role"])
-        check("tools", kind, words, whole, messages, [*tools[:i], other, *tools[i + 1 :]])
+        parts.append(("tools", kind, words, whole, messages, [*tools[:i], other, *tools[i + 1 :]]))
     for i, message in enumerate(messages):
         role, calls = message["role"], message.get("tool_calls", [])
         here, text = messages[: i + 1] if i in until else messages, until.get(i, whole)
         form = (role, bool(message["content"].strip()), "tool_calls" in message)
         around = (messages[i - 1]["role"] if i else "", i + 1 == len(here), bool(tools))
-        parts: list[tuple[str, int, list[str], dict]] = []  # name, number, words, what to change
+        changes: list[tuple[str, int, list[str], dict]] = []  # name, number, words, the change
         for name in ("content", *(REASONING if role == "assistant" else ())):
             value = message.get(name)
             if isinstance(value, str) and value.strip():
-                parts.append((name, 0, [value.strip()], {name: f"{value.rstrip()}x"}))
+                changes.append((name, 0, [value.strip()], {name: f"{value.rstrip()}x"}))
         for n, call in enumerate(calls):
             function, arguments = call["function"], call["function"]["arguments"]
             words = [value for value in arguments.values() if isinstance(value, str)]
@@ -296,13 +276,26 @@ def check_nothing_left_out(
                 ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
             ):
                 changed = {**call, "function": {**function, **other}}
-                parts.append(
-                    (what, n, found, {"tool_calls": [*calls[:n], changed, *calls[n + 1 :]]})
-                )
-        for what, n, words, change in parts:
-            others = [*here[:i], {**message, **change}, *here[i + 1 :]]
+                others = [*calls[:n], changed, *calls[n + 1 :]]
+                changes.append((what, n, found, {"tool_calls": others}))
+        for what, n, words, change in changes:
             kind = (what, n > 0, *form, *around)
-            check(f"{what} of message {i + 1} ({role})", kind, words, text, others, tools)
+            what = f"{what} of message {i + 1} ({role})"
+            others = [*here[:i], {**message, **change}, *here[i + 1 :]]
+            parts.append((what, kind, words, text, others, tools))
+    for what, kind, words, text, *chat in parts:
+        if kind in shown and all(word in text for word in words):
+            continue
+        shown.add(kind)
+        try:
+            if apply_template(chat[0], chat[1], place, tokenizer) != text:
+                continue
+        except ValueError:  # the template reads this part, and refuses another value
+            continue
+        raise ValueError(
+            f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
+            "it with --task.chat_template FILE, or take it out of the data"
+        )
 
 
 def apply_template(
