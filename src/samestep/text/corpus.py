@@ -17,7 +17,7 @@ from samestep.base.fields import check_fields
 from samestep.data import demo_data, sources, tables
 from samestep.data.cache import once_per_folder
 from samestep.models import pretrained
-from samestep.text import chats, packing, row_formats, token_rows, tokenizing, units
+from samestep.text import chats, packing, row_formats, tokenizing, units
 from samestep.text.row_formats import ENDINGS, OPTIONAL, RowFormat
 from samestep.text.unit_files import UnitWriter, finish_folder
 from samestep.text.units import Batch, Input, Reader
@@ -98,7 +98,8 @@ def build(
         texts = units.read_sample(train, held)
         tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
     tokenizer = load_tokenizer(cfg, folder)
-    dtype = token_rows.token_dtype(len(tokenizer), cfg.context_length)
+    # The smallest type for token ids, for positions in a row, and for IGNORE_INDEX.
+    dtype = "<u2" if len(tokenizer) < 2**16 and cfg.context_length <= 2**16 else "<u4"
     maker = RowMaker(
         tokenizer, cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype
     )
@@ -279,9 +280,8 @@ class RowMaker(NamedTuple):
         return [(ids, np.ones(len(ids), np.uint8)) for ids in texts]
 
     def pack(self, texts: list, facts: dict) -> np.ndarray:
-        return packing.pack_best_fit(
-            texts, self.length, self.longest, self.too_long, self.dtype, facts
-        )
+        how = (self.length, self.longest, self.too_long, self.dtype)
+        return packing.pack_best_fit(texts, *how, facts)
 
 
 # ---- The end -------------------------------------------------------------------------------------

@@ -58,10 +58,8 @@ def check_format_fields(cfg: Any) -> None:
     where = f"where task.data is {one_line(cfg.data, 60)}"
     check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
-    check_ignored_fields(
-        cfg,
-        [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()],
-    )
+    read = [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()]
+    check_ignored_fields(cfg, read)
 
 
 def recognize_format(cfg: Any) -> RowFormat:
@@ -98,25 +96,13 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
     forms = ", ".join(" + ".join(columns.values()) for columns in formats)
     fields = "--task.messages_column"
     if cfg.rows == "auto":
-        fields = (
-            f"--task.text_column, {fields}, or --task.prompt_column and --task.completion_column"
-        )
+        pair = "--task.prompt_column and --task.completion_column"
+        fields = f"--task.text_column, {fields}, or {pair}"
     return ValueError(
         f"task.data: {one_line(cfg.data, 100)} has the columns "
         f"{one_line(', '.join(names[:20]), 100)}, but task.rows {cfg.rows} looks for {forms}; name "
         f"yours with {fields}"
     )
-
-
-def describe_columns(row_format: RowFormat) -> str:
-    """The columns that are read, and the others, as the end of a sentence."""
-    columns, names = row_format.columns, row_format.names
-    read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
-    unread = [name for name in names if name not in columns.values()]
-    if not read or names == ["text", "label"]:  # a .txt file has its text, and its folder as label
-        return ""
-    others = f" (not read: {one_line(', '.join(unread), 200)})" * bool(unread)
-    return f", from {one_line(', '.join(read), 200)}{others}"
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -141,8 +127,13 @@ def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) 
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
     size = f"{rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
     size += f", {tools:,} with tools" * bool(tools)
-    lines = [size + describe_columns(row_format)]
-    lines += [f"in {counts[each]:,} chats {each}" for each in sorted(counts)]
+    columns, names = row_format.columns, row_format.names
+    read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
+    unread = [name for name in names if name not in columns.values()]
+    if read and names != ["text", "label"]:  # a .txt file has its text, and its folder as label
+        size += f", from {one_line(', '.join(read), 200)}"
+        size += f" (not read: {one_line(', '.join(unread), 200)})" * bool(unread)
+    lines = [size, *(f"in {counts[each]:,} chats {each}" for each in sorted(counts))]
     return "\n".join(f"Preparing data: {line}" for line in lines)
 
 

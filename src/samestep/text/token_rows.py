@@ -19,11 +19,6 @@ from samestep.text.unit_files import map_file, read_facts
 map_some = lru_cache(1000)(map_file)  # each keeps a file open, and train.py may open 4,096
 
 
-def token_dtype(vocabulary: int, length: int) -> str:
-    """The smallest type for these token ids, for positions in a row, and for IGNORE_INDEX."""
-    return "<u2" if vocabulary < 2**16 and length <= 2**16 else "<u4"
-
-
 class Flat:
     """Files of numbers, seen as one array. They are mapped when they are first read."""
 
