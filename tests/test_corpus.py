@@ -56,12 +56,12 @@ def task():
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Changes the size of units; a few kB at first."""
+    monkeypatch.setattr(tables, "BLOCK", 1024)
+    monkeypatch.setattr(tables, "SEARCHED", 64)
 
-    def change(size, searched=64):
+    def change(size):
         monkeypatch.setattr(units, "SMALLEST", size)
         monkeypatch.setattr(units, "LARGEST", size)
-        monkeypatch.setattr(tables, "BLOCK", 1024 if searched == 64 else 1 << 20)
-        monkeypatch.setattr(tables, "SEARCHED", searched)
 
     change(UNIT)
     return change
@@ -111,12 +111,8 @@ def times(folder, pattern="*"):
 
 def finished(folder):
     """The units that are done, with the times of their files."""
-    done = times(folder, "*.json")
-    return {
-        name: at
-        for name, at in times(folder).items()
-        if name.with_name(f"{name.name[:6]}.json") in done
-    }
+    done, files = {each.with_suffix("") for each in times(folder, "*.json")}, times(folder)
+    return {name: at for name, at in files.items() if name.with_name(name.name[:6]) in done}
 
 
 def number_of_units(folder):
@@ -398,7 +394,7 @@ def test_what_is_damaged_is_named_and_it_alone_is_written_again(
 def test_damaged_notes_of_the_first_pass_are_written_again(
     task, config, tmp_path, monkeypatch, name, damage
 ):
-    data, choose = write(tmp_path / "a.jsonl"), corpus.choose_held
+    data = write(tmp_path / "a.jsonl")
     wanted = task.prepare_data(config(data, "calm"))
     with monkeypatch.context() as patch:
         patch.setattr(corpus, "choose_held", lambda *_: signal.raise_signal(signal.SIGINT))
@@ -407,12 +403,9 @@ def test_damaged_notes_of_the_first_pass_are_written_again(
     (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
     damage(unfinished / "scan-0" / f"000001.{name}")
     assert contents(task.prepare_data(config(data))) == contents(wanted)
-    assert corpus.choose_held is choose
 
 
-def test_leftovers_and_hidden_files_do_not_make_a_damaged_folder(
-    task, config, tmp_path, monkeypatch, capsys
-):
+def test_leftovers_and_hidden_files_do_not_make_a_damaged_folder(task, config, tmp_path, capsys):
     cfg = config(write(tmp_path / "a.jsonl"))
     folder = task.prepare_data(cfg)
     wanted = contents(folder)
@@ -500,23 +493,6 @@ def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypa
     assert peaks[1] < 3e6 < 2e7 < peaks[0]
 
 
-def test_a_large_group_of_rows_is_packed_in_parts(task, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "BATCH", 1000)
-    sizes, pack = multiprocessing.SimpleQueue(), corpus.packing.pack_best_fit
-
-    def count(texts, *arguments):
-        sizes.put(len(texts))
-        return pack(texts, *arguments)
-
-    monkeypatch.setattr(corpus.packing, "pack_best_fit", count)
-    pa.parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
-    train, held = documents(task, config(tmp_path / "a.parquet", packing="best_fit"))
-    packed = []
-    while not sizes.empty():
-        packed.append(sizes.get())
-    assert sum(packed) == len(TEXTS) and max(packed) < 150 and len(train) + len(held) > 290
-
-
 def test_more_units_than_files_that_may_be_open(tmp_path):
     files = [(tmp_path / f"{number}", 2) for number in range(1500)]
     for path, _ in files:
@@ -549,10 +525,8 @@ def test_sources_with_weights_are_the_parts_of_both_datasets(task, config, tmp_p
     folder = task.prepare_data(cfg)
     decode = corpus.load_tokenizer(cfg, folder).decode
     for part in task.datasets(cfg, folder):
-        assert [(each.name, each.weight) for each in part.sources] == [
-            ("a.jsonl", 2),
-            ("b.jsonl", 1),
-        ]
+        weights = [(each.name, each.weight) for each in part.sources]
+        assert weights == [("a.jsonl", 2), ("b.jsonl", 1)]
         first = 0
         for number, each in enumerate(part.sources):
             rows = task.collate([part[i] for i in range(first, first + each.rows)])
@@ -579,9 +553,7 @@ print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, megabytes", [("jsonl", 200), ("txt", 60), ("txt.gz", 60), ("csv.gz", 60)]
-)
+@pytest.mark.parametrize("kind, megabytes", [("jsonl", 200), ("txt.gz", 60), ("csv.gz", 60)])
 def test_memory_does_not_grow_with_the_data(tmp_path, kind, megabytes):
     """The peak of this process and that of its largest child, in MB."""
     draw, data = random.Random(0), tmp_path / f"a.{kind}"
