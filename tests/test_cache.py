@@ -285,7 +285,7 @@ TASK_EDITS = {  # module and function, and whether an edit prepares the data ane
         "text.chats.normalize_chat",
         "text.corpus.finish",
     ],
-    "seq2seq": ["text.pairs.tokenize_texts", "text.row_files.finish", "data.sources.walk"],
+    "seq2seq": ["text.row_files.encode_texts", "text.row_files.finish", "data.sources.walk"],
     "text_classification": [
         "text.text_data.build",
         "data.labels.encode_labels",

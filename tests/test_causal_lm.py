@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from conftest import ROOT, SOURCE, load_task
 from samestep.data import tables
-from samestep.text import corpus, row_formats
+from samestep.text import corpus, row_formats, units
 from samestep.text import tokenizing as text_module
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
@@ -225,12 +225,10 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
     tokenizer, source = separating
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
-    for short, block in ((5000, 100_000), (1200, 100_000), (700, 1300), (10**6, 10**6)):
+    for short in (5000, 1200, 700, 10**6):
         monkeypatch.setattr(text_module, "SHORT", short)
-        monkeypatch.setattr(text_module, "BLOCK", block)
-        monkeypatch.setattr(text_module, "CONTEXT", 200)
         found = text_module.tokenize_texts(["a b", source, "", source[:5], source], tokenizer)
-        assert found[1] == found[4] == wanted, (short, block)
+        assert found[1] == found[4] == wanted, short
         assert found[2] == []
 
 
@@ -240,13 +238,14 @@ def test_a_file_in_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monk
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     monkeypatch.setattr(tables, "BLOCK", 5000)
     monkeypatch.setattr(tables, "SEARCHED", 4000)
-    maker = corpus.RowMaker(tokenizer, 64, 64, "split", False, "<u2")
+    maker = corpus.RowMaker(tokenizer, "text", 64, 64, "split", False, "<u2")
     blocks = [*tables.read_text(tmp_path / "a.txt", "data", tables.WHOLE)]
     assert len(blocks) > 10
     found = []
     for number, block in enumerate(blocks):
-        ends = (number == 0, number == len(blocks) - 1)
-        [(ids, _)] = maker.tokenize([({"text": block}, "")], "text", ends)
+        ends = number == 0, number == len(blocks) - 1
+        batch = units.Batch([({"text": block}, "")], [0], False, 0, *ends)
+        [(ids, _)] = maker.tokenize(batch)
         found += ids.tolist()
     assert found == [*wanted, tokenizer.eos_token_id]
 
