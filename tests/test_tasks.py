@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from conftest import bake, lines, load_task, parse_error, write_table
 NUMBERS = "zero one two three four five six seven eight nine".split()
 SPELLED = [" ".join(NUMBERS[int(digit)] for digit in str(n)) for n in range(100, 160)]
 COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
+EMPTY = (None, "", " ")
 SMALL = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
 STEPS = ["--max_steps", 6, "--eval_every", 3, "--save_every", 3, "--log_every", 1]
 STEPS += ["--global_batch_size", 8, "--micro_batch_size", 2, "--keep_checkpoints", 0]
@@ -160,9 +162,31 @@ KITS = [
 ]
 
 
-@pytest.fixture(params=KITS, ids=[kit.name for kit in KITS])
+BY_NAME = {kit.name: kit for kit in KITS}
+
+
+@pytest.fixture(params=KITS, ids=BY_NAME)
 def kit(request):
     return request.param
+
+
+def cases(tables):
+    """The kit, and what stands in each row of the tables of a task."""
+    return [(BY_NAME[name], *case) for name, table in tables.items() for case in table]
+
+
+def refusal(kit, cfg):
+    """The one line with which a task refuses to prepare data."""
+    with pytest.raises(ValueError) as error:
+        kit.task.prepare_data(cfg)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def with_names(kit, rows):
+    """Rows as dictionaries; a tuple has the values of the columns of the kit."""
+    columns = [*kit.rows[0]]
+    return [row if isinstance(row, dict) else dict(zip(columns, row, strict=True)) for row in rows]
 
 
 # ---- Data ----------------------------------------------------------------------------------------
@@ -216,15 +240,60 @@ def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, t
     assert len(digests) == 4
 
 
-def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, capsys):
-    column, said = kit.empty
-    bad = [{**kit.rows[i], column: empty} for i, empty in enumerate([None, "", " "])]
-    data = kit.write(tmp_path, rows=[*kit.rows[:1], *bad, *kit.rows[1:]])
-    with pytest.raises(ValueError, match=rf"^task\.data: .*, line 2: .*{said}; --task.incomplete"):
-        kit.task.prepare_data(kit.config(tmp_path, data))
-    cfg, prepared, parts = kit.prepare(tmp_path, data, incomplete_rows="skip")
-    assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
-    assert "left out 3 incomplete rows of 63, the first: " in capsys.readouterr().out
+def chat(*texts):
+    turns = zip(["user", "assistant"] * len(texts), texts, strict=False)
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+NUMBERED = {"problem_type": "regression"}
+INCOMPLETE = {  # rows of other forms, their settings, and three that lack something
+    "causal_lm": [
+        (
+            [{"prompt": text, "completion": "a"} for text in SPELLED],
+            {},
+            [{"prompt": "a", "completion": empty} for empty in (None, "", " ")],
+        ),
+        (
+            [chat(text, "a", "b", "c") for text in SPELLED],
+            {},
+            [chat("a", None), chat("a", "b", "c", " "), {"messages": None}],
+        ),
+        (
+            [{"instruction": text, "output": "a"} for text in SPELLED],
+            {},
+            [{"instruction": a, "output": b} for a, b in (("a", ""), (None, "b"), ("a", None))],
+        ),
+    ],
+    "text_classification": [
+        ([(text, i % 2) for i, text in enumerate(SPELLED)], {}, [("a", None)] * 3),
+        ([(text, i / 2) for i, text in enumerate(SPELLED)], NUMBERED, [("a", None)] * 3),
+        ([(text, i % 2) for i, text in enumerate(SPELLED)], {}, [("a", math.nan)] * 3),
+    ],
+}
+WITH_KITS = [
+    (kit, kit.rows, {}, [{**kit.rows[i], kit.empty[0]: empty} for i, empty in enumerate(EMPTY)])
+    for kit in KITS
+]
+
+
+@pytest.mark.parametrize("kit, rows, fields, bad", [*WITH_KITS, *cases(INCOMPLETE)])
+def test_incomplete_rows_are_refused_or_left_out_and_counted(
+    kit, tmp_path, capsys, rows, fields, bad
+):
+    data = kit.write(tmp_path, rows=with_names(kit, [rows[0], *bad, *rows[1:]]))
+    said = refusal(kit, kit.config(tmp_path, data, **fields))
+    assert said.startswith("task.data: ") and ", line 2: " in said
+    assert "; --task.incomplete_rows skip leaves such rows out" in said
+    cfg, prepared, parts = kit.prepare(tmp_path, data, incomplete_rows="skip", **fields)
+    printed = capsys.readouterr().out
+    assert "left out 3 incomplete rows of 63, the first: " in printed
+    if rows is kit.rows:
+        assert kit.empty[1] in said
+        assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
+    elif kit.name == "causal_lm":
+        assert " 60 " in printed.splitlines()[1]
+    else:
+        assert sum(map(len, parts)) == 60
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
@@ -262,6 +331,27 @@ def test_rows_go_to_worker_processes_as_names_of_files(kit, tmp_path):
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
 
 
+AUGMENTED = {
+    "image_classification": [({"flip": True, "min_crop": 0.5},)],
+    "text_classification": [({"token_dropout": 0.5},)],
+}
+
+
+@pytest.mark.parametrize("kit, fields", cases(AUGMENTED))
+def test_augmentation_depends_on_the_row_and_its_generator_alone(kit, tmp_path, fields):
+    _, _, (train, _) = kit.prepare(tmp_path, kit.write(tmp_path), **fields)
+
+    def augmented(rows, seed):
+        torch.rand(3)  # what others draw
+        draws = [torch.Generator().manual_seed(seed + i) for i in range(8)]
+        rows = [kit.task.augment(rows[i], draw) for i, draw in enumerate(draws)]
+        return [[value.tolist() for value in kit.task.collate([row]).values()] for row in rows]
+
+    once = augmented(train, 5)
+    assert once == augmented(pickle.loads(pickle.dumps(train)), 5)
+    assert sum(a != b for a, b in zip(once, augmented(train, 500), strict=True)) > 5
+
+
 # ---- Bad input -----------------------------------------------------------------------------------
 
 
@@ -287,16 +377,205 @@ def test_bad_files_are_answered_in_one_line(kit, tmp_path, name, content, said):
         path.mkdir()
     elif content:
         path.write_bytes(content)
-    with pytest.raises(ValueError) as error:
-        kit.task.prepare_data(kit.config(tmp_path, path))
-    message = str(error.value)
-    assert message.startswith("task.data") and said in message
-    assert "\n" not in message and name in message
+    text = refusal(kit, kit.config(tmp_path, path))
+    assert text.startswith("task.data") and said in text and name in text
 
 
-def test_a_width_that_heads_do_not_divide_is_refused_before_anything_is_read(kit, tmp_path):
-    with pytest.raises(ValueError, match=r"^task.hidden_size is 15 but must be a multiple of "):
-        kit.task.prepare_data(kit.config(tmp_path, "no such file", hidden_size=15))
+BAD_MESSAGES = [
+    ([], "there are no messages; --task.incomplete_rows skip"),
+    ({}, "there are no messages"),
+    ({"role": "user"}, "messages is {'role': 'user'} but must be a list of"),
+    (["hi"], "message 1 is 'hi' but must be an object with role and content"),
+    ("[{", "messages is '[{', which is not JSON (Expecting"),
+    (chat("a")["messages"], "no message after the first has the role assistant (roles: "),
+    ([{"role": "user"}], "message 1 has no content, only role"),
+    ([{"content": "a"}], "message 1 has no role, only content"),
+    ([{"role": 1, "content": "a"}], "the role of message 1 is 1 but must be text"),
+    ([{"from": "bot", "value": "a"}], "message 1 is from 'bot' but must be from user, assistant"),
+    ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
+    ([{"role": "assistant", "tool_calls": ["a"]}], "message 1 has the tool call 'a'; write {"),
+    ([{"role": "assistant", "tool_calls": {"a": 1}}], "tool_calls of message 1 is {'a': 1} but"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        "arguments in message 1 is '{', which is not JSON (Expecting",
+    ),
+    (
+        [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}],
+        "arguments in message 1 is [1] but must be an object",
+    ),
+    (
+        [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}],
+        "message 1 has function_call, the old form of tool_calls; write tool_calls",
+    ),
+]
+SEVERAL = {"problem_type": "multi_label_classification"}
+GOOD = ("a", "x")
+BAD_ROWS = {
+    "causal_lm": [
+        ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
+        ([{"text": "a"}, {"body": "b"}], {}, "line 2: no column text among body"),
+        ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
+        ([{"ask": "a", "say": "b"}], {}, "has the columns ask, say, but task.rows auto looks for"),
+        ([{"prompt": "a"}], {"rows": "prompt"}, "no column completion among prompt; name the"),
+        ([{"prompt": 1, "completion": "b"}], {"rows": "prompt"}, "line 1: the prompt is 1 but"),
+        ([{"talk": []}], {"rows": "chat"}, "name yours with --task.messages_column"),
+        (
+            [{**chat("a", "b"), "tools": [{"description": "a"}]}],
+            {},
+            "but must be a list of objects, each with a na",
+        ),
+        *(
+            ([{"messages": each}], {"rows": "chat"}, f"line 1: {said}")
+            for each, said in BAD_MESSAGES
+        ),
+    ],
+    "text_classification": [
+        ([GOOD, (" ", "y")], {}, "line 2: the text is empty"),
+        ([GOOD, (3, "y")], {}, "line 2: the text is 3"),
+        ([GOOD, ("b", 1.5)], {}, "line 2: the label is 1.5, not text or a whole number"),
+        ([GOOD, ("b", "x")], {}, "only the label x"),
+        ([GOOD], {}, "no second text"),
+        ([], {}, "no rows"),
+        ([("a", ["x"]), ("b", [1.5])], SEVERAL, "line 2: the label is [1.5], not a list of names"),
+        ([("a", ["x"]), ("b", "[x, y]")], SEVERAL, "line 2: the label is '[x, y]', not a list of"),
+        ([GOOD, ("b", ["x"])], {}, "the label ['x'] is a list: --task.problem_type multi_"),
+        ([GOOD, ("b", "['x' 'y']")], {}, "is a list: --task.problem_type multi_label"),
+        ([("a", []), ("b", [])], SEVERAL, "has no label"),
+        ([("a", 1), ("b", "many")], NUMBERED, "the label is 'many', not a finite number"),
+        ([("a", 1), ("b", True)], NUMBERED, "the label is True, not a finite number"),
+        ([GOOD], {"label_column": "kind"}, "line 1: no column kind among text, label"),
+    ],
+    "image_classification": [
+        ([("1.png", None)], {}, "line 1: 1.png: the label is empty; --task.incomplete_rows"),
+        ([("1.png", math.nan)], {}, "the label is empty"),
+        ([(5, 1.5)], {}, "line 1: the label is 1.5; give text"),
+        ([(5, "a")], {}, "line 1: the image is 5; give a path"),
+        ([{"file": "1.png", "label": "a"}], {}, "--task.image_column"),
+        ([("no.png", label) for label in "ab" * 600], {}, "line 1: no.png: [Errno 2]"),
+    ],
+    "seq2seq": [
+        ([("a", "1"), (" ", "2")], {}, "line 2: the source is empty; --task.incomplete_rows skip"),
+        ([("a", "1"), ("b", 2)], {}, "line 2: the target is 2 but must be text"),
+        ([("a", "1"), ("b", ["c"])], {}, "line 2: the target is ['c'] but must be text"),
+        ([("a", "1"), ("a", "2")], {}, "all sources of"),
+        ([("a", "1")], {"target_column": "german"}, "no column german among source, target"),
+        ([("", "1")], {"incomplete_rows": "skip"}, "there are no rows in"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kit, rows, fields, said", cases(BAD_ROWS))
+def test_bad_rows_are_answered_in_one_line(kit, tmp_path, rows, fields, said):
+    data = write_table(tmp_path, with_names(kit, rows))
+    text = refusal(kit, kit.config(tmp_path, data, **fields))
+    assert text.startswith("task.data: ") and said in text and "rows.jsonl" in text
+
+
+UNKNOWN = {
+    "text_classification": [
+        (("b", "bird"), "line 1: class 'bird' is not in the training data, which has even, odd"),
+        (("a", 0.5), "line 1: the label is 0.5"),
+    ],
+    "image_classification": [
+        (("i1.png", "pink"), "i1.png: class 'pink' is not in the training data"),
+    ],
+    "seq2seq": [(("a", 2), "line 1: the target is 2 but must be text")],
+}
+
+
+@pytest.mark.parametrize("kit, row, said", cases(UNKNOWN))
+def test_bad_validation_rows_are_answered_in_one_line(kit, tmp_path, row, said):
+    (tmp_path / "more").mkdir()
+    more = kit.write(tmp_path / "more", rows=with_names(kit, [row]))
+    text = refusal(kit, kit.config(tmp_path, kit.write(tmp_path), validation_data=str(more)))
+    assert text.startswith("task.validation_data: ") and said in text
+
+
+NONE = "no/such/folder"
+WRONG_SETTINGS = {
+    "causal_lm": [
+        ({"data": "pydoc", "rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
+        ({"data": "docstrings", "rows": "text"}, "rows is 'text' but must be prompt or chat where"),
+        ({"data": "docstrings", "rows": "chat", "packing": "stream"}, "best_fit for prompts"),
+        ({"packing": "best_fit", "attn_implementation": "flash_attention_2"}, "sdpa or eager"),
+        ({"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name_or_path"),
+    ],
+    "text_classification": [
+        ({"data": "stdlib", **NUMBERED}, "task.problem_type is 'regression' but must be"),
+        ({"text_pair_column": "text"}, "text_pair_column is 'text' but must be another"),
+        ({"label_columns": "a,b"}, "task.label_columns is "),
+        *(({**SEVERAL, "label_columns": names}, "must be names with commas")
+          for names in ("a", "a,a", "a,,b", ",")),
+        ({**SEVERAL, "label_columns": "a,b", "label_column": "c"}, "nothing reads it beside"),
+        ({"text_pair_column": "b", "max_length": 5}, "max_length is 5 but must be at least 6"),
+        ({**NUMBERED, "class_weights": "balanced"}, "task.class_weights is 'balanced' but must be"),
+    ],
+    "image_classification": [
+        ({"image_size": 10}, "task.image_size is 10 but must be"),
+        ({"data": "digits", "validation_data": "x"}, "task.validation_data is 'x' but must be"),
+        ({"architecture": "resnet", "hidden_size": 96}, "hidden_size is 96 but must be a multiple"),
+        *(({"background": color}, f"task.background is {color!r} but must be")
+          for color in ("no such", "#ffffff80", "", "rgb(300, 0, 0)")),
+    ],
+    "seq2seq": [
+        ({"target_column": "source"}, "target_column is 'source' but must be another column"),
+        ({"hidden_size": 2**16, "num_layers": 999}, "hidden_size, task.num_layers: a model of"),
+    ],
+}  # fmt: skip
+for each in BY_NAME:
+    WRONG_SETTINGS[each] += [
+        ({"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of "),
+        ({"data": "owner/name"}, "owner/name is neither here nor on the Hub"),
+        ({"validation_data": NONE}, f"task.validation_data: nothing to read at {NONE}"),
+        ({"model_name_or_path": NONE}, f"model_name_or_path: there is no folder {NONE};"),
+    ]
+
+
+@pytest.mark.parametrize("kit, fields, said", cases(WRONG_SETTINGS))
+def test_settings_that_do_not_fit_each_other(kit, tmp_path, monkeypatch, fields, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = kit.write(tmp_path) if "validation_data" in fields else "no.csv"
+    text = refusal(kit, kit.config(tmp_path, **{"data": data, **fields}))
+    assert text.startswith("task.") and said in text
+    assert not (tmp_path / "cache").exists()
+
+
+MISSING_MODELS = [
+    ("runs/default/model", "there is no folder runs/default/model; run make train first"),
+    ("runs/mine", "there is no folder runs/mine; give an existing one, or OWNER/NAME of the"),
+    ("~/no-such", "there is no folder ~/no-such; give"),
+    ("owner/", "there is no folder owner/; "),
+    ("here/x", "there is no folder here/x; "),
+    ("two words", "there is no folder two words; "),
+    ("here/file", "here/file is a file; give the folder that it is in"),
+    ("owner/x", "owner/x (revision main) is not in the local cache, and HF_HUB_OFFLINE f"),
+]
+
+
+@pytest.mark.parametrize("name, said", MISSING_MODELS)
+def test_no_request_is_made_for_a_model_that_is_missing(kit, tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: name == "owner/x")
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
+    text = refusal(kit, kit.config(tmp_path, kit.write(tmp_path), model_name_or_path=name))
+    assert text.startswith(f"task.model_name_or_path: {said}")
+
+
+def test_the_hub_is_asked_once_for_a_model_that_is_not_here(kit, tmp_path, monkeypatch):
+    asked = []
+
+    def unreachable(_, name, revision, timeout):
+        asked.append((name, revision))
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
+    model = {"model_name_or_path": "owner/x", "revision": "v1"}
+    text = refusal(kit, kit.config(tmp_path, kit.write(tmp_path), **model))
+    assert "owner/x " in text and text.endswith(": no network") and asked == [("owner/x", "v1")]
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
