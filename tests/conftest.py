@@ -413,6 +413,20 @@ def quick(tiny):
 
 
 @pytest.fixture(scope="module")
+def kit(request):
+    """The kit in tests/test_tasks.py for the task that a file of tests is named after."""
+    from test_tasks import BY_NAME
+
+    return BY_NAME[request.module.__name__.removeprefix("test_")]
+
+
+@pytest.fixture(scope="module")
+def baked(kit, tmp_path_factory):
+    """A project with the task of a kit."""
+    return bake(tmp_path_factory.mktemp(kit.name), task=kit.name, tracker="none")
+
+
+@pytest.fixture(scope="module")
 def task(kit):
     """The task file of a kit of tests/test_tasks.py, as a module."""
     return kit.task

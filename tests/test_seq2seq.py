@@ -10,48 +10,31 @@ import pytest
 import torch
 
 import reference
-from conftest import bake, lines, write_table
+from conftest import lines
 from test_tasks import BY_NAME, STEPS, refusal
 
 ROWS = [(row["source"], row["target"]) for row in BY_NAME["seq2seq"].rows]
 
 
-@pytest.fixture(scope="module")
-def kit():
-    return BY_NAME["seq2seq"]
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory):
-    return bake(tmp_path_factory.mktemp("pairs"), task="seq2seq", tracker="none")
-
-
-def write(folder, rows, names=("source", "target")):
-    return write_table(folder, [dict(zip(names, row, strict=True)) for row in rows])
-
-
 # ---- Data ----------------------------------------------------------------------------------------
 
 
-def test_equal_sources_are_on_one_side_and_columns_have_any_name(kit, prepare, tmp_path):
-    rows = [(source, target + more) for source, target in ROWS for more in ("", " or so")]
+def test_equal_sources_are_on_one_side_and_columns_have_any_name(kit, prepare):
     names = {"source_column": "words", "target_column": "number"}
-    data = write(tmp_path, rows, names.values())
-    cfg, folder, parts = prepare(data, source_prefix="read: ", **names)
+    rows = [{"words": words, "number": n + more} for words, n in ROWS for more in ("", " or so")]
+    cfg, folder, parts = prepare(rows, source_prefix="read: ", **names)
     train, held_out = ({*kit.keys(kit.task, cfg, folder, part)} for part in parts)
     assert train and held_out and not train & held_out
     assert train | held_out == {f"read: {source}" for source, _ in ROWS}
 
 
-def test_long_texts_are_cut_aloud(prepare, tmp_path, capsys):
-    (tmp_path / "more").mkdir()
-    given = write(tmp_path / "more", [("nine " * 50, "9" * 50), ("one", "1"), ROWS[0]])
-    limits = {"max_source_length": 12, "max_target_length": 5}
-    _, _, (_, (long, short, _)) = prepare(
-        write(tmp_path, ROWS), validation_data=str(given), **limits
-    )
-    assert (len(long["input_ids"]), len(long["labels"])) == (12, 5)
-    assert long["labels"][-1] == short["labels"][-1] == 1  # the end of a target stays
+def test_long_texts_are_cut_aloud(prepare, capsys):
+    rows = [*ROWS, ("nine " * 50, "9" * 50)]
+    _, _, parts = prepare(rows, max_source_length=12, max_target_length=5)
+    rows = [row for part in parts for row in part]
+    assert max(len(row["input_ids"]) for row in rows) == 12
+    assert max(len(row["labels"]) for row in rows) == 5
+    assert {int(row["labels"][-1]) for row in rows} == {1}  # the end of a target stays
     printed = capsys.readouterr().out
     assert "12 at most (1 cut to 12); targets of" in printed
     assert "5 at most (1 cut to 5)\n" in printed
@@ -85,10 +68,10 @@ def test_dates_are_what_their_iso_forms_say(task):
 
 
 @pytest.fixture
-def small(task, prepare, tmp_path):
+def small(task, prepare):
     """Settings, the prepared folder, an untrained model, and a batch of rows of several lengths."""
     rows = [(source[: 3 * i + 3], target * (i % 3 + 1)) for i, (source, target) in enumerate(ROWS)]
-    cfg, folder, (train, _) = prepare(write(tmp_path, rows))
+    cfg, folder, (train, _) = prepare(rows)
     torch.manual_seed(0)
     return cfg, folder, task.build_model(cfg, folder).eval(), [train[i] for i in range(6)]
 
@@ -196,7 +179,7 @@ def test_the_model_to_start_from_may_change_or_vanish_during_training(
 ):
     start = shutil.copytree(models / "t5", tmp_path / "start")
     limits = {"max_source_length": 48, "model_name_or_path": str(start)}
-    cfg, folder, _ = prepare(write(tmp_path, ROWS), **limits)
+    cfg, folder, _ = prepare(ROWS, **limits)
     model = task.build_model(cfg, folder)
     vocabulary = task.pairs.load_tokenizer(cfg, folder).get_vocab()
     facts = json.loads((start / "tokenizer.json").read_text())
@@ -212,12 +195,12 @@ def test_the_model_to_start_from_may_change_or_vanish_during_training(
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_pretrained_models_train_and_answer(task, project, models, tmp_path, name):
-    output = project.path / "runs" / name
+def test_pretrained_models_train_and_answer(kit, baked, models, tmp_path, name):
+    output = baked.path / "runs" / name
     flags = ["--task.model_name_or_path", models / name, "--task.source_prefix", "read: "]
-    flags += ["--task.data", write(tmp_path, ROWS), "--task.max_source_length", 48]
+    flags += ["--task.data", kit.write(tmp_path), "--task.max_source_length", 48]
     flags += ["--task.max_target_length", 8, "--task.num_beams", 2, *STEPS, "--max_steps", 2]
-    printed = project.train(1, *flags, "--output_dir", output)
+    printed = baked.train(1, *flags, "--output_dir", output)
     assert "generation: BLEU" in printed and "(6 rows, 2 beams)" in printed
     assert "new weights" not in printed
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -231,23 +214,23 @@ def test_pretrained_models_train_and_answer(task, project, models, tmp_path, nam
     tokens = model.generate(**tokenizer(["read: one two three"], return_tensors="pt"))
     (answer,) = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     given = ["-m", "samestep", "predict", "--json", "--model", output / "model", "one two three"]
-    assert json.loads(project.run("python", *given).stdout)["text"] == answer
+    assert json.loads(baked.run("python", *given).stdout)["text"] == answer
     # The example of the card says the same.
     card = (output / "model" / "README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0]
     code = code.replace("a text", "one two three")
-    assert project.run("python", "-c", code).stdout[:-1] == answer
+    assert baked.run("python", "-c", code).stdout[:-1] == answer
 
 
 @pytest.mark.slow
-def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_writes(task, project):
+def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_writes(task, baked):
     """The report is that of transformers and sacrebleu alone, from the exported model."""
     from sacrebleu import corpus_bleu, corpus_chrf
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     short = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
-    output = project.path / "runs" / "learnt"
-    printed = project.train(1, *short, "--task.report_samples", 40, "--output_dir", output)
+    output = baked.path / "runs" / "learnt"
+    printed = baked.train(1, *short, "--task.report_samples", 40, "--output_dir", output)
     (scores,) = lines(output, "eval_loss")
     assert scores["eval_loss"] < 1.2 and scores["token_accuracy"] > 0.75
     assert scores["exact_match"] > 0.02  # measured: 0.82, 0.85, 0.14
@@ -273,5 +256,5 @@ def test_dates_are_learnt_and_the_report_scores_the_targets_that_the_model_write
     equal = sum(mine == target for mine, target in zip(written, targets, strict=True))
     assert int(sums["right_rows"]) == equal > 0
     given = ["-m", "samestep", "predict", "--model", output / "model", sources[0], sources[1]]
-    printed = project.run("python", *given).stdout
+    printed = baked.run("python", *given).stdout
     assert printed == f"{sources[0]}: {written[0]}\n{sources[1]}: {written[1]}\n"
