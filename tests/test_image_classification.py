@@ -2,7 +2,6 @@
 it answers to bad input.
 """
 
-import errno
 import io
 import json
 import os
@@ -17,21 +16,11 @@ from PIL import Image
 from torch._utils import ExceptionWrapper
 
 import reference
-from conftest import bake, lines, write_table
-from test_tasks import BY_NAME, COLORS, refusal
+from conftest import lines, write_table
+from test_tasks import COLORS, refusal
 
-TINY = ["--task.hidden_size", 64, "--task.num_layers", 1, "--task.patch_size", 16]
-SHORT = ["--global_batch_size", 16, "--warmup_steps", 2, "--log_every", 1, *TINY]
-
-
-@pytest.fixture(scope="module")
-def baked(tmp_path_factory):
-    return bake(tmp_path_factory.mktemp("images"), task="image_classification", tracker="none")
-
-
-@pytest.fixture(scope="module")
-def kit():
-    return BY_NAME["image_classification"]
+SHORT = ["--global_batch_size", 16, "--warmup_steps", 2, "--log_every", 1]
+SHORT += ["--task.hidden_size", 64, "--task.num_layers", 1, "--task.patch_size", 16]
 
 
 def picture(color, number=0, size=(12, 12)):
@@ -60,26 +49,17 @@ def table(root, kind, each=8):
     return write_table(root, rows, kind.split()[0])
 
 
-def check_colors(prepared, parts, count):
+def check_colors(prepared, parts, count, side=8):
     """Whether both parts together have all images, each with the color of its class."""
     assert json.loads((prepared / "labels.json").read_text()) == sorted(COLORS)
     assert sum(map(len, parts)) == count and min(map(len, parts)) >= 3
     for image, label, _ in [*parts[0], *parts[1]]:
         color = COLORS[sorted(COLORS)[label]]
-        assert image.shape == (8, 8, 3) and image.dtype == np.uint8
+        assert image.shape == (side, side, 3) and image.dtype == np.uint8
         assert np.abs(image.mean((0, 1)) - np.array(color) - 9.5).max() < 8
 
 
-# ---- Reading -------------------------------------------------------------------------------------
-
-
 KINDS = ["jsonl", "csv", "parquet", "parquet of bytes"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tables_name_or_hold_images(prepare, tmp_path, kind):
-    _, *found = prepare(table(tmp_path, kind))
-    check_colors(*found, 24)
 
 
 def test_a_folder_of_images_for_each_class(prepare, tmp_path, monkeypatch):
@@ -215,9 +195,6 @@ def test_unreadable_images_are_refused_or_named_and_left_out(
     assert sum(map(len, parts)) == 34
 
 
-# ---- Decoded, or from the files ------------------------------------------------------------------
-
-
 @pytest.fixture
 def later(task, monkeypatch):
     """Lets the two seconds pass within which what changed is not in the memo of digests."""
@@ -226,7 +203,10 @@ def later(task, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["digits", "folders", "skip", *KINDS])
-def test_rows_are_the_same_decoded_and_from_the_files(task, prepare, tmp_path, kind, capsys):
+def test_rows_are_the_same_decoded_and_from_the_files(
+    task, prepare, tmp_path, monkeypatch, capsys, kind
+):
+    monkeypatch.setattr(task.image_store.pieces, "FILE_SIZE", 1000)
     fields = {"stored_size": 9, "corrupt": "skip" if kind == "skip" else "refuse"}
     data = "digits"
     if kind in ("folders", "skip"):
@@ -239,18 +219,20 @@ def test_rows_are_the_same_decoded_and_from_the_files(task, prepare, tmp_path, k
         (data / "red" / "11.gif").write_bytes(b"no image")
     _, kept, before = prepare(data, **fields)
     assert ("left out" in capsys.readouterr().out) == (kind == "skip")
+    if kind in KINDS:
+        check_colors(kept, before, 36, 9)
+    if kind == "parquet of bytes":
+        shutil.rmtree(tmp_path / "images")  # the table has them
     _, decoded, after = prepare(data, decoded_gb=0, **fields)
     assert "are more than task.decoded_gb, 0: decoded whenever they" in capsys.readouterr().out
     assert decoded != kept and not (decoded / "images.npy").exists()
     assert task.cache.content_digest(decoded) == task.cache.content_digest(kept)
-    again = pickle.loads(pickle.dumps(after))
-    for parts in (after, again):
+    for parts in (after, pickle.loads(pickle.dumps(after))):
         for mine, theirs in zip(before, parts, strict=True):
             assert [label for _, label, _ in mine] == [label for _, label, _ in theirs]
             assert all(np.array_equal(a[0], b[0]) for a, b in zip(mine, theirs, strict=True))
-    assert {path.name for path in kept.iterdir()} == {
-        "images.npy", "labels.json", "labels.npy", "train.npy", "validation.npy", "index",
-    }  # fmt: skip
+    sizes = [file.stat().st_size for file in decoded.glob("sources-*.bin")]
+    assert kind != "parquet of bytes" or len(sizes) > 5 and max(sizes) <= 1000
 
 
 def test_the_limit_is_the_size_of_the_squares(task, config, tmp_path):
@@ -260,22 +242,8 @@ def test_the_limit_is_the_size_of_the_squares(task, config, tmp_path):
         assert (prepared / "images.npy").exists() == kept
 
 
-def test_encoded_images_lie_in_files_of_bounded_size(task, prepare, tmp_path, monkeypatch):
-    monkeypatch.setattr(task.image_store.pieces, "FILE_SIZE", 1000)
-    path = table(tmp_path, "parquet of bytes", 12)
-    images = {file.read_bytes() for file in (tmp_path / "images").rglob("*.png")}
-    shutil.rmtree(tmp_path / "images")  # the table has them
-    _, prepared, _ = prepare(path, decoded_gb=0)
-    stored = [file.stat().st_size for file in prepared.glob("sources-*.bin")]
-    assert len(stored) > 5 and max(stored) <= 1000 and sum(stored) == sum(map(len, images))
-    found = task.image_store.pieces.Pieces(prepared, "sources")
-    assert {found[i] for i in range(len(found))} == images
-
-
-@pytest.mark.parametrize("damage", ["gone", "other", "half", "disk"])
-def test_an_image_that_changes_during_training_is_named(
-    task, prepare, tmp_path, monkeypatch, damage
-):
+@pytest.mark.parametrize("damage", ["gone", "other", "half"])
+def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path, damage):
     from samestep.step import batches
 
     _, _, (train, _) = prepare(folders(tmp_path / "a"), decoded_gb=0)
@@ -286,17 +254,8 @@ def test_an_image_that_changes_during_training_is_named(
         path.unlink()
     elif damage == "other":
         picture(COLORS["green"], 77).save(path)
-    elif damage == "half":
+    else:
         path.write_bytes(content[: len(content) // 2])
-    else:  # a crash, which is tried again
-
-        def fail(*_, **__):
-            raise OSError(errno.EIO, "Input/output error")
-
-        monkeypatch.setattr(task.image_store, "square", fail)
-        with pytest.raises(OSError, match="Input/output error"):
-            train[0]
-        return
     with pytest.raises(batches.UserError) as error:
         rows.__getitems__(places)
     said = str(error.value)
@@ -411,9 +370,6 @@ def test_a_folder_of_which_a_table_names_little_is_not_read(
     assert len({*asked(tmp_path / "images" / "green")["read"]}) == 0
 
 
-# ---- Batches -------------------------------------------------------------------------------------
-
-
 def test_without_crops_and_flips_rows_stay_as_they_are(task, prepare):
     _, _, (train, validation) = prepare("digits")
     rows = [train[i] for i in range(8)]
@@ -439,9 +395,6 @@ def test_crops_have_the_size_of_the_model_whatever_is_stored(task, prepare):
     for batch in (task.collate(rows), task.collate([validation[i] for i in range(8)])):
         assert batch["pixel_values"].shape == (8, 3, 12, 12) and task.count(batch) == 8
         assert batch["labels"].dtype == torch.int64
-
-
-# ---- Models and metrics --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ["vit", "resnet"])
@@ -476,39 +429,19 @@ def test_metrics_are_those_of_scikit_learn_over_all_images(task, prepare, archit
             assert min(drawn.size) > 500
 
 
-def test_pictures_of_many_classes_with_odd_names(task, tmp_path):
-    matrix = np.random.default_rng(0).integers(0, 3, (120, 120)).astype(float)
-    odd = [f"$class_{i} with a long name {'x' * 60}" for i in range(120)]
-    shown = task.classification.report_table(torch.tensor(matrix), odd, tmp_path)
-    with Image.open(shown["confusion"]) as drawn:
-        assert 1000 < max(drawn.size) < 4000
-    assert "the 30 of 120 classes with the most mistakes" in shown["classes"]
-    assert len(shown["classes"].splitlines()) == 32
-
-
-def write_splits(root, splits):
-    """Folders of classes of images, whose shades differ."""
-    for split in splits:
-        for name, color in COLORS.items():
-            (root / split / name).mkdir(parents=True)
-            for number in range(4):
-                shade = [value * (8 - number) // 8 for value in color]
-                picture(shade).save(root / split / name / f"test_{number}.png")
-
-
 def test_a_folder_of_splits_is_known_by_its_names(task, prepare, tmp_path, capsys):
-    write_splits(tmp_path / "a", ("train", "val", "test"))
+    for split in ("train", "val", "test"):
+        folders(tmp_path / "a" / split, 4)
     (tmp_path / "a/test/red/odd.png").write_text("no image")
     _, known, _ = prepare(tmp_path / "a")
-    _, named, _ = prepare(tmp_path / "a/train", validation_data=str(tmp_path / "a/val"))
-    assert task.cache.content_digest(known) == task.cache.content_digest(named)
     said = "12 files to train on, 12 to evaluate on; not read: 13 for test"
     assert said in capsys.readouterr().out
+    _, named, _ = prepare(tmp_path / "a/train", validation_data=str(tmp_path / "a/val"))
+    assert task.cache.content_digest(known) == task.cache.content_digest(named)
 
 
 def test_a_class_named_train_is_a_class(prepare, tmp_path):
-    write_splits(tmp_path / "a", ["."])
-    (tmp_path / "a" / "red").rename(tmp_path / "a" / "train")
+    (folders(tmp_path / "a", 4) / "red").rename(tmp_path / "a" / "train")
     _, folder, _ = prepare(tmp_path / "a")
     assert json.loads((folder / "labels.json").read_text()) == ["blue", "green", "train"]
 
@@ -538,16 +471,6 @@ def test_bad_folders_are_answered_in_one_line(kit, config, tmp_path, data, files
             path.write_text(content)
     text = refusal(kit, config(tmp_path / data))
     assert text.startswith("task.") and said.format(root=tmp_path) in text and str(tmp_path) in text
-
-
-def test_a_class_without_a_readable_training_image_is_refused(kit, config, tmp_path):
-    folders(tmp_path / "a", 2)
-    folders(tmp_path / "b", 2)
-    for i in range(2):
-        (tmp_path / "a" / "red" / f"{i}.png").write_bytes(b"no image")
-    given = {"validation_data": str(tmp_path / "b"), "corrupt": "skip"}
-    said = refusal(kit, config(tmp_path / "a", **given))
-    assert "/b/red/0.png: class 'red' is not in the training data" in said
 
 
 def test_a_folder_without_a_model_is_refused_at_once(kit, config, tmp_path):
@@ -639,18 +562,15 @@ def test_pictures_and_texts_of_an_evaluation_go_to_the_tracker(baked, tmp_path, 
     flags = ["--max_steps", "2", "--eval_every", "0", "--tracker", tracker, "--project", "pictures"]
     env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     baked.train(1, *SHORT, *flags, "--output_dir", output, **env)
-    drawn = (output / "confusion.png").read_bytes()
     if tracker == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = max(output.rglob("events.*"), key=lambda path: path.stat().st_size)
-        found = EventAccumulator(str(events)).Reload()
-        assert {"confusion", "samples"} <= {*found.Tags()["images"]}
-        with Image.open(output / "confusion.png") as picture:
-            assert found.Images("confusion")[0].width == picture.width
-        assert any(tag.startswith("classes") for tag in found.Tags()["tensors"])
+        tags = EventAccumulator(str(events)).Reload().Tags()
+        assert {"confusion", "samples"} <= {*tags["images"]}
+        assert any(tag.startswith("classes") for tag in tags["tensors"])
     elif tracker == "wandb":
         media = [path.read_bytes() for path in (output / "wandb").rglob("confusion_*.png")]
-        assert media == [drawn]
+        assert media == [(output / "confusion.png").read_bytes()]
     else:
         assert len([*(tmp_path / "trackio").rglob("*.png")]) == 2
