@@ -5,18 +5,16 @@ import itertools
 import json
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from conftest import ROOT, SOURCE, write_table
+from conftest import ROOT
 from samestep.data import tables
 from samestep.text import corpus, row_formats
 from samestep.text import tokenizing as text_module
-from test_tasks import BY_NAME, chat, refusal
+from test_tasks import chat, refusal
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 IGNORE_INDEX = -100
@@ -24,23 +22,8 @@ IGNORE_INDEX = -100
 TEXTS = [{"text": " ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f" {i}.\n"} for i in range(60)]
 
 
-@pytest.fixture(scope="module")
-def kit():
-    return BY_NAME["causal_lm"]
-
-
-def test_a_single_text_keeps_its_end_for_validation(kit, prepare, tmp_path):
-    whole = "".join(row["text"] for row in TEXTS)
-    (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
-    cfg, prepared, parts = prepare(tmp_path / "a.txt")
-    found = [kit.keys(kit.task, cfg, prepared, part) for part in parts]
-    assert found[0][0] + found[1][0] == whole and [*map(len, found)] == [1, 1]
-
-
-def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(
-    kit, prepare, tmp_path
-):
-    cfg, prepared, parts = prepare(write_table(tmp_path, TEXTS))
+def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(kit, prepare):
+    cfg, prepared, parts = prepare(TEXTS)
     for part in parts:
         batch = kit.task.collate([*part])
         assert batch["input_ids"].shape == batch["labels"].shape == (len(part), 16)
@@ -52,8 +35,8 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(
     assert int(batch["bytes"].sum()) == sum(len(text.encode()) for text in texts)
 
 
-def test_the_loss_is_the_sum_over_the_counted_tokens(task, prepare, tmp_path):
-    cfg, prepared, (_, rows) = prepare(write_table(tmp_path, TEXTS))
+def test_the_loss_is_the_sum_over_the_counted_tokens(task, prepare):
+    cfg, prepared, (_, rows) = prepare(TEXTS)
     torch.manual_seed(0)
     model = task.build_model(cfg, prepared).eval()
     batch = task.collate([*rows])
@@ -77,7 +60,7 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(task, prepare, tmp_p
 
     from samestep.programs import predict
 
-    cfg, prepared, _ = prepare(write_table(tmp_path, TEXTS))
+    cfg, prepared, _ = prepare(TEXTS)
     tokenizer, model = corpus.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
     assert len(tokenizer) == 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
     model.lm_head.weight.data.zero_()  # tokens that the tokenizer lacks are the likeliest
@@ -98,17 +81,10 @@ def test_a_new_vocabulary_has_rows_that_are_never_generated(task, prepare, tmp_p
         assert answer.shape == (1, 8) and answer.max() < 300
 
 
-def test_a_vocabulary_of_whole_128s_has_no_other_rows(task, prepare):
-    cfg, prepared, _ = prepare("stdlib", vocab_size=384)
-    assert len(corpus.load_tokenizer(cfg, prepared)) == 384
-    model = task.build_model(cfg, prepared)
-    assert model.config.vocab_size == 384 and model.generation_config.suppress_tokens is None
-
-
-def test_text_of_any_bytes_survives(prepare, tmp_path):
+def test_text_of_any_bytes_survives(prepare):
     texts = ["<|endoftext|> is written out\n", "emoji 🙂 and \x00 and ü\r\n"]
     rows = [*({"text": text} for text in texts), *TEXTS]
-    cfg, prepared, parts = prepare(write_table(tmp_path, rows))
+    cfg, prepared, parts = prepare(rows)
     tokenizer = corpus.load_tokenizer(cfg, prepared)
     assert tokenizer.decode(tokenizer(texts[1])["input_ids"]) == texts[1]
     end = tokenizer.eos_token_id
@@ -116,46 +92,25 @@ def test_text_of_any_bytes_survives(prepare, tmp_path):
     assert ends == len(rows)  # a document that spells the mark does not end there
 
 
-BAD_TEXTS = [
-    (b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
-    (b"abc \xff def", "byte 0xff is not UTF-8"),
-    (b"short", "which do not fill a row of 17"),
-    (b"a b c " * 20, "fill a row of 17; add text, raise task.validation_fraction or"),
-]
-
-
-@pytest.mark.parametrize("content, said", BAD_TEXTS)
-def test_a_text_that_gives_no_rows_is_one_line(kit, config, tmp_path, content, said):
-    (tmp_path / "a.txt").write_bytes(content)
-    text = refusal(kit, config(tmp_path / "a.txt"))
-    assert text.startswith("task.data") and said in text and "a.txt" in text
-
-
-def llama_2(tokenizer):
-    """Writes spaces by its normaliser, and separates nowhere."""
-    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    facts = {**json.loads(tokenizer.to_str()), "pre_tokenizer": None}
-    return Tokenizer.from_str(json.dumps(facts))
-
-
 SEPARATORS = {
-    "byte-level": (pre_tokenizers.ByteLevel(add_prefix_space=False), None),
-    "byte-level, first space": (pre_tokenizers.ByteLevel(), None),
-    "metaspace": (pre_tokenizers.Metaspace(), None),
-    "metaspace, whole texts": (pre_tokenizers.Metaspace("▁", "first", False), None),
-    "llama 2": (pre_tokenizers.Metaspace(), llama_2),
+    "byte-level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "byte-level, first space": pre_tokenizers.ByteLevel(),
+    "metaspace": pre_tokenizers.Metaspace(),
+    "metaspace, whole texts": pre_tokenizers.Metaspace("▁", "first", False),
+    "llama 2": None,  # writes spaces by its normaliser, and separates nowhere
 }
 
 
 @pytest.fixture(params=SEPARATORS)
 def separating(request):
     """A BPE of English and of Chinese without spaces, and such a text."""
+    from transformers import PreTrainedTokenizerFast
+
     draw, signs = random.Random(0), [chr(0x4E00 + i) for i in range(300)]
     chinese = "".join(draw.choices([*signs, "，", "。\n"], [*[1] * 300, 15, 2], k=20_000))
     english = (ROOT / "templates/tasks/causal_lm.py").read_text()[:12_000]
     whole = f"{chinese}{english}\n\n\n{'0123456789' * 300}{' ' * 3000}a\n\n{chinese[::-1]}"
-    separator, change = SEPARATORS[request.param]
+    separator = SEPARATORS[request.param]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # pairs within words are learnt
     if request.param.startswith("byte"):
@@ -164,10 +119,13 @@ def separating(request):
     signs = {"initial_alphabet": signs, "special_tokens": ["</s>"]}
     trainer = trainers.BpeTrainer(vocab_size=2500, show_progress=False, **signs)
     tokenizer.train_from_iterator(f"{chinese}{english}".splitlines(), trainer)
-    tokenizer.pre_tokenizer = separator
-    tokenizer = change(tokenizer) if change else tokenizer
-    from transformers import PreTrainedTokenizerFast
-
+    if separator:
+        tokenizer.pre_tokenizer = separator
+    else:
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+        facts = {**json.loads(tokenizer.to_str()), "pre_tokenizer": None}
+        tokenizer = Tokenizer.from_str(json.dumps(facts))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), whole
 
 
@@ -201,23 +159,6 @@ def test_a_file_in_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monk
     assert found == [*wanted, tokenizer.eos_token_id]
 
 
-@pytest.mark.slow
-def test_processes_that_start_together_prepare_once(config, tmp_path):
-    cfg = config(write_table(tmp_path, TEXTS))
-    program = f"""
-import sys
-sys.path[:0] = {[str(ROOT / SOURCE), str(ROOT / "templates" / "tasks")]!r}
-import causal_lm
-causal_lm.prepare_data(causal_lm.{cfg!r})
-"""
-    command = [sys.executable, "-B", "-c", program]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    printed = [process.communicate()[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0]
-    assert sorted(map(len, printed))[:2] == [0, 0] and "60 documents" in "".join(printed)
-    assert len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
-
-
 # ---- Prompts, chats, packing ---------------------------------------------------------------------
 
 PROMPTS = [
@@ -235,18 +176,19 @@ CHATS = [
 
 
 @pytest.fixture
-def pack(task, prepare, tmp_path):
-    """Tokenizer, and all rows of training in one batch."""
+def pack(kit, prepare, tmp_path):
+    """What is packed of rows: the tokenizer, and all rows of training in one batch."""
 
-    def make(table, kind="jsonl", context_length=128, **fields):
-        data = write_table(tmp_path, table, kind)
+    def make(table, kind="jsonl", context_length=128, template="", **fields):
+        fields |= write_template(tmp_path, template) if template else {}
+        data = kit.write(tmp_path, table, kind)
         cfg, prepared, (train, _) = prepare(data, context_length=context_length, **fields)
-        return corpus.load_tokenizer(cfg, prepared), task.collate([*train])
+        return corpus.load_tokenizer(cfg, prepared), kit.task.collate([*train])
 
     return make
 
 
-def with_template(folder, text):
+def write_template(folder, text):
     (folder / "a.jinja").write_text(text)
     return {"chat_template": str(folder / "a.jinja")}
 
@@ -271,9 +213,9 @@ def texts_and_learnt(tokenizer, batch):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, tmp_path, attention):
+def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, attention):
     fields = {"context_length": 128, "attn_implementation": attention}
-    cfg, prepared, (train, _) = prepare(write_table(tmp_path, PROMPTS), **fields)
+    cfg, prepared, (train, _) = prepare(PROMPTS, **fields)
     batch = task.collate([*train])
     torch.manual_seed(0)
     model = task.build_model(cfg, prepared).double()
@@ -284,11 +226,11 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, tmp_
         assert len(inputs) > 1
         alone.append(task.loss_sum(model, {"input_ids": inputs[None], "labels": labels[None]}))
     assert len(alone) == 54 and len(batch["labels"]) < 27
-    together = task.loss_sum(model, batch)
-    assert together.item() == pytest.approx(sum(alone).item(), rel=1e-6)
+    together = task.loss_sum(model, batch).item()
+    assert together == pytest.approx(sum(alone).item(), rel=1e-6)
     # Without positions, texts see those before them, and the loss is another one.
     del batch["position_ids"]
-    assert task.loss_sum(model, batch).item() != pytest.approx(together.item(), rel=1e-3)
+    assert task.loss_sum(model, batch).item() != pytest.approx(together, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -324,11 +266,10 @@ def test_best_fit_wastes_less_than_a_hundredth(pack):
 
 
 @pytest.mark.parametrize("policy", ["split", "cut"])
-def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, tmp_path, capsys, policy):
+def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, capsys, policy):
     texts = [" ".join([str(i)] * 40) for i in range(100, 130)]
-    data = write_table(tmp_path, [{"text": text} for text in texts])
     fields = {"context_length": 24, "packing": "best_fit", "too_long": policy}
-    cfg, prepared, parts = prepare(data, **fields)
+    cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     limit = "24 tokens (the most that a row or the model holds)"
     said = f"27 of 27 texts are longer than {limit} and were {policy}"
     assert said in capsys.readouterr().out
@@ -347,20 +288,20 @@ OWN = (
 
 
 def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_path):
-    text, learnt = texts_and_learnt(*pack(CHATS, **with_template(tmp_path, OWN)))[0]
+    text, learnt = texts_and_learnt(*pack(CHATS, template=OWN))[0]
     assert text.startswith("<system>Be brief.<user>") and learnt.startswith("that is ")
-    given = with_template(tmp_path, "{{ messages | length }}" + OWN)
-    said = refusal(kit, config(tmp_path / "rows.jsonl", **given))
-    assert said.startswith("task.chat_template")
-    assert "does not begin with what the template gives" in said
-    said = refusal(kit, config(tmp_path / "rows.jsonl", chat_template=str(tmp_path / "none.jinja")))
-    assert said.startswith("task.chat_template") and "no file" in said
+    odd = write_template(tmp_path, "{{ messages | length }}" + OWN)
+    for given, said in (
+        (odd, "does not begin with what the template gives"),
+        ({"chat_template": str(tmp_path / "none.jinja")}, "no file"),
+    ):
+        text = refusal(kit, config(CHATS, **given))
+        assert text.startswith("task.chat_template") and said in text
 
 
-def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(pack, tmp_path):
+def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(pack):
     thinks = "{% if loop.last and m['role'] == 'assistant' %}(thinks){% endif %}{{ m['content'] }}"
-    template = OWN.replace("{{ m['content'] }}", thinks)
-    found = texts_and_learnt(*pack(CHATS, **with_template(tmp_path, template)))
+    found = texts_and_learnt(*pack(CHATS, template=OWN.replace("{{ m['content'] }}", thinks)))
     assert len(found) == 2 * 54
     for text, learnt in found:
         assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
@@ -432,7 +373,7 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
 
 
-def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack, tmp_path):
+def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack):
     """The form in which OpenAI takes chats: 0 for an answer that is context alone."""
 
     def chats(*weights):
@@ -445,53 +386,42 @@ def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack, tmp_path):
     found = learnt_by_number(*pack(chats(0), context_length=200))
     assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
     assert all("Bad." in text for text, _ in found.values())
-    said = refusal(kit, config(write_table(tmp_path, chats(0, 0))))
+    said = refusal(kit, config(chats(0, 0)))
     assert "line 1: no message of the assistant is trained on" in said
-    assert "is 2; give 0 or 1" in refusal(kit, config(write_table(tmp_path, chats(1, 2))))
+    assert "is 2; give 0 or 1" in refusal(kit, config(chats(1, 2)))
 
 
-FORMS = {  # what makes a row of a number, the text before the answer, and what is said
+FORMS = {  # a row, whose number is N; the text of its question, and what is said of it
     "share": (
-        lambda i: {
-            "id": i,
-            "conversations": [
-                {"from": "system", "value": "Be brief."}, {"from": "human", "value": f"{i}?"},
-                {"from": "gpt", "value": f"{i}!"},
-            ],
-        },
-        "System: Be brief.\nUser: {0}?",
-        ", from conversations (not read: id)",
+        '{"id": N, "conversations": [{"from": "system", "value": "Be brief."},'
+        ' {"from": "human", "value": "N?"}, {"from": "gpt", "value": "N!"}]}',
+        "System: Be brief.\nUser: N?", ", from conversations (not read: id)",
     ),
     "alpaca": (
-        lambda i: {"instruction": "Repeat.", "input": f"{i}", "output": f"{i}!", "text": "x"},
-        "User: Repeat.\n\n{0}",
-        "input (not read: text)",
+        '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
+        "User: Repeat.\n\nN", "input (not read: text)",
     ),
     "alpaca without input": (
-        lambda i: {"instruction": "Repeat.", "input": "", "output": f"{i}!", "text": "x"},
-        "User: Repeat.",
-        "input (not read: text)",
+        '{"instruction": "Repeat.", "input": "", "output": "N!", "text": "x"}',
+        "User: Repeat.", "input (not read: text)",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_share_gpt_and_alpaca_are_chats(pack, capsys, form):
-    make, asked, said = FORMS[form]
-    rows, batches = [make(i) for i in range(30)], []
-    for fields in ({}, {"rows": "chat"}):
-        tokenizer, batch = pack(rows, context_length=64, **fields)
-        batches.append(batch)
-    assert torch.equal(batches[0]["labels"], batches[1]["labels"])
+    row, asked, said = FORMS[form]
+    rows = [json.loads(row.replace("N", str(i))) for i in range(30)]
+    tokenizer, batch = pack(rows, context_length=64)
+    assert torch.equal(batch["labels"], pack(rows, context_length=64, rows="chat")[1]["labels"])
     printed = capsys.readouterr().out
     assert "30 chats of " in printed and said in printed
     for text, learnt in texts_and_learnt(tokenizer, batch):
-        number = int(learnt.split("!")[0])
+        number = learnt.strip().split("!")[0]
         assert learnt == f" {number}!<|endoftext|>\n"
-        assert text.startswith(f"{asked.format(number)}\nAssistant: {number}!")
+        assert text.startswith(f"{asked.replace('N', number)}\nAssistant: {number}!")
 
 
-TALK = CHATS[0]["messages"]
 KNOWN = [  # columns of a row, settings, what the row is, and the columns that are read
     ("text prompt completion", {}, "prompt", ["prompt", "completion"]),
     ("text prompt", {}, "text", ["text"]),
@@ -505,16 +435,14 @@ KNOWN = [  # columns of a row, settings, what the row is, and the columns that a
 
 
 @pytest.mark.parametrize("names, fields, kind, read", KNOWN)
-def test_rows_are_known_by_their_columns_and_by_fields(config, tmp_path, names, fields, kind, read):
-    row = {name: TALK if name in ("messages", "talk") else "a" for name in names.split()}
-    row_format = row_formats.recognize_format(config(write_table(tmp_path, [row]), **fields))
+def test_rows_are_known_by_their_columns_and_by_fields(config, names, fields, kind, read):
+    row = {
+        name: CHATS[0]["messages"] if name in ("messages", "talk") else "a"
+        for name in names.split()
+    }
+    row_format = row_formats.recognize_format(config([row], **fields))
     assert (row_format.kind, [*row_format.columns.values()]) == (kind, read)
     assert row_format.names == ([] if fields else [*row])
-
-
-def test_rows_of_shipped_data_are_known(config):
-    for data, kind in (("pydoc", "text"), ("stdlib", "text"), ("docstrings", "prompt")):
-        assert row_formats.recognize_format(config(data)).kind == kind
 
 
 def test_other_names_of_roles_are_read_as_the_known_ones_and_said(pack, capsys):
@@ -530,75 +458,60 @@ def test_other_names_of_roles_are_read_as_the_known_ones_and_said(pack, capsys):
 
 
 PLAIN = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m['role'] }}>"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages if OF %}<{{ m['role'] }}>"
     "{{ m['content'] | trim }}{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-CALLS, EACH, ROLE = "m['tool_calls'] | tojson", "messages %}", "<{{ m['role'] }}>"
+CALLS, ROLE, CALLED = "m['tool_calls'] | tojson", "<{{ m['role'] }}>", "if m['tool_calls']"
 NAMES = "m['tool_calls'] | map(attribute='function.name') | list | tojson"
 LAST = "{% if loop.last %}{{ m['reasoning_content'] }}{% endif %}"
-FULL = [{"role": "system", "content": "  Be brief.\n"}, *agents()[7]["messages"][:4]]
-WHOLE = {"messages": FULL, "tools": TOOLS}
-PARALLEL = {"messages": agents()[3]["messages"][4:]}
-THOUGHT = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "b", "reasoning_content": "because"},
-]
-CHANCE = [
-    {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "tool_calls": [CALL]},
-    {"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"},
-]  # fmt: skip
-# The name of a call stands among the tools, its argument in the question.
-ASKED, RAIN = {"role": "user", "content": "Paris?"}, {"role": "tool", "content": "rain"}
-CALLED, ANSWER = {"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": "a"}
-SILENT, LOUD = (
-    {"messages": [ASKED, {**CALLED, "content": content}, RAIN, ANSWER], "tools": TOOLS}
-    for content in (None, "I look.")
-)
+SYSTEM = {"role": "system", "content": "  Be brief.\n"}
+WHOLE = [{"messages": [SYSTEM, *agents()[7]["messages"][:4]], "tools": TOOLS}]
+PARALLEL = [{"messages": agents()[3]["messages"][4:]}]
+THOUGHT = chat("a", "b")["messages"]
+THOUGHT[1]["reasoning_content"] = "because"
+
+
+def called(asked, said, heard, **more):
+    """A chat in which a tool is called; its argument may stand in the question, too."""
+    messages = [
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": said, "tool_calls": [CALL]},
+        {"role": "tool", "content": heard}, {"role": "assistant", "content": "a"},
+    ]  # fmt: skip
+    return {"messages": messages, **more}
+
+
+SILENT, LOUD = (called("Paris?", said, "rain", tools=TOOLS) for said in (None, "I look."))
+BESIDE = f"{CALLED} and not m['content']"
 DROPS = [  # what a template has in place of what, chats, and what is said to be left out
-    ("", "", [WHOLE], ""),
-    ("m['content'] | trim", "m['content'] | tojson", [WHOLE], ""),  # then JSON, no text
-    (
-        EACH,
-        f"messages if m['role'] != 'system' {EACH[9:]}",
-        [WHOLE],
-        "content of message 1 (system)",
-    ),
-    (EACH, f"messages if m['role'] != 'tool' {EACH[9:]}", [WHOLE], "content of message 4 (tool)"),
-    (EACH, f"messages if m['role'] != 'user' {EACH[9:]}", [WHOLE], "content of message 2 (user)"),
-    (EACH, f"messages if not m['tool_calls'] {EACH[9:]}", [WHOLE], "tool_calls of message 3 (ass"),
-    ("if tools", "if no_tools", [WHOLE], "tools; give"),
-    (CALLS, "m['tool_calls'][0] | tojson", [WHOLE], ""),
-    (CALLS, "m['tool_calls'][0] | tojson", [PARALLEL], "tool_calls of message 2 (assistant)"),
-    (CALLS, NAMES, [PARALLEL], "arguments of tool_calls of message 2"),
+    ("", "", WHOLE, ""),
+    ("m['content'] | trim", "m['content'] | tojson", WHOLE, ""),  # then JSON, no text
+    ("OF", "m['role'] != 'system'", WHOLE, "content of message 1 (system); give one that shows"),
+    ("OF", "m['role'] != 'tool'", WHOLE, "content of message 4 (tool)"),
+    ("OF", "m['role'] != 'user'", WHOLE, "content of message 2 (user)"),
+    ("OF", "not m['tool_calls']", WHOLE, "tool_calls of message 3 (assistant)"),
+    ("if tools", "if no_tools", WHOLE, "tools; give"),
+    (CALLS, "m['tool_calls'][0] | tojson", WHOLE, ""),
+    (CALLS, "m['tool_calls'][0] | tojson", PARALLEL, "tool_calls of message 2 (assistant)"),
+    (CALLS, NAMES, PARALLEL, "arguments of tool_calls of message 2"),
     ("", "", [{"messages": THOUGHT}], "reasoning_content of message 2 (assistant)"),
     # Of an earlier turn it may be gone later: that turn is learnt from a text of its own.
     (ROLE, ROLE + LAST, [{"messages": THOUGHT * 2}], ""),
     # A word that stands elsewhere by chance.
-    (
-        EACH,
-        f"messages if m['role'] != 'tool' {EACH[9:]}",
-        [{"messages": CHANCE}],
-        "message 3 (tool)",
-    ),
-    ("if m['tool_calls']", "if m['tool_calls'] and not m['content']", [SILENT], ""),
-    (
-        "if m['tool_calls']",
-        "if m['tool_calls'] and not m['content']",
-        [SILENT, SILENT, LOUD],
-        "tool_calls of message 2 (assistant)",
-    ),
+    ("OF", "m['role'] != 'tool'", [called("1 + 1?", "", "1")], "content of message 3 (tool)"),
+    (CALLED, BESIDE, [SILENT], ""),
+    (CALLED, BESIDE, [SILENT, SILENT, LOUD], "tool_calls of message 2 (assistant)"),
 ]
 
 
 @pytest.mark.parametrize("old, new, chats, said", DROPS)
 def test_what_a_template_leaves_out_is_refused(config, kit, tmp_path, old, new, chats, said):
-    rows = [
-        {**row, "messages": [*row["messages"][:-1], {**row["messages"][-1], "content": f"{i}!"}]}
-        for i, row in enumerate([*chats, *chats])
-    ]
-    given = with_template(tmp_path, PLAIN.replace(old, new, 1))
-    cfg = config(write_table(tmp_path, rows), context_length=400, **given)
+    rows = [json.loads(json.dumps(row)) for row in [*chats, *chats]]
+    for i, row in enumerate(rows):
+        row["messages"][-1]["content"] = f"{i}!"
+    given = write_template(tmp_path, PLAIN.replace(old, new, 1).replace("OF", "true"))
+    cfg = config(rows, context_length=400, **given)
     if said:
         text = refusal(kit, cfg)
         assert ": the template leaves out " in text and said in text

@@ -461,6 +461,21 @@ def test_bad_validation_rows_are_answered_in_one_line(kit, tmp_path, row, said):
     assert text.startswith("task.validation_data: ") and said in text
 
 
+BAD_TEXTS = [
+    (b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
+    (b"short", "which do not fill a row of 17"),
+    (b"a b c " * 20, "fill a row of 17; add text, raise task.validation_fraction or"),
+]
+
+
+@pytest.mark.parametrize("content, said", BAD_TEXTS)
+def test_a_text_that_gives_no_rows_is_one_line(tmp_path, content, said):
+    (tmp_path / "a.txt").write_bytes(content)
+    kit = BY_NAME["causal_lm"]
+    text = refusal(kit, kit.config(tmp_path, tmp_path / "a.txt"))
+    assert text.startswith("task.data") and said in text and "a.txt" in text
+
+
 NONE = "no/such/folder"
 WRONG_SETTINGS = {
     "causal_lm": [
@@ -558,8 +573,10 @@ def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(kit
     project = bake(tmp_path, task=kit.name, tracker="none")
     data = ["--task.data", kit.write(tmp_path), *kit.flags(**kit.noise), *STEPS]
     one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
-    project.train(1, *data, "--output_dir", one)
-    project.train(2, *data, "--num_workers", 1, "--output_dir", two)
+    printed = project.train(2, *data, "--num_workers", 1, "--output_dir", two)
+    said = [line for line in printed.splitlines() if line.startswith("Preparing data: ")]
+    assert said and len(said) == len({*said})  # prepared by one of them
+    assert "Preparing" not in project.train(1, *data, "--output_dir", one)
     for key in ("loss", "eval_loss"):
         for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
