@@ -1,7 +1,7 @@
 """The task seq2seq: what it reads and counts, how well it learns, what it writes and refuses."""
 
+import contextlib
 import json
-import re
 import shutil
 from datetime import datetime
 
@@ -14,9 +14,6 @@ from conftest import lines
 from test_tasks import BY_NAME, STEPS, refusal
 
 ROWS = [(row["source"], row["target"]) for row in BY_NAME["seq2seq"].rows]
-
-
-# ---- Data ----------------------------------------------------------------------------------------
 
 
 def test_equal_sources_are_on_one_side_and_columns_have_any_name(kit, prepare):
@@ -41,27 +38,17 @@ def test_long_texts_are_cut_aloud(prepare, capsys):
 
 
 def test_dates_are_what_their_iso_forms_say(task):
-    rows = [(row["source"], row["target"]) for row, _ in task.demo_data.date_rows()]
-    assert len({target for _, target in rows}) == len(rows) == 12_000
+    known = {row["source"]: row["target"] for row, _ in task.demo_data.date_rows()}
+    assert len({*known.values()}) == len(known) == 12_000
     checked = 0
-    for source, target in rows:
+    for source, target in known.items():
         for form in ("%d %B %Y", "%B %d, %Y", "%b %d %Y", "%d/%b/%Y", "%d.%m.%Y"):
-            try:
+            with contextlib.suppress(ValueError):  # another form
                 assert datetime.strptime(source, form).date().isoformat() == target
-            except ValueError as error:
-                assert "does not match" in str(error)
-            else:
                 checked += 1
-                break
     assert checked >= 5000
-    known = dict(rows)
     assert known["the eighteenth of December, two thousand and six"] == "2006-12-18"
     assert known["the eleventh of May nineteen sixty-five"] == "1965-05-11"
-    days = {source.split()[0] for source, _ in rows if " of " in source}
-    assert {"1st", "2nd", "3rd", "11th", "12th", "13th", "21st", "22nd", "23rd"} < days
-    assert not {"11st", "12nd", "13rd", "21th"} & days
-    months = {source.split()[1] for source, _ in rows if re.match(r"\d+\. \w", source)}
-    assert "März" in months and len(months) == 12
 
 
 # ---- Loss and metrics ----------------------------------------------------------------------------
@@ -126,9 +113,6 @@ def test_scores_count_tokens_and_whole_targets(task):
     assert scores["loss"] == pytest.approx((5 * right + 2 * wrong) / 7, rel=1e-6)
 
 
-# ---- Bad input -----------------------------------------------------------------------------------
-
-
 def test_models_that_do_not_fit_are_refused(kit, config, models):
     for name, fields, said in [
         ("bart", {"max_source_length": 65}, "task.max_source_length is 65 but must be at most 64"),
@@ -174,24 +158,17 @@ def models(task, tmp_path_factory):
     return folder
 
 
-def test_the_model_to_start_from_may_change_or_vanish_during_training(
-    task, prepare, models, tmp_path
-):
+def test_the_model_to_start_from_may_change_during_training(task, prepare, models, tmp_path):
     start = shutil.copytree(models / "t5", tmp_path / "start")
-    limits = {"max_source_length": 48, "model_name_or_path": str(start)}
-    cfg, folder, _ = prepare(ROWS, **limits)
+    cfg, folder, _ = prepare(ROWS, max_source_length=48, model_name_or_path=str(start))
     model = task.build_model(cfg, folder)
     vocabulary = task.pairs.load_tokenizer(cfg, folder).get_vocab()
     facts = json.loads((start / "tokenizer.json").read_text())
     facts["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
-    for number in range(2):
-        if number == 0:
-            (start / "tokenizer.json").write_text(json.dumps(facts))
-        else:
-            shutil.rmtree(start)
-        task.export(model, tmp_path / "model", cfg, folder)
-        saved = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
-        assert saved["model"]["vocab"] == vocabulary
+    (start / "tokenizer.json").write_text(json.dumps(facts))
+    task.export(model, tmp_path / "model", cfg, folder)
+    saved = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    assert saved["model"]["vocab"] == vocabulary
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
