@@ -16,14 +16,11 @@ from samestep.text import corpus, row_formats
 from samestep.text import tokenizing as text_module
 from test_tasks import chat, refusal
 
-WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 IGNORE_INDEX = -100
-
-TEXTS = [{"text": " ".join(WORDS[i % 13 :] + WORDS[: i % 13]) + f" {i}.\n"} for i in range(60)]
 
 
 def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(kit, prepare):
-    cfg, prepared, parts = prepare(TEXTS)
+    cfg, prepared, parts = prepare(kit.rows)
     for part in parts:
         batch = kit.task.collate([*part])
         assert batch["input_ids"].shape == batch["labels"].shape == (len(part), 16)
@@ -35,8 +32,8 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
     assert int(batch["bytes"].sum()) == sum(len(text.encode()) for text in texts)
 
 
-def test_the_loss_is_the_sum_over_the_counted_tokens(task, prepare):
-    cfg, prepared, (_, rows) = prepare(TEXTS)
+def test_the_loss_is_the_sum_over_the_counted_tokens(kit, task, prepare):
+    cfg, prepared, (_, rows) = prepare(kit.rows)
     torch.manual_seed(0)
     model = task.build_model(cfg, prepared).eval()
     batch = task.collate([*rows])
@@ -55,35 +52,36 @@ def test_the_loss_is_the_sum_over_the_counted_tokens(task, prepare):
     assert scores["unigram_loss"] < math.log(300)
 
 
-def test_a_new_vocabulary_has_rows_that_are_never_generated(task, prepare, tmp_path):
+def test_a_new_vocabulary_has_rows_that_are_never_generated(kit, task, prepare, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from samestep.programs import predict
 
-    cfg, prepared, _ = prepare(TEXTS)
+    cfg, prepared, _ = prepare(kit.rows)
     tokenizer, model = corpus.load_tokenizer(cfg, prepared), task.build_model(cfg, prepared)
-    assert len(tokenizer) == 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
+    used = len(tokenizer)
+    assert used <= 300 and model.config.vocab_size == len(model.lm_head.weight) == 384
     model.lm_head.weight.data.zero_()  # tokens that the tokenizer lacks are the likeliest
-    model.lm_head.weight.data[300] = 100.0
-    model.lm_head.weight.data[301] = -100.0
+    model.lm_head.weight.data[used] = 100.0
+    model.lm_head.weight.data[used + 1] = -100.0
     model.eval()
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3)}
-    assert model(input_ids=inputs["input_ids"]).logits.argmax(-1).min() >= 300
+    assert model(input_ids=inputs["input_ids"]).logits.argmax(-1).min() >= used
     # All others have the same logit, and the first of them is chosen.
     assert task.report(model, {}, tmp_path, cfg, prepared)["sample"].endswith("!!!")
     task.export(model, tmp_path / "model", cfg, prepared)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 300
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == used
     for temperature in (0.0, 1.0):
         arguments = argparse.Namespace(tokens=5, temperature=temperature)
         options = predict.pipeline_options("text-generation", arguments, loaded)
         answer = loaded.generate(**inputs, generation_config=options["generation_config"])
-        assert answer.shape == (1, 8) and answer.max() < 300
+        assert answer.shape == (1, 8) and answer.max() < used
 
 
-def test_text_of_any_bytes_survives(prepare):
+def test_text_of_any_bytes_survives(kit, prepare):
     texts = ["<|endoftext|> is written out\n", "emoji 🙂 and \x00 and ü\r\n"]
-    rows = [*({"text": text} for text in texts), *TEXTS]
+    rows = [*({"text": text} for text in texts), *kit.rows]
     cfg, prepared, parts = prepare(rows)
     tokenizer = corpus.load_tokenizer(cfg, prepared)
     assert tokenizer.decode(tokenizer(texts[1])["input_ids"]) == texts[1]

@@ -9,7 +9,7 @@ from sklearn.metrics import f1_score, r2_score
 
 import reference
 from conftest import lines
-from test_tasks import STEPS, refusal
+from test_tasks import STEPS
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
 ROWS = [
@@ -17,10 +17,6 @@ ROWS = [
     for i in range(40)
     for words, name in [(TREES, "tree") if i % 4 else (FISH, "fish")]
 ]
-
-
-def names_of(prepared):
-    return json.loads((prepared / "names.json").read_text())
 
 
 # ---- What is read --------------------------------------------------------------------------------
@@ -63,7 +59,7 @@ def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
 
 def labels_in(prepared, parts):
     """The sets of labels of all rows, training and validation."""
-    names = names_of(prepared)
+    names = json.loads((prepared / "names.json").read_text())
     rows = [row for part in parts for row in part]
     return sorted([names[i] for i in np.nonzero(row["labels"])[0]] for row in rows)
 
@@ -94,13 +90,6 @@ def test_a_column_for_each_label(kit, prepare, tmp_path, kind):
     assert labels_in(prepared, parts) == sorted(there)
     model = kit.task.build_model(cfg, prepared)
     assert list(model.config.id2label.values()) == ["rude", "kind", "odd"]
-    rows[3] = ("text 3", *[{"csv": "yes", "jsonl": 2, "parquet": 0.5}[kind]] * 3)
-    data = kit.write(tmp_path, rows, kind, names)
-    assert "the label rude is " in (text := refusal(kit, kit.config(tmp_path, data, **several)))
-    assert text.endswith(" but must be 0 or 1")
-    data = kit.write(tmp_path, [row[:3] for row in rows], kind, names[:3])
-    assert "no column odd among " in (text := refusal(kit, kit.config(tmp_path, data, **several)))
-    assert text.endswith(" with --task.label_columns")
 
 
 def test_many_classes_of_one_row_each_are_named(prepare, tmp_path, capsys):
