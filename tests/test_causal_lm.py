@@ -399,10 +399,7 @@ FORMS = {  # a row, whose number is N; the text of its question, and what is sai
         '{"instruction": "Repeat.", "input": "N", "output": "N!", "text": "x"}',
         "User: Repeat.\n\nN", "input (not read: text)",
     ),
-    "alpaca without input": (
-        '{"instruction": "Repeat.", "input": "", "output": "N!", "text": "x"}',
-        "User: Repeat.", "input (not read: text)",
-    ),
+    "no input": ('{"instruction": "N?", "input": "", "output": "N!"}', "User: N?", "output, input"),
 }  # fmt: skip
 
 

@@ -339,18 +339,9 @@ BAD_MESSAGES = [
 BAD_CALLS = [
     ({"tool_calls": ["a"]}, "message 1 has the tool call 'a'; write {"),
     ({"tool_calls": {"a": 1}}, "tool_calls of message 1 is {'a': 1} but"),
-    (
-        {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-        "is '{', which is not JSON (E",
-    ),
-    (
-        {"tool_calls": [{"name": "f", "arguments": [1]}]},
-        "in message 1 is [1] but must be an object",
-    ),
-    (
-        {"content": "a", "function_call": {"name": "f"}},
-        "function_call, the old form of tool_calls;",
-    ),
+    ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "is '{', which is not JSON"),
+    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "is [1] but must be an object"),
+    ({"content": "a", "function_call": {"name": "f"}}, "function_call, the old form of tool_"),
 ]
 BAD_MESSAGES += [([{"role": "assistant", **call}], said) for call, said in BAD_CALLS]
 TOOL_WITHOUT_NAME = {**chat("a", "b"), "tools": [{"description": "a"}]}
