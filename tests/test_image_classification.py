@@ -350,6 +350,9 @@ def test_a_folder_of_which_a_table_names_little_is_not_read(
     assert len({*asked(tmp_path / "images" / "green")["read"]}) == 0
 
 
+# ---- Batches and metrics -------------------------------------------------------------------------
+
+
 def test_without_crops_and_flips_rows_stay_as_they_are(task, prepare):
     _, _, (train, _) = prepare("digits")
     rows = [train[i] for i in range(8)]
