@@ -412,6 +412,38 @@ def quick(tiny):
         yield train
 
 
+@pytest.fixture(scope="module")
+def kit(request):
+    """The kit in tests/test_tasks.py for the task that a file of tests is named after."""
+    from test_tasks import BY_NAME
+
+    return BY_NAME[request.module.__name__.removeprefix("test_")]
+
+
+@pytest.fixture(scope="module")
+def baked(kit, tmp_path_factory):
+    """A project with the task of a kit."""
+    return bake(tmp_path_factory.mktemp(kit.name), task=kit.name, tracker="none")
+
+
+@pytest.fixture(scope="module")
+def task(kit):
+    """The task file of a kit of tests/test_tasks.py, as a module."""
+    return kit.task
+
+
+@pytest.fixture
+def config(kit, tmp_path):
+    """Makes settings of a very small task, with the data and what is given by keywords."""
+    return functools.partial(kit.config, tmp_path)
+
+
+@pytest.fixture
+def prepare(kit, tmp_path):
+    """Prepares data with such settings: these, the prepared folder, and both parts."""
+    return functools.partial(kit.prepare, tmp_path)
+
+
 @pytest.fixture(scope="session")
 def project(tmp_path_factory):
     """A project of the default answers, shared: tests write only to folders of their own."""
