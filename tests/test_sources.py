@@ -99,49 +99,24 @@ def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     assert found == [{**row, "tools": None} for row, _ in rows]
 
 
-def test_a_packed_file_is_whole_and_no_bomb(tmp_path):
+def test_a_packed_file_that_is_cut_short_or_misnamed_is_refused(tmp_path):
     path = write(tmp_path, ".csv")
-    (tmp_path / "copy.csv").write_bytes(path.read_bytes())
+    content = path.read_bytes()
     packed = pack(path, ".gz")
-    content = packed.read_bytes()
-    packed.write_bytes(content[:-4])
-    assert "GZ: it is damaged" in refused(list, tables.read_rows(packed, COLUMNS))
-    packed.write_bytes((tmp_path / "copy.csv").read_bytes())
-    assert "or its ending names another compression" in refused(
-        list, tables.read_rows(packed, COLUMNS)
-    )
-    (tmp_path / "a.txt").write_bytes(bytes(2**28 + 1))
-    bomb = pack(tmp_path / "a.txt", ".zst")
-    assert bomb.stat().st_size < 50_000
-    said = "a.txt.ZST: its content is more than 200 times its size; decompress it if that is right"
-    assert said in refused(list, tables.read_rows(bomb, COLUMNS))
+    for wrong in (packed.read_bytes()[:-4], content):
+        packed.write_bytes(wrong)
+        said = refused(list, tables.read_rows(packed, COLUMNS))
+        assert said.startswith(f"task.data: cannot read {packed}")
 
 
-@pytest.mark.parametrize("mark, name", [(";", ";"), ("\t", "tabs"), ("|", "|"), (",", "commas")])
+@pytest.mark.parametrize("mark", [";", "\t", "|", ","])
 @pytest.mark.parametrize("ending", tables.SEPARATORS)
-def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
-    tmp_path, capsys, ending, mark, name
-):
+def test_the_separator_is_that_of_a_header_with_the_wanted_columns(tmp_path, ending, mark):
     (tmp_path / f"a{ending}").write_text(f'body{mark}kind\n"x,y;z"{mark}1\nb{mark}2\n')
     rows = [row for row, _ in tables.read_rows(tmp_path / f"a{ending}", COLUMNS)]
     assert rows == [{"text": "x,y;z", "label": "1"}, {"text": "b", "label": "2"}]
-    own = mark == tables.SEPARATORS[ending]
-    said = f"a{ending}: the fields seem to be separated by {name}, not by "
-    assert (said in capsys.readouterr().out) is not own
-
-
-def test_a_wrong_column_is_answered_with_the_columns_that_another_separator_gives(tmp_path):
-    (tmp_path / "a.csv").write_text("one;two\n1;2\n")
-    with pytest.raises(ValueError, match="no column body among one, two; name"):
-        list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
-
-
-@pytest.mark.parametrize("first", ["sep=;", '"sep=;"', "sep=,"])
-def test_the_line_that_excel_puts_first_is_no_header(tmp_path, first):
-    mark = first.strip('"')[-1]
-    (tmp_path / "a.csv").write_text(f"{first}\r\nbody{mark}kind\r\nx{mark}1\r\n")
-    rows = list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
-    assert [row for row, _ in rows] == [{"text": "x", "label": "1"}]
+    cfg = sources.DataConfig(data=str(tmp_path))
+    assert sources.read_column_names(cfg, [ending]) == ["body", "kind"]
 
 
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
@@ -169,8 +144,8 @@ def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
     for encoding in ("utf-16", "utf-32"):
         for order in ("le", "be"):
             path.write_text(f"\ufeff{content}", encoding=f"{encoding}-{order}")
-            said = f"it is {encoding.upper()}; save it as UTF-8"
-            assert said in refused(list, tables.read_rows(path, {"text": "text"}))
+            said = refused(list, tables.read_rows(path, {"text": "text"}))
+            assert said.endswith("is not UTF-8; save it as UTF-8")
 
 
 def test_a_role_may_have_several_columns(tmp_path):
@@ -399,7 +374,7 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.csv", b"body,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
         ("a.csv", b"body,kind\nx\n", "line 2: the first line has 2 fields, this one 1"),
         ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
-        ("a.csv", b"\xff\xfe", "it is UTF-16; save it as UTF-8"),
+        ("a.csv", b"\xff\xfe", "line 1: byte 0xff is not UTF-8; save it as UTF-8"),
         (
             "a.csv",
             b"body,kind\n" + b"x,1\n" * 9999 + b"caf\xe9,2\n",
@@ -431,7 +406,7 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
         ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
         ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
-        ("a.csv", b"bo\rdy\n", "no column body among bo"),
+        ("a.csv", b"bo\rdy\n", "new-line character seen in unquoted field"),
         ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )
