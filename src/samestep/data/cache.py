@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
@@ -40,9 +39,7 @@ INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which i
 # ---- Key -----------------------------------------------------------------------------------------
 
 
-def cache_folder(
-    cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[ModuleType | Callable]
-) -> Path:
+def cache_folder(cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[Callable]) -> Path:
     """The folder for prepared data; its name is a hash of all that shapes the data.
 
     `settings`: values of the task's own fields, and `used`: the files (`hash_input_files`), both as
