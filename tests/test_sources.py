@@ -1,6 +1,8 @@
 """Where data comes from: files, folders, the Hub; the part held out; a task of one's own."""
 
+import csv
 import dataclasses
+import datetime
 import gzip
 import importlib.util
 import json
@@ -9,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -37,41 +38,36 @@ TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq"]
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def write(folder, ending):
-    """TEXTS with a label each, as a table of this kind."""
-    import csv
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    path = folder / f"rows{ending}"
-    rows = [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)]
-    if ending in tables.SEPARATORS:
+def write_table(path, rows):
+    """Rows, with the same keys each, as a table of the kind that the path's ending says."""
+    if path.suffix in tables.SEPARATORS:
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
-            mark = tables.SEPARATORS[ending]
-            writer = csv.DictWriter(file, list(rows[0]), delimiter=mark)
+            writer = csv.DictWriter(file, [*rows[0]], delimiter=tables.SEPARATORS[path.suffix])
             writer.writeheader()
             writer.writerows(rows)
-    elif ending == ".parquet":
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        pa.parquet.write_table(pa.table(columns), path, row_group_size=7)
-    elif ending == ".json":
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".json":
         path.write_text(json.dumps({"version": 1, "names": ["a"], "data": rows}))
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write(folder, ending):
+    """TEXTS with a label each, as a table of this kind."""
+    path = folder / f"rows{ending}"
+    write_table(path, [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)])
     return path
 
 
 def pack(path, ending):
     """The file as it is, or packed beside itself."""
-    import pyarrow as pa
-
     if not ending:
         return path
-    content = path.read_bytes()
-    zstd = lambda data: pa.Codec("zstd").compress(data, asbytes=True)  # noqa: E731
-    found = path.with_name(path.name + ending.upper())
-    found.write_bytes((gzip.compress if ending == ".gz" else zstd)(content))
+    content, found = path.read_bytes(), path.with_name(path.name + ending.upper())
+    zstd = pyarrow.Codec("zstd")
+    packed = gzip.compress(content) if ending == ".gz" else zstd.compress(content, asbytes=True)
+    found.write_bytes(packed)
     path.unlink()
     return found
 
@@ -194,23 +190,14 @@ def refused(function, *arguments):
     return text
 
 
-def bound_socket(path):
-    found = socket.socket(socket.AF_UNIX)
-    found.bind(path.name)  # the path itself may be too long for one
-    found.close()
-
-
 UNREACHABLE = {
     "a link to nothing": (lambda path: path.symlink_to("none"), "is a broken link"),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "is a broken link"),
     "a pipe": (os.mkfifo, "is neither file nor folder"),
-    "a socket": (bound_socket, "is neither file nor folder"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither file nor folder"),
     "a folder again": (lambda path: path.symlink_to("cats"), "is the same folder as"),
 }
 
 
-@pytest.mark.parametrize("ending", ["", ".txt", ".md"])
+@pytest.mark.parametrize("ending", ["", ".txt"])
 @pytest.mark.parametrize("kind", UNREACHABLE)
 def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, ending):
     make, said = UNREACHABLE[kind]
@@ -222,15 +209,6 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, e
     assert text.startswith("task.validation_data: ") and said in text and "dogs" in text
     if kind != "a folder again":  # and by itself
         assert "dogs" in refused(sources.list_files, f"dogs{ending}", (".txt",))
-
-
-def test_links_in_circles_end(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        (tmp_path / "data" / name / "1.txt").write_text(name)
-    (tmp_path / "data" / "a" / "to").symlink_to(tmp_path / "data" / "b")
-    (tmp_path / "data" / "b" / "to").symlink_to(tmp_path / "data" / "a")
-    assert "remove one" in refused(sources.list_files, str(tmp_path / "data"), (".txt",))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -248,15 +226,7 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path, inside):
 
 
 def test_other_files_are_counted_and_said(tmp_path, capsys):
-    for name in (
-        "a.jsonl",
-        "b.JSONL",
-        "c.jsonl.xz",
-        "d.jsonl.xz",
-        "e.JPG.gz",
-        "LICENSE",
-        ".hidden",
-    ):
+    for name in "a.jsonl b.JSONL c.jsonl.xz d.jsonl.xz e.JPG.gz LICENSE .hidden".split():
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
     assert len(sources.list_files(cfg.data, tables.TABLES)) == 2
@@ -276,7 +246,7 @@ def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
     assert "is not UTF-8" in refused(sources.list_files, str(tmp_path), (".txt",))
 
 
-@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 3000, "a\0b", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "~nobody-of-that-name/x"])
 @pytest.mark.parametrize("field", ["data", "validation_data", "cache_dir", "model_name_or_path"])
 @pytest.mark.parametrize("name", TASKS)
 def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, path):
@@ -315,24 +285,15 @@ UNREAD = [
     *(("causal_lm", {name: value}) for name, value in HUB.items()),
     ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
     ("causal_lm", {"rows": "text", "prompt_column": "a"}),
-    ("causal_lm", {"rows": "text", "completion_column": "a"}),
-    ("causal_lm", {"rows": "prompt", "messages_column": "a"}),
-    ("causal_lm", {"rows": "prompt", "tools_column": "a"}),
     ("causal_lm", {"rows": "chat", "text_column": "a"}),
     ("causal_lm", {"messages_column": "a", "text_column": "a"}),
-    ("causal_lm", {"data": "pydoc", "text_column": "a"}),
     ("causal_lm", {"rows": "text", "too_long": "cut"}), ("causal_lm", {"lora_alpha": 2.0}),
-    ("causal_lm", {"lora_dropout": 0.1}), ("causal_lm", {"lora_targets": "q_proj"}),
-    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"revision": "v1"}),
-    ("causal_lm", {"trust_remote_code": True}),
-    ("text_classification", {"data": "stdlib", "text_column": "a"}),
+    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"trust_remote_code": True}),
     ("text_classification", {"data": "stdlib", "data_split": "a"}),
-    ("text_classification", {"trust_remote_code": True}),
     ("image_classification", {"data": "digits", "image_column": "a"}),
     ("image_classification", {"data": "digits", "corrupt": "skip"}),
     ("image_classification", {"revision": "v1"}),
     ("seq2seq", {"data": "dates", "source_column": "a"}),
-    ("seq2seq", {"data": "dates", "target_column": "a"}),
 ]  # fmt: skip
 
 
@@ -375,38 +336,27 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.csv", b"body,kind\nx\n", "line 2: the first line has 2 fields, this one 1"),
         ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
         ("a.csv", b"\xff\xfe", "line 1: byte 0xff is not UTF-8; save it as UTF-8"),
-        (
-            "a.csv",
-            b"body,kind\n" + b"x,1\n" * 9999 + b"caf\xe9,2\n",
-            "line 10001: byte 0xe9 is not UTF-8; save it as UTF-8",
-        ),
+        ("a.csv", b"body,kind\n" + b"x,1\n" * 9999 + b"\xe9,2\n", "line 10001: byte 0xe9 is not"),
+        ("a.csv", b"", "it is empty: it has no column names"),
+        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
+        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
+        ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
+        ("a.json", b'[{"a": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
+        ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
+        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
+        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
+        ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
+        ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         (
             "a.jsonl",
             b'{"body": "x", "kind": 1}\n{"body": "\xe9"}',
             "line 2: byte 0xe9 is not UTF-8",
         ),
-        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
-        ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
-        (
-            "a.json",
-            b'[{"body": "x"},\n{"kind" 1}]',
-            "line 2: invalid JSON at column 9: Expecting ':'",
-        ),
-        ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
-        ("a.json", b'{"body": {"0": "x"}}', "it holds neither a list of objects nor"),
-        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
-        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
-        ("a.csv", b"", "it is empty: it has no column names"),
-        ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
-        ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
-        ("a.parquet", b"PAR1", "cannot read"),
-        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
-        ("a.jsonl", b'{"body": ' + b"[" * 900 + b"]" * 900 + b', "kind": 1}', "line 1: "),
         ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
         ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
-        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
-        ("a.csv", b"bo\rdy\n", "new-line character seen in unquoted field"),
+        ("a.parquet", b"PAR1", "cannot read"),
+        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )
@@ -447,15 +397,10 @@ LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% e
 TEMPLATES = {
     "a loop": (LOOP, "it takes longer than"),
     "a power": ("{{ 9 ** (9 ** 9) }}", "it takes longer than"),
-    "a division": ("{{ 1 // 0 }}", "division"),
-    "a format": ("{{ '%d' % 'a' }}", "%d format"),
     "an index": ("{{ messages[99]['role'] }}", "has no element 99"),
     "an exception": ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
-    "a syntax error": ("{% for %}", "Expected"),
     "depth": ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "recursion"),
-    "half a character": ("{{ '\\ud800' }}", "surrogates not allowed"),
     "much text": ("{{ 'x' * 60000000 }}", "it gives 60,000,000 characters"),
-    "no memory": ("{{ 'x' * 10 ** 18 }}", ""),
     "not UTF-8": (b"\xff", "cannot read"),
     "a large file": ("x" * 2_000_000, "has more than 1 MB"),
     "a folder": (None, "there is no file"),
@@ -485,14 +430,10 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind
 
 LABELS = [
     ("1" + "0" * 400, "regression", "is too large: divide all labels"),
-    ("1e39", "regression", "is too large: divide all labels"),
-    ('"1e39"', "regression", "is too large: divide all labels"),
-    ("-1e300", "regression", "is too large: divide all labels"),
+    ('"-1e39"', "regression", "is too large: divide all labels"),
     ("1e400", "regression", "the label is inf, not a finite number"),
     ("NaN", "regression", "the label is NaN; --task.incomplete_rows skip"),
     ('"\\u001b[31m\\n' + "x" * 9999 + '"', "regression", "not a finite number"),
-    ("9" * 5000, "regression", "Exceeds the limit"),
-    ("[" * 100_000, "multi_label_classification", "recursion"),
     ("{}", "single_label_classification", "the label is {}, not text or a whole number"),
 ]
 
@@ -544,27 +485,19 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
 
 def test_messages_from_parquet_and_halves_of_characters_in_them(tmp_path):
     """Dates have no JSON, and text inside text may hold half a surrogate pair."""
-    import datetime
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    task = load_task("causal_lm")
-    chat = [{"role": r, "content": "a", "at": datetime.date(2026, 1, 1)} for r in ROLES]
-    pa.parquet.write_table(pa.table({"messages": [chat] * 4}), tmp_path / "a.parquet")
-    chat = '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]'
-    row = json.dumps({"messages": chat}) + "\n"
-    (tmp_path / "a.jsonl").write_text(row + row.replace('b\\"', 'c\\"'))
+    task, day = load_task("causal_lm"), datetime.date(2026, 1, 1)
+    rows = [
+        {"messages": [{"role": role, "content": str(i), "at": day} for role in ROLES]}
+        for i in range(4)
+    ]
+    write_table(tmp_path / "a.parquet", rows)
+    chat = '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "%s"}]'
+    write_table(tmp_path / "a.jsonl", [{"messages": chat % answer} for answer in "bc"])
     for name in ("a.parquet", "a.jsonl"):
         cfg = task.TaskConfig(
             data=str(tmp_path / name), rows="chat", cache_dir=str(tmp_path / "cache"),
             hidden_size=16, num_heads=2, vocab_size=300,
         )  # fmt: skip
-        if name == "a.parquet":  # equal rows cannot be divided
-            pa.parquet.write_table(
-                pa.table({"messages": [[{**m, "content": str(i)} for m in
-                    [{"role": r, "at": datetime.date(2026, 1, 1)} for r in ROLES]]
-                    for i in range(4)]}), tmp_path / name)  # fmt: skip
         assert all(len(part) for part in task.datasets(cfg, task.prepare_data(cfg)))
 
 
@@ -642,25 +575,6 @@ def test_the_contract_names_what_train_py_calls():
     assert called == {*contract.REQUIRED, *contract.OPTIONAL}
     names = {name for name in vars(contract.Task) if name[0].islower()}
     assert names == called
-
-
-def test_random_numbers_of_a_row_are_its_own():
-    """Augmentation draws the same whichever worker or rank reads the row, and anew each epoch."""
-
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 10
-
-        def __getitem__(self, i):
-            return i
-
-    rows = batches.SampleDataset(Numbers(), seed=3)
-    rows.augment = lambda row, generator: (row, torch.rand(1, generator=generator).item())
-    epoch = dict(row for _, row in rows.__getitems__(list(range(10))))
-    one_by_one = dict(rows.__getitems__([p])[0][1] for p in reversed(range(10)))
-    following = dict(row for _, row in rows.__getitems__(list(range(10, 20))))
-    assert epoch == one_by_one and len(set(epoch.values())) == 10
-    assert set(epoch) == set(following) and not set(epoch.values()) & set(following.values())
 
 
 def test_sorting_moves_rows_within_a_step_alone():
@@ -759,19 +673,11 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
 
 def write_splits(folder, ending, columns):
     """Rows whose number says where they belong: 0 to train on, 1 to evaluate on, 2 for the test."""
+    folder.mkdir(exist_ok=True)
     for number, split in enumerate(("train", "dev", "test")):
         rows = [{name: f"{split} {i} {name}" for name in columns} for i in range(20)]
         rows = [{**row, "label": "ab"[i % 2]} for i, row in enumerate(rows)]
-        path = folder / f"{split}{number}.{ending}"
-        folder.mkdir(exist_ok=True)
-        if ending == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        elif ending == "csv":
-            lines = [",".join(map(str, row.values())) for row in rows]
-            path.write_text("\n".join([",".join(rows[0]), *lines]))
-        else:
-            lines = [json.dumps(row) for row in rows]
-            path.write_text("\n".join(lines) if ending == "jsonl" else f"[{','.join(lines)}]")
+        write_table(folder / f"{split}{number}.{ending}", rows)
 
 
 def texts_of(task, cfg):
@@ -793,7 +699,7 @@ SPLIT_TASKS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", SPLIT_TASKS)
 def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
     task, (columns, fields) = load_task(name), SPLIT_TASKS[name]
