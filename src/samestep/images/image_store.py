@@ -70,8 +70,7 @@ class ImageList:
         self.names, self.classes = [*numbers], np.frombuffer(classes, np.int32)
         self.folder, self.sources = folder, Sources(folder)
         rows = np.arange(len(self))
-        known = sorted(self.names_of(rows[: self.train]))
-        self.check_classes(rows[self.train :], known, given_field(cfg))
+        self.check_classes(rows[self.train :], rows[: self.train], given_field(cfg))
 
     def __len__(self) -> int:
         return len(self.classes)
@@ -83,8 +82,9 @@ class ImageList:
     def names_of(self, rows: np.ndarray) -> set[str]:
         return {self.names[i] for i in np.unique(self.classes[rows])}
 
-    def check_classes(self, rows: np.ndarray, known: list[str], field: str) -> None:
-        """Raises ValueError for the first of these rows whose class is not among `known`."""
+    def check_classes(self, rows: np.ndarray, others: np.ndarray, field: str) -> None:
+        """Raises ValueError for the first of these rows whose class none of the others has."""
+        known = sorted(self.names_of(others))
         unknown = np.array([name not in {*known} for name in self.names], bool)
         for i in rows[unknown[self.classes[rows]]][:1]:
             try:
@@ -256,7 +256,7 @@ def choose_parts(
             f"task.data: {data} has {len(parts[0])} images of {len(names)} classes "
             f"({one_line(', '.join(names), 60) or 'none'}); give at least two classes"
         )
-    images.check_classes(parts[1], names, given_field(cfg))
+    images.check_classes(parts[1], parts[0], given_field(cfg))
     if split:
         fraction = min(cfg.validation_fraction, cfg.validation_rows / max(len(parts[0]), 1))
         held_out = hold_out(hashes[parts[0]], images.classes[parts[0]], fraction)
@@ -282,28 +282,23 @@ def hold_out(hashes: np.ndarray, classes: np.ndarray, fraction: float) -> np.nda
     Equal images stay together, and about `fraction` of each class is held out. hashes: uint8
     (N, 32); classes: (N,).
     """
-    keys = (hashlib.sha256(row.tobytes().hex().encode()).digest() for row in hashes)
-    words = np.frombuffer(b"".join(keys), ">u8").reshape(-1, 4)
-    order = np.lexsort(words.T[::-1])  # groups of equal images, each in the order of its rows
-    words = words[order]
-    firsts = np.flatnonzero(np.append(True, (words[1:] != words[:-1]).any(1)))
-    sizes = np.diff(np.append(firsts, len(order)))
-    strata = classes[order[firsts]]
-    by_class = np.argsort(strata, kind="stable")
-    parts = np.split(by_class, np.flatnonzero(np.diff(strata[by_class])) + 1)
-    held_out = np.zeros(len(firsts), bool)
-    for groups in parts:
-        wanted, taken = fraction * int(sizes[groups].sum()), 0
-        for group, number in zip(groups[:-1], sizes[groups[:-1]].tolist(), strict=True):
-            if taken + number / 2 <= wanted:
+    groups: dict[bytes, list[int]] = {}
+    for i, row in enumerate(hashes):
+        groups.setdefault(row.tobytes(), []).append(i)
+    strata: dict[int, list[list[int]]] = {}
+    for key in sorted(groups, key=lambda each: hashlib.sha256(each.hex().encode()).digest()):
+        strata.setdefault(int(classes[groups[key][0]]), []).append(groups[key])
+    held_out = np.zeros(len(hashes), bool)
+    for parts in strata.values():
+        wanted, taken = fraction * sum(map(len, parts)), 0
+        for group in parts[:-1]:
+            if taken + len(group) / 2 <= wanted:
                 held_out[group] = True
-                taken += number
-    largest = max(parts, key=lambda groups: (len(groups), -groups[0]))
+                taken += len(group)
+    largest = max(strata.values(), key=len)
     if not held_out.any() and len(largest) > 1:
         held_out[largest[0]] = True
-    chosen = np.empty(len(hashes), bool)
-    chosen[order] = np.repeat(held_out, sizes)
-    return chosen
+    return held_out
 
 
 # ---- Reading -------------------------------------------------------------------------------------
