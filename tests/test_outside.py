@@ -315,7 +315,7 @@ def test_other_formats_are_refused(tmp_path, kind):
 
 def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
     picture(tmp_path / "a.png")  # of 108 pixels
-    for limit, said in [(107, "108 pixels.* exceeds limit of 107"), (50, "exceeds limit of 100")]:
+    for limit, said in [(107, "exceeds limit of 107"), (50, "exceeds limit of 100")]:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         for source in (tmp_path / "a.png", {"bytes": (tmp_path / "a.png").read_bytes()}):
             with pytest.raises(ValueError, match=said):
