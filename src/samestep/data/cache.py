@@ -32,6 +32,7 @@ from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
+PASSING_ERRORS = (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)  # not the fault of a file
 MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
@@ -197,8 +198,8 @@ def hash_path(path: str, missing: str | None, settled: int) -> tuple[str, list[i
                 old = old and bool(own_stamp)
         return total.hexdigest(), stamp if old else []
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT):
-            raise  # not the file's fault
+        if getattr(error, "errno", None) in PASSING_ERRORS:
+            raise
         if missing is not None:
             return missing, []
         if isinstance(error, ValueError):
@@ -385,9 +386,12 @@ def prepare_once(
                 remove(unfinished)
             if os.path.lexists(folder):
                 print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
-                if goes_on and drop_damaged(folder, cfg):
-                    remove(unfinished)
-                    folder.rename(unfinished)
+                if goes_on:
+                    with contextlib.suppress(OSError, ValueError):  # nothing is known of its files
+                        for name in find_damaged(folder, cfg):
+                            remove(folder / name)
+                        remove(unfinished)
+                        folder.rename(unfinished)
                 remove(folder)
             unfinished.mkdir(exist_ok=True)
             remove(unfinished / INDEX)
@@ -473,23 +477,6 @@ def read_index(folder: Path) -> dict:
     return json.loads(text)
 
 
-def drop_damaged(folder: Path, cfg: DataConfig) -> bool:
-    """Deletes the files of a prepared folder that its index does not vouch for.
-
-    False: nothing is known of them, as there is no intact index.
-    """
-    try:
-        files = read_index(folder)["files"]
-    except (OSError, ValueError):
-        return False
-    digests = hash_files((folder / name for name in files), cfg, missing="")
-    for name, size in list_sizes(folder).items():
-        intact = name in files and size >= 0 and digests[str(folder / name)] == files[name][1]
-        if name != INDEX and not intact:
-            remove(folder / name)
-    return True
-
-
 def list_sizes(folder: Path) -> dict[str, int]:
     """The size of each file below a folder; -1 for a link, a pipe or a device.
 
@@ -505,25 +492,29 @@ def list_sizes(folder: Path) -> dict[str, int]:
 
 
 def find_fault(folder: Path, cfg: DataConfig) -> str:
-    """The fault of a prepared folder, or of the input files it names; empty: it is intact.
-
-    Each call compares names, sizes and the index's digest; bytes where the memo of `hash_files`
-    does not know the file, as one that has changed since it was written.
-    """
+    """The fault of a prepared folder, or of the input files it names; empty: it is intact."""
     try:
-        index, sizes = read_index(folder), list_sizes(folder)
+        damaged, named = find_damaged(folder, cfg), read_index(folder).get("named", {})
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT):
-            raise  # not the files' fault
+        if getattr(error, "errno", None) in PASSING_ERRORS:
+            raise
         return getattr(error, "strerror", None) or str(error)
-    files, named = index["files"], index.get("named", {})
-    del sizes[INDEX]
-    wrong = [n for n in {**sizes, **files} if sizes.get(n) != files.get(n, [None])[0]]
-    if not wrong:
-        digests = hash_files((folder / name for name in files), cfg, missing="")
-        wrong = [name for name in files if digests[str(folder / name)] != files[name][1]]
-    if wrong:
-        return f"has a damaged file: {one_line(wrong[0], 60)}"
+    if damaged:
+        return f"has a damaged file: {one_line(damaged[0], 60)}"
     digests = hash_files(map(Path, named), cfg, missing="")
     changed = next((name for name in named if digests[name] != named[name]), "")
     return changed and f"is out of date, as {one_line(changed, 100)} has changed"
+
+
+def find_damaged(folder: Path, cfg: DataConfig) -> list[str]:
+    """The files of a prepared folder that its index does not vouch for, or that are missing.
+
+    Names and sizes are compared; bytes where the memo of `hash_files` does not know the file, as
+    one that has changed since it was written. Raises OSError or ValueError without an intact index.
+    """
+    files, sizes = read_index(folder)["files"], list_sizes(folder)
+    del sizes[INDEX]
+    whole = {folder / name: name for name in files if sizes.get(name) == files[name][0]}
+    digests = hash_files(whole, cfg, missing="")
+    intact = {name for path, name in whole.items() if digests[str(path)] == files[name][1]}
+    return [name for name in {**sizes, **files} if name not in intact]
