@@ -343,23 +343,26 @@ def zero_half(path):
         file.write(bytes(size - size // 2))
 
 
+def change_text(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
 def replace_by(path, make):
     path.unlink()
     make(path)
 
 
+ROWS_FILE = "train/rows.npy"
 DAMAGE = {
-    "half zeroed": lambda f: zero_half(f / "train/rows.npy"),
-    "missing": lambda f: (f / "train/rows.npy").unlink(),
+    "half zeroed": lambda f: zero_half(f / ROWS_FILE),
+    "missing": lambda f: (f / ROWS_FILE).unlink(),
     "longer": lambda f: (f / "names.json").write_text("[ ]"),
-    "a pipe": lambda f: replace_by(f / "train/rows.npy", os.mkfifo),
+    "a pipe": lambda f: replace_by(f / ROWS_FILE, os.mkfifo),
     "a link to nothing": lambda f: replace_by(f / "names.json", lambda p: p.symlink_to("none")),
     "one file more": lambda f: (f / "train/more.npy").write_bytes(b""),
     "a folder gone": lambda f: shutil.rmtree(f / "train"),
     "index missing": lambda f: (f / "index").unlink(),
-    "index flipped": lambda f: (f / "index").write_bytes(
-        (f / "index").read_bytes().replace(b"train", b"trial")
-    ),
+    "index flipped": lambda f: change_text(f / "index", "train", "trial"),
     "a pipe in its place": lambda f: (shutil.rmtree(f), os.mkfifo(f)),
     "a link in its place": lambda f: (shutil.rmtree(f), f.symlink_to("nowhere")),
 }
@@ -470,34 +473,6 @@ def test_files_that_change_while_they_are_prepared_are_said(cfg):
     with pytest.raises(ValueError, match="files changed during the preparation"):
         cache.prepare_once(cfg, lambda: name(cfg), change)
     assert not before.exists()
-
-
-def test_of_processes_that_start_together_one_prepares(cfg, tmp_path):
-    program = f"""
-import sys, time
-sys.path[:0] = {PATHS!r}
-from samestep.data import cache, sources
-cfg = sources.DataConfig(data={cfg.data!r}, cache_dir={cfg.cache_dir!r})
-name = lambda: cache.cache_folder(cfg, [], cache.hash_input_files(cfg, (".jsonl",)), [])
-def build(folder):
-    open({str(tmp_path / "builds")!r}, "a").write("x")
-    time.sleep(2)  # the others come to wait meanwhile
-    (folder / "rows").write_text("1")
-    return {{"content": "1"}}
-print("asking", flush=True)
-sys.stdin.readline()
-print(cache.prepare_once(cfg, name, build))
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(4)]
-    for process in running:
-        process.stdout.readline()
-    for process in running:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    printed = {process.communicate()[0].splitlines()[-1] for process in running}
-    assert printed == {str(name(cfg))}
-    assert (tmp_path / "builds").read_text() == "x"
 
 
 # ---- A process of its own ------------------------------------------------------------------------
