@@ -428,10 +428,8 @@ def once_per_folder(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def load_once(cfg: Any, folder: Path | None = None) -> Any:
-        if folder is None:
-            return load(cfg, None)
         key = (folder, cfg.model_name_or_path)
-        if key not in loaded:
+        if folder is None or key not in loaded:
             loaded[key] = load(cfg, folder)
         return loaded[key]
 

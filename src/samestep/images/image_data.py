@@ -208,18 +208,17 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
 def load_view(cfg: Any, prepared: Path | None = None) -> dict[str, Any]:
     """How the model sees an image: its side in pixels, the mean and std of its channels, and the
     settings of augmentation and layout."""
-    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
     side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
     if cfg.model_name_or_path:
         side, mean, std = load_processor(cfg, prepared)
+    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
     return view | {"side": side, "mean": mean, "std": std}
 
 
 def stored_side(cfg: Any, is_small: bool) -> int:
     """Side in pixels of the squares to keep. `is_small`: the images have no more to show."""
     side = load_view(cfg)["side"]
-    is_small = is_small or cfg.min_crop == 1
-    return cfg.stored_size or (side if is_small else math.ceil(side * 8 / 7))
+    return cfg.stored_size or (side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7))
 
 
 def save_processor(view: dict[str, Any], output: Path) -> None:

@@ -158,7 +158,13 @@ def store_images(images: ImageList, side: int, cfg: Any) -> np.ndarray:
     threads = ThreadPool(min(os.cpu_count() or 1, 32))  # decoders release the GIL
     with threads, progress, open(folder / "images.npy", "wb") as file:
         if keep:
-            check_disk(folder, count * size)
+            free = shutil.disk_usage(folder).free
+            if count * size > free:
+                raise ValueError(
+                    f"task.cache_dir: the images take {count * size / 1e6:,.1f} MB, and the disk "
+                    f"of {one_line(folder.parent, 100)} has {free / 1e6:,.1f} MB left; name "
+                    "another, or lower --task.decoded_gb, or --task.stored_size"
+                )
             header = {"descr": "|u1", "fortran_order": False, "shape": (count, side, side, 3)}
             np.lib.format.write_array_header_1_0(file, header)
             begin = file.tell()
@@ -199,16 +205,11 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
     (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
-    arrays["images"] = hex_digests(hashes)
+    text = np.frombuffer(hashes.tobytes().hex().encode(), "S64")
+    arrays["images"] = np.where(hashes.any(1), text, b"")  # empty: it cannot be read
     if (folder / "images.npy").exists():
         found.sources.remove()
     return {"content": cache.hash_columns({"images": arrays}), "named": named}
-
-
-def hex_digests(hashes: np.ndarray) -> np.ndarray:
-    """Hashes, uint8 (N, 32), as text: S64 (N,), empty where a hash is 0."""
-    text = np.frombuffer(hashes.tobytes().hex().encode(), "S64")
-    return np.where(hashes.any(1), text, b"")
 
 
 def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> None:
@@ -224,17 +225,6 @@ def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> No
         print(f"left out: {one_line(problem)}")
     if len(problems) > SHOWN:
         print(f"and {len(problems) - SHOWN:,} more", flush=True)
-
-
-def check_disk(folder: Path, size: int) -> None:
-    """Raises ValueError unless the disk has room for so many bytes."""
-    needed, free = size / 1e6, shutil.disk_usage(folder).free / 1e6
-    if needed > free:
-        raise ValueError(
-            f"task.cache_dir: the images take {needed:,.1f} MB, and the disk of "
-            f"{one_line(folder.parent, 100)} has {free:,.1f} MB left; name another, or lower "
-            "--task.decoded_gb, or --task.stored_size"
-        )
 
 
 # ---- Parts ---------------------------------------------------------------------------------------
