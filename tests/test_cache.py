@@ -1,6 +1,7 @@
 """Prepared data: by what it is known, how it is written, and what is done when it is damaged."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import json
@@ -152,6 +153,26 @@ def test_files_beside_the_data_and_counts_of_other_files_are_part_of_the_key(cfg
         (tmp_path / name).write_text(content)
         keys.add(str(cache.hash_input_files(cfg, (".jsonl",), more)))
     assert len(keys) == 3
+
+
+def test_all_that_shapes_the_data_is_part_of_the_key_but_weights_and_credentials(cfg):
+    plain = cache.cache_folder(cfg, [1], ["a"], [])
+    found = [cache.cache_folder(cfg, [2], ["a"], []), cache.cache_folder(cfg, [1], ["b"], [])]
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        other = f"{value}x" if isinstance(value, str) else value / 2
+        folder = cache.cache_folder(dataclasses.replace(cfg, **{field.name: other}), [1], ["a"], [])
+        if field.name == "cache_dir":
+            assert folder.name == plain.name and folder.parent != plain.parent
+        else:
+            found.append(folder)
+    assert len({plain, *found}) == 1 + len(found) == len(dataclasses.fields(cfg)) + 2
+    for one, same in (("a:2,b:3", "a:1,b:5"), ("https://u:p@x/y", "https://u:q@x/y")):
+        folders = {
+            cache.cache_folder(dataclasses.replace(cfg, data=each), [], [], [])
+            for each in (one, same)
+        }
+        assert len(folders) == 1
 
 
 USES = """

@@ -69,7 +69,7 @@ def hash_input_files(
     a new one is reported. `endings`: perhaps a function of the path. `more`: files beside the data,
     such as a tokenizer. `shipped`: the files, if `data` names data that the task brings along.
 
-    More than 1,000 files count by their folders (`hash_folder`): a start then lists folders, and
+    More than 1,000 files count by their folders (`hash_path`): a start then lists folders, and
     asks about no file. It cannot see a file that was overwritten in place (`cp` over it, `>>`,
     `rsync --inplace`), since its folder keeps its times. It sees files that were added, removed,
     renamed or replaced, and reads a folder again after `touch FOLDER`.
