@@ -339,10 +339,8 @@ def read_column_names(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
     if hub.is_hub_name(cfg.data):
         hub.check_commit(cfg)
         return hub.load_hub_split(cfg, cfg.data_split).column_names
-    for file in list_files(cfg.data, endings):
-        if row := tables.read_first_row(file):
-            return list(row)
-    return []
+    found = map(tables.first_columns, list_files(cfg.data, endings))
+    return next(filter(None, found), [])
 
 
 class IncompleteRow(ValueError):

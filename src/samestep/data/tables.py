@@ -319,21 +319,20 @@ def find_cut(data: bytes) -> int:
     return found.start() if found else 0
 
 
-def read_first_row(path: Path) -> dict | None:
-    """The first row of a file, by the names of its columns; None: it has none.
+def first_columns(path: Path) -> list[str]:
+    """The columns of a file's first row; empty: it has none.
 
-    A .txt file, and a .json file that begins with a list of small objects, are not read to the end.
+    A .json file that begins with a list of small objects is not read to the end.
     """
     if file_ending(path) == ".txt":
-        text = next(read_text(path, "data", WHOLE), "")
-        return {"text": text, "label": path.absolute().parent.name}
+        return ["text", "label"]
     if file_ending(path) == ".json":
         with contextlib.suppress(ValueError), open_at(path) as file:
             text = file.read(2**20).decode(errors="ignore").lstrip()
             row = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())[0]
             if text.startswith("[") and isinstance(row, dict) and row:
-                return row
-    return next((row for row, _ in read_rows(path, None)), None)
+                return [*row]
+    return [*next((row for row, _ in read_rows(path, None)), {})]
 
 
 # ---- Columns -------------------------------------------------------------------------------------
