@@ -120,6 +120,21 @@ def test_the_separator_is_that_of_a_header_with_the_wanted_columns(tmp_path, end
     assert sources.read_column_names(cfg, [ending]) == ["body", "kind"]
 
 
+def test_parts_that_meet_anywhere_have_each_row_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"a": "{text}"}}\n' for text in ("", "b", "é", "ddd")))
+
+    def rows(start, stop):
+        span = tables.Span(start, stop, None if start else 0)
+        found = tables.read_rows(path, {"text": "a"}, span=span)
+        return [(row["text"], str(place)) for row, place in found]
+
+    size, whole = path.stat().st_size, rows(0, None)
+    for first in range(size):
+        for second in range(first, size):
+            assert rows(0, first) + rows(first, second) + rows(second, None) == whole
+
+
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     text = "short " + "x" * 2500 + " end"
     assert list(sources.break_long_words([text])) == [
@@ -167,14 +182,17 @@ def test_a_text_file_is_a_row_with_the_name_of_its_folder(tmp_path):
 
 
 def test_linked_folders_count_and_hidden_copies_do_not(tmp_path, monkeypatch):
-    for name in ("data/a/1.txt", "elsewhere/2.txt", "data/.copies/3.txt", "data/a/._1.txt"):
+    for (
+        name
+    ) in "data/a/1.txt elsewhere/2.txt data/.copies/3.txt data/a/._1.txt data/aa.txt".split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
     data = tmp_path / "data"
-    assert sources.list_files(str(data), (".txt",)) == [data / "a" / "1.txt", data / "b" / "2.txt"]
+    found = [data / name for name in ("a/1.txt", "aa.txt", "b/2.txt")]
+    assert sources.list_files(str(data), (".txt",)) == found
     monkeypatch.chdir(data)
-    assert sources.list_files(".", (".txt",)) == [Path("a/1.txt"), Path("b/2.txt")]
+    assert sources.list_files(".", (".txt",)) == [file.relative_to(data) for file in found]
     (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data")
     with pytest.raises(ValueError, match="is the same folder as"):
         sources.list_files(str(data), (".txt",))
