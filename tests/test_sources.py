@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pyarrow

@@ -229,11 +229,11 @@ def hash_files(
     def read_memo() -> dict[str, str]:
         memo, digests = read_json_object(cache / MEMO), {}
         for name in names:
-            saved = memo.get(os.path.abspath(name))
-            if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
-                with contextlib.suppress(OSError, ValueError):  # hash_path reports it
-                    if read_stamp(name) == saved[:4]:
-                        digests[name] = saved[4]
+            # hash_path reports what is wrong with a file; an odd memo is made again.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                *stamp, digest = memo[os.path.abspath(name)]
+                if read_stamp(name) == stamp:
+                    digests[name] = digest
         return digests
 
     digests = read_memo()

@@ -80,18 +80,17 @@ def read_local_rows(data: str, columns: Columns, field: str) -> Iterator[Row]:
     """The rows of the tables at a path; without a table, the images in its folders of classes."""
     endings = readable_endings(data)
     folders = [(folder, names) for folder, names, _ in sources.walk(data, endings, field) if names]
-    tables_here = [
+    tables_here = sorted(
         Path(folder, name)
         for folder, names in folders
         for name in names
         if tables.file_ending(name) in TABLES
-    ]
-    if tables_here:
-        for table in sorted(tables_here):
-            yield from read_image_table(table, columns, field)
-    elif folders:
+    )
+    for table in tables_here:
+        yield from read_image_table(table, columns, field)
+    if folders and not tables_here:
         yield from read_class_folders(Path(data).expanduser(), folders, field)
-    else:
+    elif not folders:
         sources.list_files(data, endings, field)  # raises, with the reason
 
 
@@ -116,10 +115,10 @@ def read_class_folders(
     """
     for folder, names in folders:
         parts = Path(folder).relative_to(root).parts
-        file = Path(folder, names[0])
         if len(parts) == 2 and split_of(parts[0]):
             parts = parts[1:]
         if len(parts) != 1:
+            file = Path(folder, names[0])
             raise ValueError(
                 f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
                 f"be {one_line(root / 'CLASS' / file.name, 150)}"
