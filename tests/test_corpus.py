@@ -200,23 +200,35 @@ def test_a_long_text_in_pieces_is_that_text(task, config, tmp_path, small_units,
     assert "".join(blocks) == text and max(map(len, blocks)) <= 1200
 
 
+def reader_of(cfg, columns):
+    check, key = (lambda row: None), (lambda row: row["text"])
+    return units.Reader("a", cfg, tables.TABLES, columns, check, key)
+
+
+def rows_of(notes, columns):
+    pieces = [piece for unit in notes.units for piece in unit]
+    return [(row["text"], str(place)) for piece in pieces for row, place in piece.read(columns)]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "csv.gz", "jsonl.zst", "parquet", "tsv"])
 def test_pieces_have_the_rows_and_places_of_the_whole_file(config, tmp_path, kind):
     path, columns = write(tmp_path / f"a.{kind}"), {"text": "text"}
-    reader = units.Reader(
-        "a", config(path), tables.TABLES, columns, lambda row: None, lambda row: row["text"]
-    )
-    notes = units.scan(reader, "data", tmp_path / "scan")
-    found = [
-        (row["text"], str(place))
-        for unit in notes.units
-        for piece in unit
-        for row, place in piece.read(columns)
-    ]
+    notes = units.scan(reader_of(config(path), columns), "data", tmp_path / "scan")
+    found = rows_of(notes, columns)
     whole = [(row["text"], str(place)) for row, place in tables.read_rows(path, columns)]
     assert len(notes.units) > 4 and found == whole and [text for text, _ in found] == TEXTS
     hashes = np.concatenate([rows["hash"] for rows in notes.notes()]).tolist()
     assert notes.rows == 300 and hashes == [units.hash_of(text) for text in TEXTS]
+
+
+def test_columns_with_a_name_in_two_lines_lose_no_row(config, tmp_path):
+    texts = [each.replace("\n", " ") for each in TEXTS]
+    rows = ['n,"' + each.replace('"', '""') + '"\n' for each in texts]
+    path = tmp_path / "a.csv"
+    path.write_text('"the\nnote",text\n' + "".join(rows), newline="")
+    columns = {"text": "text"}
+    notes = units.scan(reader_of(config(path), columns), "data", tmp_path / "scan")
+    assert [text for text, _ in rows_of(notes, columns)] == texts and len(notes.units) > 4
 
 
 def test_the_vocabulary_is_learnt_from_the_same_rows_whatever_else_the_file_holds(
@@ -379,7 +391,7 @@ def test_what_is_damaged_is_named_and_it_alone_is_written_again(
     folder = task.prepare_data(cfg)
     wanted, before = contents(folder), times(folder)
     damage(folder / name)
-    cache.verified_file(folder).unlink()
+    (folder.parent / "digests.json").unlink()
     capsys.readouterr()
     assert task.prepare_data(cfg) == folder
     assert f" has a damaged file: {name}: preparing again\n" in capsys.readouterr().out
@@ -419,7 +431,7 @@ def test_leftovers_and_hidden_files_do_not_make_a_damaged_folder(task, config, t
     (folder / ".hidden").unlink()
     assert contents(folder) == wanted
     capsys.readouterr()
-    cache.verified_file(folder).unlink()
+    (folder.parent / "digests.json").unlink()
     task.prepare_data(cfg)
     assert capsys.readouterr().out == ""
 

@@ -1,5 +1,6 @@
 """Where data comes from: files, folders, the Hub; the part held out; a task of one's own."""
 
+import csv
 import dataclasses
 import gzip
 import json
@@ -8,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -35,41 +35,36 @@ TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq"]
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def write(folder, ending):
-    """TEXTS with a label each, as a table of this kind."""
-    import csv
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    path = folder / f"rows{ending}"
-    rows = [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)]
-    if ending in tables.SEPARATORS:
+def write_table(path, rows):
+    """Rows, with the same keys each, as a table of the kind that the path's ending says."""
+    if path.suffix in tables.SEPARATORS:
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
-            mark = tables.SEPARATORS[ending]
-            writer = csv.DictWriter(file, list(rows[0]), delimiter=mark)
+            writer = csv.DictWriter(file, [*rows[0]], delimiter=tables.SEPARATORS[path.suffix])
             writer.writeheader()
             writer.writerows(rows)
-    elif ending == ".parquet":
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        pa.parquet.write_table(pa.table(columns), path, row_group_size=7)
-    elif ending == ".json":
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".json":
         path.write_text(json.dumps({"version": 1, "names": ["a"], "data": rows}))
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write(folder, ending):
+    """TEXTS with a label each, as a table of this kind."""
+    path = folder / f"rows{ending}"
+    write_table(path, [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)])
     return path
 
 
 def pack(path, ending):
     """The file as it is, or packed beside itself."""
-    import pyarrow as pa
-
     if not ending:
         return path
-    content = path.read_bytes()
-    zstd = lambda data: pa.Codec("zstd").compress(data, asbytes=True)  # noqa: E731
-    found = path.with_name(path.name + ending.upper())
-    found.write_bytes((gzip.compress if ending == ".gz" else zstd)(content))
+    content, found = path.read_bytes(), path.with_name(path.name + ending.upper())
+    zstd = pyarrow.Codec("zstd")
+    packed = gzip.compress(content) if ending == ".gz" else zstd.compress(content, asbytes=True)
+    found.write_bytes(packed)
     path.unlink()
     return found
 
@@ -84,6 +79,11 @@ def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     cfg = sources.DataConfig(data=str(tmp_path))
     assert sources.read_column_names(cfg, [ending]) == ["id", "body", "kind"]
     rows = list(tables.read_rows(path, COLUMNS))
+    if ending == ".jsonl" and not packing:  # many programs name such a file .json
+        named = list(tables.read_rows(path.rename(path.with_suffix(".json")), COLUMNS))
+        path.with_suffix(".json").rename(path)
+        assert [row for row, _ in named] == [row for row, _ in rows]
+        assert named[2][1].endswith("rows.json, line 3")
     assert [row["text"] for row, _ in rows] == TEXTS
     assert [int(row["label"]) for row, _ in rows] == [i % 3 for i in range(20)]
     assert all(list(row) == ["text", "label"] for row, _ in rows)
@@ -97,18 +97,37 @@ def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     assert found == [{**row, "tools": None} for row, _ in rows]
 
 
+@pytest.mark.parametrize("mark", [";", "\t", "|", ","])
+@pytest.mark.parametrize("ending", tables.SEPARATORS)
+def test_the_separator_is_that_of_a_header_with_the_wanted_columns(tmp_path, ending, mark):
+    (tmp_path / f"a{ending}").write_text(f'body{mark}kind\n"x,y;z"{mark}1\nb{mark}2\n')
+    rows = [row for row, _ in tables.read_rows(tmp_path / f"a{ending}", COLUMNS)]
+    assert rows == [{"text": "x,y;z", "label": "1"}, {"text": "b", "label": "2"}]
+    cfg = sources.DataConfig(data=str(tmp_path))
+    assert sources.read_column_names(cfg, [ending]) == ["body", "kind"]
+
+
+def test_parts_that_meet_anywhere_have_each_row_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"a": "{text}"}}\n' for text in ("", "b", "é", "ddd")))
+
+    def rows(start, stop):
+        span = tables.Span(start, stop, None if start else 0)
+        found = tables.read_rows(path, {"text": "a"}, span=span)
+        return [(row["text"], str(place)) for row, place in found]
+
+    size, whole = path.stat().st_size, rows(0, None)
+    for first in range(size):
+        for second in range(first, size):
+            assert rows(0, first) + rows(first, second) + rows(second, None) == whole
+
+
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     text = "short " + "x" * 2500 + " end"
     assert list(sources.break_long_words([text])) == [
         "short " + "x" * 1000 + " " + "x" * 1000 + " " + "x" * 500 + " end"
     ]
     assert list(sources.break_long_words(["y" * 1000])) == ["y" * 1000]
-
-
-def test_json_lines_in_a_json_file_are_read(tmp_path):
-    write(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
-    rows = list(tables.read_rows(tmp_path / "rows.json", COLUMNS))
-    assert [row["text"] for row, _ in rows] == TEXTS and rows[2][1].endswith(", line 3")
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".txt", ".csv"])
@@ -145,16 +164,19 @@ def test_a_text_file_is_a_row_with_the_name_of_its_folder(tmp_path):
 
 
 def test_linked_folders_count_and_hidden_copies_do_not(tmp_path, monkeypatch):
-    for name in ("data/a/1.txt", "elsewhere/2.txt", "data/.copies/3.txt", "data/a/._1.txt"):
+    for (
+        name
+    ) in "data/a/1.txt elsewhere/2.txt data/.copies/3.txt data/a/._1.txt data/aa.txt".split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
     data = tmp_path / "data"
-    assert sources.list_files(str(data), (".txt",)) == [data / "a" / "1.txt", data / "b" / "2.txt"]
+    found = [data / name for name in ("a/1.txt", "aa.txt", "b/2.txt")]
+    assert sources.list_files(str(data), (".txt",)) == found
     monkeypatch.chdir(data)
-    assert sources.list_files(".", (".txt",)) == [Path("a/1.txt"), Path("b/2.txt")]
+    assert sources.list_files(".", (".txt",)) == [file.relative_to(data) for file in found]
     (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data")
-    with pytest.raises(ValueError, match="is a link to a folder above itself"):
+    with pytest.raises(ValueError, match="is the same folder as"):
         sources.list_files(str(data), (".txt",))
 
 
@@ -174,7 +196,7 @@ UNREACHABLE = {
 }
 
 
-@pytest.mark.parametrize("ending", ["", ".txt", ".md"])
+@pytest.mark.parametrize("ending", ["", ".txt"])
 @pytest.mark.parametrize("kind", UNREACHABLE)
 def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, ending):
     make, said = UNREACHABLE[kind]
@@ -203,15 +225,7 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path, inside):
 
 
 def test_other_files_are_counted_and_said(tmp_path, capsys):
-    for name in (
-        "a.jsonl",
-        "b.JSONL",
-        "c.jsonl.xz",
-        "d.jsonl.xz",
-        "e.JPG.gz",
-        "LICENSE",
-        ".hidden",
-    ):
+    for name in "a.jsonl b.JSONL c.jsonl.xz d.jsonl.xz e.JPG.gz LICENSE .hidden".split():
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
     assert len(sources.list_files(cfg.data, tables.TABLES)) == 2
@@ -247,8 +261,7 @@ def test_sizes_without_sense_are_refused_before_anything_is_read(tmp_path, monke
     assert len(numbers) >= 8
     for field in numbers:
         whole = issubclass(field.type, int)
-        large = (10**12, -(10**12), 2**63, 10**400)
-        for value in large if whole else (math.nan, math.inf, -math.inf, 1e39, -1.0):
+        for value in (10**12, -(10**12), 10**400) if whole else (math.nan, math.inf, 1e39, -1.0):
             text = refused(task.prepare_data, task.TaskConfig(**base, **{field.name: value}))
             assert text.startswith(f"task.{field.name} is "), (field.name, value, text)
     width = {"hidden_size": 2**16, "num_layers": 1000}
@@ -262,24 +275,15 @@ UNREAD = [
     *(("causal_lm", {name: value}) for name, value in HUB.items()),
     ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
     ("causal_lm", {"rows": "text", "prompt_column": "a"}),
-    ("causal_lm", {"rows": "text", "completion_column": "a"}),
-    ("causal_lm", {"rows": "prompt", "messages_column": "a"}),
-    ("causal_lm", {"rows": "prompt", "tools_column": "a"}),
     ("causal_lm", {"rows": "chat", "text_column": "a"}),
     ("causal_lm", {"messages_column": "a", "text_column": "a"}),
-    ("causal_lm", {"data": "pydoc", "text_column": "a"}),
     ("causal_lm", {"rows": "text", "too_long": "cut"}), ("causal_lm", {"lora_alpha": 2.0}),
-    ("causal_lm", {"lora_dropout": 0.1}), ("causal_lm", {"lora_targets": "q_proj"}),
-    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"revision": "v1"}),
-    ("causal_lm", {"trust_remote_code": True}),
-    ("text_classification", {"data": "stdlib", "text_column": "a"}),
+    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"trust_remote_code": True}),
     ("text_classification", {"data": "stdlib", "data_split": "a"}),
-    ("text_classification", {"trust_remote_code": True}),
     ("image_classification", {"data": "digits", "image_column": "a"}),
     ("image_classification", {"data": "digits", "corrupt": "skip"}),
     ("image_classification", {"revision": "v1"}),
     ("seq2seq", {"data": "dates", "source_column": "a"}),
-    ("seq2seq", {"data": "dates", "target_column": "a"}),
 ]  # fmt: skip
 
 
@@ -321,31 +325,28 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.csv", b"body,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
         ("a.csv", b"body,kind\nx\n", "line 2: the first line has 2 fields, this one 1"),
         ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
-        (
-            "a.csv",
-            b"body,kind\n" + b"x,1\n" * 9999 + b"caf\xe9,2\n",
-            "line 10001: byte 0xe9 is not UTF-8; save it as UTF-8",
-        ),
+        ("a.csv", b"\xff\xfe", "line 1: byte 0xff is not UTF-8; save it as UTF-8"),
+        ("a.csv", b"body,kind\n" + b"x,1\n" * 9999 + b"\xe9,2\n", "line 10001: byte 0xe9 is not"),
+        ("a.csv", b"", "it is empty: it has no column names"),
+        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
+        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
+        ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
+        ("a.json", b'[{"a": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
+        ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
+        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
+        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
+        ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
+        ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         (
             "a.jsonl",
             b'{"body": "x", "kind": 1}\n{"body": "\xe9"}',
             "line 2: byte 0xe9 is not UTF-8",
         ),
-        ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
-        (
-            "a.json",
-            b'[{"body": "x"},\n{"kind" 1}]',
-            "line 2: invalid JSON at column 9: Expecting ':'",
-        ),
-        ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
-        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
-        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
-        ("a.csv", b"", "it is empty: it has no column names"),
+        ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
+        ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
+        ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
         ("a.parquet", b"PAR1", "cannot read"),
         ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
-        ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
-        ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
-        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
         ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )
@@ -435,7 +436,7 @@ def test_labels_that_cannot_be_learnt_are_one_line(tmp_path, label, kind, said):
     assert "a.jsonl, line 1: " in text and said in text
 
 
-@pytest.mark.parametrize("name", TASKS[:3])
+@pytest.mark.parametrize("name", ["text_classification", "image_classification"])
 def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     """A folder and labels with line breaks, escape sequences and 10,000 characters."""
     task, odd = load_task(name), "\x1b[31m\n\u202e" + "x" * 10_000
@@ -452,19 +453,14 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     (folder / ".c").write_text("")
     sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
     sizes |= {"image_size": 8} if name == "image_classification" else {"vocab_size": 300}
-    sizes |= {"context_length": 8} if name == "causal_lm" else {}
-    columns = {"source_column": "text", "target_column": "label"}
-    sizes |= columns if name == "seq2seq" else {}
     cfg = task.TaskConfig(data=str(folder), cache_dir=str(tmp_path / "cache"), **sizes)
     task.prepare_data(cfg)
     printed = capsys.readouterr().out
     assert "skipped" in printed and printed.count("\n") <= 5
     assert all(line.isprintable() and len(line) < 500 for line in printed.splitlines()), printed
-    if name != "causal_lm":
-        with open(folder / "a.jsonl", "a") as file:
-            row = {"text": "one more", "image": "0.png", "label": [odd]}
-            file.write(json.dumps(row))
-        refused(task.prepare_data, cfg)
+    with open(folder / "a.jsonl", "a") as file:
+        file.write(json.dumps({"text": "one more", "image": "0.png", "label": [odd]}))
+    refused(task.prepare_data, cfg)
 
 
 # ---- The Hub -------------------------------------------------------------------------------------
@@ -543,25 +539,6 @@ def test_the_contract_names_what_train_py_calls():
     assert names == called
 
 
-def test_random_numbers_of_a_row_are_its_own():
-    """Augmentation draws the same whichever worker or rank reads the row, and anew each epoch."""
-
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 10
-
-        def __getitem__(self, i):
-            return i
-
-    rows = batches.SampleDataset(Numbers(), seed=3)
-    rows.augment = lambda row, generator: (row, torch.rand(1, generator=generator).item())
-    epoch = dict(row for _, row in rows.__getitems__(list(range(10))))
-    one_by_one = dict(rows.__getitems__([p])[0][1] for p in reversed(range(10)))
-    following = dict(row for _, row in rows.__getitems__(list(range(10, 20))))
-    assert epoch == one_by_one and len(set(epoch.values())) == 10
-    assert set(epoch) == set(following) and not set(epoch.values()) & set(following.values())
-
-
 def test_sorting_moves_rows_within_a_step_alone():
     sizes = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(0)).numpy()
     rows = batches.SampleDataset(range(50), seed=1)
@@ -626,25 +603,18 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
     endings = (".txt", *tables.TABLES)
     [(_, own)] = sources.by_source(sources.DataConfig(data=str(tmp_path)), endings)
     for field, wanted in zip(("data", "validation_data"), TREES[names], strict=True):
-        files, _ = sources.find_files(getattr(own, field), endings, field)
+        data = getattr(own, field)
+        files = sources.list_files(data, endings, field) if data else []
         assert " ".join(str(file.relative_to(tmp_path)) for file in files) == wanted, field
 
 
 def write_splits(folder, ending, columns):
     """Rows whose number says where they belong: 0 to train on, 1 to evaluate on, 2 for the test."""
+    folder.mkdir(exist_ok=True)
     for number, split in enumerate(("train", "dev", "test")):
         rows = [{name: f"{split} {i} {name}" for name in columns} for i in range(20)]
         rows = [{**row, "label": "ab"[i % 2]} for i, row in enumerate(rows)]
-        path = folder / f"{split}{number}.{ending}"
-        folder.mkdir(exist_ok=True)
-        if ending == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        elif ending == "csv":
-            lines = [",".join(map(str, row.values())) for row in rows]
-            path.write_text("\n".join([",".join(rows[0]), *lines]))
-        else:
-            lines = [json.dumps(row) for row in rows]
-            path.write_text("\n".join(lines) if ending == "jsonl" else f"[{','.join(lines)}]")
+        write_table(folder / f"{split}{number}.{ending}", rows)
 
 
 def texts_of(task, cfg):
@@ -666,7 +636,7 @@ SPLIT_TASKS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", SPLIT_TASKS)
 def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
     task, (columns, fields) = load_task(name), SPLIT_TASKS[name]

@@ -55,11 +55,11 @@ class Line:
         self.path, self.start, self.number = path, start, number
 
     def __str__(self) -> str:
-        before, left = 0, self.start
+        number, left = self.number, self.start
         with open_at(self.path) as file:
             while left > 0 and (block := file.read(min(left, BLOCK))):
-                before, left = before + block.count(b"\n"), left - len(block)
-        return f"{one_line(self.path, 200)}, line {before + self.number}"
+                number, left = number + block.count(b"\n"), left - len(block)
+        return f"{one_line(self.path, 200)}, line {number}"
 
 
 class Cursor:
@@ -89,6 +89,54 @@ def file_ending(path: Path | str) -> str:
     return inner if inner in (".txt", *TABLES[:-1]) else ending
 
 
+# The compressed file that was read last, and how far: the next part may begin where it ended.
+_half_read: dict[Path, tuple[io.BufferedReader, int]] = {}
+
+
+@contextlib.contextmanager
+def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedReader]:
+    """The content of a file, decompressed, from the offset of a cursor on; or without one from its
+    start, without the byte order mark that some programs write.
+
+    The cursor of a part of unknown lines is moved to the first line that begins in the part.
+    """
+    compressed, offset = path.suffix.lower() in COMPRESSIONS, cursor.offset if cursor else 0
+    with contextlib.ExitStack() as stack:
+        file, reached = _half_read.pop(path, (None, 0)) if offset else (None, 0)
+        if file is None or reached > offset:
+            file, reached = _open(path), 0
+        stack.callback(file.close)
+        if not compressed:
+            file.seek(offset - reached, os.SEEK_CUR)
+        while compressed and reached < offset and file.read(min(BLOCK, offset - reached)):
+            reached = min(reached + BLOCK, offset)
+        if cursor and offset and cursor.span.lines is None and file_ending(path) == ".jsonl":
+            file.seek(-1, os.SEEK_CUR)
+            cursor.offset += len(file.readline()) - 1
+            cursor.first = cursor.offset
+        yield file
+        if compressed and cursor and cursor.span.stop is not None:
+            _half_read.clear()
+            _half_read[path] = (file, cursor.offset)
+            stack.pop_all()
+
+
+def _open(path: Path) -> io.BufferedReader:
+    if compression := COMPRESSIONS.get(path.suffix.lower()):
+        import pyarrow
+
+        packed: Any = pyarrow.CompressedInputStream(str(path), compression)
+        file = io.BufferedReader(packed, 2**16)
+    else:
+        file = open(path, "rb")
+    if file.peek(3)[:3] == codecs.BOM_UTF8:
+        file.read(3)
+    return file
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
 def read_rows(
     path: Path,
     columns: Columns | None,
@@ -105,41 +153,41 @@ def read_rows(
     next row begins. Raises ValueError with the place.
     """
     cursor, ending = cursor or Cursor(path, span), file_ending(path)
-    try:
+    with _errors_as_lines(field, cursor):
         if ending == ".parquet":
             yield from _read_parquet(columns, optional, cursor)
         elif ending in SEPARATORS:
             yield from _read_csv(SEPARATORS[ending], columns, optional, cursor)
-        elif ending == ".jsonl":
-            # As bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
-            with open_at(path, cursor) as file:
-                yield from _read_json(cursor.read_lines(file), columns, optional, cursor)
-        else:
+        elif ending == ".txt":
             with open_at(path) as file:
-                content = file.read()
-            if ending == ".txt":
-                row = {"text": content.decode(), "label": path.absolute().parent.name}
-                row = {role: replace_surrogates(row.get(role)) for role in columns or row}
-                yield row, cursor.where
-            else:
-                entries = parse_json_rows(content, cursor)
-                yield from _read_json(entries, columns, optional, cursor)
+                row = {"text": file.read().decode(), "label": path.absolute().parent.name}
+            yield {role: replace_surrogates(row.get(role)) for role in columns or row}, cursor.where
+        else:
+            for row in _read_jsonl(cursor) if ending == ".jsonl" else _read_json(cursor):
+                if not isinstance(row, dict):
+                    raise ValueError(f"not an object: {row!r:.60}")
+                check_columns(list(row), columns, optional)
+                yield select_columns(row, columns), cursor.place
+
+
+@contextlib.contextmanager
+def _errors_as_lines(field: str, cursor: Cursor) -> Iterator[None]:
+    """Each library has its own errors for what a file holds: all become a ValueError of one line,
+    with the place."""
+    try:
+        yield
     except MemoryError:
         raise
-    except Exception as error:  # each library has its own
-        raise _read_error(error, field, cursor) from None
-
-
-def _read_error(error: Exception, field: str, cursor: Cursor) -> ValueError:
-    at, problem = cursor.place, one_line(error)
-    if isinstance(error, UnicodeDecodeError):
-        if at == cursor.where:
-            at = f"{at}, line {error.object.count(10, 0, error.start) + 1}"
-        problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
-    elif isinstance(error, json.JSONDecodeError):
-        at = f"{at}, line {error.lineno}" if at == cursor.where else at
-        problem = f"invalid JSON at column {error.colno}: {error.msg}"
-    return ValueError(f"task.{field}: cannot read {at}: {problem}")
+    except Exception as error:
+        at, problem = cursor.place, one_line(error)
+        if isinstance(error, UnicodeDecodeError):
+            if at == cursor.where:
+                at = f"{at}, line {error.object.count(10, 0, error.start) + 1}"
+            problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
+        elif isinstance(error, json.JSONDecodeError):
+            at = f"{at}, line {error.lineno}" if at == cursor.where else at
+            problem = f"invalid JSON at column {error.colno}: {error.msg}"
+        raise ValueError(f"task.{field}: cannot read {at}: {problem}") from None
 
 
 def _read_parquet(
@@ -162,107 +210,62 @@ def _read_parquet(
 
 
 def _read_csv(
-    mark: str, columns: Columns | None, optional: Container[str], cursor: Cursor
+    usual: str, columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    where, last_line = cursor.where, cursor.lines
     csv.field_size_limit(2**31 - 1)
-    with open_at(cursor.path) as first:  # a later part has no header
-        header = first.readline()
+    required = {role: columns[role] for role in columns or () if role not in optional}
+    wanted = {*column_names(required)}
+    with open_at(cursor.path) as file:
+        first = file.readline().decode()
+        # Spreadsheets of many countries write semicolons into a .csv file.
+        marks = (usual, ",", ";", "\t", "|")
+        headers = {mark: next(csv.reader([first], delimiter=mark), []) for mark in marks}
+        right = [mark for mark in marks if wanted <= {*headers[mark]} and len(headers[mark]) > 1]
+        mark = next(iter(right), usual)
+        header = itertools.chain([first], map(bytes.decode, file))
+        names = next(csv.reader(header, delimiter=mark, strict=True), [])
+    check_columns(names, columns, optional)
     with open_at(cursor.path, cursor) as file:
-        read = cursor.read_lines(file)
-        if not cursor.offset:
-            next(read, None)
-            cursor.place = where
-        lines = (line.decode() for line in itertools.chain([header] * bool(header), read))
+        lines = map(bytes.decode, cursor.read_lines(file))
+        table = csv.reader(lines, delimiter=mark, strict=True)
+        last_line, is_header = cursor.lines, not cursor.span.start
         try:
-            table = csv.DictReader(lines, strict=True, delimiter=mark)
-            names = list(table.fieldnames or [])
-            if columns and len(names) == 1 and (other := re.search(r"[;|\t]", names[0])):
-                problem = f"its columns seem to be separated by {other[0]!r}, not {mark!r}"
-                raise ValueError(f"{problem}; save it so")
-            check_columns(names, columns, optional)
-            last_line = cursor.lines
             for row in table:
-                if None in row or None in row.values():
-                    extra, expected = row.pop(None, []), len(names)
-                    number = len(extra) + sum(value is not None for value in row.values())
-                    raise ValueError(f"the first line has {expected} fields, this one {number}")
-                yield select_columns(row, columns), cursor.place
-                last_line = cursor.lines
+                if row and not is_header:
+                    if len(row) != len(names):
+                        expected = f"the first line has {len(names)} fields"
+                        raise ValueError(f"{expected}, this one {len(row)}")
+                    yield select_columns(dict(zip(names, row, strict=True)), columns), cursor.place
+                last_line, is_header = cursor.lines, False
         except csv.Error as error:
             if "unexpected end of data" not in str(error):
                 raise
-            cursor.place = f"{where}, line {last_line + 1}"
+            cursor.place = f"{cursor.where}, line {last_line + 1}"
             raise ValueError('a " is opened and never closed') from None
 
 
-def _read_json(
-    entries: Iterable[Any], columns: Columns | None, optional: Container[str], cursor: Cursor
-) -> Iterator[Row]:
-    """Rows of lines of JSON, or of objects."""
-    for entry in entries:
-        if isinstance(entry, bytes) and not entry.strip():
-            continue
-        row = json.loads(entry) if isinstance(entry, bytes) else entry
-        if not isinstance(row, dict):
-            raise ValueError(f"not an object: {row!r:.60}")
-        check_columns(list(row), columns, optional)
-        yield select_columns(row, columns), cursor.place
+def _read_jsonl(cursor: Cursor) -> Iterator[Any]:
+    with open_at(cursor.path, cursor) as file:
+        # Split as bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
+        for line in cursor.read_lines(file):
+            if line.strip():
+                yield json.loads(line.decode())
 
 
-def read_text(path: Path, field: str, span: Span, cursor: Cursor | None = None) -> Iterator[str]:
-    """A part of a .txt file in blocks of about 1 MB, which end where a word ends.
+def _read_json(cursor: Cursor) -> Iterator[Any]:
+    """The objects of a JSON file: its list, or the only list of objects in its object.
 
-    A part begins at the first such place after its start, and ends at the first one after its stop,
-    so that parts that meet in the file leave nothing out. Raises ValueError with the place.
+    A file with an object on each line, which many programs name .json too, gives its lines.
     """
-    cursor, data, offset = cursor or Cursor(path, span), b"", span.start
-    try:
-        with open_at(path, cursor) as file:
-            if offset:
-                data = file.read(SEARCHED)
-                cut = find_cut(data)
-                data, offset = data[cut:], offset + cut
-            while span.stop is None or offset < span.stop:
-                left = BLOCK if span.stop is None else span.stop - offset
-                size = left if left <= BLOCK + SEARCHED else BLOCK
-                data += file.read(max(size + SEARCHED - len(data), 0))
-                cursor.offset = offset + len(data)
-                if not data:
-                    return
-                cut = min(size + find_cut(data[size : size + SEARCHED]), len(data))
-                try:
-                    text = data[:cut].decode()
-                except UnicodeDecodeError as error:
-                    cursor.place = Line(path, offset, data.count(b"\n", 0, error.start) + 1)
-                    raise
-                yield text
-                data, offset = data[cut:], offset + cut
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _read_error(error, field, cursor) from None
-
-
-def find_cut(data: bytes) -> int:
-    """The first place after a line's end, else before a space, else before a character."""
-    found = re.search(rb"(?<=\n)(?=\S)", data) or re.search(rb"(?<=\S)(?=\s)", data)
-    found = found or re.search(rb"(?=[\x00-\x7f\xc0-\xff])", data)
-    return found.start() if found else 0
-
-
-def parse_json_rows(content: bytes, cursor: Cursor) -> Iterator:
-    """The objects of a JSON file, each of which becomes the place: its list, or the only list of
-    objects in its object. A file with an object on each line, which many programs name .json too,
-    gives its lines.
-    """
-    kind = "row"
+    with open_at(cursor.path) as file:
+        content = file.read().decode()
     try:
         value = json.loads(content)
     except json.JSONDecodeError as error:
-        if error.msg != "Extra data" or content.lstrip()[:1] != b"{":
-            raise
-        value, kind = content.splitlines(), "line"
+        if error.msg == "Extra data" and content.lstrip()[:1] == "{":
+            yield from _read_jsonl(cursor)
+            return
+        raise
     if isinstance(value, dict):
         lists = {
             name: each
@@ -275,65 +278,61 @@ def parse_json_rows(content: bytes, cursor: Cursor) -> Iterator:
         value = next(iter(lists.values()), value)
     if not isinstance(value, list):
         raise ValueError("it holds neither a list of objects nor an object with one such list")
-    for number, entry in enumerate(value, 1):
-        cursor.place = f"{cursor.where}, {kind} {number}"
-        yield entry
+    for number, row in enumerate(value, 1):
+        cursor.place = f"{cursor.where}, row {number}"
+        yield row
 
 
-def read_first_row(path: Path) -> dict | None:
-    """The first row of a file, by the names of its columns; None: it has none."""
-    if file_ending(path) == ".txt":  # it may be large
-        text = next(read_text(path, "data", WHOLE), "")
-        return {"text": text, "label": path.absolute().parent.name}
-    return next((row for row, _ in read_rows(path, None)), None)
+def read_text(path: Path, field: str, span: Span, cursor: Cursor | None = None) -> Iterator[str]:
+    """A part of a .txt file in blocks of about 1 MB, which end where a word ends.
 
-
-# ---- Compression ---------------------------------------------------------------------------------
-
-
-# The compressed file that was read last, and how far: the next part may begin where it ended.
-_half_read: dict[Path, tuple[io.BufferedReader, int]] = {}
-
-
-@contextlib.contextmanager
-def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedReader]:
-    """The content of a file, from the offset of a cursor on, or without one from its start.
-
-    The cursor of a part of unknown lines is moved to the first line that begins in the part.
+    A part begins at the first such place after its start, and ends at the first one after its stop,
+    so that parts that meet in the file leave nothing out. Raises ValueError with the place.
     """
-    compressed, offset = path.suffix.lower() in COMPRESSIONS, cursor.offset if cursor else 0
-    with contextlib.ExitStack() as stack:
-        file, reached = _half_read.pop(path, (None, 0)) if offset else (None, 0)
-        if file is None or reached > offset:
-            file, reached = open_decompressed(path), 0
-        stack.callback(file.close)
-        if not compressed:
-            file.seek(offset - reached, os.SEEK_CUR)
-        else:
-            while reached < offset and (block := file.read(min(BLOCK, offset - reached))):
-                reached += len(block)
-        if cursor and offset and cursor.span.lines is None and file_ending(path) == ".jsonl":
-            file.seek(-1, os.SEEK_CUR)
-            cursor.offset += len(file.readline()) - 1
-            cursor.first = cursor.offset
-        yield file
-        if compressed and cursor and cursor.span.stop is not None:
-            _half_read.clear()
-            _half_read[path] = (file, cursor.offset)
-            stack.pop_all()
+    cursor, data, offset = cursor or Cursor(path, span), b"", span.start
+    with _errors_as_lines(field, cursor), open_at(path, cursor) as file:
+        if offset:
+            data = file.read(SEARCHED)
+            cut = find_cut(data)
+            data, offset = data[cut:], offset + cut
+        while span.stop is None or offset < span.stop:
+            left = BLOCK if span.stop is None else span.stop - offset
+            size = left if left <= BLOCK + SEARCHED else BLOCK
+            data += file.read(max(size + SEARCHED - len(data), 0))
+            cursor.offset = offset + len(data)
+            if not data:
+                return
+            cut = min(size + find_cut(data[size : size + SEARCHED]), len(data))
+            try:
+                text = data[:cut].decode()
+            except UnicodeDecodeError as error:
+                cursor.place = Line(path, offset, data.count(b"\n", 0, error.start) + 1)
+                raise
+            yield text
+            data, offset = data[cut:], offset + cut
 
 
-def open_decompressed(path: Path) -> io.BufferedReader:
-    """The bytes of a file, decompressed, without the byte order mark that some programs write."""
-    import pyarrow
+def find_cut(data: bytes) -> int:
+    """The first place after a line's end, else before a space, else before a character."""
+    found = re.search(rb"(?<=\n)(?=\S)", data) or re.search(rb"(?<=\S)(?=\s)", data)
+    found = found or re.search(rb"(?=[\x00-\x7f\xc0-\xff])", data)
+    return found.start() if found else 0
 
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    file: Any = open(path, "rb")
-    if compression:
-        file = io.BufferedReader(pyarrow.input_stream(file, compression), 2**16)
-    if file.peek(3)[:3] == codecs.BOM_UTF8:
-        file.read(3)
-    return file
+
+def first_columns(path: Path) -> list[str]:
+    """The columns of a file's first row; empty: it has none.
+
+    A .json file that begins with a list of small objects is not read to the end.
+    """
+    if file_ending(path) == ".txt":
+        return ["text", "label"]
+    if file_ending(path) == ".json":
+        with contextlib.suppress(ValueError), open_at(path) as file:
+            text = file.read(2**20).decode(errors="ignore").lstrip()
+            row = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())[0]
+            if text.startswith("[") and isinstance(row, dict) and row:
+                return [*row]
+    return [*next((row for row, _ in read_rows(path, None)), {})]
 
 
 # ---- Columns -------------------------------------------------------------------------------------
