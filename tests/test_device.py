@@ -1,5 +1,6 @@
 """How a device is told to compute, and what happens while it does."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -13,10 +14,10 @@ COUNTED = f"""
 import sys
 sys.path.append({str(ROOT / "tests")!r})
 from waits import host_waits
-from samestep.step import batches
 from samestep.step import monitor
+from samestep.training.loading import TrainLoader
 from samestep.processes import ranks
-take, fetch, add = batches.StepReader.take, batches.StepReader.fetch, monitor.StepMonitor.add
+take, fetch, add = TrainLoader.take, TrainLoader.fetch, monitor.StepMonitor.add
 exchange = ranks.Ranks.sum_over_ranks
 found, block = [], None
 def begin(*arguments):
@@ -41,7 +42,7 @@ def end(*arguments):
     block = None
     print("waits:", *sum(found[-1], []), flush=True)
     return add(*arguments)
-batches.StepReader.take, batches.StepReader.fetch = begin, uncounted(fetch)
+TrainLoader.take, TrainLoader.fetch = begin, uncounted(fetch)
 ranks.Ranks.sum_over_ranks = uncounted(exchange)
 monitor.StepMonitor.add = end
 """
@@ -224,39 +225,39 @@ def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes
     assert saved == place // 8 == lines(tmp_path, "loss")[-1]["step"]
 
 
-def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
+def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it(monkeypatch):
     from samestep.processes import ranks
-    from samestep.step import batches
+    from samestep.training import loading
 
-    asked = {"stop": 0}
-
-    def loader():
+    def read():
         for number in range(4):
             yield {"number": number}, (10 * number + 1, number, 2)
         raise ValueError("no more")
 
-    class OneProcess(ranks.Ranks):
-        def __init__(self):
-            self.group, self.layout = None, load_task("samestep.settings.mesh").Layout()
-
-    class Loader:
-        batch_sampler = batches.StepBatchSampler(batches.StepPlan(4, 2, (2,)), 0, 8)
-        __iter__ = staticmethod(loader)
-
-    reader = batches.StepReader(Loader(), OneProcess(), lambda: asked["stop"])
-    assert not reader.stop_seen()
-    reader.fetch()
-    plan = reader.sampler.plan
-    assert reader.take() == (plan, [{"number": 0}, {"number": 1}], 12, 1)
-    asked["stop"] = 1
-    assert not reader.stop_seen()  # nothing has been fetched since
-    reader.fetch()
-    assert reader.stop_seen() and reader.stop_seen()
-    assert reader.take() == (plan, [{"number": 2}, {"number": 3}], 52, 5)
-    reader.fetch()
-    assert reader.stop_seen()  # the step before can still be saved
+    one = object.__new__(ranks.Ranks)
+    one.group, one.layout = None, load_task("samestep.settings.mesh").Layout()
+    meter = SimpleNamespace(
+        waiting=contextlib.nullcontext, add=lambda *counts: added.append(counts)
+    )
+    run = SimpleNamespace(ranks=one, meter=meter, problem=None, first_step=0, last_step=3)
+    run.plan, run.first_sample, run.samples = loading.batches.StepPlan(4, 2, (2,)), 0, lambda _: 12
+    run.task, run.stop = None, SimpleNamespace(requested=lambda: asked)
+    run.cfg = SimpleNamespace(seed=0, device_shares="equal")
+    run.point, added, asked = SimpleNamespace(mixture=None), [], 0
+    monkeypatch.setattr(loading, "make_loader", lambda *_: read())
+    loader = loading.TrainLoader(run, range(12), None)
+    assert not loader.stop_seen()
+    loader.fetch()
+    assert loader.take() == ([(0, {"number": 0}), (1, {"number": 1})], 12) and added == [(12, 1)]
+    asked = 1
+    assert not loader.stop_seen()  # nothing has been fetched since
+    loader.fetch()
+    assert loader.stop_seen() and loader.stop_seen()
+    assert loader.take() == ([(0, {"number": 2}), (1, {"number": 3})], 52) and added[1] == (52, 5)
+    loader.fetch()
+    assert loader.stop_seen()  # the step before can still be saved
     with pytest.raises(ValueError, match="no more"):
-        reader.take()
+        loader.take()
 
 
 @pytest.mark.slow

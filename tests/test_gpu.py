@@ -205,9 +205,9 @@ NO_WAITS = """
 import sys
 import torch
 import train
-from samestep.step import batches
 from samestep.step import monitor
-take, add, taken = batches.StepReader.take, monitor.StepMonitor.add, []
+from samestep.training.loading import TrainLoader
+take, add, taken = TrainLoader.take, monitor.StepMonitor.add, []
 def begin(reader):
     taken.append(reader)
     torch.cuda.set_sync_debug_mode("error" if len(taken) > 3 else "default")
@@ -215,7 +215,7 @@ def begin(reader):
 def end(*arguments):
     torch.cuda.set_sync_debug_mode("default")
     return add(*arguments)
-batches.StepReader.take, monitor.StepMonitor.add = begin, end
+TrainLoader.take, monitor.StepMonitor.add = begin, end
 sys.argv[0] = "train.py"
 train.shutdown.run(train.main, train.prepare)
 """
