@@ -12,16 +12,13 @@ these, and add them up the rest of the tree.
 import contextlib
 import functools
 import math
-import os
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
 
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
@@ -180,8 +177,6 @@ class StepGradients:
         self.guarded = False
         self.sharded = ranks.layout.sharded
         self.parameters[0].register_hook(self.stop_after_backward)
-        if isinstance(model, DistributedDataParallel):
-            hear_remark_of_ddp(ranks.group)
         if exact and self.sharded:
             sharding.reduce_in_tree(model, accelerator, ranks.layout)
 
@@ -318,23 +313,6 @@ class StepGradients:
 def own_name(name: str) -> str:
     """The name that a weight or buffer has in the task's model."""
     return name.removeprefix("module.").removeprefix("model.")
-
-
-def hear_remark_of_ddp(group: dist.ProcessGroup) -> None:
-    """Lets DDP say, where nobody reads it, that a model uses all weights: it says so once.
-
-    The line, which goes to file descriptor 2, advises against find_unused_parameters. Without that
-    a branch for some rows hangs, and sums are added in another order after each start.
-    """
-    with open(os.devnull, "w") as nobody:
-        stderr = os.dup(2)
-        os.dup2(nobody.fileno(), 2)
-        try:
-            options: dict[str, Any] = {"process_group": group, "find_unused_parameters": True}
-            DistributedDataParallel(torch.nn.Linear(1, 1), **options)(torch.ones(1, 1))
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
 
 
 def norm_by_rows(grads: Tensors) -> torch.Tensor:
