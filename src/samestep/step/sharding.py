@@ -5,7 +5,6 @@ context parallelism each process has a part of the rows, too.
 """
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -396,25 +395,3 @@ def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def sum_rows(squares: Tensors, gradients: Tensors) -> torch.Tensor:
-    """The squared norms of all rows of gradients: a float64 vector, the same on every process.
-
-    `squares` has those of the rows that this process holds of each gradient. FSDP cuts a tensor of
-    R rows into blocks of ceil(R / n) for its n processes.
-    """
-    parts, group = [], None
-    for values, gradient in zip(squares, gradients, strict=True):
-        if isinstance(gradient, DTensor):
-            shard = gradient.device_mesh.ndim - 1  # HSDP's first dimension holds copies
-            group = gradient.device_mesh.get_group(shard)
-            block = math.ceil(gradient.shape[0] / group.size())
-            rows = values.new_zeros(gradient.shape[0])
-            rows[block * group.rank() :][: len(values)] = values
-            values = rows
-        parts.append(values)
-    rows = torch.cat(parts)
-    if group:
-        dist.all_reduce(rows, group=group)  # other processes hold zeros, so the order is free
-    return rows

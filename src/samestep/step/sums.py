@@ -19,6 +19,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
@@ -176,14 +177,12 @@ class StepGradients:
         self.checking = True  # the first step
         self.guarded = False
         self.sharded = ranks.layout.sharded
-        self.parameters[0].register_hook(self.stop_after_backward)
+        # autograd calls what is queued with a weight's gradient when the others are there, too, and
+        # before DDP waits for the other processes, which is queued with the last one.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        self.parameters[0].register_hook(lambda _: queue(stopwatch.stop))
         if exact and self.sharded:
             sharding.reduce_in_tree(model, accelerator, ranks.layout)
-
-    def stop_after_backward(self, _: torch.Tensor) -> None:
-        """Called with a weight's gradient: stops the watch when the others are there, too, and
-        before DDP waits for the other processes, which it queues with the last gradient."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.stopwatch.stop)
 
     def begin(self, plan: StepPlan) -> None:
         """Begins a step that is dealt so. `averaged` then is the number by which it is divided:
@@ -237,7 +236,7 @@ class StepGradients:
             parameter.grad = None
 
     def check_buffers(self, before: dict[str, tuple]) -> None:
-        """Finds a problem if a micro-batch has changed a buffer, as BatchNorm does."""
+        """Notes a problem if a micro-batch has changed a buffer, as BatchNorm does."""
         for name, buffer in self.model.named_buffers():
             old, version, values = before.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
@@ -323,13 +322,23 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
     """
     if not grads:
         return torch.zeros(())
-    rows = []
+    rows, group = [], None
     for grad in grads:
         values = local(grad)
         values = torch.view_as_real(values) if values.is_complex() else values
         values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
-        rows.append(torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square())
-    return sharding.sum_rows(rows, grads).sum().sqrt().float()
+        squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        if isinstance(grad, DTensor):  # FSDP cuts R rows into blocks of ceil(R / n)
+            shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
+            group = grad.device_mesh.get_group(shard)
+            first = math.ceil(grad.shape[0] / group.size()) * group.rank()
+            own, squares = squares, squares.new_zeros(grad.shape[0])
+            squares[first : first + len(own)] = own
+        rows.append(squares)
+    everywhere = torch.cat(rows)
+    if group:
+        dist.all_reduce(everywhere, group=group)  # others hold zeros, so the order is free
+    return everywhere.sum().sqrt().float()
 
 
 # ---- Evaluations ---------------------------------------------------------------------------------
