@@ -14,7 +14,6 @@ import transformers
 
 from conftest import GPUS, ROOT
 from samestep.models import attention, next_token
-from samestep.text import packing
 from waits import host_waits
 
 LENGTH = 32
@@ -238,14 +237,6 @@ def test_where_texts_begin():
     assert mask.shape == (3, 1, LENGTH, LENGTH)
     for place, seen in (((0, 9), [*range(10)]), ((0, 10), [10]), ((0, 12), [11, 12])):
         assert mask[place[0], 0, place[1]].nonzero().flatten().tolist() == seen
-
-
-def test_the_largest_number_of_texts_in_a_row():
-    texts = [([5] * (size + 1), [1] * (size + 1)) for size in (8, 1, 1, 1, 1, 3)]
-    facts = dict.fromkeys(("long", "empty", "used", "most_texts"), 0)
-    block = packing.pack_best_fit(texts, 8, 8, "split", "<u2", facts)
-    assert facts == {"long": 0, "empty": 0, "used": 15, "most_texts": 5}
-    assert block.shape == (2, 3, 8) and (block[:, 1] == 5).sum() == 15
 
 
 def slow_flash(query, key, value, starts, ends, longest, _, *, scale, window_size, enable_gqa):

@@ -17,7 +17,6 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -130,11 +129,22 @@ def alone(small, tmp_path_factory):
 # ---- The same numbers ----------------------------------------------------------------------------
 
 
-def test_fsdp2_has_the_losses_of_one_process(small, alone, tmp_path):
-    """Four rounds of two micro-batches; evaluation, and an export that was sharded before."""
-    train(small, "fsdp2", 2, "--output_dir", tmp_path / "run")
+LAYOUTS = [("fsdp2", 4), ("hsdp", 4), ("tensor_parallel", 2)]
+
+
+@pytest.mark.parametrize(
+    "case", [("fsdp2", 2), *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS)]
+)
+def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
+    """Eight micro-batches a step; evaluation, and an export that was sharded before."""
+    train(small, *case, "--output_dir", tmp_path / "run")
     agree(tmp_path / "run", alone)
     assert (tmp_path / "run" / "curves.png").exists()
+
+
+def losses(output):
+    """Loss and gradient norm of each step."""
+    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
 
 
 @pytest.mark.slow
@@ -171,67 +181,32 @@ def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, vari
     agree(other, one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [("fsdp2", 4), ("hsdp", 4), ("tensor_parallel", 2)])
-def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
-    train(small, *case, "--output_dir", tmp_path / "run")
-    agree(tmp_path / "run", alone)
-
-
-@pytest.mark.slow
-def test_bf16_under_fsdp2_is_that_of_autocast(small, tmp_path):
-    """Weights, moments and sums of gradients are fp32: the difference to DDP is that of bf16."""
-    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
-        train(small, hardware, processes, "--output_dir", tmp_path / hardware, precision="bf16")
-    agree(tmp_path / "fsdp2", tmp_path / "cpu", loss=1e-3, norm=0.05)
-    saved = max((tmp_path / "fsdp2" / "checkpoints").glob("step-*"))
-    for file in saved.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F32"}
-
-
 # ---- One run on several layouts ------------------------------------------------------------------
 
 
-def move(project, output, stations, *flags):
-    """Trains one run, on another layout after each three steps; what all of them printed.
+CONSTANT = ["--lr_schedule", "constant"]  # the learning rate does not depend on max_steps
+STATIONS = {
+    "false": [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 4), ("tensor_parallel", 2), ("cpu", 1)],
+    "true": [("cpu_multi", 2), ("fsdp2", 2), ("hsdp", 4), ("cpu", 1), ("fsdp2", 4)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", STATIONS)
+def test_a_run_moves_between_all_layouts(small, tmp_path, exact):
+    """After each three steps. The same samples, and losses to rounding; exact: the same bytes.
 
     The checkpoint in which a part of the run ends is that of a longer run which was stopped there.
     """
-    text = ""
-    for i, (hardware, processes) in enumerate(stations):
-        steps = ["--max_steps", str(3 * (i + 1)), "--accept_changes"]
-        text += train(project, hardware, processes, *flags, *steps, "--output_dir", output)
-    return text
-
-
-CONSTANT = ["--lr_schedule", "constant"]  # the learning rate does not depend on max_steps
-
-
-@pytest.mark.slow
-def test_a_run_moves_between_all_layouts(small, tmp_path):
-    """1 -> DDP 2 -> FSDP2 4 -> TP 2 -> 1: the same samples, and losses to rounding."""
-    stations = [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 4), ("tensor_parallel", 2), ("cpu", 1)]
-    text = move(small, tmp_path / "moved", stations, *CONSTANT)
-    assert text.count("continuing from") == 4
-    flags = [*CONSTANT, "--max_steps", "15", "--output_dir", tmp_path / "alone"]
-    train(small, "cpu", 1, *flags)
-    agree(tmp_path / "moved", tmp_path / "alone", loss=2e-6, norm=2e-5)
-
-
-@pytest.mark.slow
-def test_exact_moves_between_layouts_with_the_same_bytes(small, tmp_path):
-    flags = ["--exact", "true", "--task.dropout", "0.1", *CONSTANT]
-    stations = [("cpu_multi", 2), ("fsdp2", 2), ("hsdp", 4), ("cpu", 1), ("fsdp2", 4)]
-    move(small, tmp_path / "moved", stations, *flags)
-    train(small, "cpu", 1, *flags, "--max_steps", "15", "--output_dir", tmp_path / "alone")
-    assert model_digest(tmp_path / "moved") == model_digest(tmp_path / "alone")
-    assert json.dumps(losses(tmp_path / "moved")) == json.dumps(losses(tmp_path / "alone"))
-
-
-def losses(output):
-    """Loss and gradient norm of each step."""
-    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
+    flags, moved, one = ["--exact", exact, *CONSTANT], tmp_path / "moved", tmp_path / "one"
+    for i, (hardware, processes) in enumerate(STATIONS[exact]):
+        steps = ["--max_steps", str(3 * (i + 1)), "--accept_changes", "--output_dir", moved]
+        text = train(small, hardware, processes, *flags, *steps)
+        assert ("continuing from" in text) == (i > 0)
+    train(small, "cpu", 1, *flags, "--max_steps", "15", "--output_dir", one)
+    agree(moved, one, loss=2e-6, norm=2e-5)
+    if exact == "true":
+        assert model_digest(moved) == model_digest(one) and losses(moved) == losses(one)
 
 
 # ---- What may go wrong ---------------------------------------------------------------------------

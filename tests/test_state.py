@@ -84,15 +84,6 @@ class Merged(Composed):
         pass
 
 
-class Stateless(Composed):
-    """Its parts have no state, but learning rates of their own."""
-
-    def __init__(self, groups, lr):
-        super().__init__(groups, lr)
-        self.parts = [torch.optim.SGD(groups, lr)]
-        self.param_groups = [dict(group) for group in self.parts[0].param_groups]
-
-
 class Attributes(torch.optim.SGD):
     """A mean of each gradient in a list of its own."""
 
@@ -204,7 +195,6 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
 WRONG = {
     Composed: "Composed keeps parts.0.",
     Merged: "Merged does not take momentum_buffer of ",
-    Stateless: "Stateless keeps parts.0.param_groups where no checkpoint looks",
     Attributes: "Attributes keeps means.0 where no checkpoint looks",
 }
 
@@ -214,6 +204,19 @@ def test_an_optimizer_that_a_checkpoint_does_not_hold_is_refused_at_the_start(op
     with pytest.raises(weights.UserError) as error:
         train(state_of(Odd(0), optimizer), 2)
     assert WRONG[optimizer] in str(error.value)
+
+
+def test_what_is_no_optimizer_or_not_of_the_model_is_refused():
+    def more(groups, lr):
+        groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
+        return torch.optim.SGD(groups, lr)
+
+    for gives, said in (
+        (lambda groups, lr: [torch.optim.SGD(groups)], "^build_optimizer returns .*; give one tor"),
+        (more, "gives a weight that is not in the model"),
+    ):
+        with pytest.raises(weights.UserError, match=said):
+            state_of(Odd(0), gives)
 
 
 def test_a_loaded_state_that_is_not_used_is_refused(tmp_path):

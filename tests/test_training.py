@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -107,28 +106,46 @@ def test_offline_wandb_holds_what_metrics_jsonl_holds(project, one):
 
 
 @pytest.mark.slow
-def test_a_continued_run_is_bit_identical_and_the_same_run_in_wandb(project, one, tmp_path):
+def test_a_continued_run_is_the_same_run_in_wandb(project, one, tmp_path):
+    """After a kill that left half a line, and a checkpoint that was being written."""
+    first, last = (f"checkpoints/step-{step:08d}" for step in (6, 12))
     output = tmp_path / "run"
-    first = one[0] / "checkpoints" / "step-00000006"
-    shutil.copytree(first, output / "checkpoints" / first.name)
+    shutil.copytree(one[0] / first, output / first)
     shutil.copy(one[0] / "wandb_run_id", output)
-    # What a kill leaves: half a line, and a checkpoint that was being written.
     (output / "metrics.jsonl").write_text('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')
     (output / "checkpoints" / ".step-00000012.partial").mkdir()
     printed = train(project, "cpu", output, "--tracker", "wandb", HOME=tmp_path).stdout
-    assert f"continuing from {output / 'checkpoints' / first.name}" in printed
-
-    text = (output / "metrics.jsonl").read_text().splitlines()
-    continued = [json.loads(line) for line in text[2:]]
+    assert f"continuing from {output / first}" in printed
+    continued = map(json.loads, (output / "metrics.jsonl").read_text().splitlines()[2:])
     continued = [line for line in continued if "loss" in line]
     for mine, theirs in zip(lines(one[0], "loss")[6:], continued, strict=True):
         for key in ("step", "samples", "loss", "lr", "grad_norm", "batch_hash"):
             assert mine[key] == theirs[key]
-    last = Path("checkpoints") / "step-00000012"
     assert digest(output / last) == digest(one[0] / last)
     assert not list((output / "checkpoints").glob(".*"))
     run_id = (one[0] / "wandb_run_id").read_text()
     assert next(output.glob("wandb/offline-run-*")).name.endswith(f"-{run_id}")
+
+
+@pytest.mark.slow
+def test_other_trackers_get_the_same_losses(project, tmp_path):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    output, store = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    printed = train(project, "cpu", output, "--tracker", "tensorboard", "--max_steps", 4).stdout
+    folder = printed.split("tensorboard --logdir ")[1].split("`")[0]
+    events = EventMultiplexer().AddRunsFromDirectory(folder)
+    events.Reload()
+    assert [*events.Runs()] == ["run"]  # called as its folder is, and one entry
+    (config,) = events.Tensors("run", "config/text_summary")
+    assert b"learning_rate: 0.003" in config.tensor_proto.string_val[0]
+    expected = [line["loss"] for line in lines(output, "loss")]
+    assert [event.value for event in events.Scalars("run", "loss")] == pytest.approx(expected)
+    again = tmp_path / "again" / "run"
+    train(project, "cpu", again, "--tracker", "trackio", "--max_steps", 4, **store)
+    command = "trackio get metric --project my_training --run run --metric loss --json".split()
+    values = json.loads(project.run(*command, **store).stdout)["values"]
+    assert [value["value"] for value in values] == pytest.approx(expected)
 
 
 def test_the_exported_model_loads_with_from_pretrained_and_has_the_loss_that_was_logged(
@@ -161,32 +178,6 @@ def test_the_resolved_config_is_a_recipe_that_gives_the_same_run(project, one, t
     assert mine["loss"] == theirs[0]["loss"] and mine["batch_hash"] == theirs[0]["batch_hash"]
     epoch = theirs[-1]["epoch"]
     assert 0.01 <= epoch < 0.01 + epoch / len(theirs)
-
-
-@pytest.mark.slow
-def test_tensorboard_gets_the_same_losses(project, tmp_path):
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-
-    output = tmp_path / "run"
-    printed = train(project, "cpu", output, "--tracker", "tensorboard", "--max_steps", 4).stdout
-    folder = printed.split("tensorboard --logdir ")[1].split("`")[0]
-    events = EventMultiplexer().AddRunsFromDirectory(folder)
-    events.Reload()
-    assert [*events.Runs()] == ["run"]  # called as its folder is, and one entry
-    logged = {event.step: event.value for event in events.Scalars("run", "loss")}
-    (config,) = events.Tensors("run", "config/text_summary")
-    assert b"learning_rate: 0.003" in config.tensor_proto.string_val[0]
-    assert logged == pytest.approx({line["step"]: line["loss"] for line in lines(output, "loss")})
-
-
-@pytest.mark.slow
-def test_trackio_gets_the_same_losses(project, tmp_path):
-    output, store = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    train(project, "cpu", output, "--tracker", "trackio", "--max_steps", 4, **store)
-    command = "trackio get metric --project my_training --run run --metric loss --json".split()
-    values = json.loads(project.run(*command, **store).stdout)["values"]
-    logged = [value["value"] for value in values]
-    assert logged == pytest.approx([line["loss"] for line in lines(output, "loss")])
 
 
 @pytest.mark.slow
