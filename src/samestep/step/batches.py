@@ -30,11 +30,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as a list of micro-batches, and how the list is dealt to the ranks.
-
-    Rank r computes `shares[r]` of them, a run of the list that begins where that of rank r - 1
-    ends; or, dealt in turn, every n-th from r on, of n ranks.
-    """
+    """A step as a list of micro-batches, and how it is dealt: rank r computes `shares[r]` of them,
+    from where the run of rank r - 1 ends; or, dealt in turn, every n-th from r on, of n ranks."""
 
     samples: int  # in a step: global_batch_size
     micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
@@ -97,13 +94,12 @@ def plan_step(
     rank: int = 0,
     in_step: bool = False,
 ) -> StepPlan:
-    """The plan with the largest micro-batches of at most `largest` samples that suits all ranks.
+    """The plan with the largest micro-batches of at most `largest` samples (exact: of `largest`).
 
     It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
     shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
-    "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
-    `in_step`: the ranks share weights, so all compute the same number of micro-batches.
-    Raises UserError if there is none.
+    "auto" wants four micro-batches for each rank. `in_step`: the ranks share weights, so all
+    compute the same number of micro-batches. Raises UserError if there is none.
     """
     samples, listed = global_batch_size, not isinstance(device_shares, str)
     if listed and len(device_shares) != ranks:
@@ -305,10 +301,8 @@ class SampleDataset(torch.utils.data.Dataset):
 def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
 ) -> tuple[Batch, tuple]:
-    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows), integers.
-
-    A batch past the end of the data, one row with the id -1, has 0 terms and 0 rows.
-    """
+    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows), integers:
+    0 terms and 0 rows for a batch past the end of the data, one row with the id -1."""
     ids = np.array([i for i, _ in samples])
     batch = collate([row for _, row in samples])
     contract.check_batch(batch)

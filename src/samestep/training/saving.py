@@ -22,11 +22,8 @@ ALIGNMENT = 64  # bytes, of each tensor in host memory
 
 
 class Saver:
-    """Commits checkpoints of the weights and of the optimizer's state.
-
-    With `async_save`, a save copies this process's share of them to host memory, and a thread
-    writes, hashes and commits it. At most one save is in flight.
-    """
+    """Commits checkpoints of the weights and of the optimizer's state. With `async_save`, a save
+    copies this process's share to host memory, and a thread writes, hashes and commits it."""
 
     def __init__(self, run: Run, model: torch.nn.Module, optimizer: Any):
         self.run, self.accelerator, self.ranks = run, run.accelerator, run.ranks
@@ -97,11 +94,8 @@ class Saver:
                 checkpoints.add_to_manifest(checkpoints.checkpoint_folder(folder, self.step), found)
 
     def commit(self, manifest: dict) -> None:
-        """Commits a checkpoint, or begins to. All processes must call it.
-
-        An error on one process ends all of them; older checkpoints stay. An error in the background
-        is `run.problem`; `wait` and the next save raise it.
-        """
+        """Commits a checkpoint, or begins to, once the last one is done. All processes must call
+        it. An error in the background is `run.problem`; `wait` and the next save raise it."""
         self.wait()
         share = None
         if not self.ranks.layout.deepspeed:
@@ -178,8 +172,7 @@ class Saver:
 class HostCopies:
     """Copies of tensors in one piece of host memory, which later copies of the same shapes reuse.
 
-    For a GPU it is pinned: such memory is fast to copy to, and slow to allocate. torch would round
-    its size up to a power of two (pytorch#150517).
+    For a GPU it is pinned; torch would round its size up to a power of two (pytorch#150517).
     """
 
     def __init__(self):
