@@ -1,5 +1,6 @@
 """How a device is told to compute, and what happens while it does."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -13,10 +14,10 @@ COUNTED = f"""
 import sys
 sys.path.append({str(ROOT / "tests")!r})
 from waits import host_waits
-from samestep.step import batches
 from samestep.step import monitor
+from samestep.training.loading import TrainLoader
 from samestep.processes import ranks
-take, fetch, add = batches.StepReader.take, batches.StepReader.fetch, monitor.StepMonitor.add
+take, fetch, add = TrainLoader.take, TrainLoader.fetch, monitor.StepMonitor.add
 exchange = ranks.Ranks.sum_over_ranks
 found, block = [], None
 def begin(*arguments):
@@ -41,7 +42,7 @@ def end(*arguments):
     block = None
     print("waits:", *sum(found[-1], []), flush=True)
     return add(*arguments)
-batches.StepReader.take, batches.StepReader.fetch = begin, uncounted(fetch)
+TrainLoader.take, TrainLoader.fetch = begin, uncounted(fetch)
 ranks.Ranks.sum_over_ranks = uncounted(exchange)
 monitor.StepMonitor.add = end
 """
@@ -77,13 +78,11 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
         assert numbers["second"] == numbers["first"]
 
 
+MEDIUM = "torch.set_float32_matmul_precision('medium')"
+
+
 @pytest.mark.parametrize(
-    "tf32, own",
-    [
-        ("false", "torch.set_float32_matmul_precision('medium')"),
-        ("true", "torch.set_float32_matmul_precision('medium')"),
-        ("false", "b.fp32_precision = 'tf32'"),
-    ],
+    "tf32, own", [("false", MEDIUM), ("true", MEDIUM), ("false", "b.fp32_precision = 'tf32'")]
 )
 def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32, own):
     """torch computes convolutions in TF32 unless it is told not to, and a task may set its own."""
@@ -112,21 +111,6 @@ def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypat
     assert hasattr(inner, "found_inf") == (version == "2.13.0")
 
 
-def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
-    from samestep.processes import device
-
-    cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
-    images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
-    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
-    assert device.count_workers(None, images, cuda) == 4
-    assert device.count_workers(None, numbers, cuda) == device.count_workers(None, images, cpu) == 0
-    assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert device.count_workers(None, images, cuda) == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert device.count_workers(None, images, cuda) == 0
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes):
     """The step before it is saved, although its data is fetched before that."""
@@ -145,39 +129,39 @@ def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes
     assert saved == place // 8 == lines(tmp_path, "loss")[-1]["step"]
 
 
-def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
+def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it(monkeypatch):
     from samestep.processes import ranks
-    from samestep.step import batches
+    from samestep.training import loading
 
-    asked = {"stop": 0}
-
-    def loader():
+    def read():
         for number in range(4):
             yield {"number": number}, (10 * number + 1, number, 2)
         raise ValueError("no more")
 
-    class OneProcess(ranks.Ranks):
-        def __init__(self):
-            self.group, self.layout = None, load_task("samestep.settings.mesh").Layout()
-
-    class Loader:
-        batch_sampler = batches.StepBatchSampler(batches.StepPlan(4, 2, (2,)), 0, 8)
-        __iter__ = staticmethod(loader)
-
-    reader = batches.StepReader(Loader(), OneProcess(), lambda: asked["stop"])
-    assert not reader.stop_seen()
-    reader.fetch()
-    plan = reader.sampler.plan
-    assert reader.take() == (plan, [{"number": 0}, {"number": 1}], 12, 1)
-    asked["stop"] = 1
-    assert not reader.stop_seen()  # nothing has been fetched since
-    reader.fetch()
-    assert reader.stop_seen() and reader.stop_seen()
-    assert reader.take() == (plan, [{"number": 2}, {"number": 3}], 52, 5)
-    reader.fetch()
-    assert reader.stop_seen()  # the step before can still be saved
+    one = object.__new__(ranks.Ranks)
+    one.group, one.layout = None, load_task("samestep.settings.mesh").Layout()
+    meter = SimpleNamespace(
+        waiting=contextlib.nullcontext, add=lambda *counts: added.append(counts)
+    )
+    run = SimpleNamespace(ranks=one, meter=meter, problem=None, first_step=0, last_step=3)
+    run.plan, run.first_sample, run.samples = loading.batches.StepPlan(4, 2, (2,)), 0, lambda _: 12
+    run.task, run.stop = None, SimpleNamespace(requested=lambda: asked)
+    run.cfg = SimpleNamespace(seed=0, device_shares="equal")
+    run.point, added, asked = SimpleNamespace(mixture=None), [], 0
+    monkeypatch.setattr(loading, "make_loader", lambda *_: read())
+    loader = loading.TrainLoader(run, range(12), None)
+    assert not loader.stop_seen()
+    loader.fetch()
+    assert loader.take() == ([(0, {"number": 0}), (1, {"number": 1})], 12) and added == [(12, 1)]
+    asked = 1
+    assert not loader.stop_seen()  # nothing has been fetched since
+    loader.fetch()
+    assert loader.stop_seen() and loader.stop_seen()
+    assert loader.take() == ([(0, {"number": 2}), (1, {"number": 3})], 52) and added[1] == (52, 5)
+    loader.fetch()
+    assert loader.stop_seen()  # the step before can still be saved
     with pytest.raises(ValueError, match="no more"):
-        reader.take()
+        loader.take()
 
 
 @pytest.mark.slow
@@ -199,10 +183,8 @@ def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path
 
 WAYS = {
     "plain": [],
-    "accumulated": ["--micro_batch_size", 2],
-    "recomputed": ["--gradient_checkpointing", "true"],
-    "exact": ["--exact", "true", "--micro_batch_size", 2],
-    "chunked": ["--task.loss_chunk", 64],
+    "recomputed": ["--gradient_checkpointing", "true", "--micro_batch_size", 2],
+    "exact": ["--exact", "true", "--micro_batch_size", 2, "--task.loss_chunk", 64],
 }
 
 
@@ -273,3 +255,16 @@ plain(lambda model, batch: model(batch), rows)
 assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2
 """
     tiny.run("python", "-c", program)
+
+
+def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
+    from samestep.processes import device
+
+    cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
+    images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
+    found = [device.count_workers(None, *each) for each in ((images, cuda), (numbers, cuda))]
+    assert found == [4, 0] and device.count_workers(None, images, cpu) == 0
+    assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert device.count_workers(None, images, cuda) == 1
