@@ -310,8 +310,9 @@ def test_every_import_is_a_declared_dependency(bakes, task):
             assert not missing, f"{name} imports {missing}"
 
 
-def test_names_of_what_is_installed_are_taken():
+def test_names_of_what_is_installed_are_taken(monkeypatch):
     """A project called as one of its dependencies would replace it."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "_vendor" not in path])
     names = {d.metadata["Name"] for d in importlib.metadata.distributions()} - {"my_training"}
     names |= {n for n in importlib.metadata.packages_distributions() if n.isidentifier()}
     names = {re.sub("[-.]", "_", n.lower()) for n in names if n[0].isalpha()} - {"my_training"}
