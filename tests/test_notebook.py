@@ -10,13 +10,13 @@ import pytest
 
 from conftest import ROOT
 
-JUPYTER = ROOT / ".venv" / "notebook"
+ADDED = ROOT / ".venv" / "extra"
 
 
 @pytest.mark.slow
 def test_the_notebook_trains_stops_continues_and_shows(tmp_path):
     """Without the cells that install, as all is here, and with a recipe of some seconds."""
-    if not JUPYTER.exists():
+    if not ADDED.exists():
         pytest.skip("make test-all installs nbclient")
     notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
     cells = [c for c in notebook["cells"] if "install" not in c["metadata"].get("tags", ())]
@@ -28,8 +28,8 @@ def test_the_notebook_trains_stops_continues_and_shows(tmp_path):
         source = source.replace(old, new)
     (tmp_path / "notebook.ipynb").write_text(source, encoding="utf-8")
     env = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
-    env["PYTHONPATH"] = f"{JUPYTER}:{os.environ['PYTHONPATH']}"
-    run = [sys.executable, JUPYTER / "bin" / "jupyter-execute", "--inplace", "notebook.ipynb"]
+    env["PYTHONPATH"] = f"{ADDED}:{os.environ['PYTHONPATH']}"
+    run = [sys.executable, ADDED / "bin" / "jupyter-execute", "--inplace", "notebook.ipynb"]
     done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
