@@ -1,16 +1,12 @@
 """What the template needs beyond Jinja: checked answers, quoted text, a task's source as it is."""
 
-import contextlib
 import difflib
 import json
 import keyword
 import os
 import re
 import reprlib
-import shlex
-import shutil
 import sys
-import time
 import unicodedata
 from pathlib import Path
 
@@ -31,20 +27,7 @@ QUESTIONS = [name for name in OWN if not name.startswith("_")]
 # Read by cookiecutter itself: how it renders, and what it copies as it is.
 SETTINGS = ["_copy_without_render", "_extensions", "_jinja2_env_vars", "_new_lines"]
 LONGEST = {"project_name": 60, "project_slug": 60, "author_name": 100}
-LONGEST_BAKE = 20  # seconds; one takes two
 JINJA = re.compile(r"\{[{%#]")
-# An emoji may end in a variation selector, and joiners make one emoji of several.
-PICTURE = "[\u2190-\u27ff\u2900-\u2bff\U0001f000-\U0001faff]\ufe0f?"
-EMOJI = re.compile(f"{PICTURE}(\u200d{PICTURE})*|[0-9#*]\ufe0f\u20e3")
-# Letters, marks and symbols that show nothing; `is_plain` knows the others by their category.
-INVISIBLE = re.compile(
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\ufffc\ufffd"
-    "\U00016fe4\U0001d159\U000e0100-\U000e01ef]"
-)
-# Windows opens a device under these names, in every folder.
-DEVICES = {"con", "prn", "aux", "nul"} | {
-    f"{port}{n}" for port in ("com", "lpt") for n in range(10)
-}
 # Distributions and modules that a project installs, directly or through others, and ones that its
 # owner may add.
 INSTALLED = """
@@ -86,7 +69,7 @@ def default_slug(name):
         return "my_training"
     if not slug[0].isalpha():
         return f"project_{slug}"
-    return f"{slug}_project" if slug in TAKEN | DEVICES else slug
+    return f"{slug}_project" if slug in TAKEN else slug
 
 
 def check_answers(answers):
@@ -96,12 +79,7 @@ def check_answers(answers):
         check_each(answers)
         return ""
     check_command(params)
-    try:
-        check_given(answers, params)
-    except Refused as refused:
-        if params["no_input"]:
-            raise
-        raise Refused(f"{refused}\n{again(answers, params)}") from None
+    check_given(answers, params)
     return ""
 
 
@@ -123,23 +101,6 @@ def check_given(answers, params):
         refuse("project_slug", slug, "is a folder that exists already", advice)
 
 
-def again(answers, params):
-    """The command that asks once more and offers the answers that were good."""
-    good = dict(params["extra_context"] or {})
-    for question in answers.keys() & set(QUESTIONS):
-        good[question] = answers[question]
-        try:
-            check_given({question: answers[question]}, params)
-        except Refused:
-            del good[question]
-    program, *words = sys.argv
-    if Path(program).name == "__main__.py" or shutil.which(Path(program).name) == program:
-        program = "cookiecutter"
-    words = [word for word in words if word.partition("=")[0] not in QUESTIONS]
-    words += [f"{question}={good[question]}" for question in QUESTIONS if question in good]
-    return printable(f"Again, with the other answers: {shlex.join([program, *words])}")
-
-
 def check_context(context):
     """Refuse answers of any origin before the folder is made: a replay file skips the questions."""
     for question in QUESTIONS:
@@ -154,25 +115,7 @@ def check_context(context):
         refuse("__year", context.get("__year"), "is not a year", "Leave it out.")
     if "_output_dir" in context:  # cruft does not say where
         check_folder(context["_output_dir"], context["project_slug"])
-        if command_params():
-            refuse_second_bake(Path(context["_output_dir"], context["project_slug"]))
     return ""
-
-
-def refuse_second_bake(project):
-    """Refuse to write a project together with another bake: each removes files of the other.
-
-    The mark beside the project is removed by hooks/post_gen_project.py. An old one was left behind.
-    """
-    mark = project.with_name(f".{project.name}.bake")
-    with contextlib.suppress(FileNotFoundError):
-        if not 0 <= time.time() - mark.stat().st_mtime < LONGEST_BAKE:
-            mark.unlink()
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        mark.touch(exist_ok=False)
-    except FileExistsError:
-        refuse("project_slug", project.name, "is being written by another bake", "Wait for it.")
 
 
 def check_each(answers):
@@ -197,7 +140,7 @@ def check_text(question, answer):
         refuse(question, answer, "is not text", "Write it in quotes.")
     if not answer.strip():
         refuse(question, answer, "holds no text", "Write some.")
-    for character in EMOJI.sub("", answer):
+    for character in answer:
         if not is_plain(character):
             name = unicodedata.name(character, "")
             problem = f"contains the character U+{ord(character):04X} {name}".rstrip()
@@ -212,9 +155,9 @@ def check_text(question, answer):
 def is_plain(character):
     """Whether a character shows, or is a space, everywhere and in its place."""
     category = unicodedata.category(character)
-    # C: control, zero-width and right-to-left marks, private, unassigned, halves of pairs.
-    # Zl, Zp: line and paragraph separators.
-    return category[0] != "C" and category not in {"Zl", "Zp"} and not INVISIBLE.match(character)
+    # C: control, zero-width and right-to-left marks, private, unassigned, halves of pairs, but
+    # for the joiner of emoji. Zl, Zp: line and paragraph separators.
+    return character == "\u200d" or category[0] != "C" and category not in {"Zl", "Zp"}
 
 
 def check_slug(slug):
@@ -225,8 +168,6 @@ def check_slug(slug):
         refuse("project_slug", slug, problem, advice)
     if slug.replace("-", "_") in TAKEN:
         refuse("project_slug", slug, "is the name of a Python module or keyword", advice)
-    if slug in DEVICES:
-        refuse("project_slug", slug, "is the name of a device on Windows", advice)
 
 
 def check_folder(output_dir, slug):

@@ -38,7 +38,6 @@ def main():
 
     library_wheel.write(project / "vendor")
     drop_clusters(project / "cluster")
-    project.with_name(f".{project.name}.bake").unlink(missing_ok=True)  # see refuse_second_bake
     start = Path(os.environ.get("PWD", project.parent))
     if start in project.parents:
         say(NEXT_STEPS.format(folder=project.relative_to(start)))

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import csv
 import functools
 import hashlib
 import importlib
@@ -335,6 +336,24 @@ def load_task(name):
     return importlib.import_module(name)
 
 
+def write_table(folder, rows, kind="jsonl", name="rows"):
+    """Rows, given as dictionaries, as a file of this kind: jsonl, csv, tsv or parquet."""
+    path = folder / f"{name}.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    elif kind == "parquet":
+        import pyarrow as pa
+        import pyarrow.parquet
+
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, [*rows[0]], delimiter="\t" if kind == "tsv" else ",")
+            table.writeheader()
+            table.writerows(rows)
+    return path
+
+
 def parse_error(task, field, value):
     """The message for a value that the type of a task's field does not take."""
     from samestep.settings import config
@@ -391,6 +410,38 @@ def quick(tiny):
     """Trains in the tiny project, as `served` says."""
     with served(tiny) as train:
         yield train
+
+
+@pytest.fixture(scope="module")
+def kit(request):
+    """The kit in tests/test_tasks.py for the task that a file of tests is named after."""
+    from test_tasks import BY_NAME
+
+    return BY_NAME[request.module.__name__.removeprefix("test_")]
+
+
+@pytest.fixture(scope="module")
+def baked(kit, tmp_path_factory):
+    """A project with the task of a kit."""
+    return bake(tmp_path_factory.mktemp(kit.name), task=kit.name, tracker="none")
+
+
+@pytest.fixture(scope="module")
+def task(kit):
+    """The task file of a kit of tests/test_tasks.py, as a module."""
+    return kit.task
+
+
+@pytest.fixture
+def config(kit, tmp_path):
+    """Makes settings of a very small task, with the data and what is given by keywords."""
+    return functools.partial(kit.config, tmp_path)
+
+
+@pytest.fixture
+def prepare(kit, tmp_path):
+    """Prepares data with such settings: these, the prepared folder, and both parts."""
+    return functools.partial(kit.prepare, tmp_path)
 
 
 @pytest.fixture(scope="session")

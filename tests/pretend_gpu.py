@@ -100,9 +100,9 @@ def watch_steps():
     An exact run compares the buffers in its first step. Offload computes on the CPU.
     """
     from samestep.report import tracking
-    from samestep.step import batches
+    from samestep.training.loading import TrainLoader
 
-    take, write, steps = batches.StepReader.take, tracking.Log.write, []
+    take, write, steps = TrainLoader.take, tracking.Log.write, []
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"
 
     def take_and_begin(reader):
@@ -119,7 +119,7 @@ def watch_steps():
             steps[-1] = True
         return write(log, line)
 
-    batches.StepReader.take, tracking.Log.write = take_and_begin, write_line
+    TrainLoader.take, tracking.Log.write = take_and_begin, write_line
 
 
 # ---- The modes -----------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ samestep.processes.device.use_cpu = lambda: False
 samestep.processes.device.check_device = lambda _: None
 torch.accelerator.device_count = lambda: 8  # for the check of the YAML
 see_gpu = mock.patch.object(torch.cuda, "is_available", lambda: True)
-samestep.settings.accelerate_yaml.check_axes = see_gpu(samestep.settings.accelerate_yaml.check_axes)
+see_gpu = see_gpu(samestep.settings.accelerate_yaml.check_parallelism)
+samestep.settings.accelerate_yaml.check_parallelism = see_gpu
 attention = F.scaled_dot_product_attention
 
 

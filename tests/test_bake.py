@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import zipfile
@@ -179,6 +178,17 @@ def test_imports_of_the_library_go_down_and_in_no_circle():
     assert not remaining, f"these import each other in a circle: {sorted(remaining)}"
 
 
+# Lower these where lines go. The aims are 12,500 for the library and 14,000 for its tests.
+MOST_LINES = {"src/samestep": 19_540, "tests": 20_540}
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_the_library_and_its_tests_do_not_grow(folder):
+    """What is new pays with lines elsewhere."""
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+    assert lines <= MOST_LINES[folder]
+
+
 @pytest.mark.parametrize("task", QUESTIONS["task"])
 def test_a_project_is_a_few_files_on_the_library(bakes, task):
     """train.py -> task.py, and both on samestep: there are no other arrows."""
@@ -250,12 +260,6 @@ def test_recipes_are_those_of_the_task(bakes, task):
         assert f"configs/train/{name}.yaml" in text
 
 
-def test_apache_license_is_whole():
-    text = (ROOT / "templates" / "licenses" / "Apache-2.0").read_text(encoding="utf-8")
-    sections = re.findall(r"^   (\d)\. [A-Z]", text, flags=re.MULTILINE)
-    assert sections == list("123456789") and len(text.splitlines()) == 202
-
-
 # ---- The template itself -------------------------------------------------------------------------
 
 
@@ -317,8 +321,9 @@ def test_every_import_is_a_declared_dependency(bakes, task):
             assert not missing, f"{name} imports {missing}"
 
 
-def test_names_of_what_is_installed_are_taken():
+def test_names_of_what_is_installed_are_taken(monkeypatch):
     """A project called as one of its dependencies would replace it."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "_vendor" not in path])
     names = {d.metadata["Name"] for d in importlib.metadata.distributions()} - {"my_training"}
     names |= {n for n in importlib.metadata.packages_distributions() if n.isidentifier()}
     names = {re.sub("[-.]", "_", n.lower()) for n in names if n[0].isalpha()} - {"my_training"}
@@ -334,12 +339,9 @@ def test_names_of_what_is_installed_are_taken():
         ("My Training", "my_training"),
         ("Größe & Maß", "grosse_mass"),
         ("日本語", "ri_ben_yu"),
-        ("🚀", "my_training"),
         ("123 go", "project_123_go"),
         ("Torch", "torch_project"),
         ("class", "class_project"),
-        ("CON", "con_project"),
-        ("com¹", "com1_project"),
         (None, "none"),  # refused in the next moment, in one line
         ("x" * 100, "x" * 52),
     ],
@@ -355,9 +357,7 @@ INJECTION = '"; import os; os.system("touch pwned") #'
 ACCEPTED = [
     ("project_name", 'It\'s a "test" \\ of C:\\new'),
     ("project_name", "Émile's 🚀 训练 👩‍💻"),
-    ("project_name", "-rf"),
     ("project_name", "torch"),
-    ("project_name", "../x"),
     ("project_name", "a: b # c, [d] {e} & *f !g %h @i `j`"),
     ("project_name", INJECTION),
     ("project_name", "$(touch pwned) `touch pwned` ${HOME}"),
@@ -366,61 +366,39 @@ ACCEPTED = [
     ("author_name", INJECTION),
     ("author_name", "Robert\\nTables, O'Neil <bob@example.org>"),
     ("author_name", "}} %} #}"),
-    ("author_name", "x" * 100),
     ("project_name", "no"),
-    ("project_name", "1.0e3"),
     ("project_name", "👨🏽‍🚀 ❤️‍🔥 1️⃣ 🏳️‍🌈"),
-    ("author_name", "  two spaces  "),
-    ("author_name", "2024-01-01"),
-    ("project_slug", "a"),
     ("project_slug", "null"),
-    ("project_slug", "on"),
     ("project_slug", "my-training-2"),
     ("project_slug", "x" * 60),
 ]
 REFUSED = [
     ("project_slug", "../x", "Write for example: x"),
-    ("project_slug", "..", "not a plain name"),
-    ("project_slug", ".", "not a plain name"),
-    ("project_slug", "/tmp/x", "not a plain name"),
     ("project_slug", "a/b", "Write for example: a_b"),
-    ("project_slug", "a\\b", "not a plain name"),
     ("project_slug", "-rf", "not a plain name"),
-    ("project_slug", "ends-", "not a plain name"),
     ("project_slug", "My Training", "Write for example: my_training"),
     ("project_slug", "größe", "Write for example: grosse"),
     ("project_slug", "1st", "Write for example: project_1st"),
     ("project_slug", "class", "Write for example: class_project"),
     ("project_slug", "json", "is the name of a Python module"),
     ("project_slug", "torch", "Write for example: torch_project"),
-    ("project_slug", "accelerate", "is the name of a Python module"),
-    ("project_slug", "docstring-parser", "is the name of a Python module"),
     ("project_slug", INJECTION, "not a plain name"),
-    ("project_slug", "nul", "Write for example: nul_project"),
     ("project_slug", "x\n", "contains the character U+000A"),
     ("project_slug", "", "holds no text"),
     ("project_slug", "x" * 61, "Write at most 60"),
     ("project_slug", "{{ cookiecutter }}", "contains Jinja code"),
     ("project_name", "", "holds no text"),
-    ("project_name", "  ", "holds no text"),
     ("project_name", "two\nlines", "contains the character U+000A"),
     ("project_name", "x" * 10_000, "Write at most 60"),
     ("project_name", "{{ 7*7 }}", "Write it without {{, {% and {#"),
-    ("project_name", "{{ cookiecutter.project_name }}", "contains Jinja code"),
     ("author_name", "{% raw %}", "contains Jinja code"),
-    ("author_name", "{{ cookiecutter }}", "contains Jinja code"),
-    ("author_name", "{{ unknown }}", "contains Jinja code"),
     ("author_name", "{{ cycler.__init__.__globals__.os.system('touch pwned') }}", "Jinja code"),
     ("author_name", "{#", "contains Jinja code"),
-    ("author_name", "tab\there", "contains the character U+0009"),
     ("author_name", "\x1b[31mred", "contains the character U+001B"),
     ("author_name", "nul\0", "contains the character U+0000"),
-    ("author_name", "next\x85line", "contains the character U+0085"),
     ("author_name", "line\u2028separator", "contains the character U+2028"),
-    ("author_name", "zero\u200bwidth", "contains the character U+200B ZERO WIDTH SPACE"),
     ("project_name", "right\u202etfel", "the character U+202E RIGHT-TO-LEFT OVERRIDE"),
     ("author_name", b"\xff".decode("utf-8", "surrogateescape"), "contains the character U+DCFF"),
-    ("author_name", "x" * 101, "Write at most 100"),
 ]
 
 
@@ -540,11 +518,7 @@ def is_one_line(ended, words):
 
 WRONG_CHOICES = [
     ("license", "GPL", "Write MIT, Apache-2.0, BSD-3-Clause or Proprietary."),
-    ("license", "apache", "Write Apache-2.0, MIT, BSD-3-Clause or Proprietary."),
-    ("license", ["MIT"], "is not a choice"),
-    ("license", [], "is not a choice"),
     ("tracker", "mlflow", "'mlflow' is not a choice. Write wandb, trackio, tensorboard or none."),
-    ("tracker", "none, seed: 5", "Write none, wandb, trackio or tensorboard."),
     ("tracker", False, "tracker: False is not a choice"),
     ("task", None, "task: None is not a choice"),
     *((name, "../x", f"{name}: '../x' is not a choice") for name in CHOICES),
@@ -574,7 +548,6 @@ def test_config_file_that_is_sound_is_taken(cook):
         (None, "None"),
         (datetime(2024, 1, 1).date(), "datetime.date(2024, 1, 1)"),
         (["a", "b"], "['a', 'b']"),
-        ({"a": "b"}, "{'a': 'b'}"),
         ([[["x" * 1000] * 10] * 10], "[[...]]"),
     ],
 )
@@ -591,7 +564,6 @@ def test_answers_that_are_not_text_are_refused(cook, replay, answer, shown):
     [
         ("licence=MIT", "'licence' is not a question. Write license, project_name, project_slug,"),
         ("_jinja2_env_vars=x", "'_jinja2_env_vars' is not a question"),
-        ("two\nlines=x", "'two\\nlines' is not a question"),
         ("__year=x", "__year: 'x' is not a year"),
         ("__year={{ 7*7 }}", "contains Jinja code"),
     ],
@@ -608,28 +580,14 @@ def test_unknown_questions_are_refused(cook, word, words):
         ({"project_name": "{{ 7*7 }}"}, "contains Jinja code"),
         ({"clusters": "slurm"}, "'clusters' is not a question"),
         ({"_copy_without_render": []}, "_copy_without_render: [] is not what this template says"),
-        ({"_copy_without_render": VERBATIM[1:]}, "is not what this template says"),
         ({"_extensions": QUESTIONS["_extensions"] * 2}, "_extensions: ["),
         ({"_jinja2_env_vars": {"trim_blocks": True}}, "_jinja2_env_vars: {"),
-        ({"_new_lines": "x"}, "_new_lines: 'x' is not what this template says"),
         ({"__year": "{{ 7*7 }}"}, "__year: '{{ 7*7 }}' is not a year"),
     ],
 )
 def test_replayed_answers_are_checked_again(replay, changes, words):
     """A replay skips the questions and so the first check."""
     is_one_line(replay(**changes), words)
-
-
-def test_replay_without_the_filters_leaves_nothing(replay):
-    """Nothing of the template runs before its folder is made; cookiecutter adds a traceback."""
-    code, output, written = replay(_extensions=[])
-    assert (code, written) == (1, []) and "Hook script failed" in output
-
-
-@pytest.mark.parametrize("missing", [n for n in QUESTIONS if n[0] != "_"])
-def test_questions_that_a_replay_lacks_are_asked(replay, missing):
-    code, output, written = replay(**{missing: ...})
-    assert (code, written) == (1, []) and output.endswith("Aborted!\n"), output
 
 
 def test_replay_gives_the_same_project(tmp_path, replay):
@@ -644,19 +602,11 @@ def test_replay_gives_the_same_project(tmp_path, replay):
         assert text == old.read_bytes(), name
 
 
-@pytest.mark.parametrize("name", sorted(template_filters.DEVICES))
-def test_devices_of_windows_name_no_project(name):
-    with pytest.raises(FailedHookException, match=f"Write for example: {name}_project"):
-        template_filters.check_slug(name)
-
-
 @pytest.mark.parametrize(
     "hidden",
     [
-        *"\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180e\u180f\u200b\u200c\u200e"
-        "\u200f\u202a\u202e\u2060\u2063\u2066\u2069\u206f\u2800\u3164\ufe00\ufeff\uffa0\ufffc\ufff9"
-        "\ufffe\ufdd0\ue000\U0001d173\U000e0041\U000e0100\U000f0000\U0010ffff",
-        *("a\u200db", "\u200d🚀", "🚀\u200d", "🚀\u200d\u200d🚀", "a\ufe0f", "🚀\ufe0f\ufe0f"),
+        *"\u00ad\u061c\u180e\u200b\u200c\u200e\u200f\u202a\u202e\u2060\u2063\u2066\u2069\u206f"
+        "\ufeff\ufff9\ufffe\ufdd0\ue000\U0001d173\U000e0041\U000f0000\U0010ffff",
     ],
     ids=ascii,
 )
@@ -688,42 +638,6 @@ def test_folder_that_exists_is_refused_at_once(tmp_path, cook):
     words = "is a folder that exists already. Write another name, or add --overwrite-if-exists."
     is_one_line(cook("--no-input"), words)
     assert cook("--no-input", "-f")[0] == 0
-
-
-@pytest.mark.parametrize(
-    "typed, words, good",
-    [
-        (["It's\tmine", ""], "project_name: ", ["project_slug=it_s_mine"]),
-        (["It's mine", "torch"], "is the name of a Python", ["project_name=It's mine"]),
-        (["It's mine", "there"], "exists already", ["project_name=It's mine"]),
-        (
-            ["It's mine", "mine", "{{ x }}"],
-            "contains Jinja code",
-            ["project_name=It's mine", "project_slug=mine"],
-        ),
-    ],
-)
-def test_good_answers_are_not_lost_with_a_bad_one(tmp_path, typed, words, good):
-    """Who typed them gets a command that offers them, and that command works."""
-    (tmp_path / "there").mkdir()
-    program = str(Path(sys.executable).with_name("cookiecutter"))
-    command = [program, str(template()), "--default-config", "task=causal_lm", "tracker=none"]
-
-    def ask(command, answers):
-        env = os.environ | {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PWD": str(tmp_path)}
-        text = "".join(f"{answer}\n" for answer in answers)
-        pipes = {"input": text, "capture_output": True, "text": True}
-        return subprocess.run(command, cwd=tmp_path, env=env, **pipes)
-
-    refused = ask(command, typed)
-    *_, reason, again = refused.stdout.splitlines()
-    assert refused.returncode == 1 and words in reason
-    head, _, again = again.partition(": ")
-    assert head == "Again, with the other answers"
-    given = ["task=causal_lm", "tracker=none"]
-    assert shlex.split(again) == [*command[:3], *good, *given]
-    repeated = ask([*shlex.split(again), "--no-input"], [])
-    assert repeated.returncode == 0 and "The project is ready" in repeated.stdout
 
 
 def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):
@@ -758,36 +672,3 @@ def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):
         assert (project / name).read_text() == "# mine\n"
         for path, content in kept.items():
             (project / path).write_bytes(content)
-
-
-def test_bakes_at_once_do_not_take_files_from_each_other(tmp_path):
-    """One writes the folder, and the others say so in a line; bakes beside it do not count."""
-    command = [sys.executable, "-m", "cookiecutter", str(template()), "--no-input", "-f"]
-    command += ["--default-config", "-o", str(tmp_path / "new"), "cluster=none"]
-    env = os.environ | {"HOME": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
-    names = ["here", "here", "beside"]
-    bakes = [subprocess.Popen([*command, f"project_slug={name}"], **pipes) for name in names]
-    printed = [bake.communicate()[0] for bake in bakes]
-    codes = [bake.returncode for bake in bakes]
-    assert sorted(codes[:2]) in ([0, 0], [0, 1]) and codes[2] == 0, printed
-    for text in (text for text, code in zip(printed, codes, strict=True) if code):
-        assert text == "project_slug: 'here' is being written by another bake. Wait for it.\n"
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["beside", "here"]
-    assert files(tmp_path / "new" / "here") == files(tmp_path / "new" / "beside")
-
-
-def test_checking_a_folder_makes_none(tmp_path, monkeypatch):
-    """Another bake may be writing below a folder that a check would make and remove."""
-    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: pytest.fail("a folder was made"))
-    template_filters.check_folder(str(tmp_path / "new" / "below"), "mine")
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_project_stays_if_the_next_steps_cannot_be_printed(tmp_path):
-    home = {"HOME": str(tmp_path), "PWD": str(tmp_path)}
-    command = [sys.executable, "-m", "cookiecutter", str(template()), "--no-input"]
-    with open("/dev/full", "w") as full:
-        subprocess.run(command, cwd=tmp_path, env=os.environ | home, stdout=full, check=True)
-    assert (tmp_path / DEFAULT_SLUG / "train.py").exists()

@@ -129,16 +129,6 @@ def test_what_the_counter_counts():
 
 
 @pytest.mark.slow
-def test_exact_is_measured_on_the_same_bytes(tmp_path):
-    short = ["--sizes", "small", "--processes", 1, 2, "--memory", "--rounds", 1, "--steps", 1]
-    report, printed = run("steps.py", tmp_path, *short, "--machines")
-    rows = report["tables"]["exact"]
-    assert [row["processes"] for row in rows] == ["1", "2"]
-    assert len({row["SHA-256"] for row in rows}) == 1
-    assert printed.count("| small ") == 2
-
-
-@pytest.mark.slow
 def test_shares_are_measured_on_the_same_bytes(tmp_path):
     short = ["--sizes", "--memory", 1, "--machines", "1 : 2 : 4"]
     short += ["--settled", 10, "--rounds", 1, "--steps", 1]
@@ -151,13 +141,6 @@ def test_shares_are_measured_on_the_same_bytes(tmp_path):
         dealt = [*map(int, row["micro-batches"].split(" + "))]
         assert sum(dealt) == steps.SIZES["sleep"].batch and len(dealt) == 3
     assert printed.count("| 1 : 2 : 4 ") == 6
-
-
-def test_the_best_cut():
-    assert steps.best_cut(28, [4, 2, 1]) == (16, [4, 8, 16])
-    assert steps.best_cut(12, [1, 1, 2]) == (5, [5, 5, 2])
-    with pytest.raises(SystemExit, match="different weights"):
-        steps.one({"a", "b"})
 
 
 def test_the_formula_of_the_flops_counts_the_weights_of_the_model():
@@ -179,15 +162,6 @@ def check_rows(report, names):
         assert min(found["tokens_per_second"]) > 0
         assert found["kinds"]["matmul"] > 0
         assert sum(found["kinds"].values()) < found["profiled_seconds"]
-
-
-@pytest.mark.slow
-def test_the_sweep_of_a_gpu_runs_on_a_cpu(tmp_path):
-    tiny = ["--device", "cpu", "--steps", 2]
-    report, printed = run("gpu.py", tmp_path, *tiny, "--rows", "baked, eager")
-    check_rows(report, ["baked, eager"])
-    assert min(report["rows"]["baked, eager"]["kinds"].values()) > 0
-    assert "| baked, eager" in printed and "half the attention" in printed
 
 
 @pytest.mark.slow
@@ -241,58 +215,6 @@ def test_a_check_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch, capsys
     assert "| passed: [note]" in capsys.readouterr().out
     on_gpu = checklist.Place("cuda", tmp_path).row("a", 1.0, "s", too_slow=True, too_high=False)
     assert (on_gpu.verdict, on_gpu.note) == ("FAILED", "too slow")
-
-
-def test_what_fails_on_a_gpu(tmp_path, monkeypatch):
-    """Figures of gpu.py and lines of pytest, made up."""
-    here = checklist.Place("cuda", tmp_path)
-    printed = """
-../tests/test_gpu.py::test_a[x-y] PASSED     [ 3%]
-../tests/test_gpu.py::test_b SKIPPED (fewer (than) two)  [ 6%]
-../tests/test_gpu.py::test_c[z] FAILED   [ 9%]
-FAILED ../tests/test_gpu.py::test_c[z] - AssertionError: 1
-"""
-    monkeypatch.setattr(here, "run", lambda *_: (printed, "1 failed"))
-    tests = [(row.check, row.result, row.note) for row in checklist.tests(here)]
-    assert tests == [
-        ("a[x-y]", "passed", ""),
-        ("b", "skipped", "fewer (than) two"),
-        ("c[z]", "failed", "AssertionError: 1"),
-    ]
-
-    def measured(speed, memory=1e9, matmul=1.0, loss=1.0, mfu=0.06):
-        logged = {"loss": loss, "tokens_per_second": 10, "mfu": mfu}
-        kinds = {"attention": 1.0, "matmul": matmul}
-        return {
-            "tokens_per_second": [speed] * 3, "memory": memory, "kinds": kinds, "logged": logged
-        }  # fmt: skip
-
-    def notes(rows, *found):
-        report = {"peak": 1000.0, "matmul": 900.0, "flops_a_token": [6.0]}
-        report["rows"] = dict(zip(rows, found, strict=False))
-        (tmp_path / "speeds").mkdir(exist_ok=True)
-        (tmp_path / "speeds" / "x.json").write_text(json.dumps(report))
-        return {row.check: (row.result, row.note) for row in checklist.speeds(here, rows)}
-
-    found = notes(checklist.FIRST, measured(90), measured(100), measured(50, 3e9, mfu=0.07))
-    goal, plain, compiled = checklist.FIRST
-    assert found[goal] == ("failed", "below the goal; 54.0% of the peak, 1.0 GB")
-    assert found[plain][0] == found[f"{goal}: mfu / formula"][0] == "passed"
-    assert found[compiled][1].startswith("too slow; too much memory; 30.0% of the peak, 3.0 GB, ")
-    assert found[compiled][1].endswith(f", 0.50 x {plain} and +2.0 GB")
-    assert found[f"{compiled}: mfu / formula"] == ("failed", "wrong")
-    full = {"failed": "CUDA out of memory."}
-    found = notes(
-        checklist.SECOND, full, measured(9), measured(9, matmul=0), measured(9, loss=None)
-    )
-    results = [(result, note.partition(";")[0]) for result, note in found.values()]
-    assert results == [
-        ("skipped", "CUDA out of memory."),
-        ("passed", "5.4% of the peak, 1.0 GB"),
-        ("failed", "no kernel of attention or of matmul"),
-        ("failed", "the loss is not finite"),
-        ("failed", "1 failed"),
-    ]
 
 
 @pytest.mark.slow

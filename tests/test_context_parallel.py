@@ -76,15 +76,15 @@ def test_settings_under_which_rows_cannot_be_shared(field, value, said, tmp_path
 
 @pytest.mark.parametrize("name", ["text_classification", "seq2seq", "image_classification"])
 def test_other_tasks_are_refused(name, tmp_path):
-    with pytest.raises(ranks.UserError, match="task.py has no function check_shared_rows"):
-        startup.check_shared_rows(types.SimpleNamespace(task=None), load_task(name), tmp_path)
+    with pytest.raises(ValueError, match="task.py has no function check_shared_rows"):
+        startup.check_rows([{}], types.SimpleNamespace(task=None), load_task(name), tmp_path, 4)
 
 
 def test_compile_and_exact_are_refused():
     off = {"exact": False, "compile": False, "device_shares": "equal"}
     for field in ("exact", "compile"):
         cfg = types.SimpleNamespace(**off | {field: True}, gradient_compression="none")
-        with pytest.raises(ranks.UserError, match=f"^{field} does not go with .*context paralleli"):
+        with pytest.raises(ValueError, match=f"^{field} does not go with .*context paralleli"):
             startup.check_sharing(cfg, SHARED)
 
 

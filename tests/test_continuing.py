@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 import yaml
@@ -127,15 +126,6 @@ def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
             assert any((a != b).any() for a, b in pairs), name
 
 
-@pytest.mark.slow
-def test_compile_and_deterministic_count_as_changes(tiny, whole, tmp_path):
-    output = half(whole, tmp_path / "run")
-    cases = [["--compile"], ["--deterministic"]]
-    base = [*BASE, "--output_dir", output, "--check"]
-    for code, _, errors in tiny.forked([{"flags": [*base, *case]} for case in cases]):
-        assert code == 2 and "False -> True" in errors
-
-
 def test_settings_that_the_optimizer_has_restored_are_those_of_now(tiny, whole, tmp_path):
     """Those that were not changed stay as restored: some optimizers keep a state among them."""
     program = """
@@ -229,21 +219,6 @@ for step in range(4):
     tiny.train(processes, *flags)
     assert [line["batch_hash"] for line in lines(again, "loss")] == expected[2:]
     assert digest(checkpoint(again, 8)) == digest(checkpoint(output, 8))
-
-
-def test_a_home_folder_may_be_named_by_its_sign(tiny, quick, tmp_path):
-    """The shell replaces ~ in neither place."""
-    home = {"env": {"HOME": str(tmp_path)}}
-    (tmp_path / "mine.yaml").write_text(
-        "output_dir: ~/runs/a\nmax_steps: 2\nglobal_batch_size: 4\nwarmup_steps: 1\n"
-    )
-    quick("--config=~/mine.yaml", **home)
-    assert lines(tmp_path / "runs" / "a", "loss")[-1]["step"] == 2
-    flags = ["--config=~/runs/a/config.yaml", "--output_dir=~/b", "--max_steps=4"]
-    text = quick(*flags, "--resume=~/runs/a/checkpoints/step-00000002", "--accept_changes", **home)
-    assert f"continuing from {tmp_path}/runs/a/checkpoints/step-00000002" in text
-    assert [line["step"] for line in lines(tmp_path / "b", "loss")][0] >= 3
-    assert not [*tiny.path.glob("~*")]
 
 
 @pytest.mark.slow
@@ -479,14 +454,6 @@ def test_what_is_no_file_is_refused_in_one_line(tiny, whole, tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_a_link_to_a_disk_that_is_not_there_is_refused(tiny, tmp_path):
-    (tmp_path / "checkpoints").symlink_to(tmp_path / "nothing")
-    ((code, printed, errors),) = tiny.forked([{"flags": [*BASE, "--output_dir", tmp_path]}])
-    assert code == 2 and printed == "" and "checkpoints is a broken link" in errors
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
-
-
-@pytest.mark.slow
 def test_a_mistake_leaves_no_folder_behind(tiny, tmp_path):
     """Nor does a check; a folder that was there stays."""
     (tmp_path / "there").mkdir()
@@ -541,52 +508,11 @@ def test_who_uses_a_run_folder_is_named_with_what_to_do(tiny, quick, tmp_path):
     assert run.wait(timeout=30) == 75
 
 
-@pytest.mark.slow
-def test_a_killed_launcher_leaves_a_run_that_its_restart_names(tiny, tmp_path):
-    output = tmp_path / "run"
-    flags = ["--output_dir", output, "--max_steps", 10_000, "--task.row_seconds", 0.03]
-    launcher = tiny.launch("samestep", "cpu", *flags)
-    wait_until(lambda: trained(output, 3), launcher)
-    launcher.kill()
-    again = tiny.launch("samestep", "cpu", *flags)
-    printed = again.communicate(timeout=60)[0]
-    pid = status(output)["pid"]
-    assert again.returncode == 2 and f"is in use by process {pid} on " in printed
-    os.kill(pid, signal.SIGTERM)  # as the line says
-    deadline = time.monotonic() + 30
-    while status(output)["state"] == "running":
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert status(output)["exit_code"] == 75
-
-
-@pytest.mark.slow
-def test_the_line_of_another_process_is_not_contradicted(tiny, tmp_path):
-    """The main process is stopped beyond the time-out, told to end, and wakes up again."""
-    output = tmp_path / "run"
-    flags = ["--output_dir", output, "--max_steps", 100_000, "--timeout", 12, "--save_every", 0]
-    runs = tiny.start(2, *flags, "--task.row_seconds", 0.003)
-    try:
-        wait_until(lambda: trained(output, 3), runs[0])
-        runs[0].send_signal(signal.SIGSTOP)
-        second = runs[1].communicate(timeout=60)
-        runs[0].send_signal(signal.SIGTERM)
-        runs[0].send_signal(signal.SIGCONT)
-        first = runs[0].communicate(timeout=60)
-    finally:
-        for run in runs:
-            run.kill()
-    errors = second[1] + first[1]
-    assert errors.count("train.py: ") == 1 and "no answer from process 0" in errors, errors
-    assert "Traceback" not in errors and runs[0].returncode == runs[1].returncode == 1
-    assert "no answer from process 0" in status(output)["reason"]
-
-
 # ---- Output that cannot be written ---------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["> /dev/full", ">&-", "2>&-", "> /dev/full 2>&1", "| head -1"])
+@pytest.mark.parametrize("where", ["> /dev/full 2>&1", ">&-", "| head -1"])
 def test_a_run_outlives_its_output(tiny, tmp_path, where):
     """Also `head -1` while the data is prepared, whose print finds nobody there."""
     program = "import time, task\nold = task.prepare_data\n"
@@ -603,30 +529,3 @@ def test_a_run_outlives_its_output(tiny, tmp_path, where):
     result = tiny.run("bash", "-c", shell, "bash", *flags, check=False, PYTHONPATH=str(tiny.path))
     assert result.returncode == 0 and "Traceback" not in result.stderr
     assert status(tmp_path / "run")["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_names_that_the_terminal_cannot_show(tiny, tmp_path):
-    """Without UTF-8 they are escaped; a name that is not UTF-8 itself is refused."""
-    output = tmp_path / "größe"
-    printed = tiny.train(1, "--output_dir", output, *BASE, PYTHONIOENCODING="ascii")
-    assert "gr\\xf6\\xdfe" in printed and (output / "curves.png").exists()
-    (code, _, errors), *_ = tiny.forked([{"flags": ["--output_dir", tmp_path / "a\n\u202eb"]}])
-    assert code == 2 and "a \\u202eb, which a terminal cannot show" in errors
-    for flags in (["--output_dir", b"runs/caf\xe9"], ["--project", b"caf\xe9"]):
-        result = tiny.run(
-            "bash", "-c", 'python train.py "$@"', "bash", *map(os.fsdecode, flags), check=False
-        )
-        assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-        assert "UTF-8" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_line_is_one_line_whatever_is_in_it(tiny, tmp_path):
-    """Line breaks, escape sequences, marks that turn text round, ten thousand characters."""
-    evil = "a\nb\x1b[31m\u202e" + "x" * 10_000
-    before = f"import task\ndef fail(cfg): raise ValueError({evil!r})\ntask.prepare_data = fail"
-    case = {"flags": ["--output_dir", tmp_path / "run"], "before": before}
-    ((code, _, errors),) = tiny.forked([case])
-    assert code == 2 and errors.count("\n") == 1 and len(errors) < 1200
-    assert "a b\\x1b[31m\\u202e" in errors

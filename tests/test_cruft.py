@@ -102,7 +102,7 @@ def test_refusal_is_one_line_of_cruft_too(tmp_path, run):
     commit(run, template)
     command = [str(Path(sys.executable).with_name("cruft")), "create", str(template), "--no-input"]
     for answers, words in (
-        ({"project_slug": "con"}, "Write for example: con_project"),
+        ({"project_slug": "class"}, "Write for example: class_project"),
         ({"__year": "x"}, "__year: 'x' is not a year"),
     ):
         result = subprocess.run(

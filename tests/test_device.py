@@ -1,11 +1,12 @@
 """How a device is told to compute, and what happens while it does."""
 
+import contextlib
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from conftest import ROOT, bake, lines, load_task, make_tiny, wait_until
+from conftest import ROOT, bake, lines, load_task, wait_until
 
 # Counts what a GPU would be waited for in a step. The next step's batches are on the CPU, and so
 # is what the processes exchange in `sum_over_ranks`.
@@ -13,10 +14,10 @@ COUNTED = f"""
 import sys
 sys.path.append({str(ROOT / "tests")!r})
 from waits import host_waits
-from samestep.step import batches
 from samestep.step import monitor
+from samestep.training.loading import TrainLoader
 from samestep.processes import ranks
-take, fetch, add = batches.StepReader.take, batches.StepReader.fetch, monitor.StepMonitor.add
+take, fetch, add = TrainLoader.take, TrainLoader.fetch, monitor.StepMonitor.add
 exchange = ranks.Ranks.sum_over_ranks
 found, block = [], None
 def begin(*arguments):
@@ -41,7 +42,7 @@ def end(*arguments):
     block = None
     print("waits:", *sum(found[-1], []), flush=True)
     return add(*arguments)
-batches.StepReader.take, batches.StepReader.fetch = begin, uncounted(fetch)
+TrainLoader.take, TrainLoader.fetch = begin, uncounted(fetch)
 ranks.Ranks.sum_over_ranks = uncounted(exchange)
 monitor.StepMonitor.add = end
 """
@@ -77,26 +78,11 @@ def test_a_compiled_model_has_the_losses_of_the_eager_one_for_texts_of_many_leng
         assert numbers["second"] == numbers["first"]
 
 
-def test_a_project_that_cannot_be_written_trains_and_compiles_elsewhere(tmp_path):
-    """torch makes its cache of compiled code when the optimizer is built, compiled or not."""
-    project = make_tiny(tmp_path)
-    (project.path / ".cache").touch()
-    project.train(1, "--max_steps", 2, "--output_dir", tmp_path / "run")
-    words = ["import os", "name = 'TORCHINDUCTOR_CACHE_DIR'", "os.environ.pop(name, None)"]
-    words += ["from samestep.processes import device", "device.keep_compiled_code({!r})"]
-    words += ["print(os.environ.get(name))"]
-    for folder, kept in ((".cache/compiled", "None"), (tmp_path / "new", tmp_path / "new")):
-        code = "\n".join(words).format(str(folder))
-        assert project.run("python", "-c", code).stdout == f"{kept}\n"
+MEDIUM = "torch.set_float32_matmul_precision('medium')"
 
 
 @pytest.mark.parametrize(
-    "tf32, own",
-    [
-        ("false", "torch.set_float32_matmul_precision('medium')"),
-        ("true", "torch.set_float32_matmul_precision('medium')"),
-        ("false", "b.fp32_precision = 'tf32'"),
-    ],
+    "tf32, own", [("false", MEDIUM), ("true", MEDIUM), ("false", "b.fp32_precision = 'tf32'")]
 )
 def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32, own):
     """torch computes convolutions in TF32 unless it is told not to, and a task may set its own."""
@@ -107,50 +93,6 @@ def test_fp32_is_fp32_unless_the_recipe_says_otherwise(quick, tmp_path, tf32, ow
     flags = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--tf32", tf32]
     allowed = "True True high" if tf32 == "true" else "False False highest"
     assert f"allowed: {allowed} True" in quick(*flags, before=shown)
-
-
-def test_tf32_that_nothing_reads_is_warned_of(quick, tmp_path):
-    flags = ["--max_steps", 1, "--output_dir"]
-    warned = "warning: tf32 is true, but only a GPU in fp32 reads it"
-    assert warned in quick(*flags, tmp_path / "on", "--tf32", "true")
-    assert warned not in quick(*flags, tmp_path / "off")
-
-
-OFFLOAD = {
-    "FSDP_OFFLOAD_PARAMS": "true",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",  # nothing is offloaded
-}
-
-
-def test_an_optimizer_on_the_cpu_has_the_cores_of_its_process(quick, tmp_path):
-    """Four processes share 14 cores; launchers have told each to use one."""
-    shown = "import os, torch; from samestep.report import tracking; os.sched_getaffinity = "
-    shown += "lambda _: range(14); os.environ['LOCAL_WORLD_SIZE'] = '4'; tracking.end_tracker = "
-    shown += "lambda _: print('threads:', torch.get_num_threads()); os.environ[{!r}] = {!r}"
-    flags = ["--max_steps", 1, "--output_dir"]
-    for (name, value), threads in zip(OFFLOAD.items(), (3, 3, 1), strict=True):
-        printed = quick(*flags, tmp_path / name, before=shown.format(name, value))
-        assert f"threads: {threads}\n" in printed
-
-
-LEAKING = [
-    ("2.9.1+cu128", "FSDP", False),
-    ("2.10.0a0+nv", "FSDP", True),
-    ("2.11.0", "DEEPSPEED", False),  # it shards no weight by itself
-    ("2.12.0", "FSDP", False),
-]
-
-
-def test_a_torch_that_leaks_is_warned_of_where_weights_are_sharded(quick, tmp_path):
-    program = (
-        "import torch; from samestep.processes import device; from samestep.settings import mesh; "
-    )
-    program += "torch.__version__ = {!r}; device.this_layout = lambda: mesh.Layout(kinds=({!r},))"
-    for version, kind, leaks in LEAKING:
-        flags = ["--max_steps", 1, "--output_dir", tmp_path / version]
-        printed = quick(*flags, before=program.format(version, kind))
-        assert (f"warning: torch {version} loses memory" in printed) == leaks
 
 
 @pytest.mark.parametrize("version", ["2.12.1", "2.13.0"])
@@ -167,43 +109,6 @@ def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypat
     monitor.skip_unless_finite(SimpleNamespace(optimizer=inner, scaler=None), norm)
     assert (weight.grad is None) == (version == "2.12.1")
     assert hasattr(inner, "found_inf") == (version == "2.13.0")
-
-
-def test_a_gathered_model_moves_to_the_gpu_if_it_fits_there(monkeypatch):
-    """A tenth of the memory is left for the report, which otherwise has all cores."""
-    from samestep.checkpoint import weights
-    from samestep.processes import device
-
-    cuda, used, moved = device.torch.cuda, [], []
-    fsdp = load_task("samestep.settings.mesh").Layout(kinds=("FSDP",))
-    monkeypatch.setattr(weights, "this_layout", lambda: fsdp)
-    monkeypatch.setattr(weights.os, "sched_getaffinity", lambda _: range(14))
-    monkeypatch.setattr(device.torch, "set_num_threads", used.append)
-    monkeypatch.setattr(cuda, "empty_cache", lambda: None)
-    model = device.torch.nn.Linear(1000, 249, bias=False)  # 996 kB
-    model.to = moved.append
-    for free in (2_000_000, 1_990_000):
-        monkeypatch.setattr(cuda, "mem_get_info", lambda _, free=free: (free, 10_000_000))
-        place = SimpleNamespace(device=device.torch.device("cuda", 1))
-        optimizer = SimpleNamespace(state={"weight": "moments"})
-        weights.place_for_report(model, SimpleNamespace(accelerator=place, optimizer=optimizer))
-        assert moved == [place.device] and not optimizer.state
-    assert used == [14, 14]
-
-
-def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
-    from samestep.processes import device
-
-    cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
-    images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
-    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
-    assert device.count_workers(None, images, cuda) == 4
-    assert device.count_workers(None, numbers, cuda) == device.count_workers(None, images, cpu) == 0
-    assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert device.count_workers(None, images, cuda) == 1
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
-    assert device.count_workers(None, images, cuda) == 0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -224,39 +129,39 @@ def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes
     assert saved == place // 8 == lines(tmp_path, "loss")[-1]["step"]
 
 
-def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it():
+def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it(monkeypatch):
     from samestep.processes import ranks
-    from samestep.step import batches
+    from samestep.training import loading
 
-    asked = {"stop": 0}
-
-    def loader():
+    def read():
         for number in range(4):
             yield {"number": number}, (10 * number + 1, number, 2)
         raise ValueError("no more")
 
-    class OneProcess(ranks.Ranks):
-        def __init__(self):
-            self.group, self.layout = None, load_task("samestep.settings.mesh").Layout()
-
-    class Loader:
-        batch_sampler = batches.StepBatchSampler(batches.StepPlan(4, 2, (2,)), 0, 8)
-        __iter__ = staticmethod(loader)
-
-    reader = batches.StepReader(Loader(), OneProcess(), lambda: asked["stop"])
-    assert not reader.stop_seen()
-    reader.fetch()
-    plan = reader.sampler.plan
-    assert reader.take() == (plan, [{"number": 0}, {"number": 1}], 12, 1)
-    asked["stop"] = 1
-    assert not reader.stop_seen()  # nothing has been fetched since
-    reader.fetch()
-    assert reader.stop_seen() and reader.stop_seen()
-    assert reader.take() == (plan, [{"number": 2}, {"number": 3}], 52, 5)
-    reader.fetch()
-    assert reader.stop_seen()  # the step before can still be saved
+    one = object.__new__(ranks.Ranks)
+    one.group, one.layout = None, load_task("samestep.settings.mesh").Layout()
+    meter = SimpleNamespace(
+        waiting=contextlib.nullcontext, add=lambda *counts: added.append(counts)
+    )
+    run = SimpleNamespace(ranks=one, meter=meter, problem=None, first_step=0, last_step=3)
+    run.plan, run.first_sample, run.samples = loading.batches.StepPlan(4, 2, (2,)), 0, lambda _: 12
+    run.task, run.stop = None, SimpleNamespace(requested=lambda: asked)
+    run.cfg = SimpleNamespace(seed=0, device_shares="equal")
+    run.point, added, asked = SimpleNamespace(mixture=None), [], 0
+    monkeypatch.setattr(loading, "make_loader", lambda *_: read())
+    loader = loading.TrainLoader(run, range(12), None)
+    assert not loader.stop_seen()
+    loader.fetch()
+    assert loader.take() == ([(0, {"number": 0}), (1, {"number": 1})], 12) and added == [(12, 1)]
+    asked = 1
+    assert not loader.stop_seen()  # nothing has been fetched since
+    loader.fetch()
+    assert loader.stop_seen() and loader.stop_seen()
+    assert loader.take() == ([(0, {"number": 2}), (1, {"number": 3})], 52) and added[1] == (52, 5)
+    loader.fetch()
+    assert loader.stop_seen()  # the step before can still be saved
     with pytest.raises(ValueError, match="no more"):
-        reader.take()
+        loader.take()
 
 
 @pytest.mark.slow
@@ -278,10 +183,8 @@ def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path
 
 WAYS = {
     "plain": [],
-    "accumulated": ["--micro_batch_size", 2],
-    "recomputed": ["--gradient_checkpointing", "true"],
-    "exact": ["--exact", "true", "--micro_batch_size", 2],
-    "chunked": ["--task.loss_chunk", 64],
+    "recomputed": ["--gradient_checkpointing", "true", "--micro_batch_size", 2],
+    "exact": ["--exact", "true", "--micro_batch_size", 2, "--task.loss_chunk", 64],
 }
 
 
@@ -352,3 +255,16 @@ plain(lambda model, batch: model(batch), rows)
 assert plain._compiled_call_impl and counters["stats"]["unique_graphs"] == 2
 """
     tiny.run("python", "-c", program)
+
+
+def test_workers_are_for_gpus_and_rows_that_are_augmented(monkeypatch):
+    from samestep.processes import device
+
+    cuda, cpu = (device.torch.device(kind) for kind in ("cuda", "cpu"))
+    images, numbers = (type("Task", (), each) for each in ({"augment": 0}, {}))
+    monkeypatch.setattr(device.os, "sched_getaffinity", lambda _: range(16))
+    found = [device.count_workers(None, *each) for each in ((images, cuda), (numbers, cuda))]
+    assert found == [4, 0] and device.count_workers(None, images, cpu) == 0
+    assert device.count_workers(0, images, cuda) == 0 and device.count_workers(7, numbers, cpu) == 7
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert device.count_workers(None, images, cuda) == 1

@@ -134,14 +134,6 @@ def test_links_lead_to_pages_and_headings(baked, place):
     assert lonely <= {"README.md", "CONTRIBUTING.md"}, "no page links these"
 
 
-def test_pages_name_nothing_that_went_into_the_library(baked):
-    old = r"(?<![\w/])(training/|tasklib|machine/|(launch|prepare|predict|plot|hardware)\.py)"
-    for folder in (ROOT, *(project.path for project in baked.values())):
-        for name, page in pages(folder).items():
-            found = re.search(f"{old}|examples/task", page.read_text(encoding="utf-8"))
-            assert not found or name == "docs/migrating.md", (name, found)
-
-
 def test_page_of_the_library_names_its_rooms_in_their_order():
     page = (ROOT / SOURCE / "docs" / "library.md").read_text(encoding="utf-8")
     table = page.partition("\n## Rooms")[2].partition("\n## ")[0]
@@ -260,7 +252,7 @@ def sentences(page, checker):
     """Checks the code inside of sentences: commands, and flags that stand there by themselves."""
     verbs = ("predict", "plot", "hardware recommend", "hardware bench")
     known = [checker.flags_of("samestep", *verb.split()) for verb in verbs]
-    known += [checker.flags_of("samestep.hardware.memory"), OTHER_FLAGS]
+    known += [OTHER_FLAGS]
     known += [each.option_strings for each in launch_command_parser()._actions]
     for text in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page)):
         if text.startswith(("make ", "accelerate launch ", *(f"{name} " for name in PYTHON))):

@@ -1,10 +1,11 @@
 """The YAMLs of configs/accelerate: what the launcher makes of each, and what is refused."""
 
+import contextlib
+import functools
 import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,7 @@ import yaml
 from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
-from conftest import ROOT, SOURCE, load_task
-from samestep.processes import ranks
+from conftest import ROOT, SOURCE
 from samestep.settings import accelerate_yaml
 from samestep.settings import mesh as layout
 from samestep.start import startup
@@ -23,7 +23,6 @@ FOLDER = ROOT / SOURCE / "configs" / "accelerate"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
@@ -31,49 +30,33 @@ FSDP2 = {
     "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
-ZERO3 = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-}
-# YAML: processes, sizes of the axes, and what the launcher tells the processes.
+CP = FSDP2 | {"PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather"}
+ZERO2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+ZERO3 = ZERO2 | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+OFFLOAD = "ACCELERATE_DEEPSPEED_OFFLOAD_{}_DEVICE"
+HOST = {OFFLOAD.format(what): "cpu" for what in ("OPTIMIZER", "PARAM")}
+# YAML: processes, precision, sizes of the axes, and what else the launcher tells the processes.
 EXPECTED = {
-    "context_parallel": (
-        2,
-        {"cp": 2},
-        {**FSDP2, "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "allgather"},
-    ),
-    "cpu": (1, {}, {"ACCELERATE_USE_CPU": "True"}),
-    "cpu_multi": (2, {}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}),
-    "deepspeed_zero2": (
-        2,
-        {},
-        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
-    ),
-    "deepspeed_zero3": (2, {}, ZERO3),
-    "deepspeed_zero3_offload": (
-        2,
-        {},
-        {
-            **ZERO3,
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-        },
-    ),
-    "fp8": (1, {}, {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}),
-    "fsdp2": (2, {}, FSDP2),
-    "fsdp2_offload": (2, {}, {**FSDP2, "FSDP_OFFLOAD_PARAMS": "true"}),
-    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, FSDP2),
-    "mps": (1, {}, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "False"}),
-    "multi_gpu": (2, {}, {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "multi_gpu_bf16": (2, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "multi_gpu_fp16": (2, {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
-    "multi_node": (16, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "multi_node_fsdp2": (16, {}, FSDP2),
-    "single_gpu": (1, {}, {"ACCELERATE_MIXED_PRECISION": "no"}),
-    "single_gpu_bf16": (1, {}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
-    "single_gpu_fp16": (1, {}, {"ACCELERATE_MIXED_PRECISION": "fp16"}),
-    "tensor_parallel": (2, {"tp": 2}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+    "context_parallel": (2, "bf16", {"cp": 2}, CP),
+    "cpu": (1, None, {}, {"ACCELERATE_USE_CPU": "True"}),
+    "cpu_multi": (2, None, {}, {"CUDA_VISIBLE_DEVICES": "-1,-1"}),
+    "deepspeed_zero2": (2, "bf16", {}, ZERO2),
+    "deepspeed_zero3": (2, "bf16", {}, ZERO3),
+    "deepspeed_zero3_offload": (2, "bf16", {}, ZERO3 | HOST),
+    "fp8": (1, "fp8", {}, {"ACCELERATE_FP8_BACKEND": "AO"}),
+    "fsdp2": (2, "bf16", {}, FSDP2),
+    "fsdp2_offload": (2, "bf16", {}, FSDP2 | {"FSDP_OFFLOAD_PARAMS": "true"}),
+    "hsdp": (4, "bf16", {"dp_replicate": 2, "dp_shard": 2}, FSDP2),
+    "mps": (1, "no", {}, {"ACCELERATE_USE_CPU": "False"}),
+    "multi_gpu": (2, "no", {}, {}),
+    "multi_gpu_bf16": (2, "bf16", {}, {}),
+    "multi_gpu_fp16": (2, "fp16", {}, {}),
+    "multi_node": (16, "bf16", {}, {}),
+    "multi_node_fsdp2": (16, "bf16", {}, FSDP2),
+    "single_gpu": (1, "no", {}, {}),
+    "single_gpu_bf16": (1, "bf16", {}, {}),
+    "single_gpu_fp16": (1, "fp16", {}, {}),
+    "tensor_parallel": (2, "bf16", {"tp": 2}, {}),
 }
 
 
@@ -112,7 +95,8 @@ def test_all_yamls_are_listed():
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_check_and_launcher_agree_on_the_layout(machine, name):
-    processes, sizes, told = EXPECTED[name]
+    processes, precision, sizes, told = EXPECTED[name]
+    told = told | ({"ACCELERATE_MIXED_PRECISION": precision} if precision else {})
     machine.setenv("LAUNCH_MAIN_PROCESS_IP", "10.0.0.1")
     checked = accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
     assert checked.processes == processes
@@ -165,7 +149,7 @@ def test_real_launch(tmp_path, name):
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    processes, sizes, _ = EXPECTED[name]
+    processes, _, sizes, _ = EXPECTED[name]
     kinds = {"cpu_multi": (), "hsdp": ("FSDP", "PARALLELISM_CONFIG")}.get(
         name, ("PARALLELISM_CONFIG",)
     )
@@ -184,9 +168,11 @@ def test_layouts_count_replicas():
 
 
 FSDP = "distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\n"
-V2 = FSDP + "fsdp_config: {fsdp_version: 2}\n"
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 4\nmixed_precision: bf16\n"
 ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
+MEGATRON = ZERO.replace("DEEPSPEED", "MEGATRON_LM")
+V2 = FSDP + "fsdp_config: {fsdp_version: 2}\n"
+TWO = "num_machines: 2\nmain_process_ip: 10.0.0.1\n"
 
 
 def sizes(**axes):
@@ -194,111 +180,50 @@ def sizes(**axes):
     return f"parallelism_config: {{{keys}}}\n"
 
 
-REFUSED = {
-    "FSDP without a version": (
-        FSDP,
-        "fsdp_version is 1, and train.py shards by FSDP 2 only; write",
-    ),
-    "FSDP 1": (FSDP + "fsdp_config: {fsdp_version: 1}\n", "write fsdp_version: 2 in fsdp_config"),
-    "FSDP in fp16": (V2.replace("bf16", "fp16"), "fp16 does not go with FSDP"),
-    "ZeRO in fp16": (ZERO.replace("bf16", "fp16"), "fp16 does not go with DeepSpeed"),
-    "ZeRO in fp8": (ZERO.replace("bf16", "fp8"), "fp8 does not go with DeepSpeed here; write bf16"),
-    "Megatron-LM": (ZERO.replace("DEEPSPEED", "MEGATRON_LM"), "Megatron-LM trains models of its"),
-    "FSDP with TP": (
-        V2 + sizes(dp_shard=2, tp=2),
-        "accelerate imports ReplicateParallel, which transformers no longer has",
-    ),
-    "TP with DDP": (
-        DDP + sizes(dp_replicate=2, tp=2),
-        "accelerate does not combine tensor parallelism with DDP; make parallelism_config_tp_size",
-    ),
-    "TP with shards and no FSDP": (DDP + sizes(dp_shard=2, tp=2), "does not combine tensor"),
-    "shards without FSDP": (
-        DDP + sizes(dp_shard=4),
-        "parallelism_config needs distributed_type FS",
-    ),
-    "nothing to shard": (V2 + sizes(dp_replicate=4), "parallelism_config leaves nothing to shard"),
-    "Ulysses": (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
-    "sizes that are too few": (
+def fsdp(key):
+    return f"{FSDP}fsdp_config: {{fsdp_version: 2, {key}}}\n"
+
+
+def zero(keys):
+    return f"{ZERO}deepspeed_config: {{{keys}}}\n"
+
+
+REFUSED = [  # a YAML, and what is said
+    (FSDP, "fsdp_version is 1, and train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_"),
+    (V2.replace("bf16", "fp16"), "fp16 does not go with FSDP"),
+    (ZERO.replace("bf16", "fp8"), "fp8 does not go with DeepSpeed; write bf16"),
+    (MEGATRON, "Megatron-LM trains models of its"),
+    (DDP + sizes(dp_replicate=2, tp=2), "DDP does not go with tensor parallelism; use hsdp.yaml"),
+    (DDP + sizes(dp_shard=4), "parallelism_config needs distributed_type FSDP"),
+    (V2 + sizes(dp_replicate=4), "parallelism_config leaves nothing to shard"),
+    (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
+    (
         V2 + sizes(dp_replicate=2),
-        "parallelism_config needs 2 processes (dp_replicate 2), and num_processes is 4; make them",
+        "needs 2 processes (dp_replicate 2), and num_processes is 4; make",
     ),
-    "a size that is a word": (
-        V2 + sizes(dp_shard="two"),
-        "parallelism_config_dp_shard_size is two",
-    ),
-    "a size of 0": (V2 + sizes(dp_shard=0), "dp_shard_size is 0; give a whole number from 1"),
-    "a short name of a size": (
-        V2 + "parallelism_config: {tp_size: 2}\n",
-        "parallelism_config: there is no key tp_size; did you mean parallelism_config_tp_size?",
-    ),
-    "an unknown key of fp8": (DDP + "fp8_config: {x: 1}\n", "no key x; accelerate reads no such"),
-    "parallelism_config for one process": (
-        "distributed_type: 'NO'\nnum_processes: 1\n" + sizes(tp=2),
-        "parallelism_config needs distributed_type FSDP or MULTI_GPU",
-    ),
-    "parallelism_config with DeepSpeed": (ZERO + sizes(dp_shard=2), "does not go with DeepSpeed"),
-    "misspelt key of FSDP": (
-        FSDP + "fsdp_config: {fsdp_verion: 2}\n",
-        "fsdp_config: there is no key fsdp_verion; did you mean fsdp_version?",
-    ),
-    "word for true or false": (
-        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_offload_params: cpu}\n",
-        "fsdp_config: fsdp_offload_params is cpu; give true or false",
-    ),
-    "key of FSDP 1": (
-        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: FULL_SHARD}\n",
-        "fsdp_config: remove fsdp_sharding_strategy; FSDP 2 does not read it",
-    ),
-    "gradient checkpointing": (
-        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n",
-        "remove fsdp_activation_checkpointing; the recipe's field gradient_checkpointing decides",
-    ),
-    "accumulation": (
-        ZERO + "deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 4}\n",
-        "remove gradient_accumulation_steps; the recipe's field micro_batch_size decides",
-    ),
-    "clipping": (
-        ZERO + "deepspeed_config: {zero_stage: 2, gradient_clipping: 1.0}\n",
-        "deepspeed_config: remove gradient_clipping; the recipe's field max_grad_norm decides",
-    ),
-    "a file of DeepSpeed": (
-        ZERO + "deepspeed_config: {deepspeed_config_file: ds.json}\n",
-        "deepspeed_config: remove deepspeed_config_file; train.py fills in DeepSpeed's settings",
-    ),
-    "words": (
-        FSDP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: LAYERS}\n",
-        "fsdp_auto_wrap_policy is LAYERS; give TRANSFORMER_BASED_WRAP or SIZE_BASED_WRAP or",
-    ),
-    "stage 4": (ZERO + "deepspeed_config: {zero_stage: 4}\n", "zero_stage is 4; give 2 or 3"),
-    "offload to a disk": (
-        ZERO + "deepspeed_config: {zero_stage: 3, offload_param_device: nvme}\n",
-        "offload_param_device is nvme; give none or cpu",
-    ),
-    "offload of weights in stage 2": (
-        ZERO + "deepspeed_config: {zero_stage: 2, offload_param_device: cpu}\n",
-        "offload_param_device needs zero_stage 3",
-    ),
-    "DeepSpeed that logs in": (
-        ZERO + "num_machines: 2\nmain_process_ip: 10.0.0.1\ndeepspeed_config: {zero_stage: 2}\n",
-        "write deepspeed_multinode_launcher: standard",
-    ),
-    "a port for each machine": (
-        DDP + "num_machines: 2\nmain_process_ip: 10.0.0.1\nmain_process_port: 0\n",
-        "main_process_port is 0, for which each machine picks another one; give a number",
-    ),
-    "fp8 by another library": (
-        DDP.replace("bf16", "fp8") + "fp8_config: {backend: MSAMP}\n",
-        "fp8_config: backend is MSAMP; give AO (torchao) or TE",
-    ),
-    "fp8 by a list": (DDP.replace("bf16", "fp8") + "fp8_config: {backend: [AO]}\n", "backend is ["),
-    "sharding on the CPU": (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
-}
+    (V2 + sizes(dp_shard="two"), "parallelism_config_dp_shard_size is two"),
+    (V2 + "parallelism_config: {tp_size: 2}", "did you mean parallelism_config_tp_size?"),
+    (DDP + "fp8_config: {x: 1}\n", "no key x; accelerate reads no such"),
+    (ZERO + sizes(dp_shard=2), "does not go with DeepSpeed"),
+    (FSDP + "fsdp_config: {fsdp_verion: 2}", "no key fsdp_verion; did you mean fsdp_version?"),
+    (fsdp("fsdp_offload_params: cpu"), "fsdp_config: fsdp_offload_params is cpu; give true or"),
+    (fsdp("fsdp_sharding_strategy: FULL_SHARD"), "remove fsdp_sharding_strategy; FSDP 2 does not"),
+    (fsdp("fsdp_activation_checkpointing: true"), "the recipe's field gradient_checkpointing dec"),
+    (zero("gradient_accumulation_steps: 4"), "the recipe's field micro_batch_size decides"),
+    (zero("gradient_clipping: 1.0"), "remove gradient_clipping; the recipe's field max_grad_norm"),
+    (zero("deepspeed_config_file: ds.json"), "train.py fills in DeepSpeed's settings"),
+    (zero("zero_stage: 4"), "zero_stage is 4; give 2 or 3"),
+    (zero("zero_stage: 3, offload_param_device: nvme"), "is nvme; give none or cpu"),
+    (zero("zero_stage: 2, offload_param_device: cpu"), "offload_param_device needs zero_stage 3"),
+    (zero("zero_stage: 2") + TWO, "write deepspeed_multinode_launcher: standard"),
+    (DDP + TWO + "main_process_port: 0\n", "is 0, for which each machine picks another one; give"),
+    (DDP.replace("bf16", "fp8") + "fp8_config: {backend: MSAMP}", "is MSAMP; give AO (torchao) or"),
+    (V2 + "gpu_ids: '-1,-1'\n", "accelerate shards models on GPUs only"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_a_yaml(machine, tmp_path, case):
-    text, said = REFUSED[case]
+@pytest.mark.parametrize("text, said", REFUSED)
+def test_refused_in_a_yaml(machine, tmp_path, text, said):
     path = tmp_path / "hardware.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
@@ -313,19 +238,8 @@ def test_libraries_and_gpus_that_are_missing(machine, tmp_path):
             accelerate_yaml.read_hardware(FOLDER / f"{name}.yaml")
         return str(error.value)
 
-    machine.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "compute capability 8.9 (Ada, Hopper) or newer, and H100 has 8.0" in said("fp8")
-    machine.setattr(torch.version, "hip", "6.4")
-    machine.setattr(torch.cuda, "init", lambda: None)
-    amd = SimpleNamespace(gcnArchName="gfx90a:sramecc+:xnack-")
-    machine.setattr(torch.cuda, "get_device_properties", lambda device: amd)
-    assert "fp8 needs a GPU of MI300 (gfx942), MI350 (gfx950) or gfx12" in said("fp8")
-    amd.gcnArchName = "gfx942:sramecc+:xnack-"
-    accelerate_yaml.read_hardware(FOLDER / "fp8.yaml")
-    machine.setattr(torch.version, "hip", None)
-    machine.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     machine.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: False)
-    assert "fp8 needs torchao (pip install torchao); install it, or use bf16" in said("fp8")
+    assert "fp8 needs torchao (pip install torchao); or use" in said("fp8")
     machine.setattr(accelerate_yaml, "is_deepspeed_available", lambda: False)
     for name in ("deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_offload"):
         assert "run make setup EXTRAS=deepspeed (or pip install deepspeed), or use" in said(name)
@@ -341,80 +255,63 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
         ValueError, match=r"hsdp.yaml: parallelism_config needs 4 processes \(dp_rep"
     ):
         accelerate_yaml.read_hardware(FOLDER / "hsdp.yaml")
-    machine.setenv("LAUNCH_PROCESSES", "2")
-    machine.setenv("PET_NNODES", "1:3")
-    assert accelerate_yaml.read_hardware(FOLDER / "fsdp2.yaml").replicas == 6
-    with pytest.raises(ValueError, match="parallelism_config needs 2 processes, and PET_NNODES is"):
-        accelerate_yaml.read_hardware(FOLDER / "tensor_parallel.yaml")
 
 
-LAUNCHED = {
-    "FSDP 1": ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version is 1"),
-    "fp16": (
-        {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp16"},
-        "fp16 does not go with FSDP",
+LAUNCHED = [
+    ({"MEGATRON_LM": "true"}, "Megatron-LM trains"),
+    ({"GRADIENT_ACCUMULATION_STEPS": "2"}, "the recipe's field micro_batch_size decides"),
+    (
+        {"DEEPSPEED_CONFIG_FILE": "ds.json"},
+        "unset ACCELERATE_DEEPSPEED_CONFIG_FILE; train.py fills in",
     ),
-    "Megatron-LM": ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM trains"),
-    "accumulation": (
-        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"},
-        "unset ACCELERATE_GRADIENT_ACCUMULATION_STEPS; the recipe's field micro_batch_size decides",
-    ),
-    "a file of DeepSpeed": (
-        {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
-        "leave out deepspeed_config_file ds.json; train.py fills in",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("case", LAUNCHED)
-def test_refused_in_what_the_launcher_has_set(machine, case):
-    env, said = LAUNCHED[case]
+@pytest.mark.parametrize("env, said", LAUNCHED)
+def test_refused_in_what_the_launcher_has_set(machine, env, said):
+    kind = "MEGATRON_LM" if "MEGATRON_LM" in env else "DEEPSPEED"
+    machine.setenv(f"ACCELERATE_USE_{kind}", "true")
     for name, value in env.items():
-        machine.setenv(name, value)
+        machine.setenv(f"ACCELERATE_{name}", value)
     with pytest.raises(ValueError) as error:
         accelerate_yaml.check_launched(layout.this_layout())
     assert said in str(error.value)
 
 
-@dataclass
-class Fields:
-    exact: bool = False
-    compile: bool = False
-    device_shares: str = "equal"
-    gradient_compression: str = "none"
-    async_save: bool = False
+DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
+DEFAULTS |= {"gradient_compression": "none"}
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
 
 
 @pytest.mark.parametrize(
     "fields, kinds, axes, said",
     [
-        (Fields(exact=True), ("FSDP",), {}, ""),
-        (Fields(async_save=True), ("FSDP",), {}, ""),
-        (Fields(async_save=True), ("DEEPSPEED",), {}, "async_save does not go with DeepSpeed"),
+        ({"exact": True}, ("FSDP",), {}, ""),
+        ({"async_save": True}, ("FSDP",), {}, ""),
+        ({"async_save": True}, ("DEEPSPEED",), {}, "async_save does not go with DeepSpeed"),
+        ({"exact": True}, ("FSDP", "PARALLELISM_CONFIG"), HSDP, ""),
+        ({"compile": True}, ("FSDP",), {}, ""),
+        ({"exact": True}, ("DEEPSPEED",), {}, "exact does not go with DeepSpeed"),
+        ({"exact": True}, ("PARALLELISM_CONFIG",), {"tp": 4}, "exact does not go with tensor"),
+        ({"compile": True}, ("DEEPSPEED",), {}, "compile does not go with DeepSpeed"),
+        ({"device_shares": "auto"}, ("FSDP",), {}, "device_shares does not go with sharded"),
+        ({"device_shares": "auto"}, (), {}, ""),
+        ({"exact": True, "compile": True}, (), {}, "exact does not go with compile"),
+        ({"gradient_compression": "fp16"}, (), {}, ""),
+        ({"gradient_compression": "fp16", "device_shares": "[2, 1]"}, (), {}, ""),
         (
-            Fields(exact=True),
-            ("FSDP", "PARALLELISM_CONFIG"),
-            {"dp_replicate": 2, "dp_shard": 2},
-            "",
+            {"gradient_compression": "fp16"},
+            ("FSDP",),
+            {},
+            "gradient_compression does not go with sh",
         ),
-        (Fields(compile=True), ("FSDP",), {}, ""),
-        (Fields(exact=True), ("DEEPSPEED",), {}, "exact does not go with DeepSpeed"),
-        (Fields(exact=True), ("PARALLELISM_CONFIG",), {"tp": 4}, "exact does not go with tensor"),
-        (Fields(compile=True), ("DEEPSPEED",), {}, "compile does not go with DeepSpeed"),
-        (Fields(device_shares="auto"), ("FSDP",), {}, "device_shares must be equal where"),
-        (Fields(device_shares="auto"), (), {}, ""),
-        (Fields(exact=True, compile=True), (), {}, "exact does not go with compile"),
-        (Fields(gradient_compression="fp16"), (), {}, ""),
-        (Fields(gradient_compression="fp16"), ("FSDP",), {}, "gradient_compression is fp16"),
     ],
 )
 def test_fields_that_do_not_go_with_a_layout(fields, kinds, axes, said):
     shared = layout.layout_of(4, 0, kinds, axes)
-    if not said:
-        startup.check_sharing(fields, shared)
-        return
-    with pytest.raises(ranks.UserError, match=f"^{said}"):
-        startup.check_sharing(fields, shared)
+    refused = pytest.raises(ValueError, match=f"^{said}")
+    with refused if said else contextlib.nullcontext():
+        startup.check_sharing(SimpleNamespace(**DEFAULTS | fields), shared)
 
 
 @pytest.mark.parametrize(
@@ -427,20 +324,20 @@ def test_fields_that_do_not_go_with_a_layout(fields, kinds, axes, said):
         ),
         (
             {"input_ids": [0] * 62, "labels": [0] * 62},
-            "cuts rows into 4 equal parts, and the first",
+            "into 4 equal parts, and the first",
         ),
         ({"input_ids": [0] * 64, "labels": 1}, "has 64 input_ids and 0 labels"),
         ({"pixels": [0]}, "the rows of task.py lack input_ids or labels"),
     ],
 )
 def test_rows_that_context_parallelism_cannot_cut(row, said):
-    shared = layout.layout_of(2, 0, ("FSDP", "PARALLELISM_CONFIG"), {"cp": 2})
-    startup.check_rows([{}], layout.Layout(2))
+    task = SimpleNamespace(check_shared_rows=lambda *_: None)
+    check = functools.partial(startup.check_rows, [row], SimpleNamespace(task=None), task, None, 4)
     if not said:
-        startup.check_rows([row], shared)
+        check()
         return
-    with pytest.raises(ranks.UserError) as error:
-        startup.check_rows([row], shared)
+    with pytest.raises(ValueError) as error:
+        check()
     assert said in str(error.value)
 
 
@@ -470,25 +367,6 @@ def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
 DOC = ROOT / SOURCE / "docs" / "hardware.md"
 
 
-def test_tables_are_those_that_the_command_prints():
-    command = [sys.executable, "-m", "samestep.hardware.memory"]
-    options = {"capture_output": True, "text": True, "check": True}
-    printed = subprocess.run(command, cwd=ROOT / SOURCE, **options).stdout
-    tables = printed.strip().split("\n\n")
-    assert len(tables) == 3
-    for table in tables:
-        assert f"\n{table}\n" in DOC.read_text(), (
-            "python -m samestep.hardware.memory prints other numbers"
-        )
-
-
-def test_commands_for_usual_machines_agree_with_the_table():
-    usual = DOC.read_text().partition("\n## The usual machines")[2]
-    (whole,) = re.findall("^# Two cards of 24 GB.*\n(.*)", usual, re.MULTILINE)
-    assert "| 0.5B | 1 GPU, checkpointing |" in DOC.read_text()
-    assert "--gradient_checkpointing true" in whole
-
-
 def test_a_command_of_the_docs_is_not_wrapped_inside_its_quotes():
     for path in DOC.parent.glob("*.md"):
         for block in re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL):
@@ -501,65 +379,3 @@ def test_all_yamls_are_in_the_tables():
     text = DOC.read_text().partition("\n## Memory")[0].partition("\n## The YAMLs")[2]
     rows = "".join(line for line in text.splitlines() if line.startswith("| `"))
     assert {*re.findall(r"`([a-z0-9_]+)`", rows)} >= {*SHIPPED}
-
-
-@pytest.mark.parametrize("name", ["0.5B", "1B", "7B", "70B"])
-def test_models_have_the_parameters_that_transformers_counts(name):
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    model = load_task("samestep.hardware.memory").MODELS[name]
-    config = LlamaConfig(
-        vocab_size=model.vocabulary,
-        hidden_size=model.width,
-        intermediate_size=model.mlp,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.width // 64,
-        num_key_value_heads=model.keys // 64,
-        tie_word_embeddings=model.tied,
-    )
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    norms = (2 * model.layers + 1) * model.width
-    assert sum(p.numel() for p in built.parameters()) == model.parameters + norms
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_those_that_autograd_saves(checkpointing):
-    """Of a Llama in bf16 whose residual stream is bf16, as causal_lm computes it."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from samestep.hardware import memory
-
-    tokens = 512
-
-    def saved(layers):
-        """Bytes that a micro-batch keeps, without weights and their copies in bf16."""
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-        )
-        model, found = AutoModelForCausalLM.from_config(config).train(), {}
-        if checkpointing:
-            load_task("samestep.checkpoint.weights").enable_gradient_checkpointing(model)
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", torch.bfloat16):
-                embeddings = torch.randn(1, tokens, 256).bfloat16().requires_grad_()
-                output = model.model(inputs_embeds=embeddings, use_cache=False)[0]
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        copies = 0 if checkpointing else 2 * sum(p.numel() for p in model.model.layers.parameters())
-        assert output.requires_grad
-        return sum(size for place, size in found.items() if place not in weights) - copies
-
-    shape = {"width": 256, "mlp": 704, "keys": 256, "vocabulary": 64, "tied": False}
-    one, more = (memory.Model(layers, **shape) for layers in (2, 6))
-    expected = [memory.activations(model, tokens, checkpointing) for model in (one, more)]
-    assert saved(6) - saved(2) == pytest.approx(expected[1] - expected[0], rel=0.05)

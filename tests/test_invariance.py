@@ -1,7 +1,9 @@
 """The hardware does not change the result: numbers of runs that differ only in how they are cut."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ def check_same_curve(one, other, rel):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * rel)
     for mine, theirs in zip(lines(one, "eval_loss"), lines(other, "eval_loss"), strict=True):
         assert mine["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=rel)
-        assert mine["rows"] == theirs["rows"]
+        assert mine.get("rows") == theirs.get("rows")
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +52,16 @@ def test_processes_in_place_of_accumulation(tiny, one, tmp_path, processes):
         assert torch.allclose(tensor, weights(tmp_path / "run")[name], rtol=0, atol=3e-7), name
 
 
-@pytest.mark.parametrize("processes", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_more_than_two_processes_continue_bit_for_bit(tiny, tmp_path, processes):
+def test_three_processes_continue_bit_for_bit(tiny, tmp_path):
     """Sums of three numbers depend on their order: DDP's buckets are the same after each start."""
-    flags = ["--global_batch_size", 12, "--micro_batch_size", 1, "--save_every", 3]
-    whole = tmp_path / "whole"
-    tiny.train(processes, "--output_dir", whole, *flags)
-    for step in (3, 6, 9):
+    flags = ["--global_batch_size", 12, "--micro_batch_size", 1, "--save_every", 3, "--output_dir"]
+    tiny.train(3, *flags, tmp_path / "whole")
+    last = "checkpoints/step-00000012"
+    for step in (3, 9):
         half, name = tmp_path / str(step), f"checkpoints/step-{step:08d}"
-        shutil.copytree(whole / name, half / name)
-        tiny.train(processes, "--output_dir", half, *flags)
-        last = "checkpoints/step-00000012"
-        assert digest(half / last) == digest(whole / last)
+        shutil.copytree(tmp_path / "whole" / name, half / name)
+        tiny.train(3, *flags, half)
+        assert digest(half / last) == digest(tmp_path / "whole" / last)
 
 
 def test_any_micro_batch_of_one_global_batch(tiny, tmp_path):
@@ -109,29 +109,18 @@ def test_noise_that_the_model_draws_follows_the_cut_and_comes_back(vae, tmp_path
         reseal(tmp_path / "half" / name, eval_loss=None)
         for output in ("half", "2"):
             train("--output_dir", tmp_path / output, *flags, "--eval_only")
-        again = [
-            json.loads(each.read_text()) for each in tmp_path.glob("*/evaluation/metrics.json")
-        ]
-        assert sorted(line["eval_loss"] for line in again) == sorted(scores)
+        again = map(Path.read_text, tmp_path.glob("*/evaluation/metrics.json"))
+        assert sorted(json.loads(line)["eval_loss"] for line in again) == sorted(scores)
 
 
 def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp_path):
-    """11 rows, which neither 2 nor 3 processes share equally, in batches of 2."""
-    flags = ["--global_batch_size", 6, "--max_steps", 4, "--eval_every", 1]
+    """11 rows, which neither 2 nor 3 processes share equally, in batches of 2. Every second one
+    has no loss terms."""
+    flags = ["--global_batch_size", 6, "--max_steps", 4, "--eval_every", 1, "--task.silent", 2]
     for processes in (1, 2, 3):
         tiny.train(processes, "--output_dir", tmp_path / str(processes), *flags)
         check_same_curve(tmp_path / "1", tmp_path / str(processes), rel=1e-6)
     assert [line["rows"] for line in lines(tmp_path / "3", "eval_loss")] == [11] * 4
-
-
-def test_rows_without_loss_terms_are_evaluated_however_a_step_is_cut(tiny, tmp_path):
-    """Every second row has none: batches of one, two and eight rows count all eleven."""
-    flags = ["--task.silent", 2, "--eval_every", 6, "--save_every", 0]
-    for processes, micro in ((1, 1), (1, 2), (1, 8), (2, 1)):
-        output = tmp_path / f"{processes}-{micro}"
-        tiny.train(processes, "--output_dir", output, *flags, "--micro_batch_size", micro)
-        assert [line["rows"] for line in lines(output, "eval_loss")] == [11, 11]
-        check_same_curve(tmp_path / "1-1", output, rel=1e-6)
 
 
 @pytest.mark.parametrize("size, batch", [(1, 8), (3, 8), (5, 2), (7, 6)])
@@ -160,9 +149,7 @@ def test_a_far_step_is_reached_without_reading_what_lies_before(tiny, tmp_path):
     output, flags = tmp_path / "run", ["--max_steps", 1_000_002, "--save_every", 0]
     tiny.train(1, "--output_dir", output, "--max_steps", 1, "--save_every", 1)
     old = output / "checkpoints" / "step-00000001"
-    new = old.rename(old.with_name("step-1000000"))
-    new = new.rename(old.with_name("step-01000000"))
-    reseal(new, step=1_000_000, samples=8_000_000)
+    reseal(old.rename(old.with_name("step-01000000")), step=1_000_000, samples=8_000_000)
     program = """
 import sys, task
 read, original = [], task.Numbers.__getitem__
@@ -177,7 +164,7 @@ print(order.sample_ids(range(8_000_000, 8_000_016), 37, 0).tolist())
 """
     flags += ["--output_dir", output, "--accept_changes"]
     printed = tiny.run("python", "-c", program, *flags).stdout.splitlines()
-    code, read, number = printed[-2].split(" ", 1)[0], *printed[-2].split(" ", 1)[1].rsplit(" ", 1)
+    code, read, number = re.fullmatch(r"(\d+) (\[.*\]) (\d+)", printed[-2]).groups()
     assert code == "0" and read == printed[-1]
     # The fingerprints of training and validation, the rehearsal of an evaluation with a micro-batch
     # of two, two steps, one evaluation.

@@ -124,6 +124,17 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
         checkpoints.check_settings(tmp_path, saved, {}, {}, accept=True)
 
 
+def test_a_field_that_is_gone_and_was_empty_is_no_change(tmp_path):
+    from samestep.checkpoint import checkpoints
+
+    def compare(value):
+        saved = {"files": {}, "config": {"seed": 1, "task": {"classes": value}}}
+        now = {"config": {"seed": 1, "task": {}}}
+        return checkpoints.check_settings(tmp_path, saved, now, {}, accept=True)
+
+    assert compare("") == [] and compare("a,b") == ["task.classes: a,b -> None"]
+
+
 # ---- In the background ---------------------------------------------------------------------------
 
 # A program that trains with a writer that `SAVE` changes: it sees `write`, `calls` and `folder`.

@@ -1,17 +1,12 @@
 """What comes from outside: predict's input, images of any kind, and names in what is shown."""
 
-import io
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from PIL import Image
 
@@ -74,33 +69,21 @@ def models(tmp_path_factory):
 LM = ["--model", "lm"]
 ARGUMENTS = [
     (["--temperature", "nan", "x"], "--temperature is nan; give 0, or a number from 0.01 to 100"),
-    (["--temperature", "inf", "x"], "--temperature is inf; give 0"),
-    (["--temperature", "-0.5", "x"], "--temperature is -0.5; give 0"),
     (["--temperature", "1e300", "x"], "--temperature is 1e+300; give 0"),
-    (["--temperature", "1e-300", "x"], "--temperature is 1e-300; give 0"),
     (["--temperature", "warm", "x"], "argument --temperature: invalid float value: 'warm'"),
     (["--top", "0", "x"], "--top is 0; give a number from 1 to 100,000"),
-    (["--top", str(10**12), "x"], "--top is 1000000000000; give a number from 1 to 100,000"),
-    (["--tokens", str(10**400), "x"], "give a number from 1 to 100,000"),
-    (["--tokens", "9" * 5000, "x"], "argument --tokens: invalid int value: '999"),
     (["--batch", "2.5", "x"], "argument --batch: invalid int value: '2.5'"),
-    (["--batch", str(-(10**12)), "x"], "--batch is -1000000000000; give a number"),
     (["--bogus\n\x1b[31m"], "unrecognized arguments: --bogus \\x1b[31m"),
     (["--model"], "argument --model: expected one argument"),
-    (["--model", "texts.txt", "x"], "there is no model in texts.txt"),
     (["--model", "a\nb\u202e", "x"], "there is no model in a b\\u202e; train first"),
-    ([*LM, "--file", "lm"], "cannot read lm: Is a directory"),
     ([*LM, "--file", "none.txt"], "cannot read none.txt: No such file or directory"),
     ([*LM, "--file", "latin.txt"], "cannot read latin.txt: line 2 is not UTF-8"),
     (["--model", "images", "texts.txt", "x.png"], "cannot read texts.txt: its format is none of"),
-    ([*LM, "--top", "2", "x"], "lm writes text, and --top is not read; leave it out"),
     (
         ["--model", "classes", "--tokens", "2", "x"],
         "names classes or a number, and --tokens is not",
     ),
-    (["--model", "images", "--temperature", "1", "x.png"], "--temperature is not read; leave it"),
     (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
-    (["--model", "images", "https://example.com/a.png"], "No such file or directory"),
 ]
 
 
@@ -109,20 +92,12 @@ def test_wrong_arguments_are_one_line(models, arguments, said):
     assert refused(programs.run(predict, models, *arguments), said)
 
 
-def test_arguments_are_refused_without_an_import_that_takes_seconds():
-    code = "import samestep.programs.predict, sys; "
-    code += "print(*{'torch', 'transformers', 'PIL'} & {*sys.modules})"
-    command = [sys.executable, "-B", "-c", code]
-    assert subprocess.check_output(command, text=True) == "\n"
-
-
 # ---- Its models ----------------------------------------------------------------------------------
 
 
 CONFIGS = [
-    b"", b"null", b"[]", b"1", b'"a"', b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe",
-    b'{"architectures": null}', b'{"architectures": []}', b'{"architectures": 5}',
-    b'{"architectures": [{"ForCausalLM": 1}]}', b'{"architectures": [["LlamaForCausalLM"]]}',
+    b"", b"null", b"[]", b"[" * 5000, b"\xff\xfe", b'{"architectures": null}',
+    b'{"architectures": []}', b'{"architectures": 5}',
 ]  # fmt: skip
 
 
@@ -136,13 +111,10 @@ def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
 
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
-    "no weights": ("model.safetensors", None, "model holds no weights (model.safetensors); copy"),
+    "no weights": ("model.safetensors", None, "cannot load"),
     "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights: lm_"),
-    "tokenizer of brackets": ("tokenizer.json", b"[" * 5000, "cannot load"),
     "empty tokenizer": ("tokenizer.json", b"", "cannot load"),
     "odd size": ("config.json", {"hidden_size": "wide"}, "cannot load"),
-    "heads of nothing": ("config.json", {"num_attention_heads": 0}, "cannot load"),
-    "unknown kind": ("config.json", {"model_type": ["x"]}, "cannot load"),
     "code of its own": ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, ""),
     "pipe for a config": ("config.json", "pipe", "holds no model of transformers"),
 }
@@ -181,26 +153,6 @@ def test_adapters_whose_model_is_gone_are_one_line(models):
 def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
     result = programs.run(predict, models, "--model", "short", "--tokens", "50", "x")
     assert refused(result, "give shorter texts or fewer --tokens")
-    assert programs.run(predict, models, *LM, "--tokens", "100", "x").returncode == 0
-
-
-def test_ctrl_c_ends_it_without_a_word(models):
-    ours, terminal = os.openpty()
-    command = [sys.executable, "-m", "samestep", "predict", *LM]
-    pipes = {"stdin": terminal, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen(command, cwd=models, **pipes)
-    assert run.stderr.readline() == b"One input a line; Ctrl-D ends the input.\n"
-    run.send_signal(signal.SIGINT)
-    assert (*run.communicate(), run.returncode) == (b"", b"", -signal.SIGINT)  # a shell says 130
-    for number in (ours, terminal):
-        os.close(number)
-
-
-def test_a_chat_template_that_fails_is_one_line(models, tmp_path):
-    model = shutil.copytree(models / "lm", tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{{ raise_exception('no\\nroles') }}")
-    said = "model cannot answer: TemplateError: no roles"
-    assert refused(programs.run(predict, tmp_path, "--model", "model", "--chat", "hi"), said)
 
 
 # ---- What predict prints -------------------------------------------------------------------------
@@ -224,15 +176,6 @@ def test_each_line_is_answered_in_its_place(models, model, kind):
     assert refused(programs.run(predict, models, *flags, stdin=b"\n \n\n"), "there is no input")
 
 
-def test_a_path_is_shown_whole_and_a_text_from_its_beginning(models, tmp_path):
-    name = f"{'x' * 100} a\nb  c.png"
-    picture(tmp_path / name)
-    result = programs.run(predict, tmp_path, "--model", models / "images", name)
-    assert result.stdout.startswith(f"{'x' * 100} a\\nb  c.png: ")
-    result = programs.run(predict, models, "--model", "classes", "the beginning " + "y" * 100)
-    assert result.stdout.startswith(f"the beginning {'y' * 43}...: ")
-
-
 def test_an_answer_with_classes_is_one_line_whatever_they_are_called(models):
     given = "one\ntwo\x1b[2J\u202e" + "y" * 500
     result = programs.run(predict, models, "--model", "classes", "--top", "99", given)
@@ -254,12 +197,6 @@ def test_a_terminal_of_ascii_gets_ascii_and_json_stays_exact(models):
     for encoding in ("ascii", "utf-8"):
         result = programs.run(predict, models, *flags, "--json", given, encoding=encoding)
         assert json.loads(result.stdout)["input"] == given
-
-
-def test_answers_that_cannot_be_written_are_one_line(models):
-    flags = [*LM, "--tokens", "2"]
-    result = programs.run(predict, models, *flags, "x", stdout="/dev/full")
-    assert refused(result, "cannot write to standard output: No space left on device")
 
 
 def test_answers_do_not_depend_on_the_batch(models):
@@ -306,16 +243,9 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
     assert ghostscript.exists()  # so that it would have been seen above
 
 
-@pytest.mark.parametrize("kind", ["PPM", "ICO", "TGA", "PCX", "SGI"])
-def test_other_formats_are_refused(tmp_path, kind):
-    picture(tmp_path / "a.png", kind)
-    with pytest.raises(OSError, match="none of JPEG, PNG, WEBP, BMP, GIF, TIFF"):
-        images.open_image(tmp_path / "a.png")
-
-
 def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
     picture(tmp_path / "a.png")  # of 108 pixels
-    for limit, said in [(107, "9 x 12 pixels, more than 107"), (50, "exceeds limit of 100")]:
+    for limit, said in [(107, "exceeds limit of 107"), (50, "exceeds limit of 100")]:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
         for source in (tmp_path / "a.png", {"bytes": (tmp_path / "a.png").read_bytes()}):
             with pytest.raises(ValueError, match=said):
@@ -324,16 +254,6 @@ def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
         assert refused(result, said)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 108)
     assert images.square(tmp_path / "a.png", 8).shape == (8, 8, 3)
-
-
-def test_what_is_no_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")
-    for path in (tmp_path / "pipe.png", tmp_path, Path("/dev/zero")):
-        with pytest.raises(ValueError, match="it is a folder, a pipe or a device"):
-            images.open_image(path)
-    for nothing in (None, 5, True, [], {}):
-        with pytest.raises((TypeError, ValueError)):
-            images.open_image(nothing)
 
 
 @pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "folder", "none.png", "a\u0000.png"])
@@ -347,23 +267,6 @@ def test_a_table_that_names_no_image_is_one_line(tmp_path, named):
     with pytest.raises(ValueError, match=r"^task\.data: cannot read .*a\.jsonl, line 1: ") as error:
         task.prepare_data(config)
     assert "\n" not in str(error.value)
-
-
-def test_tiff_is_read_as_other_formats_are(models, tmp_path):
-    task = load_task("image_classification")
-    for name, color in (("red", (250, 0, 0)), ("blue", (0, 0, 250))):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        for i in range(4):
-            place = tmp_path / "data" / name / f"{i}.{'tif' if i % 2 else 'TIFF'}"
-            Image.new("RGB", (9, 9), tuple(c + i for c in color)).save(place, "TIFF")
-    config = task.TaskConfig(
-        data=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), image_size=8
-    )
-    prepared = task.prepare_data(config)
-    assert sum(map(len, task.datasets(config, prepared))) == 8
-    Image.fromarray(np.full((9, 9), 40_000, np.uint16)).save(tmp_path / "deep.tif")
-    result = programs.run(predict, tmp_path, "--model", models / "images", "deep.tif")
-    assert refused(result, "cannot read deep.tif: its pixels have more than 8")
 
 
 def test_predictions_see_images_as_training_does(models, tmp_path):
@@ -406,58 +309,6 @@ def test_predictions_see_transparent_images_as_training_does(models, tmp_path):
 # ---- Pictures and the model card -----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("error:Glyph")
-def test_a_report_on_classes_with_hostile_names(tmp_path):
-    from samestep.models import classification
-
-    table = torch.tensor(np.arange(16).reshape(4, 4), dtype=torch.float64)
-    shown = classification.report_table(table, HOSTILE, tmp_path)
-    assert len(shown["classes"].splitlines()) == 6
-    assert all(line.isprintable() and len(line) < 80 for line in shown["classes"].splitlines())
-    with Image.open(shown["confusion"]) as drawn:
-        assert drawn.size == (720, 600)
-
-
-def test_a_picture_that_cannot_be_drawn_fails_nothing(tmp_path, monkeypatch):
-    from samestep.models import classification
-
-    task = load_task("image_classification")
-    table = torch.eye(2, dtype=torch.float64)
-    shown = classification.report_table(table, ["a", "b"], tmp_path / "none")
-    assert shown["confusion"].startswith("no picture: [Errno 2]") and "a" in shown["classes"]
-
-    def fail(*_):
-        raise RuntimeError("no\nmemory")
-
-    monkeypatch.setattr(task, "draw_samples", fail)
-
-    class Model:
-        class config:
-            id2label, num_labels = {0: "a", 1: "b"}, 2
-
-    monkeypatch.setattr(task, "datasets", lambda *_: (None, None))
-    shown = task.report(Model, {"table": table}, tmp_path, None, None)
-    assert shown["samples"] == "no picture: no memory"
-    assert (tmp_path / "confusion.png").exists()
-
-
-@pytest.mark.filterwarnings("error:Glyph")
-def test_samples_of_classes_with_hostile_names(tmp_path):
-    task = load_task("image_classification")
-    seen = {"side": 4, "mean": [0.5] * 3, "std": [0.5] * 3, "channels_last": False}
-    rows = [(np.full((4, 4, 3), i, np.uint8), i % 4, seen) for i in range(8)]
-
-    class Model(torch.nn.Module):
-        device = "cpu"
-
-        def forward(self, pixel_values):
-            return type("Answer", (), {"logits": torch.eye(4)[[0] * len(pixel_values)]})
-
-    task.draw_samples(Model(), rows, HOSTILE, tmp_path / "samples.png")
-    with Image.open(tmp_path / "samples.png") as drawn:
-        assert drawn.size == (1200, 1350)
-
-
 def test_a_model_card_with_hostile_names(tmp_path):
     from samestep.report import model_card
 
@@ -478,11 +329,9 @@ def test_a_model_card_with_hostile_names(tmp_path):
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     lines = card.split("\n")
     assert all(line.isprintable() for line in lines)
-    assert [line for line in lines if line.startswith("#")][0].startswith("# # a\\`b")
-    assert len([line for line in lines if line.startswith("# ")]) == 1
-    assert [line for line in lines if line.startswith("## ")] == [
-        "## Evaluation", "## Settings", "## Versions",
-    ]  # fmt: skip
+    headings = [line for line in lines if line.startswith("#")]
+    assert headings[0].startswith("# # a\\`b") and len(headings) == 4
+    assert headings[1:] == ["## Evaluation", "## Settings", "## Versions"]
     assert lines[0] == "---" and lines.count("---") == 2
     about = yaml.safe_load(card.split("\n---\n")[0])
     assert set(about) == {"library_name", "pipeline_tag", "base_model"}
@@ -501,12 +350,3 @@ def test_a_model_card_with_hostile_names(tmp_path):
 
 
 # ---- Formats that come in disguise ---------------------------------------------------------------
-
-
-def test_a_stored_image_is_the_same_from_a_path_and_from_bytes(tmp_path):
-    for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"):
-        file = io.BytesIO()
-        picture(file, kind)
-        (tmp_path / "a").write_bytes(file.getvalue())
-        pairs = [images.square(tmp_path / "a", 8), images.square({"bytes": file.getvalue()}, 8)]
-        assert np.array_equal(*pairs) and pairs[0].std() > 0

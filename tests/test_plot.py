@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -63,28 +61,12 @@ def test_the_last_line_of_a_step_counts(tmp_path):
     assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
 
 
-def test_steps_are_sorted(tmp_path):
-    train, _ = curves.read_metrics(
-        write(tmp_path / "a", [training(30, 1), training(10, 3), training(20, 2)])
-    )
-    assert list(train) == [10, 20, 30]
-
-
-@pytest.mark.parametrize(
-    "torn", ['{"step": 20, "lo', '{"step": 20, "loss": 2.', "{", "\x00\x00", "2", "[]", "null"]
-)
+@pytest.mark.parametrize("torn", ['{"step": 20, "lo', "\x00\x00", "[]"])
 def test_other_and_torn_lines_are_ignored(tmp_path, torn):
     lines = [{"note": "started"}, {"step": 10, "note": "saved"}, "", training(10, 3.0), torn]
     train, evals = curves.read_metrics(write(tmp_path / "a", lines))
     assert curves.column(train, "loss") == [3.0]
     assert evals == {}
-
-
-def test_a_line_torn_inside_a_letter_is_ignored(tmp_path):
-    run = write(tmp_path / "a", [training(10, 3.0), ""])
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write('{"step": 20, "é'.encode()[:-1])
-    assert list(curves.read_metrics(run)[0]) == [10]
 
 
 def test_what_is_not_finite_is_a_gap(tmp_path):
@@ -103,13 +85,6 @@ def test_the_average_neither_lags_nor_spreads_gaps():
     assert max(map(abs, noisy[10:90])) < 0.2
     gap = curves.smooth([*straight[:50], math.nan, *straight[51:]])
     assert [i for i, value in enumerate(gap) if math.isnan(value)] == [50]
-
-
-def test_names_tell_runs_apart():
-    assert curves.short_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert curves.short_names([Path("runs/a"), Path("other/a")]) == ["runs/a", "other/a"]
-    assert curves.short_names([Path("/x/runs/a"), Path("/y/runs/a")]) == ["x/runs/a", "y/runs/a"]
-    assert len(curves.short_names([Path("runs") / ("long" * 40)])[0]) == 50
 
 
 # ---- Pictures ------------------------------------------------------------------------------------
@@ -190,9 +165,7 @@ def scored(**scores):
     [
         ({"accuracy": (0.5, 1.0), "macro_f1": (0, 0.9), "unigram_loss": (0.9, 0.9)}, ["scores"]),
         ({"perplexity": (900.0, 30.0), "bits_per_byte": (3, 2)}, ["perplexity", "bits per byte"]),
-        ({"mae": (2.5, 0.5), "r2": (-1, 0.5)}, ["mae", "r2"]),
         ({"accuracy": (0.5, 0.6), "bleu": (3, 30), "chrf": (20, 50)}, ["accuracy", "scores"]),
-        ({"perplexity": (None, "x"), "baseline_accuracy": (0, 1), "ok": (True, False)}, []),
         ({"accuracy": (0.5, math.nan), "$\\frac_{\udcff": (1e300, 1)}, ["scores"]),
         (
             {"loss/a": (1, 2), "f1": (0, 1), "f1/a": (0, 1), "eval_loss/a": (3, 1), "f1/b": (9, 9)},
@@ -200,7 +173,6 @@ def scored(**scores):
         ),
         ({f"score {i}": (0, 1 / (i + 1)) for i in range(99)}, ["scores"]),
     ],
-    ids=["classes", "texts", "numbers", "mixed", "none", "odd", "sources", "many"],
 )
 def test_scores_have_panels(tmp_path, monkeypatch, scores, panels):
     run = write(tmp_path / "a", scored(**scores))
@@ -237,56 +209,21 @@ def test_settings_that_differ_are_named(tmp_path, monkeypatch):
     assert lines[2:] == ["curves.png"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "1", "\x00", "a: *b", "[" * 9999, "task: 5", "é"])
-def test_a_config_that_cannot_be_read_is_none(tmp_path, content):
-    (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
-    assert curves.differing_settings([tmp_path, tmp_path]) == [[], []]
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "lines",
     [
-        [training(True, 1), training(-5, 1), training([1], 1), training(2.5, 1), training(1, True)],
-        [training(1, 3.0), '{"step": 1%s, "loss": 1}' % ("0" * 400), training(2**53 - 1, 2.0)],
-        ['{"step": 1, "loss": 1%s}' % ("0" * 400), training(2, 1e308), training(3, -1e308)],
-        [training(1, 3.0), "[" * 200_000, '{"step":' * 200_000, "\udcff\x00", "1" + "0" * 5000],
-        [training(1, 3.0), {"step": 1, "eval_loss": 2} | {f"baseline {i}": i for i in range(999)}],
-        [training(1, 3.0, **{f"unit {i}_per_second": i for i in range(200)})],
-        [training(1, 3.0, **{"$\\frac_{\ud800\u202e\n_per_second": 4, "x" * 10**4: 1})],
+        [training(1, 3.0), '{"step": 1%s, "loss": 1}' % ("0" * 400), training(2**53 - 1, 1e308)],
         [training(1, 3.0), {"step": 1, "eval_loss": 2, "$\\frac_{\ud800\u4e2d\n_baseline": 1.5}],
-        [training(1, 3.0)],
         [training(step, math.nan) for step in range(50)] + [{"step": 50, "eval_loss": math.nan}],
-        [training(step, 10.0**step) for step in range(39)],
         [{"step": 1, "loss": 1.0}],
-        [*curve(), {"step": 61, "eval_loss": None, "unigram_loss": None}],
     ],
-    ids=["odd steps", "huge steps", "huge losses", "brackets", "baselines", "units", "unit", "line"]
-    + ["one point", "nothing finite", "all of fp32", "no throughput", "diverged"],
 )
 def test_odd_data_are_drawn(tmp_path, lines):
     run = write(tmp_path / "_a$\\b$c", lines)
-    # What a file name in latin-1, in Chinese, or with a line end and a mark is to Python.
-    run = run.rename(tmp_path / "_$\\b{$c\udce9\u4e2d\n\u202e\x1b[31m")
     assert size(curves.draw([run], run / "curves.png")) == (1600, 1200)
     compared = [run, write(tmp_path / "b", curve())]
     assert size(curves.draw(compared, tmp_path / "both.png")) == (1600, 1200)
-
-
-def test_a_picture_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
-    run = write(tmp_path / "a", curve())
-    picture = run / "curves.png"
-    picture.write_text("the old one")
-
-    def full_disk(self, file, **options):
-        Path(file).write_text("half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(curves.Figure, "savefig", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        curves.draw([run], picture)
-    assert picture.read_text() == "the old one"
-    assert sorted(path.name for path in run.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
 # ---- Command line --------------------------------------------------------------------------------
@@ -321,17 +258,12 @@ def test_the_path_is_printed(folder, arguments, picture):
     [
         (["runs/c"], "there is no folder runs/c; runs near it: runs/"),
         (["runs/a", "runs/empty"], "runs/empty has no metrics.jsonl; runs near it: runs/"),
-        (["runs"], "runs has no metrics.jsonl; runs near it: runs/"),
-        (["nowhere/c"], "there is no folder nowhere/c; runs near it: none"),
         (["runs/started"], "runs/started/metrics.jsonl has no training line yet; the first comes"),
         (["runs/a", "--output", "no/x.png"], "--output no/x.png: there is no folder no"),
         (["runs/a", "--output", "runs"], "--output runs is a folder; name a file: runs/curves.png"),
         (["runs/a", "--output", "x.xyz"], "--output x.xyz: its name must end with .png, .svg"),
-        (["runs/a", "--output", "x.eps"], "--output x.eps: its name must end with .png, .svg"),
-        (["runs/a", "--output", "/dev/null"], "--output /dev/null is a pipe or a device"),
         (["runs/a", "--outpt", "x.png"], "unrecognized arguments: --outpt x.png"),
         ([], "the following arguments are required: run"),
-        (["n" * 5000], "[Errno 36] File name too long"),
         (["runs/line\nbreak\x1b[31m\u202e"], "there is no folder runs/line break\\x1b[31m\\u202e;"),
     ],
 )
@@ -342,24 +274,6 @@ def test_bad_input_gets_one_line(folder, arguments, line):
     assert result.stderr.count("\n") == 1
     if line.endswith("runs/"):
         assert all(name in result.stderr for name in ("runs/a", "runs/b"))
-
-
-def test_help_shows_the_commands(folder):
-    result = subprocess.run(
-        [sys.executable, "-m", "samestep", "plot", "--help"],
-        cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "DISPLAY"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0
-    assert "python -m samestep plot runs/a runs/b" in result.stdout
-
-
-def test_a_full_disk_behind_the_output_is_no_traceback(folder):
-    for arguments in (["runs/a"], ["--help"]):
-        result = programs.run(plot, folder, *arguments, stdout="/dev/full")
-        assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_it_stands_alone():

@@ -10,11 +10,7 @@ import pytest
 
 from conftest import bake, lines
 
-
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
-    """A project of the default answers, whose data is not prepared yet."""
-    return bake(tmp_path_factory.mktemp("fresh"), tracker="none")
+PREPARE = ("python", "-m", "samestep", "prepare")
 
 
 def files(folder):
@@ -24,16 +20,15 @@ def files(folder):
 
 
 @pytest.mark.slow
-def test_train_finds_what_prepare_has_prepared(fresh, tmp_path):
+def test_train_finds_what_prepare_has_prepared(tmp_path):
     """One line at the end; no run folder; and the training prepares nothing again."""
+    fresh = bake(tmp_path, tracker="none")
     before = {path.name for path in fresh.path.iterdir()} | {"__pycache__"}
     flags = ["--config", "configs/train/smoke.yaml", "--task.cache_dir", tmp_path / "cache"]
     flags += ["--output_dir", tmp_path / "run", "--max_steps", 2, "--warmup_steps", 1]
-    first, again = [
-        fresh.run("python", "-m", "samestep", "prepare", *flags).stdout for _ in range(2)
-    ]
+    first, again = (fresh.run(*PREPARE, *flags).stdout for _ in range(2))
     pattern = r"prepared in (\S+): ([\d,]+) rows to train on, ([\d,]+) to evaluate on\n"
-    folder, rows, _ = re.fullmatch(pattern, again).groups()
+    folder = re.fullmatch(pattern, again)[1]
     assert first.endswith(again) and folder.startswith(str(tmp_path / "cache"))
     assert {path.name for path in fresh.path.iterdir()} <= before
     assert not (tmp_path / "run").exists()
@@ -41,12 +36,10 @@ def test_train_finds_what_prepare_has_prepared(fresh, tmp_path):
     printed = fresh.run("python", "train.py", *flags).stdout
     assert "Prepar" not in printed and len(lines(tmp_path / "run", "loss")) > 0
     assert files(Path(folder)) == prepared
-    checked = fresh.run("python", "train.py", *flags, "--check", "--resume", "never", check=False)
-    assert checked.returncode == 2  # of a run that is there; `prepare` has not looked for one
-    assert (
-        fresh.run("python", "-m", "samestep", "prepare", *flags, "--resume", "never").stdout
-        == again
-    )
+    # A run that is there is refused by train.py; `prepare` does not look for one.
+    flags += ["--resume", "never"]
+    assert fresh.run("python", "train.py", *flags, "--check", check=False).returncode == 2
+    assert fresh.run(*PREPARE, *flags).stdout == again
 
 
 def test_no_gpu_and_no_process_group_are_touched(tiny):
@@ -63,28 +56,27 @@ def test_no_gpu_and_no_process_group_are_touched(tiny):
         assert result.stdout == "prepared: 37 rows to train on, 11 to evaluate on\n", result
 
 
+RAISED = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
         (["--sed", 1], "command line: there is no field sed; did you mean seed?"),
         (["--config", "no.yaml"], "no.yaml: No such file or directory; --config takes"),
-        (["--task.fail_where", "prepare_data", "--task.fail_rank", 0], "no prepare_data here"),
-        (["--task.fail_where", "datasets", "--task.fail_rank", 0], "no datasets here"),
+        (RAISED, "no prepare_data here"),
         (["--check"], "only train.py can do --check; leave it out"),
         (["--eval_only"], "only train.py can do --eval_only; leave it out"),
     ],
 )
 def test_a_mistake_is_a_line(tiny, flags, said):
-    result = tiny.run("python", "-m", "samestep", "prepare", *flags, check=False)
+    result = tiny.run(*PREPARE, *flags, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
 
 
 def test_another_error_has_its_traceback(tiny):
-    flags = ["--task.fail_where", "prepare_data", "--task.fail_rank", 0]
-    result = tiny.run(
-        "python", "-m", "samestep", "prepare", *flags, "--task.fail_kind", "TypeError", check=False
-    )
+    result = tiny.run(*PREPARE, *RAISED, "--task.fail_kind", "TypeError", check=False)
     assert result.returncode == 1 and result.stderr.count("Traceback") == 1
     assert result.stderr.endswith("TypeError: no prepare_data here\n")
 

@@ -1,4 +1,4 @@
-"""Rows of varying length, prepared in units: the same on any number of cores, and after kills."""
+"""Rows of varying length, prepared in units: the same on any number of cores."""
 
 import json
 import math
@@ -9,8 +9,9 @@ import pytest
 
 import reference
 from conftest import load_task
+from samestep.base import workers
+from samestep.text import units
 
-row_files, units = load_task("samestep.text.row_files"), load_task("samestep.text.units")
 KINDS = ("text_classification", "seq2seq")
 
 
@@ -55,6 +56,13 @@ def columns(kind):
     return ("text", "label") if kind[0] == "text_classification" else ("source", "target")
 
 
+def reference_texts(name, rows):
+    """The first texts of the rows that are held out."""
+    label = (lambda row: row[0][1]) if name == "text_classification" else (lambda row: None)
+    _, held = reference.hold_out([(row, "") for row in rows], 0.1, lambda row: row[0][0], label)
+    return [row[0] for row, _ in held]
+
+
 def contents(folder):
     """The bytes of all files but the index, which has no times either."""
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -67,104 +75,48 @@ def small_units(kind, monkeypatch):
     return units
 
 
-@pytest.mark.slow
-def test_cores_and_kills_change_nothing(kind, small_units, tmp_path, monkeypatch):
-    """A worker dies at each of its units in turn; what is done is not done again."""
-    task, workers = kind[1], small_units.do_units.__globals__
+def test_cores_change_nothing(kind, small_units, tmp_path, monkeypatch):
     paths = [
         write(tmp_path / f"{n}.jsonl", rows_of(kind[0], size), columns(kind))
         for n, size in (("a", 400), ("b", 200))
     ]
-    data, found = f"{paths[0]}:3,{paths[1]}", []
+    found = []
     for cores in (3, 1):
-        monkeypatch.setitem(workers, "count_cores", lambda cores=cores: cores)
-        cfg = config(kind, data, tmp_path / f"cache-{cores}")
-        found.append(contents(task.prepare_data(cfg)))
-    writer = row_files.UnitWriter
-    commit, cfg = writer.commit, config(kind, data, tmp_path / "killed")
-    kills = 0
-    for unit in range(50):
-
-        def die(self, facts, unit=unit):
-            if self.name == f"{unit:06}":
-                raise KeyboardInterrupt
-            commit(self, facts)
-
-        monkeypatch.setattr(writer, "commit", die)
-        try:
-            folder = task.prepare_data(cfg)
-            break
-        except KeyboardInterrupt:
-            kills += 1
-            done = [*(tmp_path / "killed").glob("*.unfinished/[0-9]*.json")]
-            assert len(done) >= unit
-    found.append(contents(folder))
-    assert kills > 8
-    assert found[0] == found[1] == found[2]
+        monkeypatch.setattr(workers, "count_cores", lambda cores=cores: cores)
+        cfg = config(kind, f"{paths[0]}:3,{paths[1]}", tmp_path / f"cache-{cores}")
+        found.append(contents(kind[1].prepare_data(cfg)))
+    assert found[0] == found[1] and "000008.json" in found[0]
 
 
-def test_rows_held_out_are_those_of_a_split_in_memory(kind, small_units, tmp_path):
-    """In the order of their hashes; a bound takes the first of them."""
+def test_rows_held_out_of_each_source_are_those_of_a_split_in_memory(kind, small_units, tmp_path):
+    """In the order of their hashes; a bound takes the first of them. Sources lie one by one."""
     name, task = kind
-    rows = rows_of(name, 600)
-    data = write(tmp_path / "rows.jsonl", rows, columns(kind))
-    label = (lambda row: row[0][1]) if name == "text_classification" else (lambda row: None)
-    pairs = [(row, "") for row in rows]
-    _, held = reference.hold_out(pairs, 0.1, lambda row: row[0][0], label)
-    expected = [row[0] for row, _ in held]
-    for bound in (1000, 20, 1):
-        cfg = config(kind, data, tmp_path / "cache", validation_rows=bound, max_length=512) if (
-            name == "text_classification"
-        ) else config(kind, data, tmp_path / "cache", validation_rows=bound)  # fmt: skip
-        folder = task.prepare_data(cfg)
-        train, validation = task.datasets(cfg, folder)
-        texts = decoded(kind, cfg, folder, validation)
-        assert texts == expected[: len(texts)] and len(train) + len(texts) == 600
-        assert len(texts) == len(expected) if bound == 1000 else len(texts) >= 1
-        assert bound < 20 or len(texts) > bound - 3 or bound == 1000
-        for part in (train, validation):
-            assert part.sizes().tolist() == [row["length"] for row in part]
-            assert part.sizes().dtype == np.int32
-
-
-def test_several_sources_are_each_split_and_lie_one_after_the_other(kind, small_units, tmp_path):
-    name, task = kind
-    every = [rows_of(name, 300), rows_of(name, 90)]
+    every = [rows_of(name, 600), rows_of(name, 90)]
     if name == "text_classification":  # a class that only one source has
         every[1] = [(text, "d" if label == "c3" else label) for text, label in every[1]]
     paths = [write(tmp_path / f"{i}.jsonl", rows, columns(kind)) for i, rows in enumerate(every)]
-    cfg = config(kind, "", tmp_path / "cache", validation_rows=40)
-    cfg.data = [{"path": str(path), "weight": 3 - i} for i, path in enumerate(paths)]
-    folder = task.prepare_data(cfg)
-    train, validation = task.datasets(cfg, folder)
-    texts, held = (decoded(kind, cfg, folder, part) for part in (train, validation))
-    label = (lambda row: row[0][1]) if name == "text_classification" else (lambda row: None)
-    named = [[(each.name, each.weight) for each in part.sources] for part in (train, validation)]
-    assert named == 2 * [[("0.jsonl", 3), ("1.jsonl", 2)]]
-    for rows, mine, out in zip(every, train.sources, validation.sources, strict=True):
-        expected = reference.hold_out([(r, "") for r in rows], 0.1, lambda r: r[0][0], label)[1]
-        own, held = held[: out.rows], held[out.rows :]
-        assert own == [row[0] for row, _ in expected][: len(own)] and 5 < len(own) <= 20
-        learnt, texts = texts[: mine.rows], texts[mine.rows :]
-        assert learnt == [row[0] for row in rows if row[0] not in own]
-    assert not held and not texts
+    for bound in (2000, 40, 2):
+        cfg = config(kind, f"{paths[0]}:3,{paths[1]}:2", tmp_path / "cache", validation_rows=bound)
+        folder = task.prepare_data(cfg)
+        train, validation = task.datasets(cfg, folder)
+        for part in (train, validation):
+            assert [(each.name, each.weight) for each in part.sources] == [
+                ("0.jsonl", 3),
+                ("1.jsonl", 2),
+            ]
+            assert part.sizes().tolist() == [row["length"] for row in part]
+            assert part.sizes().dtype == np.int32
+        texts, held = (decoded(kind, cfg, folder, part) for part in (train, validation))
+        for rows, mine, out in zip(every, train.sources, validation.sources, strict=True):
+            own, held = held[: out.rows], held[out.rows :]
+            assert own == reference_texts(name, rows)[: len(own)] and 0 < len(own) <= bound // 2
+            assert bound < 2000 or own == reference_texts(name, rows)
+            learnt, texts = texts[: mine.rows], texts[mine.rows :]
+            assert learnt == [row[0] for row in rows if row[0] not in own]
+        assert not held and not texts
     cfg.data = f"{paths[0]},{paths[1]}:7"  # another mixture of the same prepared rows
     assert task.prepare_data(cfg) == folder
     assert [each.weight for each in task.datasets(cfg, folder)[0].sources] == [1, 7]
-
-
-def test_a_damaged_file_is_written_again_and_the_others_stay(kind, small_units, tmp_path, capsys):
-    task = kind[1]
-    data = write(tmp_path / "rows.jsonl", rows_of(kind[0], 300), columns(kind))
-    cfg = config(kind, data, tmp_path / "cache")
-    folder = task.prepare_data(cfg)
-    before = contents(folder)
-    file = folder / "000001.train.input_ids"
-    kept = (folder / "000000.train.input_ids").stat().st_ino
-    file.write_bytes(file.read_bytes()[:-3])
-    assert task.prepare_data(cfg) == folder and contents(folder) == before
-    assert "has a damaged file: 000001.train.input_ids: preparing again" in capsys.readouterr().out
-    assert (folder / "000000.train.input_ids").stat().st_ino == kept
 
 
 def test_each_class_keeps_a_text_and_numbers_have_exact_sums(tmp_path):

@@ -75,43 +75,25 @@ def test_ctrl_c_ends_with_one_line(tiny, tmp_path, hardware):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path):
+@pytest.mark.parametrize("hardware", ["cpu", "cpu_multi"])
+def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path, hardware):
     import psutil
 
     output = tmp_path / "run"
-    run = tiny.launch("samestep", "cpu_multi", *LONG, "--output_dir", output)
+    run = tiny.launch("samestep", hardware, *LONG, "--output_dir", output)
     wait_until(lambda: trained(output, 3), run)
     family = psutil.Process(run.pid).children(recursive=True)
-    ranks = {p.environ().get("RANK"): p for p in family}
-    ranks["1"].kill()
+    if hardware == "cpu":
+        mark = "ACCELERATE_MIXED_PRECISION"
+        process = [p for p in family if mark in p.environ() or "-u" in p.cmdline()][-1]
+        said = "the process that trained was ended by SIGKILL, as the kernel"
+    else:
+        process = {p.environ().get("RANK"): p for p in family}["1"]
+        said = f"process 1 (pid {process.pid}) was ended by SIGKILL"
+    process.kill()
     printed = run.communicate(timeout=60)[0]
     assert run.returncode == 1 and "Traceback" not in printed, printed
-    assert "lost the connection to another process, which has died" in printed
-    assert f"samestep launch: process 1 (pid {ranks['1'].pid}) was ended by SIGKILL" in printed
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_named_where_there_is_only_one(tiny, tmp_path):
-    import psutil
-
-    output = tmp_path / "run"
-    run = tiny.launch("samestep", "cpu", *LONG, "--output_dir", output)
-    wait_until(lambda: trained(output, 3), run)
-    family = psutil.Process(run.pid).children(recursive=True)
-    [p for p in family if "-u" in p.cmdline() or "ACCELERATE_MIXED_PRECISION" in p.environ()][
-        -1
-    ].kill()
-    printed = run.communicate(timeout=60)[0]
-    assert run.returncode == 1 and "Traceback" not in printed, printed
-    assert (
-        "samestep launch: the process that trained was ended by SIGKILL, as the kernel" in printed
-    )
-
-
-def test_what_the_launcher_itself_refuses_is_shown(tiny):
-    run = tiny.launch("samestep --no_such_flag", "cpu", "--max_steps", 3)
-    printed = run.communicate(timeout=60)[0]
-    assert run.returncode == 2 and "no_such_flag" in printed
+    assert f"samestep launch: {said}" in printed
 
 
 # ---- Evaluation alone ----------------------------------------------------------------------------
@@ -222,27 +204,6 @@ def test_a_best_model_that_was_damaged_gives_way_to_the_next(quick, tmp_path):
     assert exported.equal(saved[second])
 
 
-def test_where_no_evaluation_is_finite_the_last_model_is_exported_and_that_is_said(quick, tmp_path):
-    output, never = tmp_path / "run", "import task; task.metrics = lambda sums: {'loss': 'nan'}"
-    printed = quick("--export", "best", "--output_dir", output, before=never)
-    assert "no checkpoint has a finite eval_loss: the last model is exported" in printed
-    exported, saved = weights(output)
-    assert exported.equal(saved[12])
-
-
-def test_a_checkpoint_whose_manifest_is_broken_is_no_best_one(quick, tmp_path):
-    output = tmp_path / "run"
-    flags = ["--export", "best", "--learning_rate", 0.05, "--output_dir", output]
-    quick(*flags)
-    losses = {line["step"]: line["eval_loss"] for line in lines(output, "eval_loss")}
-    first, second, *_ = sorted(losses, key=losses.get)
-    (output / "checkpoints" / f"step-{first:08d}" / "manifest.json").write_text("{")
-    shutil.rmtree(output / "model")
-    quick(*flags)
-    exported, saved = weights(output)
-    assert exported.equal(saved[second])
-
-
 def test_a_stopped_run_finds_its_best_model_again(quick, tmp_path):
     """The best evaluation is before the stop: the second start knows it from the checkpoints."""
     flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
@@ -269,7 +230,7 @@ task.eval_sums = eval_sums
 """
 
 
-@pytest.mark.parametrize("batch", [2, 5, 7, 8])
+@pytest.mark.parametrize("batch", [2, 5])
 def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path, batch):
     """That of step 2, of six batches: it is made up for, and its checkpoint counts."""
     flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
@@ -330,30 +291,9 @@ def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
     assert lines(output, "loss")[-1]["step"] == steps and status(output)["state"] == "finished"
 
 
-REFUSED = [
-    ("seed: 1", ["--max_steps", 0], "max_steps and num_epochs are both 0; one must be above 0"),
-    ("seed: 1", ["--max_steps", 3, "--num_epochs", 1], "the command line gives both max_steps and"),
-    ("max_steps: 3\nnum_epochs: 1", [], "the recipe gives both max_steps and num_epochs"),
-    (
-        "task: {data: x, rows: y}",
-        [],
-        "section task belongs to another task: data and rows are not",
-    ),
-    ("task: {sampels: 3}", [], "there is no field task.sampels; did you mean task.samples?"),
-]
-
-
-@pytest.mark.parametrize("recipe, flags, said", REFUSED)
-def test_mistakes_in_recipes_are_one_line(quick, tmp_path, recipe, flags, said):
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    printed = quick("--check", "--config", tmp_path / "recipe.yaml", *flags, codes=[2])
-    assert printed.count("\n") == 1 and said in printed
-
-
 def test_a_warm_up_longer_than_the_run_is_said(quick, tmp_path):
     printed = quick("--warmup_steps", 20, "--output_dir", tmp_path / "run")
     assert "the learning rate rises to the end: warmup_steps is 20, and the run has 12" in printed
-    assert "rises to the end" not in quick("--output_dir", tmp_path / "short")
 
 
 def test_help_shows_the_values_that_would_be_used(quick, tmp_path):

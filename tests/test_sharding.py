@@ -17,14 +17,13 @@ from accelerate.utils.launch import (
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
 )
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from conftest import BakedProject, bake, digest, latest, lines, preloaded, read_weights, status
+from conftest import bake, digest, latest, lines, preloaded, read_weights, status
+from test_exact import TIMES, with_task
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
-TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds")
 OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
@@ -51,7 +50,7 @@ def launcher_env(config, processes, precision):
     return {name: value for name, value in env.items() if name.startswith(OURS)}
 
 
-def train(project, hardware, processes, *flags, precision="no", codes=(0,), timeout=500):
+def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
     """Trains with a YAML in so many processes; what they printed.
 
     cpu and cpu_multi run train.py as it is; other YAMLs shard the model, on the CPU.
@@ -63,7 +62,7 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,), time
         config = str(project.path / "configs" / "accelerate" / f"{hardware}.yaml")
         env, program = launcher_env(config, processes, precision), [str(ON_CPU), "train.py"]
     envs = [{**each, **env} for each in project.envs(processes)]
-    ended = preloaded(project.path, envs, [*program, *latest(flags)], timeout)
+    ended = preloaded(project.path, envs, [*program, *latest(flags)], seconds=500)
     return project.ended((hardware, *flags), codes, *zip(*ended, strict=True))
 
 
@@ -130,22 +129,22 @@ def alone(small, tmp_path_factory):
 # ---- The same numbers ----------------------------------------------------------------------------
 
 
-def test_fsdp2_has_the_losses_of_one_process(small, alone, tmp_path):
-    """Four rounds of two micro-batches; evaluation, and an export that was sharded before."""
-    train(small, "fsdp2", 2, "--output_dir", tmp_path / "run")
+LAYOUTS = [("fsdp2", 4), ("hsdp", 4), ("tensor_parallel", 2)]
+
+
+@pytest.mark.parametrize(
+    "case", [("fsdp2", 2), *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS)]
+)
+def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
+    """Eight micro-batches a step; evaluation, and an export that was sharded before."""
+    train(small, *case, "--output_dir", tmp_path / "run")
     agree(tmp_path / "run", alone)
     assert (tmp_path / "run" / "curves.png").exists()
 
 
-@pytest.mark.slow
-def test_exact_fsdp2_has_the_bytes_of_one_process(small, tmp_path):
-    """Ordinary runs differ in their last digits, so another order of sums would show."""
-    cases = [("cpu", 1), ("fsdp2", 2)]
-    outputs = [tmp_path / hardware for hardware, _ in cases]
-    for (hardware, processes), output in zip(cases, outputs, strict=True):
-        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
-        train(small, hardware, processes, *flags)
-    check_same(*outputs)
+def losses(output):
+    """Loss and gradient norm of each step."""
+    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
 
 
 @pytest.mark.slow
@@ -165,12 +164,9 @@ def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
 
 
 VARIANTS = {
-    "recomputed": ["--gradient_checkpointing", "true"],
-    "packed": ["--task.packing", "best_fit"],
-    "chunked": ["--task.loss_chunk", "16"],
-    "larger": ["--micro_batch_size", "4"],
-    "compiled": ["--compile", "true"],
-    "unclipped": ["--max_grad_norm", "0"],
+    "recomputed": ["--gradient_checkpointing", "true", "--task.packing", "best_fit"],
+    "chunked": ["--task.loss_chunk", "16", "--micro_batch_size", "4"],
+    "compiled": ["--compile", "true", "--max_grad_norm", "0"],
 }
 
 
@@ -185,67 +181,32 @@ def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, vari
     agree(other, one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [("fsdp2", 4), ("hsdp", 4), ("tensor_parallel", 2)])
-def test_other_layouts_have_the_losses_of_one_process(small, alone, tmp_path, case):
-    train(small, *case, "--output_dir", tmp_path / "run")
-    agree(tmp_path / "run", alone)
-
-
-@pytest.mark.slow
-def test_bf16_under_fsdp2_is_that_of_autocast(small, tmp_path):
-    """Weights, moments and sums of gradients are fp32: the difference to DDP is that of bf16."""
-    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
-        train(small, hardware, processes, "--output_dir", tmp_path / hardware, precision="bf16")
-    agree(tmp_path / "fsdp2", tmp_path / "cpu", loss=1e-3, norm=0.05)
-    saved = max((tmp_path / "fsdp2" / "checkpoints").glob("step-*"))
-    for file in saved.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"F32"}
-
-
 # ---- One run on several layouts ------------------------------------------------------------------
 
 
-def move(project, output, stations, *flags):
-    """Trains one run, on another layout after each three steps; what all of them printed.
+CONSTANT = ["--lr_schedule", "constant"]  # the learning rate does not depend on max_steps
+STATIONS = {
+    "false": [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 4), ("tensor_parallel", 2), ("cpu", 1)],
+    "true": [("cpu_multi", 2), ("fsdp2", 2), ("hsdp", 4), ("cpu", 1), ("fsdp2", 4)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", STATIONS)
+def test_a_run_moves_between_all_layouts(small, tmp_path, exact):
+    """After each three steps. The same samples, and losses to rounding; exact: the same bytes.
 
     The checkpoint in which a part of the run ends is that of a longer run which was stopped there.
     """
-    text = ""
-    for i, (hardware, processes) in enumerate(stations):
-        steps = ["--max_steps", str(3 * (i + 1)), "--accept_changes"]
-        text += train(project, hardware, processes, *flags, *steps, "--output_dir", output)
-    return text
-
-
-CONSTANT = ["--lr_schedule", "constant"]  # the learning rate does not depend on max_steps
-
-
-@pytest.mark.slow
-def test_a_run_moves_between_all_layouts(small, tmp_path):
-    """1 -> DDP 2 -> FSDP2 4 -> TP 2 -> 1: the same samples, and losses to rounding."""
-    stations = [("cpu", 1), ("cpu_multi", 2), ("fsdp2", 4), ("tensor_parallel", 2), ("cpu", 1)]
-    text = move(small, tmp_path / "moved", stations, *CONSTANT)
-    assert text.count("continuing from") == 4
-    flags = [*CONSTANT, "--max_steps", "15", "--output_dir", tmp_path / "alone"]
-    train(small, "cpu", 1, *flags)
-    agree(tmp_path / "moved", tmp_path / "alone", loss=2e-6, norm=2e-5)
-
-
-@pytest.mark.slow
-def test_exact_moves_between_layouts_with_the_same_bytes(small, tmp_path):
-    flags = ["--exact", "true", "--task.dropout", "0.1", *CONSTANT]
-    stations = [("cpu_multi", 2), ("fsdp2", 2), ("hsdp", 4), ("cpu", 1), ("fsdp2", 4)]
-    move(small, tmp_path / "moved", stations, *flags)
-    train(small, "cpu", 1, *flags, "--max_steps", "15", "--output_dir", tmp_path / "alone")
-    assert model_digest(tmp_path / "moved") == model_digest(tmp_path / "alone")
-    assert json.dumps(losses(tmp_path / "moved")) == json.dumps(losses(tmp_path / "alone"))
-
-
-def losses(output):
-    """Loss and gradient norm of each step."""
-    return {step: (line["loss"], line["grad_norm"]) for step, line in curve(output).items()}
+    flags, moved, one = ["--exact", exact, *CONSTANT], tmp_path / "moved", tmp_path / "one"
+    for i, (hardware, processes) in enumerate(STATIONS[exact]):
+        steps = ["--max_steps", str(3 * (i + 1)), "--accept_changes", "--output_dir", moved]
+        text = train(small, hardware, processes, *flags, *steps)
+        assert ("continuing from" in text) == (i > 0)
+    train(small, "cpu", 1, *flags, "--max_steps", "15", "--output_dir", one)
+    agree(moved, one, loss=2e-6, norm=2e-5)
+    if exact == "true":
+        assert model_digest(moved) == model_digest(one) and losses(moved) == losses(one)
 
 
 # ---- What may go wrong ---------------------------------------------------------------------------
@@ -259,43 +220,24 @@ calls, plain_loss_sum = [0], loss_sum
 def loss_sum(model, batch):
     calls[0] += model.training
     loss = plain_loss_sum(model, batch)
-    bad = model.training and calls[0] in BAD and os.environ["RANK"] == "1"
+    bad = model.training and calls[0] in range(9, 13) and os.environ["RANK"] == "1"
     return loss * float("nan") if bad else loss
 """
-
-
-@pytest.fixture
-def spoilt(small, tmp_path):
-    """The small project; the second process has NaN losses in its third step."""
-    path = shutil.copytree(small.path, tmp_path / "project")
-    with open(path / "task.py", "a") as file:
-        file.write(SPOIL.replace("BAD", "range(9, 13)"))
-    return BakedProject(path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", ["false", "true"])
 @pytest.mark.parametrize("case", [("cpu_multi", 2), ("fsdp2", 2)])
-def test_a_step_that_is_not_finite_is_skipped_by_all(spoilt, small, tmp_path, case, exact):
-    """The next losses are those of a run that goes on with the weights of before."""
+def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, case, exact):
+    """The second process has NaN losses in its third step."""
+    project = with_task(small, tmp_path, SPOIL)
     output = tmp_path / "run"
-    train(spoilt, *case, "--exact", exact, "--output_dir", output)
+    train(project, *case, "--exact", exact, "--output_dir", output)
     events = {line["step"]: line["event"] for line in lines(output, "event")}
     assert events == {3: "skipped"}
     numbers = losses(output)
     assert all(math.isfinite(norm) for step, (_, norm) in numbers.items() if step != 3)
     assert numbers[4][0] != numbers[2][0]
-
-
-@pytest.fixture(scope="module")
-def tied(alone, tmp_path_factory):
-    """A pretrained model whose embeddings are also its head."""
-    folder = tmp_path_factory.mktemp("tied") / "model"
-    shutil.copytree(alone / "model", folder)
-    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.slow
@@ -313,14 +255,16 @@ def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exact", ["false", "true"])
-def test_tied_embeddings_stay_tied(small, tmp_path, tied, exact):
-    flags = ["--task.model_name_or_path", tied, "--exact", exact]
+def test_tied_embeddings_stay_tied(small, alone, tmp_path):
+    """A pretrained model whose embeddings are also its head."""
+    folder = shutil.copytree(alone / "model", tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    flags = ["--task.model_name_or_path", folder, "--exact", "true"]
     for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
         train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
-    agree(tmp_path / "fsdp2", tmp_path / "cpu")
-    if exact == "true":
-        check_same(tmp_path / "cpu", tmp_path / "fsdp2")
+    check_same(tmp_path / "cpu", tmp_path / "fsdp2")
     saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
 
@@ -343,21 +287,18 @@ def loss_sum(model, batch):
         model.seen += batch["x"].sum() + 1
     return plain_loss(model, batch) * (1 + 1e-3 * model.seen.mean().sin())
 """
-STEPS = ["--eval_every", "3", "--save_every", "3"]
 
 
 @pytest.mark.slow
 def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path):
     """As under DDP; so a run that is continued goes on as it would have."""
-    path = shutil.copytree(tiny.path, tmp_path / "project")
-    with open(path / "task.py", "a") as file:
-        file.write(BUFFERS)
-    project, whole, half = BakedProject(path), tmp_path / "whole", tmp_path / "half"
-    train(project, "fsdp2", 2, *STEPS, "--output_dir", whole)
+    project, whole, half = with_task(tiny, tmp_path, BUFFERS), tmp_path / "whole", tmp_path / "half"
+    flags = ["--eval_every", "3", "--save_every", "3", "--output_dir"]
+    train(project, "fsdp2", 2, *flags, whole)
     for step in (3, 6):
         name = f"checkpoints/step-{step:08d}"
         shutil.copytree(whole / name, half / name)
-    train(project, "fsdp2", 2, *STEPS, "--output_dir", half)
+    train(project, "fsdp2", 2, *flags, half)
     last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
     assert last[0] == last[1]
     exported = torch.load(whole / "model" / "weights.pt")
@@ -384,30 +325,13 @@ def report(model, sums, output, cfg, prepared):
 @pytest.mark.parametrize("case", [("cpu_multi", 2), ("fsdp2", 2)])
 def test_a_report_takes_longer_than_the_timeout_and_all_cores(tiny, tmp_path, case):
     """Cores only where a whole model may not fit into a GPU. The other process leaves before."""
-    path = shutil.copytree(tiny.path, tmp_path / "project")
-    with open(path / "task.py", "a") as file:
-        file.write(REPORT)
+    project = with_task(tiny, tmp_path, REPORT)
     output, flags = tmp_path / "run", ["--timeout", 8, "--output_dir", tmp_path / "run"]
     for more in ([], ["--eval_only", "true"]):
-        text = train(BakedProject(path), *case, *flags, *more)
+        text = train(project, *case, *flags, *more)
         threads = len(os.sched_getaffinity(0)) if case[0] == "fsdp2" else 1
         assert f"reported by: {threads} threads, {{('Parameter', True)}}\n" in text
         assert status(output)["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_an_optimizer_with_state_from_the_start_continues(tiny, tmp_path):
-    path = shutil.copytree(tiny.path, tmp_path / "project")
-    old = "torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)"
-    text = (path / "train.py").read_text()
-    assert text.count(old) == 1
-    (path / "train.py").write_text(text.replace(old, "torch.optim.Adagrad(groups, lr=0.01)"))
-    project, whole, half = BakedProject(path), tmp_path / "whole", tmp_path / "half"
-    train(project, "fsdp2", 2, *STEPS, "--output_dir", whole)
-    shutil.copytree(whole / "checkpoints/step-00000006", half / "checkpoints/step-00000006")
-    train(project, "fsdp2", 2, *STEPS, "--output_dir", half)
-    last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
-    assert last[0] == last[1]
 
 
 @pytest.mark.slow
@@ -426,8 +350,12 @@ def test_exact_decoders_that_share_the_output_of_an_encoder(tmp_path):
 
 REFUSED = {
     "hsdp on two": ("hsdp", 2, "", "parallelism_config needs 4 processes"),
-    "two data types": ("fsdp2", 2, "model.head = torch.nn.Linear(2, 2).double()", "one data type"),
-    "a scalar": ("fsdp2", 2, "model.scale = torch.nn.Parameter(torch.ones(()))", "dimension"),
+    "complex": (
+        "fsdp2",
+        2,
+        "model.odd = torch.nn.Linear(2, 2, dtype=torch.cfloat)",
+        "real weights",
+    ),
     "BatchNorm": ("fsdp2", 2, "model.norm = torch.nn.BatchNorm1d(2)", "ram_efficient_loading: fal"),
 }
 
@@ -436,12 +364,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_fsdp_cannot_take_is_one_line(tiny, tmp_path, case):
     hardware, processes, change, words = REFUSED[case]
-    path = shutil.copytree(tiny.path, tmp_path / "project")
-    with open(path / "task.py", "a") as file:
-        file.write("\n\nplain_model = build_model\n\n\ndef build_model(cfg, prepared):\n")
-        file.write(f"    model = plain_model(cfg, prepared)\n    {change}\n    return model\n")
-    output = tmp_path / "run"
-    text = train(BakedProject(path), hardware, processes, "--output_dir", output, codes=(2,))
+    code = "\n\nplain_model = build_model\n\n\ndef build_model(cfg, prepared):\n"
+    code += f"    model = plain_model(cfg, prepared)\n    {change}\n    return model\n"
+    project, output = with_task(tiny, tmp_path, code), tmp_path / "run"
+    text = train(project, hardware, processes, "--output_dir", output, codes=(2,))
     told = [line for line in text.splitlines() if line.startswith("train.py: ")]
     assert len(told) == 1 and words in told[0] and "Traceback" not in text, text
 
@@ -496,10 +422,8 @@ def test_one_process_of_a_machine_holds_the_whole_model(small, tmp_path):
     train(small, "cpu", 1, *flags, *sizes, "--output_dir", tmp_path / "before")
     flags += ["--task.model_name_or_path", tmp_path / "before" / "model"]
     train(small, "cpu", 1, *flags, "--output_dir", tmp_path / "one")
-    path = shutil.copytree(small.path, tmp_path / "project")
-    with open(path / "task.py", "a") as file:
-        file.write(PEAK.replace("FOLDER", repr(str(tmp_path))))
-    train(BakedProject(path), "fsdp2", 2, *flags, "--output_dir", tmp_path / "two")
+    project = with_task(small, tmp_path, PEAK.replace("FOLDER", repr(str(tmp_path))))
+    train(project, "fsdp2", 2, *flags, "--output_dir", tmp_path / "two")
     agree(tmp_path / "two", tmp_path / "one", loss=2e-6, norm=1e-4)
     main, other = (float((tmp_path / f"peak-{rank}").read_text()) for rank in (0, 1))
     assert other < 0.75 * main  # 68 and 144 MB; before, 164 and 144

@@ -1,16 +1,14 @@
 """Where data comes from: files, folders, the Hub; the part held out; a task of one's own."""
 
+import csv
 import dataclasses
 import gzip
-import importlib.util
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import socket
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -22,7 +20,7 @@ from PIL import Image
 
 import hub
 from conftest import ROOT, SOURCE, bake, load_task
-from samestep.base import child
+from samestep.base import workers
 from samestep.data import cache, sources, tables
 from samestep.data import hub as data_hub
 from samestep.step import batches
@@ -37,41 +35,36 @@ TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq"]
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def write(folder, ending):
-    """TEXTS with a label each, as a table of this kind."""
-    import csv
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    path = folder / f"rows{ending}"
-    rows = [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)]
-    if ending in tables.SEPARATORS:
+def write_table(path, rows):
+    """Rows, with the same keys each, as a table of the kind that the path's ending says."""
+    if path.suffix in tables.SEPARATORS:
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
-            mark = tables.SEPARATORS[ending]
-            writer = csv.DictWriter(file, list(rows[0]), delimiter=mark)
+            writer = csv.DictWriter(file, [*rows[0]], delimiter=tables.SEPARATORS[path.suffix])
             writer.writeheader()
             writer.writerows(rows)
-    elif ending == ".parquet":
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        pa.parquet.write_table(pa.table(columns), path, row_group_size=7)
-    elif ending == ".json":
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    elif path.suffix == ".json":
         path.write_text(json.dumps({"version": 1, "names": ["a"], "data": rows}))
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write(folder, ending):
+    """TEXTS with a label each, as a table of this kind."""
+    path = folder / f"rows{ending}"
+    write_table(path, [{"id": i, "body": text, "kind": i % 3} for i, text in enumerate(TEXTS)])
     return path
 
 
 def pack(path, ending):
     """The file as it is, or packed beside itself."""
-    import pyarrow as pa
-
     if not ending:
         return path
-    content = path.read_bytes()
-    zstd = lambda data: pa.Codec("zstd").compress(data, asbytes=True)  # noqa: E731
-    found = path.with_name(path.name + ending.upper())
-    found.write_bytes((gzip.compress if ending == ".gz" else zstd)(content))
+    content, found = path.read_bytes(), path.with_name(path.name + ending.upper())
+    zstd = pyarrow.Codec("zstd")
+    packed = gzip.compress(content) if ending == ".gz" else zstd.compress(content, asbytes=True)
+    found.write_bytes(packed)
     path.unlink()
     return found
 
@@ -86,6 +79,11 @@ def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     cfg = sources.DataConfig(data=str(tmp_path))
     assert sources.read_column_names(cfg, [ending]) == ["id", "body", "kind"]
     rows = list(tables.read_rows(path, COLUMNS))
+    if ending == ".jsonl" and not packing:  # many programs name such a file .json
+        named = list(tables.read_rows(path.rename(path.with_suffix(".json")), COLUMNS))
+        path.with_suffix(".json").rename(path)
+        assert [row for row, _ in named] == [row for row, _ in rows]
+        assert named[2][1].endswith("rows.json, line 3")
     assert [row["text"] for row, _ in rows] == TEXTS
     assert [int(row["label"]) for row, _ in rows] == [i % 3 for i in range(20)]
     assert all(list(row) == ["text", "label"] for row, _ in rows)
@@ -99,49 +97,29 @@ def test_rows_of_every_kind_of_table(tmp_path, ending, packing):
     assert found == [{**row, "tools": None} for row, _ in rows]
 
 
-def test_a_packed_file_is_whole_and_no_bomb(tmp_path):
-    path = write(tmp_path, ".csv")
-    (tmp_path / "copy.csv").write_bytes(path.read_bytes())
-    packed = pack(path, ".gz")
-    content = packed.read_bytes()
-    packed.write_bytes(content[:-4])
-    assert "GZ: it is damaged" in refused(list, tables.read_rows(packed, COLUMNS))
-    packed.write_bytes((tmp_path / "copy.csv").read_bytes())
-    assert "or its ending names another compression" in refused(
-        list, tables.read_rows(packed, COLUMNS)
-    )
-    (tmp_path / "a.txt").write_bytes(bytes(2**28 + 1))
-    bomb = pack(tmp_path / "a.txt", ".zst")
-    assert bomb.stat().st_size < 50_000
-    said = "a.txt.ZST: its content is more than 200 times its size; decompress it if that is right"
-    assert said in refused(list, tables.read_rows(bomb, COLUMNS))
-
-
-@pytest.mark.parametrize("mark, name", [(";", ";"), ("\t", "tabs"), ("|", "|"), (",", "commas")])
+@pytest.mark.parametrize("mark", [";", "\t", "|", ","])
 @pytest.mark.parametrize("ending", tables.SEPARATORS)
-def test_the_separator_is_that_of_a_header_with_the_wanted_columns(
-    tmp_path, capsys, ending, mark, name
-):
+def test_the_separator_is_that_of_a_header_with_the_wanted_columns(tmp_path, ending, mark):
     (tmp_path / f"a{ending}").write_text(f'body{mark}kind\n"x,y;z"{mark}1\nb{mark}2\n')
     rows = [row for row, _ in tables.read_rows(tmp_path / f"a{ending}", COLUMNS)]
     assert rows == [{"text": "x,y;z", "label": "1"}, {"text": "b", "label": "2"}]
-    own = mark == tables.SEPARATORS[ending]
-    said = f"a{ending}: the fields seem to be separated by {name}, not by "
-    assert (said in capsys.readouterr().out) is not own
+    cfg = sources.DataConfig(data=str(tmp_path))
+    assert sources.read_column_names(cfg, [ending]) == ["body", "kind"]
 
 
-def test_a_wrong_column_is_answered_with_the_columns_that_another_separator_gives(tmp_path):
-    (tmp_path / "a.csv").write_text("one;two\n1;2\n")
-    with pytest.raises(ValueError, match="no column body among one, two; name"):
-        list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
+def test_parts_that_meet_anywhere_have_each_row_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"a": "{text}"}}\n' for text in ("", "b", "é", "ddd")))
 
+    def rows(start, stop):
+        span = tables.Span(start, stop, None if start else 0)
+        found = tables.read_rows(path, {"text": "a"}, span=span)
+        return [(row["text"], str(place)) for row, place in found]
 
-@pytest.mark.parametrize("first", ["sep=;", '"sep=;"', "sep=,"])
-def test_the_line_that_excel_puts_first_is_no_header(tmp_path, first):
-    mark = first.strip('"')[-1]
-    (tmp_path / "a.csv").write_text(f"{first}\r\nbody{mark}kind\r\nx{mark}1\r\n")
-    rows = list(tables.read_rows(tmp_path / "a.csv", COLUMNS))
-    assert [row for row, _ in rows] == [{"text": "x", "label": "1"}]
+    size, whole = path.stat().st_size, rows(0, None)
+    for first in range(size):
+        for second in range(first, size):
+            assert rows(0, first) + rows(first, second) + rows(second, None) == whole
 
 
 def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
@@ -152,12 +130,6 @@ def test_a_run_of_characters_does_not_hold_up_a_vocabulary():
     assert list(sources.break_long_words(["y" * 1000])) == ["y" * 1000]
 
 
-def test_json_lines_in_a_json_file_are_read(tmp_path):
-    write(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
-    rows = list(tables.read_rows(tmp_path / "rows.json", COLUMNS))
-    assert [row["text"] for row, _ in rows] == TEXTS and rows[2][1].endswith(", line 3")
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".txt", ".csv"])
 def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
     path = tmp_path / f"a{ending}"
@@ -166,11 +138,6 @@ def test_a_mark_before_utf_8_is_no_text(tmp_path, ending):
     path.write_text(content, encoding="utf-8-sig")
     [(row, _)] = tables.read_rows(path, {"text": "text"})
     assert row == {"text": "x"}
-    for encoding in ("utf-16", "utf-32"):
-        for order in ("le", "be"):
-            path.write_text(f"\ufeff{content}", encoding=f"{encoding}-{order}")
-            said = f"it is {encoding.upper()}; save it as UTF-8"
-            assert said in refused(list, tables.read_rows(path, {"text": "text"}))
 
 
 def test_a_role_may_have_several_columns(tmp_path):
@@ -197,16 +164,19 @@ def test_a_text_file_is_a_row_with_the_name_of_its_folder(tmp_path):
 
 
 def test_linked_folders_count_and_hidden_copies_do_not(tmp_path, monkeypatch):
-    for name in ("data/a/1.txt", "elsewhere/2.txt", "data/.copies/3.txt", "data/a/._1.txt"):
+    for (
+        name
+    ) in "data/a/1.txt elsewhere/2.txt data/.copies/3.txt data/a/._1.txt data/aa.txt".split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "data" / "b").symlink_to(tmp_path / "elsewhere")
     data = tmp_path / "data"
-    assert sources.list_files(str(data), (".txt",)) == [data / "a" / "1.txt", data / "b" / "2.txt"]
+    found = [data / name for name in ("a/1.txt", "aa.txt", "b/2.txt")]
+    assert sources.list_files(str(data), (".txt",)) == found
     monkeypatch.chdir(data)
-    assert sources.list_files(".", (".txt",)) == [Path("a/1.txt"), Path("b/2.txt")]
+    assert sources.list_files(".", (".txt",)) == [file.relative_to(data) for file in found]
     (tmp_path / "data" / "a" / "up").symlink_to(tmp_path / "data")
-    with pytest.raises(ValueError, match="is a link to a folder above itself"):
+    with pytest.raises(ValueError, match="is the same folder as"):
         sources.list_files(str(data), (".txt",))
 
 
@@ -219,23 +189,14 @@ def refused(function, *arguments):
     return text
 
 
-def bound_socket(path):
-    found = socket.socket(socket.AF_UNIX)
-    found.bind(path.name)  # the path itself may be too long for one
-    found.close()
-
-
 UNREACHABLE = {
     "a link to nothing": (lambda path: path.symlink_to("none"), "is a broken link"),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "is a broken link"),
     "a pipe": (os.mkfifo, "is neither file nor folder"),
-    "a socket": (bound_socket, "is neither file nor folder"),
-    "a device": (lambda path: path.symlink_to("/dev/zero"), "is neither file nor folder"),
     "a folder again": (lambda path: path.symlink_to("cats"), "is the same folder as"),
 }
 
 
-@pytest.mark.parametrize("ending", ["", ".txt", ".md"])
+@pytest.mark.parametrize("ending", ["", ".txt"])
 @pytest.mark.parametrize("kind", UNREACHABLE)
 def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, ending):
     make, said = UNREACHABLE[kind]
@@ -247,15 +208,6 @@ def test_what_cannot_be_reached_is_never_left_out(tmp_path, monkeypatch, kind, e
     assert text.startswith("task.validation_data: ") and said in text and "dogs" in text
     if kind != "a folder again":  # and by itself
         assert "dogs" in refused(sources.list_files, f"dogs{ending}", (".txt",))
-
-
-def test_links_in_circles_end(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        (tmp_path / "data" / name / "1.txt").write_text(name)
-    (tmp_path / "data" / "a" / "to").symlink_to(tmp_path / "data" / "b")
-    (tmp_path / "data" / "b" / "to").symlink_to(tmp_path / "data" / "a")
-    assert "remove one" in refused(sources.list_files, str(tmp_path / "data"), (".txt",))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
@@ -273,15 +225,7 @@ def test_what_may_not_be_read_is_never_left_out(tmp_path, inside):
 
 
 def test_other_files_are_counted_and_said(tmp_path, capsys):
-    for name in (
-        "a.jsonl",
-        "b.JSONL",
-        "c.jsonl.xz",
-        "d.jsonl.xz",
-        "e.JPG.gz",
-        "LICENSE",
-        ".hidden",
-    ):
+    for name in "a.jsonl b.JSONL c.jsonl.xz d.jsonl.xz e.JPG.gz LICENSE .hidden".split():
         (tmp_path / name).write_text('{"text": "a"}\n')
     cfg = sources.DataConfig(data=str(tmp_path))
     assert len(sources.list_files(cfg.data, tables.TABLES)) == 2
@@ -293,15 +237,7 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert said in refused(sources.list_files, str(tmp_path), tables.TABLES)
 
 
-def test_names_that_cannot_be_shown_are_refused_first(tmp_path):
-    folder = os.fsencode(tmp_path) + b"/caf\xe9"
-    os.mkdir(folder)
-    with open(folder + b"/1.txt", "w") as file:
-        file.write("text")
-    assert "is not UTF-8" in refused(sources.list_files, str(tmp_path), (".txt",))
-
-
-@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 3000, "a\0b", "~nobody-of-that-name/x"])
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", "~nobody-of-that-name/x"])
 @pytest.mark.parametrize("field", ["data", "validation_data", "cache_dir", "model_name_or_path"])
 @pytest.mark.parametrize("name", TASKS)
 def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, path):
@@ -325,8 +261,7 @@ def test_sizes_without_sense_are_refused_before_anything_is_read(tmp_path, monke
     assert len(numbers) >= 8
     for field in numbers:
         whole = issubclass(field.type, int)
-        large = (10**12, -(10**12), 2**63, 10**400)
-        for value in large if whole else (math.nan, math.inf, -math.inf, 1e39, -1.0):
+        for value in (10**12, -(10**12), 10**400) if whole else (math.nan, math.inf, 1e39, -1.0):
             text = refused(task.prepare_data, task.TaskConfig(**base, **{field.name: value}))
             assert text.startswith(f"task.{field.name} is "), (field.name, value, text)
     width = {"hidden_size": 2**16, "num_layers": 1000}
@@ -340,24 +275,15 @@ UNREAD = [
     *(("causal_lm", {name: value}) for name, value in HUB.items()),
     ("causal_lm", {"validation_data": "x.csv", "validation_fraction": 0.2}),
     ("causal_lm", {"rows": "text", "prompt_column": "a"}),
-    ("causal_lm", {"rows": "text", "completion_column": "a"}),
-    ("causal_lm", {"rows": "prompt", "messages_column": "a"}),
-    ("causal_lm", {"rows": "prompt", "tools_column": "a"}),
     ("causal_lm", {"rows": "chat", "text_column": "a"}),
     ("causal_lm", {"messages_column": "a", "text_column": "a"}),
-    ("causal_lm", {"data": "pydoc", "text_column": "a"}),
     ("causal_lm", {"rows": "text", "too_long": "cut"}), ("causal_lm", {"lora_alpha": 2.0}),
-    ("causal_lm", {"lora_dropout": 0.1}), ("causal_lm", {"lora_targets": "q_proj"}),
-    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"revision": "v1"}),
-    ("causal_lm", {"trust_remote_code": True}),
-    ("text_classification", {"data": "stdlib", "text_column": "a"}),
+    ("causal_lm", {"merge_lora": True}), ("causal_lm", {"trust_remote_code": True}),
     ("text_classification", {"data": "stdlib", "data_split": "a"}),
-    ("text_classification", {"trust_remote_code": True}),
     ("image_classification", {"data": "digits", "image_column": "a"}),
     ("image_classification", {"data": "digits", "corrupt": "skip"}),
     ("image_classification", {"revision": "v1"}),
     ("seq2seq", {"data": "dates", "source_column": "a"}),
-    ("seq2seq", {"data": "dates", "target_column": "a"}),
 ]  # fmt: skip
 
 
@@ -399,39 +325,28 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.csv", b"body,kind\nx,1,2\n", "line 2: the first line has 2 fields, this one 3"),
         ("a.csv", b"body,kind\nx\n", "line 2: the first line has 2 fields, this one 1"),
         ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
-        ("a.csv", b"\xff\xfe", "it is UTF-16; save it as UTF-8"),
-        (
-            "a.csv",
-            b"body,kind\n" + b"x,1\n" * 9999 + b"caf\xe9,2\n",
-            "line 10001: byte 0xe9 is not UTF-8; save it as UTF-8",
-        ),
+        ("a.csv", b"\xff\xfe", "line 1: byte 0xff is not UTF-8; save it as UTF-8"),
+        ("a.csv", b"body,kind\n" + b"x,1\n" * 9999 + b"\xe9,2\n", "line 10001: byte 0xe9 is not"),
+        ("a.csv", b"", "it is empty: it has no column names"),
+        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
+        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
+        ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
+        ("a.json", b'[{"a": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
+        ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
+        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
+        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
+        ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
+        ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
         (
             "a.jsonl",
             b'{"body": "x", "kind": 1}\n{"body": "\xe9"}',
             "line 2: byte 0xe9 is not UTF-8",
         ),
-        ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
-        ("a.json", b"", "line 1: invalid JSON at column 1: Expecting value"),
-        (
-            "a.json",
-            b'[{"body": "x"},\n{"kind" 1}]',
-            "line 2: invalid JSON at column 9: Expecting ':'",
-        ),
-        ("a.json", b"3", "it holds neither a list of objects nor an object with one such list"),
-        ("a.json", b'{"body": {"0": "x"}}', "it holds neither a list of objects nor"),
-        ("a.json", b'{"a": [{}], "b": [{}]}', "it has several lists of objects: a, b"),
-        ("a.json", b'[{"body": "x", "kind": 1}, 3]', "row 2: not an object: 3"),
-        ("a.csv", b"", "it is empty: it has no column names"),
-        ("a.jsonl", b'["body"]\n', "line 1: not an object: ['body']"),
-        ("a.jsonl", b'{"body": "x", "kind": 1}\n{', "line 2: "),
-        ("a.parquet", b"PAR1", "cannot read"),
-        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("a.jsonl", b'{"body": ' + b"[" * 200_000, "line 1: maximum recursion depth"),
-        ("a.jsonl", b'{"body": ' + b"[" * 900 + b"]" * 900 + b', "kind": 1}', "line 1: "),
         ("a.jsonl", b'{"body": "x", "kind": ' + b"9" * 10_000 + b"}", "line 1: Exceeds the limit"),
         ("a.jsonl", b'{"b\\u001b[31m\\n' + b"x" * 10_000 + b'": 1}', "no column body among b\\x1b"),
-        ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
-        ("a.csv", b"bo\rdy\n", "no column body among bo"),
+        ("a.parquet", b"PAR1", "cannot read"),
+        ("a.txt", b"x\n\xff", "line 2: byte 0xff is not UTF-8"),
         ("\x1b[31m\n" + "x" * 200 + ".csv", b"", "\\x1b[31m"),
     ],
 )
@@ -471,18 +386,9 @@ def test_what_is_taken_for_a_name_on_the_hub(data, hub, tmp_path, monkeypatch):
 LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 TEMPLATES = {
     "a loop": (LOOP, "it takes longer than"),
-    "a power": ("{{ 9 ** (9 ** 9) }}", "it takes longer than"),
-    "a division": ("{{ 1 // 0 }}", "division"),
-    "a format": ("{{ '%d' % 'a' }}", "%d format"),
-    "an index": ("{{ messages[99]['role'] }}", "has no element 99"),
     "an exception": ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
     "a syntax error": ("{% for %}", "Expected"),
-    "depth": ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "recursion"),
-    "half a character": ("{{ '\\ud800' }}", "surrogates not allowed"),
-    "much text": ("{{ 'x' * 60000000 }}", "it gives 60,000,000 characters"),
-    "no memory": ("{{ 'x' * 10 ** 18 }}", ""),
     "not UTF-8": (b"\xff", "cannot read"),
-    "a large file": ("x" * 2_000_000, "has more than 1 MB"),
     "a folder": (None, "there is no file"),
 }
 
@@ -490,8 +396,8 @@ TEMPLATES = {
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind):
     task, (template, said) = load_task("causal_lm"), TEMPLATES[kind]
-    limit = child.time_limit
-    monkeypatch.setattr(child, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
+    limit = workers.time_limit
+    monkeypatch.setattr(workers, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
     chat = [{"role": "user", "content": "1 + %d?"}, {"role": "assistant", "content": "2"}]
     row = json.dumps({"messages": chat})
     (tmp_path / "a.jsonl").write_text("".join(f"{row % i}\n" for i in range(3)))
@@ -504,20 +410,15 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind
     )  # fmt: skip
     text = refused(task.prepare_data, cfg)
     assert text.startswith("task.chat_template: ") and said in text
-    assert "line 1" in text or kind in ("not UTF-8", "a large file", "a folder")
+    assert "line 1" in text or kind in ("not UTF-8", "a folder")
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 LABELS = [
     ("1" + "0" * 400, "regression", "is too large: divide all labels"),
-    ("1e39", "regression", "is too large: divide all labels"),
-    ('"1e39"', "regression", "is too large: divide all labels"),
-    ("-1e300", "regression", "is too large: divide all labels"),
     ("1e400", "regression", "the label is inf, not a finite number"),
     ("NaN", "regression", "the label is NaN; --task.incomplete_rows skip"),
     ('"\\u001b[31m\\n' + "x" * 9999 + '"', "regression", "not a finite number"),
-    ("9" * 5000, "regression", "Exceeds the limit"),
-    ("[" * 100_000, "multi_label_classification", "recursion"),
     ("{}", "single_label_classification", "the label is {}, not text or a whole number"),
 ]
 
@@ -535,7 +436,7 @@ def test_labels_that_cannot_be_learnt_are_one_line(tmp_path, label, kind, said):
     assert "a.jsonl, line 1: " in text and said in text
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ["text_classification", "image_classification"])
 def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     """A folder and labels with line breaks, escape sequences and 10,000 characters."""
     task, odd = load_task(name), "\x1b[31m\n\u202e" + "x" * 10_000
@@ -552,45 +453,14 @@ def test_names_from_outside_are_shown_on_one_line(tmp_path, capsys, name):
     (folder / ".c").write_text("")
     sizes = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
     sizes |= {"image_size": 8} if name == "image_classification" else {"vocab_size": 300}
-    sizes |= {"context_length": 8} if name == "causal_lm" else {}
-    columns = {"source_column": "text", "target_column": "label"}
-    sizes |= columns if name == "seq2seq" else {}
     cfg = task.TaskConfig(data=str(folder), cache_dir=str(tmp_path / "cache"), **sizes)
     task.prepare_data(cfg)
     printed = capsys.readouterr().out
     assert "skipped" in printed and printed.count("\n") <= 5
     assert all(line.isprintable() and len(line) < 500 for line in printed.splitlines()), printed
-    if name != "causal_lm":
-        with open(folder / "a.jsonl", "a") as file:
-            row = {"text": "one more", "image": "0.png", "label": [odd]}
-            file.write(json.dumps(row))
-        refused(task.prepare_data, cfg)
-
-
-def test_messages_from_parquet_and_halves_of_characters_in_them(tmp_path):
-    """Dates have no JSON, and text inside text may hold half a surrogate pair."""
-    import datetime
-
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    task = load_task("causal_lm")
-    chat = [{"role": r, "content": "a", "at": datetime.date(2026, 1, 1)} for r in ROLES]
-    pa.parquet.write_table(pa.table({"messages": [chat] * 4}), tmp_path / "a.parquet")
-    chat = '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "b"}]'
-    row = json.dumps({"messages": chat}) + "\n"
-    (tmp_path / "a.jsonl").write_text(row + row.replace('b\\"', 'c\\"'))
-    for name in ("a.parquet", "a.jsonl"):
-        cfg = task.TaskConfig(
-            data=str(tmp_path / name), rows="chat", cache_dir=str(tmp_path / "cache"),
-            hidden_size=16, num_heads=2, vocab_size=300,
-        )  # fmt: skip
-        if name == "a.parquet":  # equal rows cannot be divided
-            pa.parquet.write_table(
-                pa.table({"messages": [[{**m, "content": str(i)} for m in
-                    [{"role": r, "at": datetime.date(2026, 1, 1)} for r in ROLES]]
-                    for i in range(4)]}), tmp_path / name)  # fmt: skip
-        assert all(len(part) for part in task.datasets(cfg, task.prepare_data(cfg)))
+    with open(folder / "a.jsonl", "a") as file:
+        file.write(json.dumps({"text": "one more", "image": "0.png", "label": [odd]}))
+    refused(task.prepare_data, cfg)
 
 
 # ---- The Hub -------------------------------------------------------------------------------------
@@ -669,25 +539,6 @@ def test_the_contract_names_what_train_py_calls():
     assert names == called
 
 
-def test_random_numbers_of_a_row_are_its_own():
-    """Augmentation draws the same whichever worker or rank reads the row, and anew each epoch."""
-
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 10
-
-        def __getitem__(self, i):
-            return i
-
-    rows = batches.SampleDataset(Numbers(), seed=3)
-    rows.augment = lambda row, generator: (row, torch.rand(1, generator=generator).item())
-    epoch = dict(row for _, row in rows.__getitems__(list(range(10))))
-    one_by_one = dict(rows.__getitems__([p])[0][1] for p in reversed(range(10)))
-    following = dict(row for _, row in rows.__getitems__(list(range(10, 20))))
-    assert epoch == one_by_one and len(set(epoch.values())) == 10
-    assert set(epoch) == set(following) and not set(epoch.values()) & set(following.values())
-
-
 def test_sorting_moves_rows_within_a_step_alone():
     sizes = torch.randint(1, 100, (50,), generator=torch.Generator().manual_seed(0)).numpy()
     rows = batches.SampleDataset(range(50), seed=1)
@@ -710,31 +561,6 @@ def test_sorting_moves_rows_within_a_step_alone():
     assert [len(each) for each in evaluation] == [2] * 4 and evaluation[3][1] == [50]
     dealt = sum((part for each in evaluation for part in each), [])
     assert dealt[:-1] == rows.sort(range(50)) and sorted(dealt) == list(range(51))
-
-
-def test_configs_that_python_makes_are_checked_too():
-    from samestep.base import fields
-
-    @dataclasses.dataclass
-    class Config:
-        width: fields.Width = 64
-        limit: int = None  # a type without a range is not looked at
-
-    fields.check_fields(Config(), [])
-    for wrong in (None, 0, "wide"):
-        said = f"^task.width is {wrong!r} but must be a whole number from 1 to 65,536$"
-        with pytest.raises(ValueError, match=said):
-            fields.check_fields(Config(width=wrong), [])
-
-
-def test_files_of_a_tokenizer_are_told_from_weights(tmp_path):
-    """Marian's tokenizer has two models of SentencePiece."""
-    from samestep.models import pretrained
-
-    for name in ("source.spm", "vocab.json", "model.safetensors", "pytorch_model.bin"):
-        (tmp_path / name).touch()
-    cfg = pretrained.ModelConfig(model_name_or_path=str(tmp_path))
-    assert [file.name for file in pretrained.used_files(cfg)] == ["source.spm", "vocab.json"]
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "0.5"])
@@ -777,25 +603,18 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
     endings = (".txt", *tables.TABLES)
     [(_, own)] = sources.by_source(sources.DataConfig(data=str(tmp_path)), endings)
     for field, wanted in zip(("data", "validation_data"), TREES[names], strict=True):
-        files, _ = sources.find_files(getattr(own, field), endings, field)
+        data = getattr(own, field)
+        files = sources.list_files(data, endings, field) if data else []
         assert " ".join(str(file.relative_to(tmp_path)) for file in files) == wanted, field
 
 
 def write_splits(folder, ending, columns):
     """Rows whose number says where they belong: 0 to train on, 1 to evaluate on, 2 for the test."""
+    folder.mkdir(exist_ok=True)
     for number, split in enumerate(("train", "dev", "test")):
         rows = [{name: f"{split} {i} {name}" for name in columns} for i in range(20)]
         rows = [{**row, "label": "ab"[i % 2]} for i, row in enumerate(rows)]
-        path = folder / f"{split}{number}.{ending}"
-        folder.mkdir(exist_ok=True)
-        if ending == "parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        elif ending == "csv":
-            lines = [",".join(map(str, row.values())) for row in rows]
-            path.write_text("\n".join([",".join(rows[0]), *lines]))
-        else:
-            lines = [json.dumps(row) for row in rows]
-            path.write_text("\n".join(lines) if ending == "jsonl" else f"[{','.join(lines)}]")
+        write_table(folder / f"{split}{number}.{ending}", rows)
 
 
 def texts_of(task, cfg):
@@ -817,7 +636,7 @@ SPLIT_TASKS = {
 }
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", SPLIT_TASKS)
 def test_no_task_reads_test_data(tmp_path, capsys, name, ending):
     task, (columns, fields) = load_task(name), SPLIT_TASKS[name]
@@ -850,12 +669,3 @@ def test_weights_that_repeat_too_late_are_refused_before_any_row_is_read():
         with pytest.raises(ValueError, match=said):
             task.prepare_data(task.TaskConfig(data="no.jsonl:50001,nothing:50000"))
     assert [each.weight for each in sources.split_data("a:500000,b:500000")] == [500_000] * 2
-
-
-def test_attention_without_its_package_is_refused_before_any_row_is_read(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in ("causal_lm", "text_classification", "image_classification", "seq2seq"):
-        task = load_task(name)
-        cfg = task.TaskConfig(attn_implementation="flash_attention_2", cache_dir="/proc/none")
-        with pytest.raises(ValueError, match="whose package, flash-attn, is not installed"):
-            task.prepare_data(cfg)

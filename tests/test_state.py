@@ -84,35 +84,6 @@ class Merged(Composed):
         pass
 
 
-class Copying(Composed):
-    """Shows its parts' state after each step."""
-
-    def step(self, closure=None):
-        super().step()
-        for part in self.parts:
-            self.state.update(part.state)
-
-
-class Stateless(Composed):
-    """Its parts have no state, but learning rates of their own."""
-
-    def __init__(self, groups, lr):
-        super().__init__(groups, lr)
-        self.parts = [torch.optim.SGD(groups, lr)]
-        self.param_groups = [dict(group) for group in self.parts[0].param_groups]
-
-
-class Several(Composed):
-    """Its state_dict is that of its parts, as lists."""
-
-    def state_dict(self):
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state):
-        for part, own in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(own)
-
-
 class Attributes(torch.optim.SGD):
     """A mean of each gradient in a list of its own."""
 
@@ -120,24 +91,6 @@ class Attributes(torch.optim.SGD):
         grads = [p.grad for group in self.param_groups for p in group["params"]]
         old = getattr(self, "means", [0.0] * len(grads))
         self.means = [m if g is None else 0.9 * m + g for m, g in zip(old, grads, strict=True)]
-        super().step(closure)
-
-
-class Counter(torch.optim.SGD):
-    def step(self, closure=None):
-        self.done = getattr(self, "done", 0) + 1
-        super().step(closure)
-
-
-class Global(torch.optim.SGD):
-    def step(self, closure=None):
-        self.state["all"]["done"] = torch.ones(1)
-        super().step(closure)
-
-
-class History(torch.optim.SGD):
-    def step(self, closure=None):
-        self.param_groups[0]["history"] = [0.1]
         super().step(closure)
 
 
@@ -242,13 +195,7 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
 WRONG = {
     Composed: "Composed keeps parts.0.",
     Merged: "Merged does not take momentum_buffer of ",
-    Copying: "Copying keeps parts.0.",
-    Stateless: "Stateless keeps parts.0.param_groups where no checkpoint looks",
-    Several: "Several keeps parts.0.param_groups",
     Attributes: "Attributes keeps means.0 where no checkpoint looks",
-    Counter: "Counter keeps done where no checkpoint looks",
-    Global: "Global keeps `state` of something else than weights",
-    History: "the optimizer's setting history, which has changed, is a list",
 }
 
 
@@ -259,24 +206,17 @@ def test_an_optimizer_that_a_checkpoint_does_not_hold_is_refused_at_the_start(op
     assert WRONG[optimizer] in str(error.value)
 
 
-@pytest.mark.parametrize("gives", [lambda groups, lr: [torch.optim.SGD(groups)], lambda *_, lr: 3])
-def test_what_is_no_optimizer_or_not_of_the_model_is_refused(gives):
-    with pytest.raises(weights.UserError, match="^build_optimizer returns .*; give one torch.opt"):
-        state_of(Odd(0), gives)
-
-    class Bare(torch.optim.Optimizer):
-        def __init__(self, groups, lr):
-            self.param_groups = groups
-
-    with pytest.raises(weights.UserError, match="give one torch.optim.Optimizer, whose __init"):
-        state_of(Odd(0), Bare)
-
+def test_what_is_no_optimizer_or_not_of_the_model_is_refused():
     def more(groups, lr):
         groups[0]["params"].append(torch.nn.Parameter(torch.zeros(2)))
         return torch.optim.SGD(groups, lr)
 
-    with pytest.raises(weights.UserError, match="gives a weight that is not in the model"):
-        state_of(Odd(0), more)
+    for gives, said in (
+        (lambda groups, lr: [torch.optim.SGD(groups)], "^build_optimizer returns .*; give one tor"),
+        (more, "gives a weight that is not in the model"),
+    ):
+        with pytest.raises(weights.UserError, match=said):
+            state_of(Odd(0), gives)
 
 
 def test_a_loaded_state_that_is_not_used_is_refused(tmp_path):
@@ -312,19 +252,6 @@ def test_a_checkpoint_is_a_file_of_tensors_under_the_names_of_the_task(tmp_path)
     assert others == {f"state.{name}" for name in named}
 
 
-def test_torch_reads_the_files_too(tmp_path):
-    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
-    if not hasattr(checkpoint, "HuggingFaceStorageReader"):
-        pytest.skip("torch below 2.9")
-    state = state_of(Odd(0), torch.optim.AdamW)
-    save(state, tmp_path)
-    saved = read_checkpoint(tmp_path)
-    found = {name: torch.zeros_like(values) for name, values in saved.items()}
-    reader = checkpoint.HuggingFaceStorageReader(str(tmp_path))
-    checkpoint.load(found, storage_reader=reader, no_dist=True)
-    assert plain(found) == plain(saved)
-
-
 def test_what_does_not_fit_is_named_in_one_line(tmp_path):
     old = state_of(Odd(0), torch.optim.AdamW)
     manifest = save(old, tmp_path)
@@ -341,9 +268,6 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path):
     wider = Odd(0)
     wider.bf16 = torch.nn.Parameter(torch.zeros(8))
     assert "bf16 is (7,) in the checkpoint and (8,) in the model" in refused(wider)
-    wider.more = torch.nn.Parameter(torch.zeros(8))
-    wider.bf16 = torch.nn.Parameter(torch.zeros(7))
-    assert "more is missing in the checkpoint and (8,) in the model" in refused(wider)
     thawed = Odd(0)
     thawed.base.requires_grad_(True)
     assert "base.bias is missing in the checkpoint and (3,) in the model" in refused(
@@ -351,32 +275,17 @@ def test_what_does_not_fit_is_named_in_one_line(tmp_path):
     )
 
 
-def test_a_state_that_is_no_tensor_and_no_number_is_refused(tmp_path):
-    state = state_of(Odd(0), torch.optim.AdamW)
-    train(state, 2)
-    state.optimizer.state[state.module.model.scale]["history"] = [1, 2]
-    with pytest.raises(ValueError, match="the optimizer's history of scale is a list, and a check"):
-        state.collect()
-
-
 def test_the_scaler_and_registered_objects_come_back(tmp_path):
-    class Scaler(SimpleNamespace):
-        def state_dict(self):
-            return {"scale": self.scale, "growth_interval": 2000}
-
-        def load_state_dict(self, state):
-            self.scale, self.loaded = state["scale"], state
-
     def prepared(seed, scale):
         state = state_of(Odd(seed), torch.optim.AdamW)
-        state.accelerator.scaler = Scaler(scale=scale)
+        state.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         state.accelerator._custom_objects = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(3)]
         return state
 
     old, new = prepared(0, 2.0**15), prepared(1, 1.0)
     manifest = save(old, tmp_path)
     new.load(tmp_path, manifest, manifest)
-    assert new.accelerator.scaler.loaded == {"scale": 2.0**15, "growth_interval": 2000}
+    assert new.accelerator.scaler.state_dict() == old.accelerator.scaler.state_dict()
     for mine, theirs in zip(*(s.accelerator._custom_objects for s in (new, old)), strict=True):
         assert plain(mine.state_dict()) == plain(theirs.state_dict())
     new.accelerator._custom_objects.append(torch.nn.Linear(1, 1))
@@ -388,34 +297,8 @@ def test_the_scaler_and_registered_objects_come_back(tmp_path):
         prepared(1, 1.0).load(tmp_path / "fp32", manifest, manifest)
 
 
-def test_names_of_wrapped_blocks_are_those_of_the_task(tmp_path):
-    """Regional compilation and checkpoint_wrapper put a module around each block."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    def model(wrap):
-        blocks = [wrap(torch.nn.Linear(3, 3)) for _ in range(2)]
-        return torch.nn.Sequential(*blocks, torch.nn.Linear(3, 1))
-
-    torch.manual_seed(0)
-    states = []
-    for wrap in (torch.nn.Identity, checkpoint_wrapper, lambda m: torch.compile(m)):
-        states.append(state_of(model((lambda m: m) if wrap is torch.nn.Identity else wrap),
-                               torch.optim.AdamW))  # fmt: skip
-        for group in states[-1].optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.ones_like(p)
-        states[-1].optimizer.step()
-    for i, old in enumerate(states):
-        manifest = save(old, tmp_path / str(i))
-        assert {*read_checkpoint(tmp_path / str(i))} == {*read_checkpoint(tmp_path / "0")}
-        for new in states:
-            new.load(tmp_path / str(i), manifest, manifest)
-            assert plain([*new.module.parameters()]) == plain([*old.module.parameters()])
-            assert plain(new.optimizer.state_dict()) == plain(old.optimizer.state_dict())
-
-
-def test_copies_in_host_memory_are_used_again(tmp_path):
-    """They take the memory of the tensors, each rounded up to 64 bytes, and are written from it."""
+def test_copies_in_host_memory_are_used_again():
+    """They take the memory of the tensors, each rounded up to 64 bytes."""
     parts = {"a": torch.arange(6.0)[::2], "b": torch.tensor(3), "c": torch.zeros(0)}
     parts["d"] = torch.arange(5_000_000).to(torch.bfloat16)
     host = saving.HostCopies()
@@ -428,21 +311,13 @@ def test_copies_in_host_memory_are_used_again(tmp_path):
     assert first["a"].tolist() == [0, 2, 4]
     second = host.copy(parts)
     assert host.memory is memory and second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
-    places = {name: {"saved_offsets": [0] * part.dim()} for name, part in parts.items()}
-    from samestep.checkpoint import tensor_files as files
-
-    files.write_share(files.Share(second, places), tmp_path)
-    with safe_open(tmp_path / "rank-00000.safetensors", "pt") as file:
-        assert all(torch.equal(file.get_tensor(name), part) for name, part in parts.items())
+    assert all(torch.equal(second[name], part) for name, part in parts.items())
     third = host.copy({**parts, "b": torch.ones(20, dtype=torch.float64)})
     assert host.memory.nbytes == memory.nbytes + 128 and third["b"].sum() == 20
     assert torch.equal(third["d"], parts["d"])
 
 
 def test_host_memory_is_pinned_where_the_system_allows_it(monkeypatch):
-    from samestep.training import saving
-
-    torch = saving.torch
     calls, launched = [], []
     register = lambda *given: calls.append(given) or 0  # noqa: E731
     cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls.append)

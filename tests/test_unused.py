@@ -1,11 +1,10 @@
 """Weights without a gradient: trained as one process trains them, or refused in one line."""
 
-import shutil
-
 import pytest
 import torch
 
-from conftest import BakedProject, lines, read_weights
+from conftest import lines, read_weights
+from test_exact import with_task
 from test_sharding import agree, make_small, train
 
 TASK = """
@@ -41,39 +40,31 @@ USES = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Gives a project whose model has a weight that is used in this way."""
-    small, known = make_small(tmp_path_factory.mktemp("small"), save_every=2), {}
-
-    def make(use):
-        if use not in known:
-            path = shutil.copytree(small.path, tmp_path_factory.mktemp("project") / "project")
-            with open(path / "task.py", "a") as file:
-                file.write(TASK.replace("USE", USES[use]))
-            known[use] = BakedProject(path)
-        return known[use]
-
-    return make
+def small(tmp_path_factory):
+    return make_small(tmp_path_factory.mktemp("small"), save_every=2)
 
 
 def extra(output):
     return read_weights(output / "checkpoints" / "step-00000006")["extra"]
 
 
-CASES = [("never", "cpu_multi"), ("some rows", "cpu_multi")]
-SLOW = [("never", "fsdp2"), ("never", "cpu_multi exact"), ("never", "fsdp2 exact")]
-SLOW += [("some rows", "cpu_multi exact"), ("silent", "cpu_multi")]
+CASES = [
+    ("never", "cpu_multi"), ("some rows", "cpu_multi"),
+    *(pytest.param(use, hardware, marks=pytest.mark.slow) for use, hardware in (
+        ("never", "fsdp2"), ("never", "fsdp2 exact"), ("some rows", "cpu_multi exact"),
+        ("silent", "cpu_multi"),
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("use", "hardware"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
-)
-def test_two_processes_train_it_as_one_does(made, tmp_path, use, hardware):
+@pytest.mark.parametrize(("use", "hardware"), CASES)
+def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
     """Without a gradient AdamW changes nothing, not by its weight decay either."""
+    project = with_task(small, tmp_path, TASK.replace("USE", USES[use]))
     hardware, _, exact = hardware.partition(" ")
     flags = ["--exact", "true" if exact else "false", "--output_dir"]
-    train(made(use), "cpu", 1, *flags, tmp_path / "one")
-    train(made(use), hardware, 2, *flags, tmp_path / "two")
+    train(project, "cpu", 1, *flags, tmp_path / "one")
+    train(project, hardware, 2, *flags, tmp_path / "two")
     agree(tmp_path / "two", tmp_path / "one", loss=2e-6)
     one, two = extra(tmp_path / "one"), extra(tmp_path / "two")
     assert torch.allclose(one, two, rtol=1e-5)
@@ -81,9 +72,10 @@ def test_two_processes_train_it_as_one_does(made, tmp_path, use, hardware):
 
 
 @pytest.mark.parametrize("exact", ["false", "true"])
-def test_fsdp_refuses_a_branch_in_the_first_step(made, tmp_path, exact):
+def test_fsdp_refuses_a_branch_in_the_first_step(small, tmp_path, exact):
+    project = with_task(small, tmp_path, TASK.replace("USE", USES["some rows"]))
     flags = ["--exact", exact, "--output_dir", tmp_path / "run"]
-    printed = train(made("some rows"), "fsdp2", 2, *flags, codes=[2])
+    printed = train(project, "fsdp2", 2, *flags, codes=[2])
     assert "extra" in printed and "Traceback" not in printed
     assert not lines(tmp_path / "run", "loss") and not (tmp_path / "run" / "model").exists()
     assert not [*(tmp_path / "run").glob("checkpoints/step-*")]

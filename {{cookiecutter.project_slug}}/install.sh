@@ -33,27 +33,14 @@ pip() {
     PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"
 }
 
-# Installs quietly: on a terminal one line shows what pip is doing. pip's warnings and errors follow,
-# except those about local index folders that do not exist. uv has a display of its own.
+# Both have a display of their own, for a terminal.
 install() {
+    if [ -t 2 ]; then quiet=; else quiet=--quiet; fi
     if [ -n "$uv" ]; then
-        if [ -t 2 ]; then quiet=; else quiet=--quiet; fi
         "$uv" pip install $quiet --python "$VENV/bin/python" "$@"
-        return
+    else
+        pip install --no-input $quiet "$@"
     fi
-    failed=
-    { pip install --no-input --progress-bar off "$@" 2>"$VENV/pip.log" || echo FAILED; } | progress || failed=1
-    grep -v '^WARNING: Location .* is ignored' "$VENV/pip.log" >&2 || :
-    [ -z "$failed" ]
-}
-
-progress() {
-    while read -r line; do
-        [ "$line" != FAILED ] || break
-        if [ -t 1 ]; then printf '\r\033[K  %.76s' "$line"; fi
-    done
-    if [ -t 1 ]; then printf '\r\033[K'; fi
-    [ "$line" != FAILED ]
 }
 
 # Prints the names of pip's settings that say where packages come from. Values may hold a password.

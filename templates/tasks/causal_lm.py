@@ -41,7 +41,7 @@ from samestep.models import next_token, pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import LoraFields, add_adapters, check_adapters
 from samestep.models.pretrained import ModelConfig
-from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing
+from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing, unit_files
 from samestep.text.row_formats import ENDINGS
 from samestep.text.token_rows import TokenRows
 
@@ -226,7 +226,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
         pretrained.suppress_unused(model, tokenizer)
-    most_texts = token_rows.read_facts(folder)["most_texts"]
+    most_texts = unit_files.read_facts(folder)["most_texts"]
     if most_texts:
         packing.check_model_separates_texts(model)
     next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_texts)

@@ -183,7 +183,6 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(AutoModelForSeq2SeqLM, config, cfg)
         pretrained.suppress_unused(model, tokenizer)
-    pairs.check_targets(model, cfg)
     always_mask(model, tokenizer, lambda x: target_logits(model, {**x, "labels": x["input_ids"]}))
     pairs.set_generation(model, cfg)
     return model

@@ -24,6 +24,9 @@ def begin() -> None:
         program = " ".join(["samestep", *sys.argv[1:2]])
     elif program != "train.py":
         return  # a test or a notebook
+    # DDP advises against find_unused_parameters, without which a branch for some rows hangs, and
+    # sums are added in another order after each start.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in the background
         signal.signal(signal.SIGINT, lambda *_: leave(STOPPED, program, BEFORE))
     project = Path(os.getcwd() if program != "train.py" else os.path.dirname(main))

@@ -23,7 +23,7 @@ EXPORT = {"changes": "export"}  # what is exported or reported; a finished run d
 SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 
-def number_type(name: str, base: type, first: float, last: float) -> type:
+def number_type(name: str, base: type, first: float, last: float) -> Any:
     """The type of the numbers from `first` to `last`, both included."""
     text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
     limits = [(">=", first), ("<=", last)]
@@ -43,6 +43,18 @@ Layers = number_type("Layers", int, 1, 1000)
 Heads = number_type("Heads", int, 1, 1024)
 Width = number_type("Width", int, 1, 65_536)
 Gigabytes = number_type("Gigabytes", float, 0, 1_000_000)
+
+
+def refuse(*rules: tuple[Any, str], start: str = "") -> None:
+    """Raises ValueError with the text of the first rule, (condition, text), that holds."""
+    for holds, text in rules:
+        if holds:
+            raise ValueError(start + text)
+
+
+def check_pairs(*pairs: tuple[Any, str, str, str]) -> None:
+    """Raises ValueError for the first pair that is there: (whether it is, two names, a remedy)."""
+    refuse(*((holds, f"{a} does not go with {b}; {remedy}") for holds, a, b, remedy in pairs))
 
 
 def check_fields(cfg: Any, rules: Sequence[tuple[str, Any, str]]) -> None:

@@ -1,26 +1,33 @@
-"""Units of work, done by as many processes as there are cores; each leaves its result in files.
+"""Work in child processes: units on all cores, and what may hang or run out of memory.
 
-A unit that is done is not done again, so the work may be interrupted at any moment.
+A unit leaves its result in files. One that is done is not done again, so the work may be
+interrupted at any moment.
 """
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tqdm import tqdm
 
-from samestep.base.child import STOP_SIGNALS, Killed
 from samestep.base.console import one_line
 
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 SECONDS = 10  # between lines about the progress, where there is no terminal
 Tell = Callable[[int], None]  # is called with the bytes that a unit has done
+
+
+class Killed(ValueError):
+    """A process was killed. What is done is kept."""
 
 
 def count_cores() -> int:
@@ -84,8 +91,9 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
             processes[pipe] = process
         while processes:
             for pipe in wait([*processes], timeout=0.2):  # an error, or the end of the process
-                problem = receive(pipe)
-                process = processes.pop(pipe)
+                problem, process = None, processes.pop(pipe)
+                with contextlib.suppress(EOFError):
+                    problem = pipe.recv()
                 process.join()
                 if problem:
                     problems[problem[0]] = problem[1]
@@ -102,12 +110,23 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
         raise problems[min(problems)]
 
 
-def receive(pipe: Connection) -> tuple[int, BaseException] | None:
-    """The unit that failed, and its error."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        return None
+def run_in_child(function: Callable, *arguments: Any) -> None:
+    """Calls a function in a forked process, for the files that it writes: a library that stays in
+    native code for half a minute keeps this process from handling a signal.
+
+    Raises ValueError with the text of its error, or if the child was killed; an OSError as it is.
+    """
+
+    def work(*_: Any) -> None:
+        try:
+            function(*arguments)
+        except OSError:  # a full disk
+            raise
+        except Exception as error:
+            problem = f"task.data: {one_line(error)}; give fewer or other rows"
+            raise ValueError(problem) from None
+
+    do_units(work, [1], "")
 
 
 def killed(code: int) -> BaseException:
@@ -128,14 +147,14 @@ class Progress:
         self.total, self.what = total, what
         self.start = self.printed = time.monotonic()
         self.first: Any = None  # bytes that an earlier start had done
-        options = {"unit": "B", "unit_scale": True, "leave": False, "disable": None}
-        self.bar = tqdm(total=total, desc=what, **options)
+        options = {"unit": "B", "unit_scale": True, "leave": False}
+        self.bar = tqdm(total=total, desc=what, disable=None if what else True, **options)
 
     def show(self, size: int) -> None:
         now = time.monotonic()
         self.first = size if self.first is None else self.first
         self.bar.update(size - self.bar.n)
-        if self.bar.disable and now - self.printed > SECONDS:
+        if self.bar.disable and self.what and now - self.printed > SECONDS:
             self.printed, speed = now, (size - self.first) / (now - self.start)
             left = f", {(self.total - size) / speed:,.0f} s left" if speed else ""
             print(
@@ -146,3 +165,25 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in a block that takes longer.
+
+    Without effect outside the main thread, where Python does not deliver signals.
+    """
+
+    def raise_timeout(*_: Any) -> None:
+        raise TimeoutError(f"it takes longer than {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, raise_timeout)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # repeats, in case a library swallows one
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

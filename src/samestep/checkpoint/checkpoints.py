@@ -505,6 +505,8 @@ def check_settings(
             "with it, or give another --output_dir"
         )
     before, after = result_settings(saved, effects), result_settings(current, effects)
+    # A field that was empty, and that newer code has no more, changed nothing.
+    before = {name: value for name, value in before.items() if name in after or value != ""}
     changed = differences(before, after)
     if saved.get("identity", "") != current.get("identity", ""):
         named = [text for name, text in changed.items() if name.startswith("task.")]

@@ -126,7 +126,7 @@ def wrap(
 
     Raises UserError for a model that the YAML's kind of sharding does not take.
     """
-    sharding.check_weights(model, accelerator)
+    sharding.check_weights(model)
     module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
     if cfg.exact:
         sharding.sum_inside_blocks(module)

@@ -12,14 +12,12 @@ import functools
 import hashlib
 import json
 import os
-import socket
 import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
@@ -34,15 +32,15 @@ from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
+PASSING_ERRORS = (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)  # not the fault of a file
+MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
 
 # ---- Key -----------------------------------------------------------------------------------------
 
 
-def cache_folder(
-    cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[ModuleType | Callable]
-) -> Path:
+def cache_folder(cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[Callable]) -> Path:
     """The folder for prepared data; its name is a hash of all that shapes the data.
 
     `settings`: values of the task's own fields, and `used`: the files (`hash_input_files`), both as
@@ -71,7 +69,7 @@ def hash_input_files(
     a new one is reported. `endings`: perhaps a function of the path. `more`: files beside the data,
     such as a tokenizer. `shipped`: the files, if `data` names data that the task brings along.
 
-    More than 1,000 files count by their folders (`hash_folder`): a start then lists folders, and
+    More than 1,000 files count by their folders (`hash_path`): a start then lists folders, and
     asks about no file. It cannot see a file that was overwritten in place (`cp` over it, `>>`,
     `rsync --inplace`), since its folder keeps its times. It sees files that were added, removed,
     renamed or replaced, and reads a folder again after `touch FOLDER`.
@@ -159,6 +157,13 @@ def file_stamp(status: os.stat_result) -> list[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
+def read_stamp(path: str) -> list[int]:
+    """The stamp of a file. A folder's size is the number of its entries. Raises OSError."""
+    status = os.stat(path)
+    stamp = file_stamp(status)
+    return [len(os.listdir(path)), *stamp[1:]] if stat.S_ISDIR(status.st_mode) else stamp
+
+
 def hash_file(path: Path | str) -> tuple[str, list[int]]:
     """A file's SHA-256 and its stamp. Raises OSError, also for a pipe or device: it may block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
@@ -170,30 +175,37 @@ def hash_file(path: Path | str) -> tuple[str, list[int]]:
     return digest.hexdigest(), file_stamp(status)
 
 
-def read_stamp(path: str) -> list[int]:
-    """The stamp of a file. A folder's size is the number of its entries. Raises OSError."""
-    status = os.stat(path)
-    stamp = file_stamp(status)
-    return [len(os.listdir(path)), *stamp[1:]] if stat.S_ISDIR(status.st_mode) else stamp
+def hash_path(path: str, missing: str | None, settled: int) -> tuple[str, list[int]]:
+    """A digest of a file, or of the names and contents of a folder's own files; and its stamp.
 
-
-def hash_folder(path: str, hash_one: Callable, settled: int) -> tuple[str, list[int]]:
-    """A digest of the names and contents of a folder's own files, and its stamp.
-
-    Hidden files and folders inside do not count. `hash_one` is `hash_file`, or answers like it. The
-    stamp is empty if a file changed after the time `settled`, in ns, or cannot be read.
+    Hidden files and folders inside do not count. The stamp is empty if something changed after the
+    time `settled`, in ns, or cannot be read: the digest is `missing` then; None: raise ValueError.
     """
-    stamp, total = read_stamp(path), hashlib.sha256()  # a later change makes another stamp
-    newest = 0
-    with os.scandir(path) as entries:
-        names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
-    for start in range(0, len(names), 10_000):
-        some = names[start : start + 10_000]
-        hashed = map_in_threads(hash_one, [os.path.join(path, name) for name in some])
-        for name, (digest, file_stamp) in zip(some, hashed, strict=True):
-            total.update(f"{digest} {name}\0".encode(errors="surrogateescape"))
-            newest = max(newest, file_stamp[2] if file_stamp else settled)
-    return total.hexdigest(), stamp if newest < settled else []
+    try:
+        if not os.path.isdir(path):
+            digest, stamp = hash_file(path)
+            return digest, stamp if stamp[2] < settled else []
+        stamp, total = read_stamp(path), hashlib.sha256()  # a later change makes another stamp
+        old = stamp[2] < settled
+        with os.scandir(path) as entries:
+            names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
+        for start in range(0, len(names), 10_000):
+            some = names[start : start + 10_000]
+            hash_one = functools.partial(hash_path, missing=missing, settled=settled)
+            hashed = map_in_threads(hash_one, [os.path.join(path, name) for name in some])
+            for name, (digest, own_stamp) in zip(some, hashed, strict=True):
+                total.update(f"{digest} {name}\0".encode(errors="surrogateescape"))
+                old = old and bool(own_stamp)
+        return total.hexdigest(), stamp if old else []
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if getattr(error, "errno", None) in PASSING_ERRORS:
+            raise
+        if missing is not None:
+            return missing, []
+        if isinstance(error, ValueError):
+            raise
+        shown = one_line(path, 200)
+        raise ValueError(f"cannot read {shown}: {error.strerror}; fix or remove it") from None
 
 
 def map_in_threads(function: Callable, items: list) -> list:
@@ -205,9 +217,7 @@ def map_in_threads(function: Callable, items: list) -> list:
 def hash_files(
     paths: Iterable[Path], cfg: DataConfig, missing: str | None = None
 ) -> dict[str, str]:
-    """SHA-256 of each file or folder (`hash_folder`) by its path.
-
-    `missing`: the digest of an unreadable one; None: raise ValueError.
+    """The digest of each file or folder (`hash_path`) by its path.
 
     A memo in the cache folder spares reading what has the same size, times and inode. What changed
     less than two seconds before it was read is not in the memo: another change might leave the same
@@ -217,25 +227,14 @@ def hash_files(
     cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
 
     def read_memo() -> dict[str, str]:
-        memo, digests = read_json_object(cache / "digests.json"), {}
+        memo, digests = read_json_object(cache / MEMO), {}
         for name in names:
-            saved = memo.get(os.path.abspath(name))
-            if isinstance(saved, list) and len(saved) == 5 and isinstance(saved[4], str):
-                with contextlib.suppress(OSError, ValueError):  # hash_or_raise reports it
-                    if read_stamp(name) == saved[:4]:
-                        digests[name] = saved[4]
+            # hash_path reports what is wrong with a file; an odd memo is made again.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                *stamp, digest = memo[os.path.abspath(name)]
+                if read_stamp(name) == stamp:
+                    digests[name] = digest
         return digests
-
-    def hash_or_raise(name: str, read: Callable = hash_file) -> tuple[str, list[int]]:
-        try:
-            return read(name)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-            if missing is not None:
-                return missing, []
-            reason = getattr(error, "strerror", None) or one_line(error)
-            raise ValueError(
-                f"cannot read {one_line(name, 200)}: {reason}; fix or remove it"
-            ) from None
 
     digests = read_memo()
     if len(digests) < len(names):
@@ -244,22 +243,30 @@ def hash_files(
                 stack.enter_context(file_lock(cache / "digests.lock"))
                 digests = read_memo()
             settled = time.time_ns() - 2_000_000_000
+            hash_one = functools.partial(hash_path, missing=missing, settled=settled)
             new = [name for name in names if name not in digests]
-            folders = {name for name in new if os.path.isdir(name)}
-            files = [name for name in new if name not in folders]
-            hashed = dict(zip(files, map_in_threads(hash_or_raise, files), strict=True))
-            read = functools.partial(hash_folder, hash_one=hash_or_raise, settled=settled)
-            hashed |= {name: hash_or_raise(name, read) for name in folders}
+            folders = [name for name in new if os.path.isdir(name)]  # each has threads of its own
+            files = [name for name in new if name not in {*folders}]
+            hashed = dict(zip(files, map_in_threads(hash_one, files), strict=True))
+            hashed |= {name: hash_one(name) for name in folders}
             digests |= {name: digest for name, (digest, _) in hashed.items()}
-            known = {
-                os.path.abspath(name): [*stamp, digest]
-                for name, (digest, stamp) in hashed.items()
-                if stamp and stamp[2] < settled
-            }
-            if known:
-                memo = read_json_object(cache / "digests.json")
-                try_write_json(cache / "digests.json", memo | known)
+            remember(cache, {n: [*stamp, digest] for n, (digest, stamp) in hashed.items() if stamp})
     return {name: digests[name] for name in names}
+
+
+def remember(cache: Path, known: dict[str, list]) -> None:
+    """Adds stamps and digests of files to the memo; a failure is ignored, as only time is lost."""
+    partial = cache / f"{MEMO}.{os.getpid()}.partial"
+    with contextlib.suppress(OSError):
+        if known:
+            own = {os.path.abspath(name): saved for name, saved in known.items()}
+            partial.write_text(json.dumps(read_json_object(cache / MEMO) | own), encoding="utf-8")
+            partial.replace(cache / MEMO)
+    with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+
+
+# ---- Lock ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -267,35 +274,33 @@ def file_lock(path: Path) -> Iterator[None]:
     """Holds a lock between processes, also those of other machines that share the disk.
 
     The kernel frees it when its holder ends, however that ends. Whoever waits for longer than some
-    seconds says so once, and for whom. Raises OSError if the file cannot be written or locked.
+    seconds says so once. Raises OSError if the file cannot be written or locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    start, said, pause = time.monotonic(), False, 0.02
+    start, said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
     while True:
-        with open(path, "a+", encoding="utf-8", errors="replace") as file:
-            if try_lock(file):
-                if not os.fstat(file.fileno()).st_nlink:
-                    continue  # somebody has deleted the file, and others lock a new one
-                file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}")
-                file.flush()
+        with open(path, "a", encoding="utf-8") as file:
+            # Without a name somebody has deleted the file, and others lock a new one.
+            if try_lock(file) and os.fstat(file.fileno()).st_nlink:
                 try:
                     yield
                 finally:
                     fcntl.flock(file, fcntl.LOCK_UN)  # a child may have the file open
                 return
-            file.seek(0)
-            holder = one_line(file.read(200), 100) or "another process"
         if not said and time.monotonic() - start > LOCK_SECONDS:
             said = True
-            say_lock_waits(path, holder)
-        time.sleep(pause)
-        pause = min(2 * pause, 1)
+            # A machine that was switched off keeps its lock on some network disks.
+            print(
+                "waiting for another process, which prepares the same data; if its machine is "
+                f"gone, delete {one_line(path, 200)}",
+                flush=True,
+            )
+        time.sleep(min(0.02 + (time.monotonic() - start) / 5, 1))
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of `file_lock`."""
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8") as file:
         return not try_lock(file)  # closing the file frees it
 
 
@@ -306,30 +311,11 @@ def try_lock(file: TextIO) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     except OSError as error:
-        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            reason = "this disk has no file locks; give a folder on another one"
-            raise OSError(error.errno, reason, file.name) from None
-        raise
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        reason = "this disk has no file locks; give a folder on another one"
+        raise OSError(error.errno, reason, file.name) from None
     return True
-
-
-def say_lock_waits(path: Path, holder: str) -> None:
-    """Says, on one process of this machine, for whom it waits."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        # Another machine that was switched off keeps its lock on some network disks.
-        elsewhere = not holder.endswith(f" on {socket.gethostname()}")
-        advice = f"; if that is gone, delete {one_line(path, 200)}" if elsewhere else ""
-        print(f"waiting for {holder}, which prepares the same data{advice}", flush=True)
-
-
-def try_write_json(path: Path, value: dict) -> None:
-    """Replaces a small file of the cache; a failure is ignored, as only time is lost."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(value), encoding="utf-8")
-        partial.replace(path)
-    with contextlib.suppress(OSError):
-        partial.unlink(missing_ok=True)
 
 
 # ---- Prepared folders ----------------------------------------------------------------------------
@@ -379,40 +365,34 @@ def prepare_once(
 
     `build` returns {"content": `hash_columns(...)`, "named": digests of input files that are not
     part of the key} for the index, which is written last. Safe for processes that start together:
-    one builds, the others wait; if it fails, all raise its error. Leftovers of killed processes do
-    not count, and the next process removes them; or, if `build` goes on from them, it gets them,
-    and also a folder with a damaged file.
+    one builds, the others wait. Leftovers of killed processes do not count, and the next process
+    removes them; or, if `build` goes on from them, it gets them, and also a folder with a damaged
+    file.
     """
-    start, folder = time.time(), name_folder()
-    if is_verified(folder) and not find_fault(folder, cfg):
+    folder = name_folder()
+    if not find_fault(folder, cfg):
         return folder
-    unfinished, failed = folder.with_suffix(".unfinished"), folder.with_suffix(".failed")
+    unfinished = folder.with_suffix(".unfinished")
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(file_lock(folder.with_suffix(".lock")))
         except OSError as error:
-            if not find_fault(folder, cfg):  # intact, on a read-only disk
-                return folder
             raise write_error(folder, error) from None
         fault = find_fault(folder, cfg)
         if not fault:
             return folder
-        failure = read_json_object(failed)
-        if isinstance(failure.get("at"), float) and failure["at"] > start:
-            raise ValueError(str(failure.get("problem")))
         try:
             if not goes_on:
                 remove(unfinished)
             if os.path.lexists(folder):
                 print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
-            if goes_on and drop_damaged(folder):
-                remove(unfinished)
-                folder.rename(unfinished)
-            elif os.path.lexists(folder):
-                discarded = folder.with_suffix(f".discarded-{os.getpid()}")
-                remove(discarded)
-                folder.rename(discarded)  # before deleting: another run may have it open
-                remove(discarded)
+                if goes_on:
+                    with contextlib.suppress(OSError, ValueError):  # nothing is known of its files
+                        for name in find_damaged(folder, cfg):
+                            remove(folder / name)
+                        remove(unfinished)
+                        folder.rename(unfinished)
+                remove(folder)
             unfinished.mkdir(exist_ok=True)
             remove(unfinished / INDEX)
             facts, problem = {}, None
@@ -425,7 +405,6 @@ def prepare_once(
             if problem:
                 raise problem
             commit_folder(folder, unfinished, facts)
-            remove(failed)
         except BaseException as error:
             if not goes_on or type(error) is ValueError:
                 remove(unfinished)  # frees a full disk
@@ -435,8 +414,6 @@ def prepare_once(
             plain = type(error) is OSError and error.errno is None  # numpy: a full disk
             if plain or isinstance(error, OSError) and error.errno in PERMANENT_ERRORS:
                 error = write_error(folder, error)
-            if isinstance(error, ValueError):
-                try_write_json(failed, {"at": time.time(), "problem": str(error)})
             raise error from None
     return folder
 
@@ -451,10 +428,8 @@ def once_per_folder(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def load_once(cfg: Any, folder: Path | None = None) -> Any:
-        if folder is None:
-            return load(cfg, None)
         key = (folder, cfg.model_name_or_path)
-        if key not in loaded:
+        if folder is None or key not in loaded:
             loaded[key] = load(cfg, folder)
         return loaded[key]
 
@@ -473,13 +448,10 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     those of files that are on the disk already.
     """
     files = dict(facts.pop("hashed", {}))
-    paths = [unfinished / name for name in sorted(folder_stamps(unfinished)) if name not in files]
-    map_in_threads(fsync, paths)
-    hashed = map_in_threads(hash_file, paths)
-    files |= {
-        path.relative_to(unfinished).as_posix(): [stamp[0], digest]
-        for path, (digest, stamp) in zip(paths, hashed, strict=True)
-    }
+    new = [name for name in sorted(list_sizes(unfinished)) if name not in files]
+    map_in_threads(fsync, [unfinished / name for name in new])
+    hashed = map_in_threads(hash_file, [unfinished / name for name in new])
+    files |= {name: [stamp[0], digest] for name, (digest, stamp) in zip(new, hashed, strict=True)}
     text = json.dumps({**facts, "files": files}).encode()
     own = hashlib.sha256(text).hexdigest().encode()
     (unfinished / INDEX).write_bytes(own + b"\n" + text + b"\n")
@@ -488,7 +460,8 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     fsync(unfinished)
     unfinished.rename(folder)
     fsync(folder.parent)
-    note_verified(folder, folder_stamps(folder))
+    known = {str(folder / name): digest for name, (_, digest) in files.items()}
+    remember(folder.parent, {name: [*read_stamp(name), each] for name, each in known.items()})
 
 
 def read_index(folder: Path) -> dict:
@@ -502,91 +475,44 @@ def read_index(folder: Path) -> dict:
     return json.loads(text)
 
 
-def drop_damaged(folder: Path) -> bool:
-    """Deletes the files of a prepared folder that its index does not vouch for.
-
-    False: nothing is known of them, as there is no intact index.
-    """
-    try:
-        files = read_index(folder)["files"]
-    except (OSError, ValueError):
-        return False
-    for name in folder_stamps(folder).keys() - {INDEX}:
-        with contextlib.suppress(OSError):  # it cannot be read
-            if name in files and hash_file(folder / name)[0] == files[name][1]:
-                continue
-        remove(folder / name)
-    return True
-
-
-def folder_stamps(folder: Path) -> dict[str, list[int]]:
-    """The stamp of each file below a folder; an empty one for a link, a pipe or a device.
+def list_sizes(folder: Path) -> dict[str, int]:
+    """The size of each file below a folder; -1 for a link, a pipe or a device.
 
     Hidden files do not count: file managers and network disks create them.
     """
-    stamps = {}
+    sizes = {}
     for path in folder.rglob("*"):
-        status = path.lstat()
-        below = path.relative_to(folder)
+        status, below = path.lstat(), path.relative_to(folder)
         hidden = any(part.startswith(".") for part in below.parts)
         if not stat.S_ISDIR(status.st_mode) and not hidden:
-            regular = stat.S_ISREG(status.st_mode)
-            stamps[below.as_posix()] = file_stamp(status) if regular else []
-    return stamps
+            sizes[below.as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else -1
+    return sizes
 
 
 def find_fault(folder: Path, cfg: DataConfig) -> str:
-    """The fault of a prepared folder, or of the input files it names; empty: it is intact.
-
-    Each call compares names, sizes and the index's digest. All bytes are compared only on the first
-    call since the machine started, and when a stamp has changed since: reading all at each start
-    takes as long as the disk does, and a damage by disk or crash comes with one of these.
-    """
+    """The fault of a prepared folder, or of the input files it names; empty: it is intact."""
     try:
-        index, stamps = read_index(folder), folder_stamps(folder)
-        files, named = index["files"], index.get("named", {})
-        sizes = {name: stamp[:1] for name, stamp in stamps.items() if name != INDEX}
-        wrong = [n for n in {**sizes, **files} if sizes.get(n) != files.get(n, [])[:1]]
-        if not wrong and not is_verified(folder):
-            digests = map_in_threads(lambda name: hash_file(folder / name)[0], list(files))
-            pairs = zip(files.items(), digests, strict=True)
-            wrong = [name for (name, (_, digest)), now in pairs if digest != now]
-        if wrong:
-            return f"has a damaged file: {one_line(wrong[0], 60)}"
-        note_verified(folder, stamps)
+        damaged, named = find_damaged(folder, cfg), read_index(folder).get("named", {})
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT):
-            raise  # not the files' fault
+        if getattr(error, "errno", None) in PASSING_ERRORS:
+            raise
         return getattr(error, "strerror", None) or str(error)
+    if damaged:
+        return f"has a damaged file: {one_line(damaged[0], 60)}"
     digests = hash_files(map(Path, named), cfg, missing="")
     changed = next((name for name in named if digests[name] != named[name]), "")
     return changed and f"is out of date, as {one_line(changed, 100)} has changed"
 
 
-def boot_id() -> list[str]:
-    """An id that changes when this machine starts, and its name; empty on systems without one."""
-    try:
-        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]
-    except OSError:
-        return []
+def find_damaged(folder: Path, cfg: DataConfig) -> list[str]:
+    """The files of a prepared folder that its index does not vouch for, or that are missing.
 
-
-def verified_file(folder: Path) -> Path:
-    """The file with this machine's note; other machines may share the disk."""
-    return folder.with_suffix(f".{socket.gethostname()}.seen")
-
-
-def is_verified(folder: Path) -> bool:
-    """Whether this machine, since it started, wrote or verified the files as they are now."""
-    try:
-        stamps = folder_stamps(folder)
-    except OSError:
-        return False
-    note = read_json_object(verified_file(folder))
-    return bool(boot_id()) and note == {"boot": boot_id(), "files": stamps}
-
-
-def note_verified(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Notes that the files with these stamps are intact."""
-    if boot_id():
-        try_write_json(verified_file(folder), {"boot": boot_id(), "files": stamps})
+    Names and sizes are compared; bytes where the memo of `hash_files` does not know the file, as
+    one that has changed since it was written. Raises OSError or ValueError without an intact index.
+    """
+    files, sizes = read_index(folder)["files"], list_sizes(folder)
+    del sizes[INDEX]
+    whole = {folder / name: name for name in files if sizes.get(name) == files[name][0]}
+    digests = hash_files(whole, cfg, missing="")
+    intact = {name for path, name in whole.items() if digests[str(path)] == files[name][1]}
+    return [name for name in {**sizes, **files} if name not in intact]

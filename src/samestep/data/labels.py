@@ -46,84 +46,67 @@ def parse_row_label(row: dict, columns: list[str], problem_type: str) -> None:
 
     Raises IncompleteRow for a missing label, ValueError for one that does not fit the problem type.
     """
-    if columns:
-        row["label"] = parse_label_columns(row["label"], columns)
+    if not columns:
+        if not (row["label"] == "" and problem_type == MULTI):  # a row may have none of the labels
+            require_value("label", row["label"])
+        row["label"] = parse_label(row["label"], problem_type)
         return
-    if not (row["label"] == "" and problem_type == MULTI):  # a row may have none of the labels
-        require_value("label", row["label"])
-    row["label"] = parse_label(row["label"], problem_type)
-
-
-def parse_label_columns(values: Any, columns: list[str]) -> list[str]:
-    """The columns whose value is 1 or true; raises ValueError for any but these, 0 and false."""
-    if not isinstance(values, dict):
+    if not isinstance(row["label"], dict):
         raise ValueError(f"a .txt file has no column {one_line(columns[0], 60)}")
     names = []
-    for name, value in values.items():
-        require_value(f"label {one_line(name, 60)}", value)
+    for name, value in row["label"].items():
+        shown = f"label {one_line(name, 60)}"
+        require_value(shown, value)
         truth = TRUTHS.get(str(value).strip().lower())
         if truth is None:
-            value = one_line(repr(value), 60)
-            raise ValueError(f"the label {one_line(name, 60)} is {value} but must be 0 or 1")
+            raise ValueError(f"the {shown} is {one_line(repr(value), 60)} but must be 0 or 1")
         if truth:
             names.append(name)
-    return names
+    row["label"] = names
 
 
 def parse_label(value: Any, problem_type: str) -> Any:
     """A class's name, a list of names, or a number; raises ValueError for anything else."""
     shown = one_line(repr(value), 60)
+    if problem_type == NUMBER:
+        number = math.nan
+        if isinstance(value, str | int | float | Decimal) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:  # a whole number such as 10^400
+                number = 2 * LARGEST_NUMBER
+            except ValueError:
+                pass
+        if LARGEST_NUMBER < abs(number) < math.inf:
+            raise ValueError(f"the label {one_line(value, 40)} is too large: divide all labels")
+        if not math.isfinite(number):
+            raise ValueError(f"the label is {shown}, not a finite number such as 0.5")
+        return number
+    bracketed = isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] == "[]"
+    parts = parse_list(value.strip()) if bracketed else value if isinstance(value, list) else None
     if problem_type == SINGLE:
-        if parse_list(value) is not None:
+        if parts is not None:
             raise ValueError(f"the label {shown} is a list: --task.problem_type {MULTI} reads it")
         whole = isinstance(value, float | Decimal) and value % 1 == 0  # with nulls 1 is 1.0
         if whole or isinstance(value, str | int):
             return str(int(value) if whole else value).strip()
         raise ValueError(f"the label is {shown}, not text or a whole number")
-    if problem_type == MULTI:
-        parts = parse_list(value)
-        if parts is None and isinstance(value, str) and not is_bracketed(value):
-            parts = value.split(";")
-        if parts is not None and all(isinstance(part, str | int) for part in parts):
-            return sorted({str(part).strip() for part in parts} - {""})
-        raise ValueError(f"the label is {shown}, not a list of names, or text with ; between")
-    number = parse_number(value)
-    if abs(number) <= LARGEST_NUMBER:
-        return number
-    if math.isfinite(number):
-        raise ValueError(f"the label {one_line(value, 40)} is too large: divide all labels")
-    raise ValueError(f"the label is {shown}, not a finite number such as 0.5")
+    if isinstance(value, str) and not bracketed:
+        parts = value.split(";")
+    if parts is not None and all(isinstance(part, str | int) for part in parts):
+        return sorted({str(part).strip() for part in parts} - {""})
+    raise ValueError(f"the label is {shown}, not a list of names, or text with ; between")
 
 
-def parse_number(value: Any) -> float:
-    """A number, or text of one, as a float; NaN: anything else."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:  # a whole number such as 10^400
-        return LARGEST_NUMBER * 2
-    except ValueError:
-        return math.nan
-
-
-def parse_list(value: Any) -> list | None:
-    """A list, or text of one as JSON, Python or NumPy writes it; None: anything else."""
-    if isinstance(value, list):
-        return value
-    text = value.strip() if isinstance(value, str) else ""
-    if is_bracketed(text):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(text)
-        # NumPy writes ['a' 'b'], which Python would join to one word.
-        text = re.sub(r"(['\"])\s+(?=['\"])", r"\1,", text[:LONGEST_LIST])
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return ast.literal_eval(text)
+def parse_list(text: str) -> list | None:
+    """A list as JSON, Python or NumPy writes it; None: the text is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    # NumPy writes ['a' 'b'], which Python would join to one word.
+    text = re.sub(r"(['\"])\s+(?=['\"])", r"\1,", text[:LONGEST_LIST])
+    with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        return ast.literal_eval(text)
     return None
-
-
-def is_bracketed(value: Any) -> bool:
-    return isinstance(value, str) and value.strip()[:1] + value.strip()[-1:] == "[]"
 
 
 # ---- Names ---------------------------------------------------------------------------------------

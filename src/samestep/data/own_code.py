@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 
 from samestep.base.console import one_line
 
@@ -25,20 +24,20 @@ INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pure
 LIBRARY = f"{Path(__file__).parents[1]}{os.sep}"
 EVERYTHING = "*"  # in place of a name: all of a module
 IMPORTS = (ast.Import, ast.ImportFrom)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 Place = tuple[str, str]  # a module and a name in it
 
 
-def own_code(roots: Iterable[Callable | ModuleType], without: Iterable[str] = ()) -> list[str]:
-    """The statements that define the roots and all that they use, in the same order everywhere.
+def own_code(roots: Iterable[Callable], without: Iterable[str] = ()) -> list[str]:
+    """The statements that define the functions and all that they use, in the same order everywhere.
 
     `without`: modules that are left out. Raises ValueError if a file was edited since the start:
     the code that runs may be older.
     """
     # Of partial(function, ...) the function; what it is bound to is in its module, or is a value.
     roots = [root.func if isinstance(root, functools.partial) else root for root in roots]
-    names = [getattr(root, "__qualname__", EVERYTHING).partition(".")[0] for root in roots]
-    modules = [getattr(root, "__module__", None) or root.__name__ for root in roots]
-    todo, code = list(zip(modules, names, strict=True)), {}
+    todo = [(root.__module__, root.__qualname__.partition(".")[0]) for root in roots]
+    code: dict[Place, list[str]] = {}
     while todo:
         module, name = place = todo.pop()
         if place not in code and module not in without and find_file(module):
@@ -69,13 +68,13 @@ def read_place(module: str, name: str) -> tuple[list[str], list[Place]]:
 
 def places_in(statement: ast.stmt, text: str, module: str) -> Iterator[Place]:
     """The places that a statement uses: `text.FILE` is FILE of the module text."""
-    names, attributes = global_names(symtable.symtable(text, module, "exec")), {}
+    attributes: dict[str, set[str]] = {}
     for node in ast.walk(statement):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             attributes.setdefault(node.value.id, set()).add(node.attr)
         elif isinstance(node, IMPORTS):
             yield from (place for _, place in imported(node, module))
-    for name in names:
+    for name in global_names(symtable.symtable(text, module, "exec")):
         imports = [each for each in read_module(module).get(name, []) if isinstance(each, IMPORTS)]
         found = dict(chain(*(imported(each, module) for each in imports)))
         other, what = found.get(name, (module, name))
@@ -117,9 +116,8 @@ def find_file(module: str) -> str:
     top = module.partition(".")[0]
     try:
         if module != top:  # finding it imports what it is in
-            spec = importlib.util.find_spec(top)
-            places = [*(spec.submodule_search_locations or [])] if spec else []
-            if not places or is_installed(places[0]):
+            places = importlib.util.find_spec(top).submodule_search_locations
+            if not places or is_installed([*places][0]):
                 return ""
         file = getattr(sys.modules.get(module), "__file__", None)
         file = file or importlib.util.find_spec(module).origin or ""
@@ -147,35 +145,33 @@ def read_source(module: str) -> str:
 def read_module(module: str) -> dict[str, list[ast.stmt]]:
     """The statements of a module that define or change each name."""
     found: dict[str, list[ast.stmt]] = {}
-    for statement in Plain().visit(ast.parse(read_source(module))).body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    for statement in without_remarks(ast.parse(read_source(module))).body:
+        if isinstance(statement, DEFINITIONS):
             names = {statement.name}
         elif isinstance(statement, IMPORTS):
             names = {each.asname or each.name.partition(".")[0] for each in statement.names}
         else:  # TABLE["a"] = b changes TABLE
             every = [each for each in ast.walk(statement) if isinstance(each, ast.Name)]
             stored = [each for each in every if isinstance(each.ctx, ast.Store)]
-            inner = [
-                n for n in ast.walk(statement) if isinstance(n, ast.FunctionDef | ast.ClassDef)
-            ]
+            inner = [each for each in ast.walk(statement) if isinstance(each, DEFINITIONS)]
             names = {each.id for each in stored or every} | {each.name for each in inner}
         for name in names:
             found.setdefault(name, []).append(statement)
     return found
 
 
-class Plain(ast.NodeTransformer):
-    """Takes out docstrings, and the annotations of functions."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if isinstance(node, ast.arg | ast.FunctionDef | ast.AsyncFunctionDef):
-            setattr(node, "annotation" if isinstance(node, ast.arg) else "returns", None)
+def without_remarks(tree: ast.Module) -> ast.Module:
+    """The same code without docstrings and the annotations of functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
         for name in ("body", "orelse", "finalbody"):
             if isinstance(body := getattr(node, name, None), list):
                 kept = [each for each in body if not is_text(each)]
                 setattr(node, name, kept or [ast.Pass()] * (len(body) > 0))
-        return node
+    return tree
 
 
 def is_text(statement: ast.AST) -> bool:

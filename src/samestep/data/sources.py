@@ -86,36 +86,29 @@ def check_data_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
     `shipped`: names of data that the task brings along. Makes a list in `data` a text.
     """
     cfg.data = data_as_text(cfg.data)
-    for _, own in by_source(cfg):
-        check_source_config(own, shipped)
-
-
-def check_source_config(cfg: DataConfig, shipped: Iterable[str]) -> None:
-    """`check_data_config` of a single source."""
     streaming = getattr(cfg, "streaming", None)  # None: the task has no such field
-    for name in ("data", "validation_data"):
-        if "://" in getattr(cfg, name) and not streaming:
-            hint = "; --task.streaming true reads shards there" * (streaming is not None)
-            url = one_line(getattr(cfg, name), 100)
-            raise ValueError(f"task.{name}: {url} is a URL: download the data first{hint}")
-    check_fields(
-        cfg, [("data", cfg.data, "a path, or a name"), ("cache_dir", cfg.cache_dir, "a folder")]
-    )
-    local_path(cfg.cache_dir, "cache_dir")
-    local_path(cfg.validation_data, "validation_data")
-    on_hub = cfg.data not in shipped and hub.is_hub_name(cfg.data)
-    no_hub = f"because task.data, {one_line(cfg.data, 60)}, is not a data set on the Hub"
-    split = on_hub and not cfg.validation_data
-    held_out = not (cfg.validation_data or cfg.validation_split)
-    check_ignored_fields(
-        cfg,
-        [
-            ("data_config data_split data_revision", on_hub, no_hub),
-            ("validation_split", on_hub, no_hub),
-            ("validation_split", split, "beside task.validation_data"),
-            ("validation_fraction validation_rows", held_out, "when validation rows are given"),
-        ],
-    )
+    for _, own in by_source(cfg):
+        for name in ("data", "validation_data"):
+            if "://" in getattr(own, name) and not streaming:
+                hint = "; --task.streaming true reads shards there" * (streaming is not None)
+                url = one_line(getattr(own, name), 100)
+                raise ValueError(f"task.{name}: {url} is a URL: download the data first{hint}")
+        rules = [("data", own.data, "a path, or a name"), ("cache_dir", own.cache_dir, "a folder")]
+        check_fields(own, rules)
+        local_path(own.cache_dir, "cache_dir")
+        local_path(own.validation_data, "validation_data")
+        on_hub = own.data not in shipped and hub.is_hub_name(own.data)
+        no_hub = f"because task.data, {one_line(own.data, 60)}, is not a data set on the Hub"
+        split = on_hub and not own.validation_data
+        held_out = not (own.validation_data or own.validation_split)
+        check_ignored_fields(
+            own,
+            [
+                ("data_config data_split data_revision validation_split", on_hub, no_hub),
+                ("validation_split", split, "beside task.validation_data"),
+                ("validation_fraction validation_rows", held_out, "when validation rows are given"),
+            ],
+        )
 
 
 # ---- Several sources -----------------------------------------------------------------------------
@@ -198,7 +191,11 @@ def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[P
     Raises ValueError if there are none, or if one is unreachable: a class or a part of the rows
     would be missing unnoticed.
     """
-    found, others = find_files(data, endings, field)
+    found: list[Path] = []
+    others: Counter = Counter()
+    for folder, names, skipped in walk(data, endings, field):
+        found += [Path(folder, name) for name in names]
+        others += skipped
     if not found:
         packed = f" (text also compressed: {' or '.join(tables.COMPRESSIONS)})"
         raise ValueError(
@@ -206,17 +203,7 @@ def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[P
             f"{describe_skipped(others)}; pass --task.{field} PATH, a file or folder of "
             f"{', '.join(endings)}{packed}"
         )
-    return found
-
-
-def find_files(data: str, endings: Iterable[str], field: str) -> tuple[list[Path], Counter]:
-    """The files with these endings, sorted, and the number of other files by their endings."""
-    found: list[Path] = []
-    others: Counter = Counter()
-    for folder, names, skipped in walk(data, endings, field):
-        found += [Path(folder, name) for name in names]
-        others += skipped
-    return sorted(found), others
+    return sorted(found)
 
 
 def walk(data: str, endings: Iterable[str], field: str) -> Iterator[tuple[str, list[str], Counter]]:
@@ -287,10 +274,7 @@ def walk_all(
             raise ValueError(f"{shown} {problem}") from None
         first = folders.setdefault((status.st_dev, status.st_ino), path)
         if first != path:
-            problem = f"the same folder as {one_line(first, 100)}"
-            if path.startswith(os.path.join(first, "")):
-                problem = f"a link to a folder above itself, {one_line(first, 100)}"
-            raise ValueError(f"{shown} is {problem}: remove one")
+            raise ValueError(f"{shown} is the same folder as {one_line(first, 100)}: remove one")
         to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
         yield path, *choose_files(path, sorted(files), endings, field)
 
@@ -299,10 +283,8 @@ def is_folder(path: Path | os.DirEntry, field: str) -> bool:
     """Whether it is a folder, not a file. Raises ValueError for what is neither, or unreachable."""
     problem = "is neither file nor folder: remove it"
     try:
-        if path.is_file():
-            return False
-        if path.is_dir():
-            return True
+        if path.is_file() or path.is_dir():
+            return path.is_dir()
         os.stat(path)
     except OSError as error:
         problem = "is a broken link" if os.path.islink(path) else "cannot be read"
@@ -319,11 +301,10 @@ def choose_files(
         if not name.lower().endswith(plain) and tables.file_ending(name) not in plain:
             others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
             continue
-        if not (name.isascii() and folder.isascii()):
-            path = os.path.join(folder, name)
-            if path != path.encode(errors="replace").decode():
-                shown = f"task.{field}: {one_line(path, 100)}"
-                raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
+        both = name + folder
+        if not both.isascii() and both != both.encode(errors="replace").decode():
+            shown = f"task.{field}: {one_line(os.path.join(folder, name), 100)}"
+            raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
         chosen.append(name)
     return chosen, others
 
@@ -358,10 +339,8 @@ def read_column_names(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
     if hub.is_hub_name(cfg.data):
         hub.check_commit(cfg)
         return hub.load_hub_split(cfg, cfg.data_split).column_names
-    for file in list_files(cfg.data, endings):
-        if row := tables.read_first_row(file):
-            return list(row)
-    return []
+    found = map(tables.first_columns, list_files(cfg.data, endings))
+    return next(filter(None, found), [])
 
 
 class IncompleteRow(ValueError):

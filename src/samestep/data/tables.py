@@ -25,12 +25,7 @@ Columns = dict[str, str | list[str]]  # for each role its column, or several
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # for all but .parquet, which compresses itself
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-SEPARATOR_NAMES = {",": "commas", "\t": "tabs"}
-MAX_EXPANSION = 200  # largest allowed ratio of content to compressed file; text reaches about 10
 BLOCK = 1 << 20  # bytes of a .txt file that are read at once
-# Byte order marks of encodings that are refused. That of UTF-32 begins with that of UTF-16.
-MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
-MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 SEARCHED = 1 << 16  # bytes in which a place is looked for where a .txt file may be cut
 
 
@@ -60,16 +55,11 @@ class Line:
         self.path, self.start, self.number = path, start, number
 
     def __str__(self) -> str:
+        number, left = self.number, self.start
         with open_at(self.path) as file:
-            before = sum(iter_counts(file, self.start))
-        return f"{one_line(self.path, 200)}, line {before + self.number}"
-
-
-def iter_counts(file: io.BufferedReader, size: int) -> Iterator[int]:
-    """The number of line ends in each block of the next `size` bytes."""
-    while size > 0 and (block := file.read(min(size, BLOCK))):
-        size -= len(block)
-        yield block.count(b"\n")
+            while left > 0 and (block := file.read(min(left, BLOCK))):
+                number, left = number + block.count(b"\n"), left - len(block)
+        return f"{one_line(self.path, 200)}, line {number}"
 
 
 class Cursor:
@@ -99,6 +89,54 @@ def file_ending(path: Path | str) -> str:
     return inner if inner in (".txt", *TABLES[:-1]) else ending
 
 
+# The compressed file that was read last, and how far: the next part may begin where it ended.
+_half_read: dict[Path, tuple[io.BufferedReader, int]] = {}
+
+
+@contextlib.contextmanager
+def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedReader]:
+    """The content of a file, decompressed, from the offset of a cursor on; or without one from its
+    start, without the byte order mark that some programs write.
+
+    The cursor of a part of unknown lines is moved to the first line that begins in the part.
+    """
+    compressed, offset = path.suffix.lower() in COMPRESSIONS, cursor.offset if cursor else 0
+    with contextlib.ExitStack() as stack:
+        file, reached = _half_read.pop(path, (None, 0)) if offset else (None, 0)
+        if file is None or reached > offset:
+            file, reached = _open(path), 0
+        stack.callback(file.close)
+        if not compressed:
+            file.seek(offset - reached, os.SEEK_CUR)
+        while compressed and reached < offset and file.read(min(BLOCK, offset - reached)):
+            reached = min(reached + BLOCK, offset)
+        if cursor and offset and cursor.span.lines is None and file_ending(path) == ".jsonl":
+            file.seek(-1, os.SEEK_CUR)
+            cursor.offset += len(file.readline()) - 1
+            cursor.first = cursor.offset
+        yield file
+        if compressed and cursor and cursor.span.stop is not None:
+            _half_read.clear()
+            _half_read[path] = (file, cursor.offset)
+            stack.pop_all()
+
+
+def _open(path: Path) -> io.BufferedReader:
+    if compression := COMPRESSIONS.get(path.suffix.lower()):
+        import pyarrow
+
+        packed: Any = pyarrow.CompressedInputStream(str(path), compression)
+        file = io.BufferedReader(packed, 2**16)
+    else:
+        file = open(path, "rb")
+    if file.peek(3)[:3] == codecs.BOM_UTF8:
+        file.read(3)
+    return file
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
 def read_rows(
     path: Path,
     columns: Columns | None,
@@ -115,38 +153,41 @@ def read_rows(
     next row begins. Raises ValueError with the place.
     """
     cursor, ending = cursor or Cursor(path, span), file_ending(path)
-    try:
+    with _errors_as_lines(field, cursor):
         if ending == ".parquet":
             yield from _read_parquet(columns, optional, cursor)
         elif ending in SEPARATORS:
             yield from _read_csv(SEPARATORS[ending], columns, optional, cursor)
-        elif ending == ".jsonl":
-            yield from _read_jsonl(columns, optional, cursor)
-        else:
+        elif ending == ".txt":
             with open_at(path) as file:
-                content = file.read()
-            if ending == ".txt":
-                row = {"text": content.decode(), "label": path.absolute().parent.name}
-                row = {role: replace_surrogates(row.get(role)) for role in columns or row}
-                yield row, cursor.where
-            else:
-                yield from _read_json(content, columns, optional, cursor)
+                row = {"text": file.read().decode(), "label": path.absolute().parent.name}
+            yield {role: replace_surrogates(row.get(role)) for role in columns or row}, cursor.where
+        else:
+            for row in _read_jsonl(cursor) if ending == ".jsonl" else _read_json(cursor):
+                if not isinstance(row, dict):
+                    raise ValueError(f"not an object: {row!r:.60}")
+                check_columns(list(row), columns, optional)
+                yield select_columns(row, columns), cursor.place
+
+
+@contextlib.contextmanager
+def _errors_as_lines(field: str, cursor: Cursor) -> Iterator[None]:
+    """Each library has its own errors for what a file holds: all become a ValueError of one line,
+    with the place."""
+    try:
+        yield
     except MemoryError:
         raise
-    except Exception as error:  # each library has its own
-        raise _read_error(error, field, cursor) from None
-
-
-def _read_error(error: Exception, field: str, cursor: Cursor) -> ValueError:
-    at, problem = cursor.place, one_line(error)
-    if isinstance(error, UnicodeDecodeError):
-        if at == cursor.where:
-            at = f"{at}, line {error.object.count(10, 0, error.start) + 1}"
-        problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
-    elif isinstance(error, json.JSONDecodeError):
-        at = f"{at}, line {error.lineno}" if at == cursor.where else at
-        problem = f"invalid JSON at column {error.colno}: {error.msg}"
-    return ValueError(f"task.{field}: cannot read {at}: {problem}")
+    except Exception as error:
+        at, problem = cursor.place, one_line(error)
+        if isinstance(error, UnicodeDecodeError):
+            if at == cursor.where:
+                at = f"{at}, line {error.object.count(10, 0, error.start) + 1}"
+            problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8; save it as UTF-8"
+        elif isinstance(error, json.JSONDecodeError):
+            at = f"{at}, line {error.lineno}" if at == cursor.where else at
+            problem = f"invalid JSON at column {error.colno}: {error.msg}"
+        raise ValueError(f"task.{field}: cannot read {at}: {problem}") from None
 
 
 def _read_parquet(
@@ -171,143 +212,59 @@ def _read_parquet(
 def _read_csv(
     usual: str, columns: Columns | None, optional: Container[str], cursor: Cursor
 ) -> Iterator[Row]:
-    where, last_line, start = cursor.where, cursor.lines, cursor.offset
     csv.field_size_limit(2**31 - 1)
+    required = {role: columns[role] for role in columns or () if role not in optional}
+    wanted = {*column_names(required)}
+    with open_at(cursor.path) as file:
+        first = file.readline().decode()
+        # Spreadsheets of many countries write semicolons into a .csv file.
+        marks = (usual, ",", ";", "\t", "|")
+        headers = {mark: next(csv.reader([first], delimiter=mark), []) for mark in marks}
+        right = [mark for mark in marks if wanted <= {*headers[mark]} and len(headers[mark]) > 1]
+        mark = next(iter(right), usual)
+        header = itertools.chain([first], map(bytes.decode, file))
+        names = next(csv.reader(header, delimiter=mark, strict=True), [])
+    check_columns(names, columns, optional)
     with open_at(cursor.path, cursor) as file:
-        lines = _decode_lines(file, cursor)
+        lines = map(bytes.decode, cursor.read_lines(file))
+        table = csv.reader(lines, delimiter=mark, strict=True)
+        last_line, is_header = cursor.lines, not cursor.span.start
         try:
-            if start:  # a later part
-                with open_at(cursor.path) as first:
-                    header = _read_header(_decode_lines(first, Cursor(cursor.path, WHOLE)))
-            else:
-                header = _read_header(lines)
-            cursor.place = where
-            required = {role: columns[role] for role in columns or () if role not in optional}
-            mark = detect_separator(header, usual, {*column_names(required)})
-            if mark != usual and columns is not None and not start:
-                found, expected = (SEPARATOR_NAMES.get(each, each) for each in (mark, usual))
-                print(
-                    f"Preparing data: {where}: the fields seem to be separated by {found}, not by "
-                    f"{expected}",
-                    flush=True,
-                )
-            table = csv.DictReader(itertools.chain([header], lines), strict=True, delimiter=mark)
-            check_columns(table.fieldnames or [], columns, optional)
-            last_line = cursor.lines
             for row in table:
-                if None in row or None in row.values():
-                    extra, expected = row.pop(None, []), len(table.fieldnames)
-                    number = len(extra) + sum(value is not None for value in row.values())
-                    raise ValueError(f"the first line has {expected} fields, this one {number}")
-                yield select_columns(row, columns), cursor.place
-                last_line = cursor.lines
+                if row and not is_header:
+                    if len(row) != len(names):
+                        expected = f"the first line has {len(names)} fields"
+                        raise ValueError(f"{expected}, this one {len(row)}")
+                    yield select_columns(dict(zip(names, row, strict=True)), columns), cursor.place
+                last_line, is_header = cursor.lines, False
         except csv.Error as error:
             if "unexpected end of data" not in str(error):
                 raise
-            cursor.place = f"{where}, line {last_line + 1}"
+            cursor.place = f"{cursor.where}, line {last_line + 1}"
             raise ValueError('a " is opened and never closed') from None
 
 
-def _read_header(lines: Iterator[str]) -> str:
-    """The row with the names of the columns; a quoted one may go on in the next line."""
-    header = ""
-    for line in lines:
-        # Excel's hint is no header; the separator is detected anyway.
-        if header or not re.fullmatch(r'"?sep=."?\s*', line):
-            header += line
-            if header.count('"') % 2 == 0 or not re.search(r'(^|[,;\t|])"', header):
-                break
-    return header
-
-
-def _decode_lines(file: io.BufferedReader, cursor: Cursor) -> Iterator[str]:
-    """Lines of the part with their own line ends; the cursor follows."""
-    for line in cursor.read_lines(file):
-        # Old programs end a line with \r alone, and the csv module refuses it inside one.
-        for part in re.split(rb"(?<=\r)(?!\n)", line) if b"\r" in line[:-2] else [line]:
-            if part:
-                yield part.decode()
-
-
-def _read_jsonl(columns: Columns | None, optional: Container[str], cursor: Cursor) -> Iterator[Row]:
+def _read_jsonl(cursor: Cursor) -> Iterator[Any]:
     with open_at(cursor.path, cursor) as file:
         # Split as bytes: JSON may hold characters that Python's str.splitlines takes for line ends.
         for line in cursor.read_lines(file):
             if line.strip():
-                yield from _json_row(json.loads(line), columns, optional, cursor.place)
+                yield json.loads(line.decode())
 
 
-def _read_json(
-    content: bytes, columns: Columns | None, optional: Container[str], cursor: Cursor
-) -> Iterator[Row]:
-    for number, entry in enumerate(parse_json_rows(content), 1):
-        is_line = isinstance(entry, bytes)
-        cursor.place = f"{cursor.where}, {'line' if is_line else 'row'} {number}"
-        if not is_line or entry.strip():
-            row = json.loads(entry) if is_line else entry
-            yield from _json_row(row, columns, optional, cursor.place)
-
-
-def _json_row(
-    row: Any, columns: Columns | None, optional: Container[str], place: Any
-) -> Iterator[Row]:
-    if not isinstance(row, dict):
-        raise ValueError(f"not an object: {row!r:.60}")
-    check_columns(list(row), columns, optional)
-    yield select_columns(row, columns), place
-
-
-def read_text(path: Path, field: str, span: Span, cursor: Cursor | None = None) -> Iterator[str]:
-    """A part of a .txt file in blocks of about 1 MB, which end where a word ends.
-
-    A part begins at the first such place after its start, and ends at the first one after its stop,
-    so that parts that meet in the file leave nothing out. Raises ValueError with the place.
-    """
-    cursor, data, offset = cursor or Cursor(path, span), b"", span.start
-    try:
-        with open_at(path, cursor) as file:
-            if offset:
-                data = file.read(SEARCHED)
-                cut = find_cut(data)
-                data, offset = data[cut:], offset + cut
-            while span.stop is None or offset < span.stop:
-                left = BLOCK if span.stop is None else span.stop - offset
-                size = left if left <= BLOCK + SEARCHED else BLOCK
-                data += file.read(max(size + SEARCHED - len(data), 0))
-                cursor.offset = offset + len(data)
-                if not data:
-                    return
-                cut = min(size + find_cut(data[size : size + SEARCHED]), len(data))
-                try:
-                    text = data[:cut].decode()
-                except UnicodeDecodeError as error:
-                    cursor.place = Line(path, offset, data.count(b"\n", 0, error.start) + 1)
-                    raise
-                yield text
-                data, offset = data[cut:], offset + cut
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _read_error(error, field, cursor) from None
-
-
-def find_cut(data: bytes) -> int:
-    """The first place after a line's end, else before a space, else before a character."""
-    found = re.search(rb"(?<=\n)(?=\S)", data) or re.search(rb"(?<=\S)(?=\s)", data)
-    found = found or re.search(rb"(?=[\x00-\x7f\xc0-\xff])", data)
-    return found.start() if found else 0
-
-
-def parse_json_rows(content: bytes) -> list:
+def _read_json(cursor: Cursor) -> Iterator[Any]:
     """The objects of a JSON file: its list, or the only list of objects in its object.
 
     A file with an object on each line, which many programs name .json too, gives its lines.
     """
+    with open_at(cursor.path) as file:
+        content = file.read().decode()
     try:
         value = json.loads(content)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data" and content.lstrip()[:1] == b"{":
-            return content.splitlines()
+        if error.msg == "Extra data" and content.lstrip()[:1] == "{":
+            yield from _read_jsonl(cursor)
+            return
         raise
     if isinstance(value, dict):
         lists = {
@@ -321,122 +278,64 @@ def parse_json_rows(content: bytes) -> list:
         value = next(iter(lists.values()), value)
     if not isinstance(value, list):
         raise ValueError("it holds neither a list of objects nor an object with one such list")
-    return value
+    for number, row in enumerate(value, 1):
+        cursor.place = f"{cursor.where}, row {number}"
+        yield row
 
 
-def read_first_row(path: Path) -> dict | None:
-    """The first row of a file, by the names of its columns; None: it has none.
+def read_text(path: Path, field: str, span: Span, cursor: Cursor | None = None) -> Iterator[str]:
+    """A part of a .txt file in blocks of about 1 MB, which end where a word ends.
 
-    A .txt file, and a .json file that begins with a list of small objects, are not read to the end.
+    A part begins at the first such place after its start, and ends at the first one after its stop,
+    so that parts that meet in the file leave nothing out. Raises ValueError with the place.
+    """
+    cursor, data, offset = cursor or Cursor(path, span), b"", span.start
+    with _errors_as_lines(field, cursor), open_at(path, cursor) as file:
+        if offset:
+            data = file.read(SEARCHED)
+            cut = find_cut(data)
+            data, offset = data[cut:], offset + cut
+        while span.stop is None or offset < span.stop:
+            left = BLOCK if span.stop is None else span.stop - offset
+            size = left if left <= BLOCK + SEARCHED else BLOCK
+            data += file.read(max(size + SEARCHED - len(data), 0))
+            cursor.offset = offset + len(data)
+            if not data:
+                return
+            cut = min(size + find_cut(data[size : size + SEARCHED]), len(data))
+            try:
+                text = data[:cut].decode()
+            except UnicodeDecodeError as error:
+                cursor.place = Line(path, offset, data.count(b"\n", 0, error.start) + 1)
+                raise
+            yield text
+            data, offset = data[cut:], offset + cut
+
+
+def find_cut(data: bytes) -> int:
+    """The first place after a line's end, else before a space, else before a character."""
+    found = re.search(rb"(?<=\n)(?=\S)", data) or re.search(rb"(?<=\S)(?=\s)", data)
+    found = found or re.search(rb"(?=[\x00-\x7f\xc0-\xff])", data)
+    return found.start() if found else 0
+
+
+def first_columns(path: Path) -> list[str]:
+    """The columns of a file's first row; empty: it has none.
+
+    A .json file that begins with a list of small objects is not read to the end.
     """
     if file_ending(path) == ".txt":
-        text = next(read_text(path, "data", WHOLE), "")
-        return {"text": text, "label": path.absolute().parent.name}
+        return ["text", "label"]
     if file_ending(path) == ".json":
         with contextlib.suppress(ValueError), open_at(path) as file:
             text = file.read(2**20).decode(errors="ignore").lstrip()
-            if text.startswith("["):
-                row = json.JSONDecoder().raw_decode(text[1:].lstrip())[0]
-                if isinstance(row, dict) and row:
-                    return row
-    return next((row for row, _ in read_rows(path, None)), None)
-
-
-# ---- Compression ---------------------------------------------------------------------------------
-
-
-class Decompressed(io.RawIOBase):
-    """The content of a compressed file. Far too much of it, as in a zip bomb, is an error."""
-
-    def __init__(self, path: Path):
-        import pyarrow
-
-        self.left = max(MAX_EXPANSION * path.stat().st_size, 2**28)
-        compressed = pyarrow.OSFile(str(path))
-        compression = COMPRESSIONS[path.suffix.lower()]
-        self.stream = pyarrow.CompressedInputStream(compressed, compression)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            number = self.stream.readinto(buffer)
-        except OSError as error:
-            raise ValueError(
-                f"it is damaged, or its ending names another compression ({error})"
-            ) from None
-        self.left -= number
-        if self.left < 0:
-            raise ValueError(
-                f"its content is more than {MAX_EXPANSION} times its size; decompress it if that "
-                "is right"
-            )
-        return number
-
-
-# The compressed file that was read last, and how far: the next part may begin where it ended.
-_half_read: dict[Path, tuple[io.BufferedReader, int]] = {}
-
-
-@contextlib.contextmanager
-def open_at(path: Path, cursor: Cursor | None = None) -> Iterator[io.BufferedReader]:
-    """The content of a file, from the offset of a cursor on, or without one from its start.
-
-    The cursor of a part of unknown lines is moved to the first line that begins in the part.
-    """
-    compressed, offset = path.suffix.lower() in COMPRESSIONS, cursor.offset if cursor else 0
-    with contextlib.ExitStack() as stack:
-        file, reached = _half_read.pop(path, (None, 0)) if offset else (None, 0)
-        if file is None or reached > offset:
-            file, reached = open_decompressed(path), 0
-        stack.callback(file.close)
-        if not compressed:
-            file.seek(offset - reached, os.SEEK_CUR)
-        else:
-            while reached < offset and (block := file.read(min(BLOCK, offset - reached))):
-                reached += len(block)
-        if cursor and offset and cursor.span.lines is None and file_ending(path) == ".jsonl":
-            file.seek(-1, os.SEEK_CUR)
-            cursor.offset += len(file.readline()) - 1
-            cursor.first = cursor.offset
-        yield file
-        if compressed and cursor and cursor.span.stop is not None:
-            _half_read.clear()
-            _half_read[path] = (file, cursor.offset)
-            stack.pop_all()
-
-
-def open_decompressed(path: Path) -> io.BufferedReader:
-    """The bytes of a file, decompressed, without the byte order mark that some programs write."""
-    compressed = path.suffix.lower() in COMPRESSIONS
-    file: Any = io.BufferedReader(Decompressed(path), 2**16) if compressed else open(path, "rb")
-    try:
-        start = file.peek(4)[:4]
-        for mark, encoding in MARKS.items():
-            if start.startswith(mark):
-                raise ValueError(f"it is {encoding}; save it as UTF-8")
-        if start.startswith(codecs.BOM_UTF8):
-            file.read(3)
-    except BaseException:
-        file.close()
-        raise
-    return file
+            row = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())[0]
+            if text.startswith("[") and isinstance(row, dict) and row:
+                return [*row]
+    return [*next((row for row, _ in read_rows(path, None)), {})]
 
 
 # ---- Columns -------------------------------------------------------------------------------------
-
-
-def detect_separator(header: str, usual: str, wanted: set[str]) -> str:
-    """The separator of a header: `usual`, unless only another one yields the wanted columns.
-
-    If no separator yields them, the first one that divides the header.
-    """
-    marks = (usual, ",", ";", "\t", "|")
-    lines = [*io.StringIO(header, newline="")]  # several, of a name in quotes
-    names = {mark: next(csv.reader(lines, delimiter=mark), []) for mark in marks}
-    right = [mark for mark in marks if wanted and wanted <= {*names[mark]}]
-    return next(iter(right + [mark for mark in marks if len(names[mark]) > 1]), usual)
 
 
 def column_names(columns: Columns) -> list[str]:

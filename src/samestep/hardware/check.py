@@ -2,14 +2,20 @@
 
 import argparse
 import os
+import platform
+import re
+import shutil
 import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from samestep.hardware import host, nvidia_smi, places, precisions
-from samestep.hardware.host import GB, GIB
+from samestep.base.console import one_line
+from samestep.hardware import devices, places
+from samestep.hardware.bench import measure_disk
 from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section
 from samestep.processes import network
@@ -18,8 +24,11 @@ from samestep.processes.ranks import Ranks, as_user_error
 from samestep.settings.accelerate_yaml import without_gpu
 from samestep.start import startup
 
-NEEDS_PROJECT = False
+GB, GIB = 1e9, 2**30
 IS_LOCAL_MAIN = os.environ.get("LOCAL_RANK", "0") == "0"
+WRITTEN = 64 << 20  # bytes that measure a disk
+SHARED_MEMORY = Path("/dev/shm")  # where the workers of a data loader hand over batches
+FIELDS = "index,driver_version,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
 LEAST_FREE_DISK = 10  # GB
 LEAST_SHARED_MEMORY = 1  # GB
 LEAST_FREE_MEMORY = 0.9  # of a GPU
@@ -34,48 +43,64 @@ def run(
 ) -> Section:
     """What this machine is; all processes must call it."""
     with ranks.fail_together(), as_user_error():
-        disk = host.measure_disk(options.report) if IS_LOCAL_MAIN else None
-        own = own_facts(device)
-    everywhere = ranks.gather(own)  # from here on all GPUs are in use by this run
-    with ranks.fail_together():
-        seen = see_gpus() if IS_LOCAL_MAIN and device.type == "cuda" else {}
-    machines = [  # by the number of their first process
-        {"disk": disk, **seen} for disk, seen in ranks.gather((disk, seen))
-    ]
-    for own in everywhere:
-        first = next(r for r, each in enumerate(everywhere) if each["host"] == own["host"])
-        complete(own, machines[first], everywhere)
-    return describe(everywhere, machines)
+        own = facts_of_process(device)
+        if IS_LOCAL_MAIN:
+            own["speeds"] = measure_disk(options.report, WRITTEN)
+            own["free disk"] = shutil.disk_usage(options.report).free / GB
+            if device.type == "cuda":
+                own["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
+                own["links"] = nvidia_smi("topo", "-m")
+    everywhere = ranks.gather(own)
+    return describe(everywhere)
 
 
 # ---- What each process sees ----------------------------------------------------------------------
 
 
-def own_facts(device: torch.device) -> dict[str, Any]:
+def limit_of(file: str) -> float | None:
+    """The least of what the cgroups of this process allow: cores in cpu.max, bytes in memory.max.
+
+    Those above its own count as well. None: there is no limit, or these are not version 2.
+    """
+    limits = []
+    cgroups = Path("/proc/self/cgroup")
+    found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
+    own = Path(found[1] if found else "")
+    for folder in (own, *own.parents):
+        path = Path("/sys/fs/cgroup", folder, file)
+        numbers = path.read_text().split() if path.is_file() else ["max"]
+        if numbers[0].isdigit():
+            limits.append(int(numbers[0]) / int(numbers[1] if len(numbers) > 1 else 1))
+    return min(limits, default=None)
+
+
+def facts_of_process(device: torch.device) -> dict[str, Any]:
     """What this process sees of its machine, and of its device; without launcher, of all GPUs."""
-    versions = startup.versions()
-    versions["cuda"] = torch.version.cuda or ""
-    versions["rocm"] = torch.version.hip or ""
+    versions = startup.versions() | {"cuda": torch.version.cuda, "rocm": torch.version.hip}
+    used = [device]
     if device.type == "cuda":
         versions["cudnn"] = str(torch.backends.cudnn.version() or "")
-    devices = [device]
-    if PROCESSES == 1 and device.type == "cuda":
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    memory, shared = psutil.virtual_memory(), host.shared_memory()
-    limit = host.memory_limit()
+        if PROCESSES == 1:
+            used = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    memory, cpuinfo = psutil.virtual_memory(), Path("/proc/cpuinfo")
+    model = re.search("model name\\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    cores = float(psutil.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = float(len(os.sched_getaffinity(0)))
+    allowed = min(cores, limit_of("cpu.max") or cores)
+    limit = limit_of("memory.max") or memory.total
     return {
         "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "versions": {name: value for name, value in versions.items() if value},
-        "devices": [describe_device(each) for each in devices],
-        "cpu": host.cpu_model(host.read_text("/proc/cpuinfo")),
+        "versions": {n: v for n, v in versions.items() if v and n not in ("cpu", "gpu")},
+        "devices": [describe_device(each) for each in used],
+        "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cores": f"{psutil.cpu_count(logical=False) or 'unknown'} physical, "
-        f"{psutil.cpu_count() or 'unknown'} logical, {host.allowed_cores():g} allowed",
-        "allowed": host.allowed_cores(),
+        f"{psutil.cpu_count() or 'unknown'} logical, {allowed:g} allowed",
+        "allowed": allowed,
         "memory": f"{memory.total / GIB:.0f} GiB"
         + (f", limited to {limit / GIB:.3g} GiB" if limit < memory.total else ""),
         "free": f"{memory.available / GIB:.3g} GiB",
-        "shared memory": shared,
+        "shared memory": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None,
         "network": network.own_address() if PROCESSES > 1 else "",
         "backend": torch.distributed.get_backend() if PROCESSES > 1 else "",
     }
@@ -83,15 +108,15 @@ def own_facts(device: torch.device) -> dict[str, Any]:
 
 def describe_device(device: torch.device) -> dict[str, Any]:
     """What torch says about a device, and which formats it computes in."""
-    facts = {"precisions": precisions.try_formats(device), "uuid": ""}
+    formats = devices.try_formats(device)
+    facts: dict[str, Any] = {"formats": formats, "uuid": ""}
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
-        kind = "" if torch.version.hip else f", compute capability {about.major}.{about.minor}"
-        kind = f", {getattr(about, 'gcnArchName', 'ROCm')}" if torch.version.hip else kind
-        name = f"{about.name}{kind}, {total / GIB:.1f} GiB"
-        # Older versions of torch do not know the UUID.
-        uuid = nvidia_smi.bare_uuid(getattr(about, "uuid", ""))
+        kind = f"compute capability {about.major}.{about.minor}"
+        kind = getattr(about, "gcnArchName", "ROCm") if torch.version.hip else kind
+        name = f"{about.name}, {kind}, {total / GIB:.1f} GiB"
+        uuid = str(getattr(about, "uuid", ""))  # older versions of torch do not know it
         return {**facts, "name": name, "uuid": uuid, "free": free / GIB, "total": total / GIB}
     if device.type == "mps":
         total = torch.mps.recommended_max_memory() / GIB
@@ -99,199 +124,152 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     return {**facts, "name": "CPU: " + (no_gpu() or "chosen, although there is a GPU")}
 
 
+def nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints, without a legend; or why it prints nothing."""
+    try:
+        result = subprocess.run(
+            ["nvidia-smi", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # it prints errors to either stream
+            text=True,
+            errors="replace",
+            timeout=30,  # seconds; it hangs where a driver does
+        )
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"nvidia-smi does not run: {error}"
+    text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).partition("\n\n")[0]
+    text = text.expandtabs().rstrip()
+    return text if not result.returncode else f"nvidia-smi: {one_line(text)}"
+
+
 def no_gpu() -> str:
     """Why this process computes on the CPU; empty if torch sees a GPU."""
     if torch.accelerator.is_available():
         return ""
-    listed, problem = nvidia_smi.query()
-    if listed:
-        return f"nvidia-smi lists {len(listed)}, but torch sees none: {without_gpu()}"
-    return "torch sees no GPU" + (f"; {problem}" if problem != nvidia_smi.MISSING else "")
-
-
-def see_gpus() -> dict[str, Any]:
-    """What nvidia-smi says about all GPUs of this machine."""
-    if torch.version.hip:
-        return {"problem": "nvidia-smi knows no AMD GPUs; see amd-smi"}
-    gpus, problem = nvidia_smi.query()
-    if problem:
-        return {"problem": problem}
-    fields = ",".join(nvidia_smi.APPS)
-    text, _ = nvidia_smi.call(f"--query-compute-apps={fields}", "--format=csv,noheader,nounits")
-    apps = nvidia_smi.read_table(text, nvidia_smi.APPS)
-    matrix, _ = nvidia_smi.call("topo", "-m")
-    links = nvidia_smi.describe_links(matrix)
-    return {"gpus": gpus, "apps": apps, "links": links}
-
-
-def complete(own: dict[str, Any], machine: dict[str, Any], everywhere: list[dict]) -> None:
-    """Adds what nvidia-smi says to the facts of a process and its devices."""
-    own["links"] = machine.get("links", "")
-    own["problem"] = machine.get("problem", "")
-    for device in own["devices"]:
-        gpu = machine.get("gpus", {}).get(device["uuid"], {})
-        if "total" not in device:
-            continue
-        if "driver_version" in gpu:
-            own["versions"]["driver"] = gpu["driver_version"]
-        device["state"] = f"{device['free']:.1f} of {device['total']:.1f} GiB free, "
-        device["state"] += nvidia_smi.describe_state(gpu)
-        device["slowed"] = nvidia_smi.slowed_by(gpu)
-        pids = {
-            each["pid"]
-            for each in everywhere
-            if each["host"] == own["host"]
-            and device["uuid"] in [other["uuid"] for other in each["devices"]]
-        }
-        card = gpu.get("card", device["uuid"])  # nvidia-smi may name the GPU or its MIG device
-        device["others"] = [
-            program
-            for uuid in dict.fromkeys((device["uuid"], card))
-            for program in nvidia_smi.other_programs(machine.get("apps", []), uuid, pids)
-        ]
+    if not shutil.which("nvidia-smi"):
+        return "torch sees no GPU"
+    listed = nvidia_smi("-L")
+    if "UUID" not in listed:
+        return f"torch sees no GPU; {listed}"
+    return f"nvidia-smi lists {listed.count('GPU-')}, but torch sees none: {without_gpu()}"
 
 
 # ---- What it comes to ----------------------------------------------------------------------------
 
 
-def describe(everywhere: list[dict], machines: list[dict]) -> Section:
-    """The report on all processes: `everywhere` and `machines` have an entry for each."""
+def describe(everywhere: list[dict]) -> Section:
+    """The report on all processes: `everywhere` has the facts of each."""
     hosts = [own["host"] for own in everywhere]
-    named = hosts if len({*hosts}) > 1 else []  # one machine needs no name in a table
-    devices, word = [own["devices"][0] for own in everywhere], "process"
+    several = len({*hosts}) > 1  # one machine needs no name in a table
+    first, named = everywhere[0], hosts if several else []
     if len(everywhere) == 1:
-        devices, word = everywhere[0]["devices"], "device"
-    device_hosts = named if word == "process" else []
+        used, word, at = first["devices"], "device", []
+    else:
+        used, word, at = [own["devices"][0] for own in everywhere], "process", named
+    versions = {
+        name: [own["versions"].get(name, "missing") for own in everywhere]
+        for name in dict.fromkeys(name for own in everywhere for name in own["versions"])
+    }
+    names = [each["name"] for each in used]
 
     def of_processes(name: str) -> str:
         return places.by_value([own[name] for own in everywhere], named)
 
-    def of_devices(values: list[str]) -> str:
-        return places.by_value(values, device_hosts, word)
-
     facts: dict[str, Any] = {}
     if word == "process":
-        machine = f"{len({*hosts})} machines" if named else f"one machine, {hosts[0]}"
-        facts["processes"] = f"{len(everywhere)} on {machine}; {everywhere[0]['backend']}"
-    facts |= versions_of(everywhere, named)
-    count = f"{len(devices)} x " if word == "device" and len(devices) > 1 else ""
-    same = len({each["name"] for each in devices}) == 1
-    facts["device"] = (count if same else "") + of_devices([each["name"] for each in devices])
-    if "state" in devices[0]:
-        states = [f"{word} {i}: {each['state']}" for i, each in enumerate(devices)]
-        facts["now"] = "\n".join(states) if len(states) > 1 else devices[0]["state"]
-        others = [", ".join(each["others"]) or "none" for each in devices]
-        facts["other programs"] = of_devices(others) if "unknown" not in others else "unknown"
-        if any(own["problem"] for own in everywhere):
-            facts["other programs"] = "unknown"
-            facts["why unknown"] = of_processes("problem")
-    if any(own["links"] for own in everywhere):
-        facts["links"] = of_processes("links")
-    facts["precisions"] = of_devices([precisions.describe(each["precisions"]) for each in devices])
-    facts["cpu"] = of_processes("cpu")
-    facts["cores"], facts["memory"] = of_processes("cores"), of_processes("memory")
-    firsts = [r for r, host in enumerate(hosts) if hosts.index(host) == r]
-    facts["memory free"] = "\n".join(
-        f"{f'{hosts[r]}: ' if named else ''}{everywhere[r]['free']}" for r in firsts
-    )
+        machine = f"{len({*hosts})} machines" if several else f"one machine, {hosts[0]}"
+        facts["processes"] = f"{len(everywhere)} on {machine}; {first['backend']}"
+    facts |= {name: places.by_value(values, named) for name, values in versions.items()}
+    alike = word == "device" and len(used) > 1 and len({*names}) == 1
+    facts["device"] = (f"{len(used)} x " if alike else "") + places.by_value(names, at, word)
+    free = [f"{each['free']:.1f} of {each['total']:.1f} GiB" for each in used if "free" in each]
+    if free:
+        facts["free memory of GPUs"] = places.by_value(free, at, word)
+    firsts = [own for rank, own in enumerate(everywhere) if hosts.index(own["host"]) == rank]
+    for name in ("nvidia-smi", "links"):
+        texts = [own[name] for own in firsts if own.get(name)]
+        if texts:
+            each = [f"{own['host']}:\n{own.get(name, 'nothing')}" for own in firsts]
+            facts[name] = texts[0] if len({*texts}) == 1 else "\n".join(each)
+    formats = [describe_formats(each["formats"]) for each in used]
+    facts["precisions"] = places.by_value(formats, at, word)
+    facts |= {name: of_processes(name) for name in ("cpu", "cores", "memory")}
+    free = [f"{own['host']}: {own['free']}" for own in firsts]
+    facts["memory free"] = "\n".join(free) if several else first["free"]
     if word == "process":
         facts["network"] = "\n".join(dict.fromkeys(own["network"] for own in everywhere))
-    section = Section("check", facts)
-    for r in firsts:
-        where = hosts[r] if named else ""
-        shared, (write, read, free) = everywhere[r]["shared memory"], machines[r]["disk"]
-        add = section.figures.append
-        if shared:
-            add(Figure("shared memory (/dev/shm)", shared / GB, "GB", where))
-        add(Figure("free disk of --report", free, "GB", where))
-        add(Figure("disk write, flushed", write, "GB/s", where))
-        add(Figure("disk read", read, "GB/s", where))
-    section.lines = warnings(everywhere, machines, firsts)
-    section.failures = failures(everywhere, devices, word)
-    return section
 
+    section = Section("check", facts, lines=warnings(everywhere, firsts))
+    for own in firsts:
+        where = own["host"] if several else ""
+        if own["shared memory"]:
+            shared = own["shared memory"] / GB
+            section.figures.append(Figure("shared memory (/dev/shm)", shared, "GB", where))
+        section.figures.append(Figure("free disk of --report", own["free disk"], "GB", where))
+        for each in own["speeds"]:
+            section.figures.append(Figure(each.name, each.value, each.unit, where))
 
-def versions_of(everywhere: list[dict], named: list[str]) -> dict[str, str]:
-    """The versions by library, with the processes that have others."""
-    names = dict.fromkeys(name for own in everywhere for name in own["versions"])
-    return {
-        name: places.by_value([o["versions"].get(name, "missing") for o in everywhere], named)
-        for name in names
-        if name not in ("cpu", "gpu")  # in lines of their own
-    }
-
-
-def warnings(everywhere: list[dict], machines: list[dict], firsts: list[int]) -> list[str]:
-    """What is likely to go wrong on these machines, or to be slow."""
-    lines = []
-    for r in firsts:
-        own, host_name = everywhere[r], everywhere[r]["host"]
-        shared, free = own["shared memory"], machines[r]["disk"][2]
-        local = sum(each["host"] == host_name for each in everywhere)
-        if shared is not None and shared / GB < LEAST_SHARED_MEMORY:
-            lines.append(
-                f"warning: /dev/shm of {host_name} has {shared / GB:.2g} GB, where the workers of "
-                "data loaders hand over batches, and end with a bus error once it is full; give "
-                "the container more (docker run --shm-size 8g), or set num_workers to 0"
-            )
-        if free < LEAST_FREE_DISK:
-            lines.append(
-                f"warning: {free:.2g} GB are free in the folder --report of {host_name}; a "
-                "checkpoint takes three times the weights in fp32"
-            )
-        if own["allowed"] < local:
-            lines.append(
-                f"warning: {local} processes on {host_name} share {own['allowed']:g} cores"
-            )
-    kinds = dict.fromkeys(device["name"] for device in everywhere[0]["devices"])
-    if len(kinds) > 1:
-        lines.append("warning: the GPUs differ; a run on all of them needs device_shares: auto")
-    for rank, own in enumerate(everywhere):
-        for i, device in enumerate(own["devices"]):
-            place = places.name([rank], [each["host"] for each in everywhere])
-            place = f"device {i}" if len(everywhere) == 1 else f"the GPU of {place}"
-            if device.get("free", 1) < LEAST_FREE_MEMORY * device.get("total", 0):
-                lines.append(
-                    f"warning: {place} has {device['free']:.1f} of {device['total']:.1f} GiB free"
-                )
-            if device.get("others"):
-                programs = ", ".join(device["others"])
-                lines.append(f"warning: {place} is used by other programs: {programs}")
-            if device.get("slowed"):
-                lines.append(f"warning: {place} is slowed down: {', '.join(device['slowed'])}")
-    return lines
-
-
-def failures(everywhere: list[dict], devices: list[dict], word: str) -> list[str]:
-    """What the processes disagree about, GPUs that they share, and formats that compute wrongly."""
-    hosts, found = [own["host"] for own in everywhere], []
-    facts = {name: [own[name] for own in everywhere] for name in ("cpu", "cores", "memory")}
-    if word == "process":
-        facts["device"] = [device["name"] for device in devices]
-    for name in dict.fromkeys(name for own in everywhere for name in own["versions"]):
-        if name not in ("cpu", "gpu"):
-            facts[name] = [own["versions"].get(name, "missing") for own in everywhere]
-    for name, values in facts.items():
+    # What must be the same everywhere, or right.
+    same = {name: [own[name] for own in everywhere] for name in ("cpu", "cores", "memory")}
+    same |= {"device": names} if word == "process" else {}
+    for name, values in (same | versions).items():
         if len({*values}) > 1:
             text = places.by_value(values, hosts).replace("\n", "; ")
-            found.append(f"{name} differs: {text}")
-    cards: dict[tuple, list[int]] = {}
-    for rank, own in enumerate(everywhere):
-        for device in own["devices"]:
-            if device["uuid"]:
-                cards.setdefault((own["host"], device["uuid"]), []).append(rank)
-    for (_, uuid), sharing in cards.items():
-        if len(sharing) > 1:
-            found.append(
+            section.failures.append(f"{name} differs: {text}")
+    cards = [(own["host"], device["uuid"]) for own in everywhere for device in own["devices"]]
+    for (_, uuid), sharing in places.group(cards).items():
+        if uuid and len(sharing) > 1:
+            section.failures.append(
                 f"{places.name(sharing, hosts)} use one GPU, {uuid}; lower num_processes to the "
                 "number of GPUs, or check CUDA_VISIBLE_DEVICES"
             )
-    problems = [
-        "; ".join(f"{f} {state}" for f, state in each["precisions"].items() if "wrong" in state)
-        for each in devices
+    wrong = [
+        "; ".join(f"{f} {state}" for f, state in each["formats"].items() if "wrong" in state)
+        for each in used
     ]
-    for problem, numbers in places.group(problems).items():
+    for problem, numbers in places.group(wrong).items():
         if problem:
-            at = hosts if word == "process" else []
-            found.append(f"{places.name(numbers, at, word)} computes wrong numbers: {problem}")
-    return found
+            place = places.name(numbers, hosts if word == "process" else [], word)
+            section.failures.append(f"{place} computes wrong numbers: {problem}")
+    return section
+
+
+def describe_formats(found: dict[str, str]) -> str:
+    """The formats that run in a line, and a line for each other kind."""
+    lines = [f"runs: {', '.join(f for f, state in found.items() if state == 'runs') or 'none'}"]
+    slow = [f for f, state in found.items() if state == "emulated"]
+    lines += [f"emulated, slow: {', '.join(slow)}"] if slow else []
+    return "\n".join(lines + [f"{f}: {state}" for f, state in found.items() if ": " in state])
+
+
+def warnings(everywhere: list[dict], firsts: list[dict]) -> list[str]:
+    """What is likely to go wrong, or to be slow; `firsts`: the first process of each machine."""
+    hosts, found = [own["host"] for own in everywhere], []  # (condition, text)
+    for own in firsts:
+        host, shared, free = own["host"], own["shared memory"], own["free disk"]
+        shared, local = LEAST_SHARED_MEMORY if shared is None else shared / GB, hosts.count(host)
+        found += [
+            (
+                shared < LEAST_SHARED_MEMORY,
+                f"/dev/shm of {host} has {shared:.2g} GB, where the workers of data loaders hand "
+                "over batches, and end with a bus error once it is full; give the container more "
+                "(docker run --shm-size 8g), or set num_workers to 0",
+            ),
+            (
+                free < LEAST_FREE_DISK,
+                f"{free:.2g} GB are free in the folder --report of {host}; a checkpoint takes "
+                "three times the weights in fp32",
+            ),
+            (own["allowed"] < local, f"{local} processes on {host} share {own['allowed']:g} cores"),
+        ]
+    kinds = {device["name"] for device in everywhere[0]["devices"]}
+    many = "the GPUs differ; a run on all of them needs device_shares: auto"
+    found.append((len(kinds) > 1, many))
+    for rank, own in enumerate(everywhere):
+        for i, device in enumerate(own["devices"]):
+            alone = len(everywhere) == 1
+            place = f"device {i}" if alone else f"the GPU of {places.name([rank], hosts)}"
+            free, total = device.get("free", 1), device.get("total", 0)
+            used = f"{place} has {free:.1f} of {total:.1f} GiB free; nvidia-smi names who has them"
+            found.append((free < LEAST_FREE_MEMORY * total, used))
+    return [f"warning: {text}" for condition, text in found if condition]

@@ -1,21 +1,93 @@
-"""Measures a device by itself: matrix products, memory, and copies from and to the host."""
+"""Measures a device by itself: the formats it computes in, matrix products, memory, copies."""
 
 import functools
 from collections.abc import Callable
+from statistics import median
 
 import torch
+from torch.utils.benchmark import Timer
 
 from samestep.hardware.report import Figure
-from samestep.hardware.timing import seconds_per_call
 from samestep.processes.device import allow_tf32
-from samestep.report.peaks import fp8_type, peaks_of
+from samestep.report.peaks import FORMATS, fp8_type, peaks_of
 
-# The formats of matrix products, and on NVIDIA's GPUs the compute capability that each needs.
-FORMATS = {"fp32": (0, 0), "tf32": (8, 0), "bf16": (8, 0), "fp16": (5, 3), "fp8": (8, 9)}
-OTHER_FORMATS = {"cpu": ("fp32", "bf16"), "mps": ("fp32", "bf16", "fp16")}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Largest error of a product, as a fraction of its Euclidean norm. The inputs are numbers of the
+# format, except of tf32: so it is that of adding up, and of rounding the result.
+TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3, "fp8": 2e-2}
 MATRICES, CPU_MATRICES = (1024, 2048, 4096, 8192), (256, 512, 1024)  # rows, and columns
 BUFFER = 256 << 20  # bytes that are copied: far more than caches hold
+BLOCKS, MOST = 5, 500  # groups of measured calls; calls
+
+
+def seconds_per_call(
+    work: Callable[[], object], seconds: float = 1.0, agree: Callable = int, calls: int = 0
+) -> float:
+    """Median seconds of a call of `work`, which may only enqueue its work on the device.
+
+    The calls take about `seconds`, or are `calls` in number. Where they wait for other processes,
+    all must make the same number: `agree` turns this process's number into that of all.
+    """
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    # The first calls compile, allocate, and raise clock rates; `timeit` makes two more before it.
+    once = timer.timeit(1).median
+    if not calls:
+        calls = agree(int(min(max(seconds / max(once, 1e-9), BLOCKS), MOST)))
+    # Nothing waits for the device between the calls of a block, so that it never runs out of work.
+    return median(timer.timeit(max(calls // BLOCKS, 1)).median for _ in range(BLOCKS))
+
+
+# ---- Formats -------------------------------------------------------------------------------------
+
+
+def draw_matrices(format: str, size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Two square matrices on the CPU with numbers of a format, in the type for this device.
+
+    They are random: with zeros a GPU needs less power, and so runs faster.
+    """
+    kind = fp8_type(device) if format == "fp8" else TYPES.get(format, torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(size, size, generator=draw).to(kind) for _ in range(2))
+
+
+def multiply(format: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product of a and the transpose of b, which fp8 wants by columns."""
+    if format != "fp8":
+        return a @ b.t()
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def try_format(format: str, device: torch.device) -> str:
+    """`runs`, `emulated`, `wrong: ...` or `no: ...` with the reason, by a product of matrices."""
+    allow_tf32(format == "tf32")
+    try:
+        a, b = draw_matrices(format, 64, device)
+        right = a.double() @ b.double().t()
+        product = multiply(format, a.to(device), b.to(device)).cpu().double()
+    except Exception as problem:  # each backend refuses a format with an error of its own
+        text = str(problem).strip().splitlines()
+        return f"no: {text[0][:80] if text else type(problem).__name__}"
+    finally:
+        allow_tf32(False)
+    error = float((product - right).norm() / right.norm())
+    if not error <= TOLERANCE[format]:  # NaN, too
+        return f"wrong: the error of a product is {error:.1g}, the limit {TOLERANCE[format]:g}"
+    if format == "tf32" and error < TOLERANCE["fp32"]:
+        return "no: computed as fp32"
+    emulated = False
+    if device.type == "cuda" and format == "bf16":
+        with torch.cuda.device(device):
+            emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "emulated" if emulated else "runs"
+
+
+def try_formats(device: torch.device) -> dict[str, str]:
+    """What `try_format` says of each format; tf32 is one of GPUs."""
+    return {f: try_format(f, device) for f in FORMATS if device.type == "cuda" or f != "tf32"}
+
+
+# ---- Speeds --------------------------------------------------------------------------------------
 
 
 def name_of(device: torch.device) -> str:
@@ -24,43 +96,25 @@ def name_of(device: torch.device) -> str:
 
 
 def formats_of(device: torch.device) -> tuple[str, ...]:
-    """The formats to try on a device of this type."""
-    return OTHER_FORMATS.get(device.type, tuple(FORMATS))
-
-
-def check_format(format: str, device: torch.device) -> None:
-    """Raises RuntimeError if the device has no units for this format: some would emulate it."""
-    if device.type != "cuda" or torch.version.hip:
-        return
-    has, needs = torch.cuda.get_device_capability(device), FORMATS[format]
-    if has < needs:
-        has, needs = (".".join(map(str, version)) for version in (has, needs))
-        raise RuntimeError(f"it needs compute capability {needs}, and the device has {has}")
-
-
-def product(format: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A function that multiplies two square matrices.
-
-    Their numbers are random: with zeros a GPU needs less power, and so runs faster.
-    """
-    dtype = fp8_type(device) if format == "fp8" else DTYPES.get(format, torch.float32)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    if format == "fp8":
-        one, out_dtype = torch.ones((), device=device), torch.bfloat16
-        return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=out_dtype)
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)
+    """The formats to measure on a device of this type."""
+    return {"cpu": ("fp32", "bf16"), "mps": ("fp32", "bf16", "fp16")}.get(device.type, FORMATS)
 
 
 def measure_products(format: str, device: torch.device, seconds: float, where: str) -> list[Figure]:
-    """TFLOP/s of products in one format, 2 n^3 operations for matrices of n x n."""
-    check_format(format, device)
+    """TFLOP/s of products in one format, 2 n^3 operations for matrices of n x n.
+
+    Raises RuntimeError if a GPU does not compute in it, or only emulates it.
+    """
     figures, peak = [], peaks_of(device).get(format)
     before = torch.backends.cuda.matmul.allow_tf32
-    allow_tf32(format == "tf32")
     try:
+        state = try_format(format, device)
+        if device.type == "cuda" and state != "runs":
+            raise RuntimeError(state)
+        allow_tf32(format == "tf32")
         for size in CPU_MATRICES if device.type == "cpu" else MATRICES:
-            taken = seconds_per_call(product(format, size, device), device, seconds)
+            a, b = (each.to(device) for each in draw_matrices(format, size, device))
+            taken = seconds_per_call(functools.partial(multiply, format, a, b), seconds)
             name = f"matmul {format}, {size}"
             figures.append(Figure(name, 2e-12 * size**3 / taken, "TFLOP/s", where, size, peak))
     finally:
@@ -72,7 +126,7 @@ def measure_memory(device: torch.device, seconds: float, where: str) -> list[Fig
     """GB/s, 10^9 bytes, of a copy within the device's memory; what it reads and writes counts."""
     source = torch.ones(BUFFER // 4, device=device)
     target = torch.empty_like(source)
-    taken = seconds_per_call(lambda: target.copy_(source), device, seconds)
+    taken = seconds_per_call(lambda: target.copy_(source), seconds)
     peak = peaks_of(device).get("memory")
     return [Figure("memory, read + written", 2 * BUFFER / taken / 1e9, "GB/s", where, peak=peak)]
 
@@ -83,16 +137,13 @@ def measure_copies(device: torch.device, seconds: float, where: str) -> list[Fig
     A device reads and writes pinned memory of the host by itself; other memory the CPU first copies
     into such memory.
     """
-    figures = []
-    there = torch.ones(BUFFER // 4, device=device)
+    figures, there = [], torch.ones(BUFFER // 4, device=device)
     for pinned in (True, False):
         here = torch.ones(BUFFER // 4, pin_memory=pinned)
-        kind = "pinned" if pinned else "not pinned"
-        for name, target, source in [
-            (f"host to device, {kind}", there, here),
-            (f"device to host, {kind}", here, there),
-        ]:
+        for name, target, source in (("host to device", there, here),
+                                     ("device to host", here, there)):  # fmt: skip
             copy = functools.partial(target.copy_, source, non_blocking=pinned)
-            taken = seconds_per_call(copy, device, seconds)
-            figures.append(Figure(name, BUFFER / taken / 1e9, "GB/s", where))
+            speed = BUFFER / seconds_per_call(copy, seconds) / 1e9
+            kind = "pinned" if pinned else "not pinned"
+            figures.append(Figure(f"{name}, {kind}", speed, "GB/s", where))
     return figures

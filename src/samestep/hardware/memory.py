@@ -1,22 +1,15 @@
-"""Estimates what a device holds and sends while it trains: the tables of docs/hardware.md.
+"""What each way to train holds on a device, and the first of them that fits: docs/hardware.md.
 
-    python -m samestep.hardware.memory
-    python -m samestep.hardware.memory --tokens 16384 --loss_chunk 1024
-
-`samestep hardware recommend` takes the bytes of the weights' states from here, for any model. The
-tables are for causal_lm in bf16. GB are 10^9 bytes. The estimates leave out the allocator's gaps,
-and about 1 GB of CUDA and NCCL.
+The estimates leave out the allocator's gaps, and about 1 GB of CUDA and NCCL.
 """
 
-import argparse
+import dataclasses
 from dataclasses import dataclass
 
-CARDS = (24, 80, 141)  # GB
-USABLE = 0.92  # of a card
-COUNTS = (2, 4, 8, 16, 32, 64)  # GPUs
+from samestep.processes.ranks import UserError
+from samestep.step.batches import StepPlan, plan_step
 
-
-# ---- Weights, gradients and optimizer states -----------------------------------------------------
+USABLE = 0.92  # of a memory
 
 
 @dataclass(frozen=True)
@@ -33,169 +26,180 @@ class Sizes:
         """Bytes of fp32 weights, gradients, and AdamW's two moments."""
         return 4 * self.parameters + (4 + 8) * self.trained
 
+    def whole(self, precision: str = "bf16", checkpointing: bool = False) -> float:
+        """Bytes on a device that holds the model: its states, and autocast's copies of the weights.
 
-def whole(sizes: Sizes, precision: str = "bf16", checkpointing: bool = False) -> float:
-    """Bytes on a device that holds the model: its states, and autocast's copies of the weights.
+        It caches those of trained weights. Of a frozen one only the backward pass keeps a copy, and
+        with checkpointing none beyond its layer.
+        """
+        frozen = self.parameters - self.trained
+        if checkpointing:
+            frozen = self.unit - self.unit_trained
+        return self.states + (0 if precision == "fp32" else 2) * (self.trained + frozen)
 
-    It caches those of trained weights. Of a frozen one only the backward pass keeps a copy, and
-    with checkpointing none beyond its layer.
-    """
-    frozen = sizes.parameters - sizes.trained
-    if checkpointing:
-        frozen = sizes.unit - sizes.unit_trained
-    return sizes.states + (0 if precision == "fp32" else 2) * (sizes.trained + frozen)
+    def gathered(self, precision: str = "bf16") -> float:
+        """Bytes that FSDP gathers: the largest unit twice, its gradient, and that again in fp32."""
+        width = 4 if precision == "fp32" else 2
+        return 2 * width * self.unit + (width + 4) * self.unit_trained
 
-
-def gathered(sizes: Sizes, precision: str = "bf16") -> float:
-    """Bytes that FSDP gathers: the largest unit twice, its gradient, and that again in fp32."""
-    width = 4 if precision == "fp32" else 2
-    return 2 * width * sizes.unit + (width + 4) * sizes.unit_trained
-
-
-def sharded(sizes: Sizes, gpus: int, precision: str = "bf16") -> float:
-    """Bytes on each of so many GPUs that share the model by FSDP2; by ZeRO-3 if it is fp32."""
-    return sizes.states / gpus + gathered(sizes, precision)
-
-
-def zero2(sizes: Sizes, gpus: int) -> float:
-    """Bytes on each of so many GPUs under DeepSpeed's ZeRO-2: whole weights, parts of the rest."""
-    return (4 + 2) * sizes.parameters + (4 + 4 + 8) * sizes.trained / gpus
-
-
-# ---- Language models -----------------------------------------------------------------------------
+    def sharded(self, gpus: int, precision: str = "bf16") -> float:
+        """Bytes on each of so many GPUs that share the model by FSDP2."""
+        return self.states / gpus + self.gathered(precision)
 
 
 @dataclass(frozen=True)
-class Model:
-    """A decoder with gated MLPs, as Llama and Qwen are."""
+class Hardware:
+    """The devices to train on: those of this machine, or others to plan for."""
 
-    layers: int
-    width: int
-    mlp: int  # width of the MLP
-    keys: int  # width of keys, and of values
-    vocabulary: int
-    tied: bool  # input and output embeddings are one matrix
-
-    @property
-    def layer(self) -> int:
-        """Parameters of a layer."""
-        return self.width * (2 * self.width + 2 * self.keys + 3 * self.mlp)
+    kind: str  # cuda, mps or cpu
+    name: str  # of a device
+    devices: int  # in a machine
+    memory: float  # bytes of a device
+    host: float  # bytes of a machine's memory
+    machines: int = 1
+    bf16: bool = True  # computed by the device, not emulated
+    here: bool = True  # not only planned for
 
     @property
-    def ends(self) -> int:
-        """Parameters of the embeddings."""
-        return self.vocabulary * self.width * (1 if self.tied else 2)
+    def total(self) -> int:
+        return self.devices * self.machines
 
     @property
-    def parameters(self) -> int:
-        return self.layers * self.layer + self.ends
+    def usable(self) -> float:
+        """Bytes of a device that training may fill."""
+        return USABLE * self.memory
 
     @property
-    def sizes(self) -> Sizes:
-        """If all weights are trained."""
-        unit = max(self.layer, self.ends)
-        return Sizes(self.parameters, self.parameters, unit, unit)
-
-    @property
-    def lora(self) -> Sizes:
-        """If only adapters are trained."""
-        unit, total = max(self.layer, self.ends), self.parameters + self.adapters
-        return Sizes(total, self.adapters, unit, self.adapters // self.layers)
-
-    @property
-    def adapters(self) -> int:
-        """Parameters of LoRA of rank 16 on all matrices of the layers."""
-        sides = 4 * self.width + 2 * (self.width + self.keys) + 3 * (self.width + self.mlp)
-        return 16 * self.layers * sides
+    def precision(self) -> str:
+        """The precision to train in."""
+        if self.kind != "cuda":
+            return "fp32"
+        return "bf16" if self.bf16 else "fp16"
 
 
-MODELS = {
-    "0.5B": Model(24, 896, 4864, 128, 151_936, True),  # Qwen2.5-0.5B
-    "1B": Model(16, 2048, 8192, 512, 128_256, True),  # Llama-3.2-1B
-    "7B": Model(32, 4096, 11008, 4096, 32_000, False),  # Llama-2-7B
-    "70B": Model(80, 8192, 28672, 1024, 128_256, False),  # Llama-3.1-70B
-}
+@dataclass(frozen=True)
+class Working:
+    """Bytes that a micro-batch needs beside the states: activations, logits, passing gradients."""
+
+    fixed: float
+    sample: float  # for each sample
+
+    def of(self, samples: int) -> float:
+        """Those of so many samples."""
+        return self.fixed + self.sample * samples
 
 
-def layer_activations(model: Model, tokens: int) -> float:
-    """Bytes that a layer keeps for its backward pass, with fused attention."""
-    return tokens * (30 * model.width + 8 * model.mlp)
+Study = dict[bool, Working]  # without gradient checkpointing, and with it if the model can
 
 
-def activations(model: Model, tokens: int, checkpointing: bool) -> float:
-    """Bytes that a micro-batch of so many tokens keeps; with checkpointing, inputs of layers."""
-    one = layer_activations(model, tokens)
-    return 2 * model.layers * tokens * model.width + one if checkpointing else model.layers * one
+@dataclass(frozen=True)
+class Step:
+    """What the recipe says about a step; see batches.plan_step."""
+
+    samples: int  # global_batch_size
+    largest: int  # most samples of a micro-batch
+    exact: bool = False
+    device_shares: str | list[float] = "equal"
+    whole: str = ""  # why the recipe does not go with sharded weights
 
 
-def logits(model: Model, tokens: int, chunk: int) -> float:
-    """Bytes of the logits that exist at once, in bf16 and fp32, and of their gradient."""
-    return 12 * min(tokens, chunk) * model.vocabulary
+@dataclass(frozen=True)
+class Rung:
+    """A way to train, under one of the shipped YAMLs."""
+
+    words: str
+    yaml: str
+    processes: int
+    precision: str
+    states: float  # bytes on a device, of all that does not depend on the micro-batch
+    sharded: bool = False
+    freed: float = 0  # bytes of these that gradient checkpointing frees
+    again: float = 0  # bytes of the gradients that DDP accumulates beside its buckets
+    host: float = 0  # bytes in the memory of the machine
+
+    def plan(self, step: Step, largest: int) -> StepPlan:
+        """The cut of a step into micro-batches; raises UserError if there is none."""
+        if self.sharded and step.whole:
+            raise UserError(step.whole)
+        if self.host and step.exact:
+            raise UserError("exact does not go with offload; AdamW rounds differently on the CPU")
+        options = (step.exact, step.device_shares, 0, self.sharded)
+        return plan_step(step.samples, largest, self.processes, *options)
+
+    def need(self, working: Working, plan: StepPlan, checkpointing: bool) -> float:
+        """Bytes on a device."""
+        double = 2 if self.precision == "fp32" and self.sharded else 1  # measured in bf16
+        again = self.again if max(plan.shares) > 1 else 0
+        states = self.states - (self.freed if checkpointing else 0)
+        return states + again + double * working.of(plan.micro_batch_size)
 
 
-def traffic(model: Model, tokens: int) -> list[float]:
-    """Bytes that a GPU of many sends: a step of DDP, and a micro-batch of FSDP2, TP and CP."""
-    ddp = 2 * 4 * model.parameters  # a ring adds up fp32 gradients, and hands the sums out
-    fsdp = (2 + 2 + 4) * model.parameters  # weights twice in bf16, gradients once in fp32
-    tp = 4 * 2 * 2 * tokens * model.width * model.layers  # four sums of bf16 activations a layer
-    cp = 3 * 2 * 2 * tokens * model.keys * model.layers  # keys and values: there, again, and back
-    return [ddp, fsdp, tp, cp]
+@dataclass(frozen=True)
+class Choice:
+    """What fits."""
+
+    rung: Rung
+    checkpointing: bool
+    plan: StepPlan
+    need: float  # bytes on a device
 
 
-def smallest(model: Model, card: int, work: dict[bool, float]) -> str:
-    """The first way to train all weights on cards of this size, without and with checkpointing."""
-    limit = USABLE * card * 1e9
-    for checkpointing in (False, True):
-        if whole(model.sizes) + work[checkpointing] <= limit:
-            return "1 GPU" + ", checkpointing" * checkpointing
-    for gpus in COUNTS:
-        for checkpointing in (False, True):
-            if sharded(model.sizes, gpus) + work[checkpointing] <= limit:
-                return f"FSDP2 on {gpus}" + ", checkpointing" * checkpointing
-    return "none of these"
+def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
+    """The ways to train on this hardware, the simplest and fastest first."""
+    gpus, machines, total = hardware.devices, hardware.machines, hardware.total
+    precision = hardware.precision
+    whole = sizes.whole(precision)
+    if hardware.kind != "cuda":
+        words = {"cpu": "the CPU, fp32", "mps": "the GPU of this Mac, fp32"}[hardware.kind]
+        return [Rung(words, hardware.kind, 1, precision, whole)]
+    freed = whole - sizes.whole(precision, checkpointing=True)
+    # FSDP does not go with fp16, and bf16 is slow where it is emulated.
+    parts = "bf16" if hardware.bf16 else "fp32"
+    offload, gathered = "FSDP2, states in the host's memory", sizes.gathered(parts)
+    host = Rung(offload, "fsdp2_offload", total, parts, gathered, True, host=sizes.states)
+    if total == 1:
+        one = f"single_gpu_{precision}"
+        return [Rung(f"one GPU, {precision}", one, 1, precision, whole, freed=freed), host]
+    yaml, again = f"multi_gpu_{precision}" if machines == 1 else "multi_node", 4 * sizes.trained
+    ddp = Rung(f"DDP, {precision}", yaml, total, precision, whole, freed=freed, again=again)
+    across = sizes.sharded(total, parts)
+    if machines == 1:
+        return [ddp, Rung(f"FSDP2 on {total} GPUs", "fsdp2", total, parts, across, True), host]
+    copies = f"FSDP2 on {gpus} GPUs, a copy in each machine"
+    hsdp = Rung(copies, "hsdp", total, parts, sizes.sharded(gpus, parts), True)
+    words = f"FSDP2 on {total} GPUs of {machines} machines"
+    every = Rung(words, "multi_node_fsdp2", total, parts, across, True)
+    return [ddp, hsdp, every] if gpus > 1 else [ddp, every]
 
 
-def tables(tokens: int, chunk: int) -> str:
-    """Memory, the smallest machines, and communication, as Markdown."""
-    heads = ["model", "parameters", "activations", "checkpointed", "logits", "1 GPU", "LoRA"]
-    heads += ["FSDP2 on 2", "on 8", "on 32", "offload: GPU", "host"]
-    fits = ["model", *(f"{card} GB" for card in CARDS)]
-    sent = [
-        "model",
-        "DDP, a step",
-        "FSDP2, a micro-batch",
-        "TP, a micro-batch",
-        "CP, a micro-batch",
-    ]
-    lines, choices, links = ([head, ["---"] * len(head)] for head in (heads, fits, sent))
-    for name, model in MODELS.items():
-        end = logits(model, tokens, chunk)
-        work = {c: activations(model, tokens, c) + end for c in (False, True)}
-        states = [whole(model.sizes), whole(model.lora, checkpointing=True)]
-        states += [sharded(model.sizes, n) for n in (2, 8, 32)]
-        states.append(gathered(model.sizes))
-        sizes = [
-            work[False] - end,
-            work[True] - end,
-            end,
-            *(state + work[True] for state in states),
-        ]
-        sizes.append(model.sizes.states)
-        numbers = [f"{size / 1e9:,.1f}" if size < 1e11 else f"{size / 1e9:,.0f}" for size in sizes]
-        lines.append([name, f"{model.parameters / 1e9:.2f} x 10^9", *numbers])
-        choices.append([name, *(smallest(model, card, work) for card in CARDS)])
-        links.append([name, *(f"{size / 1e9:,.1f}" for size in traffic(model, tokens))])
-    parts = (lines, choices, links)
-    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) for part in parts)
+def fit(
+    rung: Rung, working: Working, checkpointing: bool, hardware: Hardware, step: Step
+) -> Choice | None:
+    """The plan with the largest micro-batches that fit under a rung; None if there is none."""
+    largest = step.largest
+    while largest and rung.host <= USABLE * hardware.host:
+        try:
+            plan = rung.plan(step, largest)
+        except UserError:  # the processes of this rung cannot divide the step
+            return None
+        need = rung.need(working, plan, checkpointing)
+        if need <= hardware.usable:
+            return Choice(rung, checkpointing, plan, need)
+        largest = 0 if step.exact else plan.micro_batch_size - 1
+    return None
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="python -m samestep.hardware.memory", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--tokens", type=int, default=4096, help="in a micro-batch of a GPU")
-    parser.add_argument(
-        "--loss_chunk", type=int, default=4096, help="task.loss_chunk of the recipe"
-    )
-    given = parser.parse_args()
-    print(tables(given.tokens, given.loss_chunk))
+def choose(found: list[Rung], study: Study, hardware: Hardware, step: Step) -> Choice | None:
+    """The first rung that fits: as it is, with smaller micro-batches, then with checkpointing."""
+    for rung in found:
+        for checkpointing, working in study.items():
+            choice = fit(rung, working, checkpointing, hardware, step)
+            if choice:
+                return choice
+    return None
+
+
+def busy(hardware: Hardware, samples: int) -> Hardware:
+    """The hardware, with no more devices than a step has samples."""
+    devices = max(1, min(hardware.devices, samples // hardware.machines))
+    return dataclasses.replace(hardware, devices=devices)

@@ -15,24 +15,20 @@ def group(values: Sequence[Value]) -> dict[Value, list[int]]:
     return found
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `0-3, 6`."""
+def name(numbers: Sequence[int], hosts: Sequence[str] = (), word: str = "process") -> str:
+    """These processes, ascending, and their machines: `hosts` has that of each of the run."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def name(numbers: Sequence[int], hosts: Sequence[str] = (), word: str = "process") -> str:
-    """These processes, and their machines: `hosts` has that of each process of the run."""
     plural = {"process": "es", "device": "s"}[word] if len(numbers) > 1 else ""
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     machines = list(dict.fromkeys(hosts[n] for n in numbers)) if hosts else []
     more = ", ..." if len(machines) > HOSTS else ""
     where = f" on {', '.join(machines[:HOSTS])}{more}" if machines else ""
-    return f"{word}{plural} {ranges(numbers)}{where}"
+    return f"{word}{plural} {shown}{where}"
 
 
 def by_value(values: Sequence[str], hosts: Sequence[str] = (), word: str = "process") -> str:

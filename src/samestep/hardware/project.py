@@ -15,6 +15,9 @@ from samestep.start import startup
 from samestep.step import batches
 from samestep.step.batches import Batch, SampleDataset, StepPlan
 
+# Fields that a few steps, which leave no run, do not read.
+UNREAD = (*config.RUN, "output_dir", "timeout", "export", "profile_steps")
+
 
 @dataclass
 class Project:
@@ -40,38 +43,21 @@ class Project:
         return batches.make_collate(self.task)(self.rows.__getitems__([*positions]))[0]
 
 
-# Fields that a few steps, which leave no run, do not read.
-RUN = (*config.RUN, "output_dir", "timeout", "export", "profile_steps")
-
-
-def read_recipe(
-    config_class: type, task: Any, flags: list[str], unread: Iterable[str] = ()
-) -> tuple[Any, Path]:
-    """The config and the path of the recipe. Raises ValueError, also for flags that are unread."""
-    contract.check_functions(task)
-    usage = "python -m samestep hardware VERB FLAGS"
-    cfg, path, _ = config.parse_config(config_class, flags, usage)
-    saved = {each.name: each.metadata.get("saved", True) for each in dataclasses.fields(cfg)}
-    for name in config.given_flags(config_class, flags):
-        if not saved.get(name, True):
-            raise UserError(f"only train.py can do --{name}; leave it out")
-        if name in unread:
-            raise UserError(f"a few steps do not read --{name}; leave it out")
-    return cfg, path
-
-
-def read_project(
-    config_class: type,
-    task: Any,
-    build_optimizer: Callable,
-    flags: list[str],
-    unread: Iterable[str] = (),
-) -> Project:
+def read_project(flags: list[str], unread: Iterable[str] = ()) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
 
     Call it before the processes meet, since preparing data may take longer than their timeout.
     """
-    cfg, recipe = read_recipe(config_class, task, flags, unread)
+    train, task = startup.find_project()
+    contract.check_functions(task)
+    usage = "python -m samestep hardware VERB FLAGS"
+    cfg, recipe, _ = config.parse_config(train.Config, flags, usage)
+    saved = {each.name: each.metadata.get("saved", True) for each in dataclasses.fields(cfg)}
+    for name in config.given_flags(train.Config, flags):
+        if not saved.get(name, True):
+            raise UserError(f"only train.py can do --{name}; leave it out")
+        if name in unread:
+            raise UserError(f"a few steps do not read --{name}; leave it out")
     layout = startup.read_layout(cfg)
     startup.check_sharing(cfg, layout)
     plan = batches.plan_step(
@@ -88,4 +74,5 @@ def read_project(
     data = task.datasets(cfg.task, prepared)
     contract.check_datasets(data)
     rows = SampleDataset(data[0], task, cfg.seed)
+    build_optimizer = train.build_optimizer
     return Project(cfg, recipe, flags, task, build_optimizer, layout, plan, prepared, rows)

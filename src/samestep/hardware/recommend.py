@@ -1,10 +1,12 @@
 """Says which YAML, micro-batch size and checkpointing suit this model and hardware; writes both."""
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import gc
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +14,28 @@ import psutil
 import torch
 import yaml
 
+from samestep.base.console import one_line, say, without_credentials
+from samestep.base.files import replace_text
 from samestep.checkpoint import weights
-from samestep.hardware import ladder, simulate, written
-from samestep.hardware.ladder import Choice, Hardware, Rung, Step, Working
+from samestep.hardware import memory, simulate
+from samestep.hardware.memory import Choice, Hardware, Rung, Sizes, Step, Study, Working
 from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section, number
-from samestep.hardware.simulate import Study
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
+from samestep.settings import config
 from samestep.settings.mesh import Layout
 from samestep.start import startup
+from samestep.step.batches import Batch, plan_step
 
-NEEDS_PROJECT = True
 SHIPPED = Path("configs/accelerate")
-YAML = Path("configs/accelerate/recommended.yaml")
+YAML = SHIPPED / "recommended.yaml"
 RECIPE = Path("configs/train/recommended.yaml")
+HEADING = "# Written by samestep hardware"  # the first line of what this program may replace
 TOLERANCE = 0.15  # by which an estimate may be wrong
 WORKSPACE = 250e6  # bytes of cuBLAS and cuDNN, which no estimate knows: a small model has fewer
 MOST_SAMPLES = 256  # of a micro-batch that is simulated
+MOST_ROWS = 100_000  # whose lengths are compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,48 +55,105 @@ def check(options: argparse.Namespace) -> None:
             "`python -m samestep hardware recommend`"
         )
     for path in (YAML, RECIPE):
-        written.refuse_foreign(path)
+        if not path.exists() and not path.is_symlink():
+            continue
+        with open(path, encoding="utf-8", errors="replace") as file:
+            if not file.readline().startswith(HEADING):
+                raise UserError(
+                    f"{path} is not a file that samestep hardware wrote, and stays as it is; "
+                    "rename it, and start again"
+                )
     read_hardware(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def run(
-    options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
-) -> Section:
-    """Estimates, decides and writes, in one process. Raises UserError."""
-    assert project
-    with as_user_error():
-        return recommend(options, project, device)
-
-
-# ---- Hardware ------------------------------------------------------------------------------------
 
 
 def read_hardware(options: argparse.Namespace, device: torch.device) -> Hardware:
     """The devices to plan for: those of this process's kind, or those of the flags."""
-    devices, machines, memory = options.devices, options.machines, options.device_memory
-    host = psutil.virtual_memory().total
-    if memory:
+    devices, machines = options.devices, options.machines
+    if options.device_memory:
         # The memory of their host is not known; the lines name what it must be.
-        size, planned = 1e9 * memory, {"here": False}
-        return Hardware("cuda", "planned GPU", devices or 1, size, math.inf, machines, **planned)
+        size, many = 1e9 * options.device_memory, devices or 1
+        return Hardware("cuda", "planned GPU", many, size, math.inf, machines, here=False)
     here = torch.cuda.device_count() if device.type == "cuda" else 0
     if (devices or 0) > max(here, 1) or (machines > 1 and not here):
         raise UserError(
             f"torch sees {here or 'no'} GPU{'s' * (here > 1)} on this machine; to plan for others, "
             "give --device_memory, the GB of one, as well"
         )
+    host = psutil.virtual_memory().total
     if device.type == "cuda":
         seen = [torch.cuda.get_device_properties(i) for i in range(here)]
         least = min(each.total_memory for each in seen)
         bf16 = all((each.major, each.minor) >= (8, 0) for each in seen)
         return Hardware("cuda", seen[0].name, devices or here, least, host, machines, bf16)
     if device.type == "mps":
-        most = torch.mps.recommended_max_memory()
-        return Hardware("mps", "Apple GPU", 1, most, host)
+        return Hardware("mps", "Apple GPU", 1, torch.mps.recommended_max_memory(), host)
     return Hardware("cpu", "CPU", 1, host, host)
 
 
 # ---- Estimates -----------------------------------------------------------------------------------
+
+
+def study_model(project: Project, precision: str, most: int) -> tuple[Sizes, Study, str]:
+    """Numbers of parameters, what micro-batches need in this precision, and a remark.
+
+    Micro-batches of 1 and of `most` samples are simulated. Where a model cannot be, since its code
+    looks at numbers, it is built, and micro-batches of 1 and 2 samples are computed on the CPU.
+    """
+    samples = {n: longest_rows(project, n) for n in {1, most}}
+    try:
+        with simulate.no_numbers() as mode:
+            for batch in samples.values():
+                batch |= {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
+            with simulate.Assumed():
+                model = project.build_model()
+            return (*measure_model(project, model, samples, precision), "")
+    except Exception as error:  # code of the task may do anything
+        remark = f"not simulated, since {type(error).__name__}: {one_line(error, 150)}"
+        say("The model cannot be simulated; building it takes 4 bytes of memory per parameter")
+    samples = {n: longest_rows(project, n) for n in {1, min(most, 2)}}
+    found = measure_model(project, project.build_model(), samples, precision)
+    return *found, f"{remark}; computed on the CPU with 1 and 2 samples instead"
+
+
+def longest_rows(project: Project, samples: int) -> Batch:
+    """A micro-batch of the longest of many training rows: other micro-batches need less memory."""
+    positions = range(max(min(len(project.rows), MOST_ROWS), samples))
+    return project.batch(project.rows.sort(positions)[-samples:])
+
+
+def measure_model(
+    project: Project, model: torch.nn.Module, samples: dict[int, Batch], precision: str
+) -> tuple[Sizes, Study]:
+    """Sizes of a model, and what it needs for these batches, by their numbers of samples."""
+    study: Study = {}
+    with contextlib.suppress(ValueError):  # of a model that has no gradient checkpointing
+        for checkpointing in (False, True):
+            if checkpointing:
+                weights.enable_gradient_checkpointing(model)
+            model.train()
+            found = [
+                (n, simulate.bytes_of_step(project.task, model, samples[n], precision))
+                for n in sorted(samples)
+            ]
+            (few, least), (many, most) = found[0], found[-1]
+            slope = max(most - least, 0) / (many - few) if many > few else least / few
+            study[checkpointing] = Working(least - slope * few, slope)
+    return count_parameters(model), study
+
+
+def count_parameters(model: torch.nn.Module) -> Sizes:
+    """Numbers of parameters; FSDP gathers a block, or all outside of the blocks, at a time."""
+
+    def count(parameters: Sequence[torch.Tensor]) -> tuple[int, int]:
+        trained = [p.numel() for p in parameters if p.requires_grad]
+        return sum(p.numel() for p in parameters), sum(trained)
+
+    names = getattr(model, "_no_split_modules", None) or ()
+    blocks = [each for each in model.modules() if type(each).__name__ in names]
+    inner = {id(p) for block in blocks for p in block.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inner]
+    units = [rest, *([*block.parameters()] for block in blocks)]
+    return Sizes(*count([*model.parameters()]), *max(map(count, units)))
 
 
 def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.device) -> int:
@@ -101,7 +164,7 @@ def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.
         weights.enable_gradient_checkpointing(model)
     model = model.to(device).train()
     optimizer = project.build_optimizer(model, project.cfg)
-    batch = simulate.longest_rows(project, choice.plan.micro_batch_size)
+    batch = longest_rows(project, choice.plan.micro_batch_size)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[hardware.precision]
     for _ in range(2):  # the moments come with the first
@@ -116,24 +179,22 @@ def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.
 
 def compare_with_a_step(
     section: Section,
+    sizes: Sizes,
     study: Study,
     project: Project,
     hardware: Hardware,
     step: Step,
     device: torch.device,
-) -> dict[bool, Working]:
+) -> Study:
     """What micro-batches need, by the estimate; by a measured step, if that differs too much."""
     name = "estimate and measurement"
     alone = dataclasses.replace(hardware, devices=1, machines=1)
-    single = ladder.rungs(study.sizes, alone)[:1]
     step = dataclasses.replace(step, device_shares="equal")  # of one device
-    choice = ladder.choose(single, study.working, alone, step)
-    if device.type != "cuda" or not hardware.here:
-        section.facts[name] = "not measured: that takes a GPU that is here"
-        return study.working
-    if not choice:
-        section.facts[name] = "not measured: no step fits into one device"
-        return study.working
+    choice = memory.choose(memory.rungs(sizes, alone)[:1], study, alone, step)
+    if device.type != "cuda" or not hardware.here or not choice:
+        reason = "that takes a GPU that is here" if choice else "no step fits into one device"
+        section.facts[name] = f"not measured: {reason}"
+        return study
     try:
         measured = measure(project, hardware, choice, device)
     except RuntimeError as error:
@@ -144,23 +205,19 @@ def compare_with_a_step(
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-    ratio = choice.need / measured
+    ratio, more = choice.need / measured, measured - choice.need
     section.facts[name] = (
         f"{gigabytes(choice.need)} and {gigabytes(measured)} with micro-batches of "
         f"{choice.plan.micro_batch_size}: {ratio:.2f}"
     )
     section.figures.append(Figure("memory, estimated", choice.need / 1e9, "GB"))
     section.figures.append(Figure("memory, measured", measured / 1e9, "GB"))
-    if abs(ratio - 1) <= TOLERANCE or abs(measured - choice.need) <= WORKSPACE:
-        return study.working
+    if abs(ratio - 1) <= TOLERANCE or abs(more) <= WORKSPACE:
+        return study
     section.lines.append(
         f"The estimate is wrong by {abs(ratio - 1):.0%}; what follows counts with the measurement."
     )
-    more = measured - choice.need
-    return {
-        each: dataclasses.replace(work, fixed=work.fixed + more)
-        for each, work in study.working.items()
-    }
+    return {c: Working(working.fixed + more, working.sample) for c, working in study.items()}
 
 
 # ---- Words ---------------------------------------------------------------------------------------
@@ -171,90 +228,60 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:,.{0 if size >= 1e11 else 1 if size >= 1e9 else 3}f} GB"
 
 
-def table(
-    found: list[Rung], working: dict[bool, Working], hardware: Hardware, step: Step
-) -> dict[str, str]:
-    """Bytes on a device for each way, with the largest micro-batches, and whether they fit."""
-    rows = {}
-    for rung in found:
-        try:
-            plan = rung.plan(step, step.largest)
-        except UserError as error:
-            rows[rung.words] = str(error).partition(";")[0]
-            continue
-        needs = {c: gigabytes(rung.need(work, plan)) for c, work in working.items()}
-        size = plan.micro_batch_size
-        row = f"{size} sample{'s' * (size > 1)} {needs[False]}"
-        row += f", checkpointing {needs[True]}" if True in needs else ""
-        row += f", host {gigabytes(rung.host)}" if rung.host else ""
-        verdict = "does not fit"
-        for checkpointing, work in sorted(working.items(), reverse=True):
-            fitting = ladder.fitting_plan(rung, work, hardware, step)
-            if fitting:
-                size = fitting.micro_batch_size
-                verdict = "fits" + " with checkpointing" * checkpointing
-                verdict += f", {size} sample{'s' * (size > 1)} at a time" * (fitting != plan)
-        rows[rung.words] = f"{row}: {verdict}"
-    return rows
+def describe_rung(rung: Rung, study: Study, hardware: Hardware, step: Step) -> str:
+    """Bytes on a device with the largest micro-batches, and whether they fit."""
+    plan, refusal = catch(rung.plan, step, step.largest)
+    if refusal:
+        return str(refusal).partition(";")[0]
+    size = plan.micro_batch_size
+    row, verdict = f"{size} sample{'s' if size > 1 else ''}", "does not fit"
+    for checkpointing, working in study.items():
+        row += ", checkpointing" if checkpointing else ""
+        row += f" {gigabytes(rung.need(working, plan, checkpointing))}"
+        fitting = memory.fit(rung, working, checkpointing, hardware, step)
+        if fitting and verdict == "does not fit":
+            verdict = "fits with checkpointing" if checkpointing else "fits"
+            if fitting.plan != plan:
+                verdict += f", at most {fitting.plan.micro_batch_size} at a time"
+    row += f", host {gigabytes(rung.host)}" if rung.host else ""
+    return f"{row}: {verdict}"
 
 
-def explain(
-    study: Study,
-    working: dict[bool, Working],
-    hardware: Hardware,
-    step: Step,
-    choice: Choice | None,
-) -> list[str]:
+def explain(sizes: Sizes, study: Study, hardware: Hardware, choice: Choice | None) -> list[str]:
     """Why, in three lines."""
-    sizes, total = study.sizes, hardware.devices * hardware.machines
+    total = hardware.total
     trained = "all" if sizes.trained == sizes.parameters else f"{sizes.trained:,}"
-    work = working[bool(choice and choice.checkpointing)]
+    working = study[bool(choice and choice.checkpointing)]
     samples = choice.plan.micro_batch_size if choice else 1
     lines = [
         f"The model has {sizes.parameters:,} parameters, and trains {trained} of them. Weights, "
         f"gradients and optimizer states take {gigabytes(sizes.states)}; a micro-batch of "
-        f"{samples} adds {gigabytes(work.of(samples))}.",
+        f"{samples} adds {gigabytes(working.of(samples))}.",
         f"There {'is' if total == 1 else 'are'} {total} x {hardware.name} with "
         f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled.",
     ]
+    if not choice and hardware.kind != "cuda":
+        other = "Take a GPU (--device_memory 80 plans for one), or a smaller model."
+        return [*lines, f"So nothing fits. {other}"]
     if not choice:
-        return [*lines, "So nothing fits. " + what_would(study, working, hardware, step)]
-    rung, plan = choice.rung, choice.plan
+        held = gigabytes(sizes.gathered() + min(each.of(1) for each in study.values()))
+        return [
+            *lines,
+            f"So nothing fits. However many GPUs there are, FSDP2 needs {held} on each, for the "
+            "largest part of the model and a sample. Plan for more of them with --devices, or for "
+            "larger ones; take LoRA, a smaller model, or shorter rows.",
+        ]
+    rung = choice.rung
     host = f" and {gigabytes(rung.host)} of the host's memory" if rung.host else ""
     checkpointing = "with" if choice.checkpointing else "without"
     return [
         *lines,
         f"So: {rung.words}, {checkpointing} gradient checkpointing, which fills "
-        f"{gigabytes(choice.need)} of a device{host}. A step is {plan.describe()}.",
+        f"{gigabytes(choice.need)} of a device{host}. A step is {choice.plan.describe()}.",
     ]
 
 
-def what_would(study: Study, working: dict[bool, Working], hardware: Hardware, step: Step) -> str:
-    """Advice where nothing fits."""
-    if hardware.kind != "cuda":
-        return "Take a GPU (--device_memory 80 plans for one), or a smaller model."
-    sharded = [each for each in ladder.rungs(study.sizes, hardware) if each.sharded]
-    _, refusal = catch(sharded[0].plan, step, step.largest)
-    if refusal:
-        return f"FSDP2 cannot be tried: {refusal}."
-    count = ladder.least_gpus(study.sizes, working, hardware)
-    if count:
-        return f"{count} such GPUs would do, by FSDP2; or else LoRA, a smaller model, shorter rows."
-    return (
-        "No number of such GPUs would do: each gathers the largest part of the model, and holds "
-        "the activations of a sample. Take larger GPUs, LoRA, a smaller model, or shorter rows."
-    )
-
-
-def next_command(choice: Choice, hardware: Hardware) -> str:
-    """What to run now."""
-    where = ""
-    if hardware.machines > 1:
-        where = "--machine_rank R --main_process_ip 10.0.0.1 "
-    command = f"python -m samestep launch --config_file {YAML} {where}train.py --config {RECIPE}"
-    if where:
-        command += "   (on every machine, R from 0; the address is that of machine 0)"
-    return f"Next: {command}"
+# ---- The verb ------------------------------------------------------------------------------------
 
 
 def hardware_values(rung: Rung, hardware: Hardware) -> dict[str, Any]:
@@ -271,40 +298,48 @@ def hardware_values(rung: Rung, hardware: Hardware) -> dict[str, Any]:
     return values
 
 
-# ---- The verb ------------------------------------------------------------------------------------
+def write(path: Path, heading: str, values: dict[str, Any]) -> None:
+    """Writes a YAML below a line behind HEADING, without credentials of URLs."""
+    text = without_credentials(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, f"{HEADING} {heading}\n\n{text}")
 
 
-def recommend(options: argparse.Namespace, project: Project, device: torch.device) -> Section:
-    """Estimates, measures where it can, decides, and writes the two files."""
+@as_user_error()
+def run(
+    options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
+) -> Section:
+    """Estimates, measures where it can, decides, and writes the two files. Raises UserError."""
     cfg, section = project.cfg, Section("recommend")
     present = read_hardware(options, device)
-    hardware = ladder.busy(present, cfg.global_batch_size)
+    hardware = memory.busy(present, cfg.global_batch_size)
     if hardware.devices < present.devices:
         section.lines.append(
             f"Only {hardware.devices} of {present.devices} devices of a machine have work: "
             f"global_batch_size is {cfg.global_batch_size}."
         )
-    cuda = hardware.kind == "cuda"
-    largest = cfg.micro_batch_size if cfg.exact or not cuda else cfg.global_batch_size
+    all_at_once = hardware.kind == "cuda" and not cfg.exact
+    largest = cfg.global_batch_size if all_at_once else cfg.micro_batch_size
     _, refusal = catch(startup.check_sharing, cfg, Layout(2, kinds=("FSDP",)))
-    whole = str(refusal or "")
-    step = Step(cfg.global_batch_size, largest, cfg.exact, cfg.device_shares, whole)
+    step = Step(cfg.global_batch_size, largest, cfg.exact, cfg.device_shares, str(refusal or ""))
+    plan = plan_step(step.samples, largest, hardware.total, cfg.exact, cfg.device_shares)
 
-    most = ladder.largest_micro_batch(hardware, step)
-    study = simulate.study(project, hardware.precision, min(most, MOST_SAMPLES))
-    found = ladder.rungs(study.sizes, hardware)
+    most = min(plan.micro_batch_size, MOST_SAMPLES)
+    sizes, study, remark = study_model(project, hardware.precision, most)
+    found = memory.rungs(sizes, hardware)
     section.facts |= {
-        "parameters": f"{study.sizes.parameters:,}, of which {study.sizes.trained:,} are trained",
-        "largest unit of FSDP": f"{study.sizes.unit:,} parameters",
+        "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
+        "largest unit of FSDP": f"{sizes.unit:,} parameters",
         "hardware": f"{hardware.machines} x {hardware.devices} x {hardware.name}",
-        "FLOPs of a sample": f"{study.flops:.3g}, forward and backward",
     }
-    if study.remark:
-        section.lines.append(f"The model was {study.remark}.")
-    working = compare_with_a_step(section, study, project, hardware, step, device)
-    section.facts["memory of a device"] = table(found, working, hardware, step)
-    choice = ladder.choose(found, working, hardware, step)
-    section.lines += explain(study, working, hardware, step, choice)
+    if remark:
+        section.lines.append(f"The model was {remark}.")
+    study = compare_with_a_step(section, sizes, study, project, hardware, step, device)
+    section.facts["memory of a device"] = {
+        rung.words: describe_rung(rung, study, hardware, step) for rung in found
+    }
+    choice = memory.choose(found, study, hardware, step)
+    section.lines += explain(sizes, study, hardware, choice)
     if not choice:
         section.failures.append("nothing fits; no file was written")
         return section
@@ -317,13 +352,20 @@ def recommend(options: argparse.Namespace, project: Project, device: torch.devic
     section.figures.append(
         Figure("memory, recommended", choice.need / 1e9, "GB", peak=hardware.memory / 1e9)
     )
-    total = hardware.devices * hardware.machines
     heading = (
-        f"recommend on {datetime.date.today()} for {total} x {hardware.name}: {choice.rung.words}; "
-        f"{gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
+        f"recommend on {datetime.date.today()} for {hardware.total} x {hardware.name}: "
+        f"{choice.rung.words}; {gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
     )
-    recipe = written.recipe_of(type(cfg), project.flags) | chosen
-    written.write_headed(RECIPE, heading, recipe)
-    written.write_headed(YAML, heading, hardware_values(choice.rung, hardware))
-    section.lines += [f"Written: {YAML} and {RECIPE}.", next_command(choice, hardware)]
+    # A config that is in use may differ from the recipe: tasks write into it what they found.
+    recipe, _, _ = config.parse_config(type(cfg), project.flags, "")
+    write(RECIPE, heading, startup.resolved_config(recipe) | chosen)
+    write(YAML, heading, hardware_values(choice.rung, hardware))
+    several = hardware.machines > 1
+    where = "--machine_rank R --main_process_ip 10.0.0.1 " if several else ""
+    section.lines += [
+        f"Written: {YAML} and {RECIPE}.",
+        f"Next: python -m samestep launch --config_file {YAML} {where}train.py --config {RECIPE}",
+    ]
+    if several:
+        section.lines[-1] += "   (on every machine, R from 0; the address is that of machine 0)"
     return section

@@ -1,8 +1,8 @@
-"""A short distributed training with checks: gradients, weights, saving, and who writes."""
+"""A step of train.py on all processes, with checks: loss, gradient, weights, and its checkpoint."""
 
 import argparse
-import contextlib
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -11,39 +11,44 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import yaml
+from accelerate.utils import send_to_device
 
 from samestep.base.console import IS_MAIN, one_line
-from samestep.checkpoint import tensor_files, weights
+from samestep.checkpoint import weights
 from samestep.hardware import places
+from samestep.hardware.own_loop import digest
 from samestep.hardware.project import Project
 from samestep.hardware.report import Section
-from samestep.hardware.short_run import NoMemory, ShortRun, Wrong, digests, everyone
-from samestep.hardware.written import as_yaml
-from samestep.processes import agreement
+from samestep.processes import agreement, device
 from samestep.processes.device import PROCESSES
-from samestep.processes.ranks import Ranks
+from samestep.processes.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
 from samestep.processes.shutdown import STOPPED
+from samestep.settings import contract
 from samestep.start.startup import resolved_config
-from samestep.step.sharding import local, whole
+from samestep.step import batches, sharding
 
-NEEDS_PROJECT = True
 OWN_LOOP = [sys.executable, "-m", "samestep.hardware.own_loop"]
-STEPS = 3
-ALONE = "left out: there is one process"
-# Relative errors that are rounding, by the precision of the YAML: of a loss, and of the gradient of
-# each weight. Sharded weights are rounded to 16 bits themselves, which autocast does not do.
+SAMPLES = 4  # in a micro-batch, at most
+TURNS = 2  # micro-batches of a process: so gradients accumulate
+LOSS_SCALE = 1024  # of gradients in fp16, which are computed without accelerate's scaler
+# Relative errors that are rounding, by the precision of the YAML: of a loss, and of a gradient.
+# Sharded weights are rounded to 16 bits themselves, which autocast does not do.
 LOSS = {"no": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
 GRADIENT = {"no": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 SHARDED, TF32 = 5, 50  # times as much
 FLOOR = 1e-3  # a weight's gradient counts as at least this fraction of the norm of all of them
-SLEEP = 0.3  # seconds that one process is late for the barrier
-SCALES = 16  # times that fp16 halves its loss scale until nothing overflows
+
+
+class Wrong(Exception):
+    """A check that did not pass: raised on all processes together, with the same text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,61 +58,143 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
 ) -> Section:
-    """Trains a few steps and checks them; all processes must call it."""
-    section, hosts = Section("smoke"), ranks.gather(socket.gethostname())
-    with working_folder(options.report, ranks, hosts) as folder:
-        try:
-            trial = ShortRun(project, ranks, hosts)
-            # Processes that exchange weights of other shapes would hang.
-            check_same(trial, {n: d.rpartition(" ")[0] for n, d in trial.started.items()}, "shapes")
-        except Wrong as error:
-            section.failures.append(f"to build the model: {error}")
-            return section
-        section.facts = {"what": describe_run(trial)}
-        passed = 0
+    """Checks a step; all processes must call it."""
+    section, folder = Section("smoke"), options.report / ranks.from_main(secrets.token_hex(4))
+    folder = folder.with_name(f".smoke-{folder.name}")
+    try:
+        with ranks.fail_together(), as_user_error():
+            if IS_MAIN:
+                folder.mkdir(parents=True)
+        trial = Trial(project, ranks, folder)
+        section.facts = {"what": trial.describe()}
         for name, check in CHECKS.items():
             try:
-                section.facts[name] = check(trial, folder)
-                passed += section.facts[name].startswith("passed")
+                section.facts[name] = check(trial)
             except Wrong as error:
                 section.facts[name] = "failed, see below"
                 section.failures.append(f"{name}: {error}")
+                if check is check_start and "shapes" in str(error):  # an exchange would hang
+                    break
+    finally:
+        if IS_MAIN:
+            shutil.rmtree(folder, ignore_errors=True)
+    said = [str(section.facts.get(name)) for name in CHECKS]
+    passed = sum(each.startswith("passed") for each in said)
     left_out = len(CHECKS) - passed - len(section.failures)
     section.lines.append(f"{passed} passed, {len(section.failures)} failed, {left_out} left out")
     return section
 
 
-def describe_run(trial: ShortRun) -> str:
-    """What is trained here, and on what."""
-    accelerator, size = trial.accelerator, sum(p.numel() for p in trial.model.parameters())
-    precision = accelerator.mixed_precision.replace("no", "fp32")
-    return (
-        f"{type(trial.model).__name__}, {size:,} parameters\n"
-        f"recipe {trial.project.recipe}\n"
-        f"{PROCESSES} x {accelerator.device.type}, {precision}, distributed: "
-        f"{accelerator.distributed_type.value}\n"
-        f"{STEPS} steps of {trial.plan.describe(trial.layout.unit)}"
-    )
+class Trial:
+    """The model of a project on each process alone, and a small step of its data."""
 
+    def __init__(self, project: Project, ranks: Ranks, folder: Path):
+        self.project, self.cfg, self.ranks, self.folder = project, project.cfg, ranks, folder
+        self.layout, self.hosts = project.layout, ranks.gather(socket.gethostname())
+        self.right: tuple[float, float] | None = None  # loss and norm of the gradient of the step
+        self.states: list[dict] = []  # what own_loop has noted, of each process
+        cfg, size = self.cfg, min(SAMPLES, project.plan.micro_batch_size)
+        with ranks.fail_together(), as_user_error():
+            self.accelerator = device.make_accelerator(cfg)
+            self.plan = batches.plan_step(
+                size * TURNS * self.layout.replicas,
+                size,
+                self.layout.replicas,
+                cfg.exact,
+                "equal" if cfg.device_shares == "auto" else cfg.device_shares,
+                self.layout.replica,
+                self.layout.sharded,
+            )
+            model = project.build_model()
+            if cfg.gradient_checkpointing:
+                weights.enable_gradient_checkpointing(model)
+            sharding.check_model_shares_rows(model, self.layout)
+            self.model = weights.sync_batch_norms(
+                model, self.accelerator, self.plan, cfg.device_shares
+            )
+        self.precision = self.accelerator.mixed_precision
 
-@contextlib.contextmanager
-def working_folder(report: Path, ranks: Ranks, hosts: list[str]) -> Iterator[Path]:
-    """A folder for what the checks write, in that of the report; removed afterwards.
+    def describe(self) -> str:
+        """What is trained here, and on what."""
+        size = sum(p.numel() for p in self.model.parameters())
+        return (
+            f"{type(self.model).__name__}, {size:,} parameters\n"
+            f"recipe {self.project.recipe}\n"
+            f"{PROCESSES} x {self.accelerator.device.type}, {self.precision.replace('no', 'fp32')},"
+            f" distributed: {self.accelerator.distributed_type.value}\n"
+            f"a step of {self.plan.describe(self.layout.unit)}"
+        )
 
-    Raises UserError if it cannot be created.
-    """
-    folder = report / ranks.from_main(f".smoke-{secrets.token_hex(4)}")
+    def everyone(self, function: Callable, *arguments: Any) -> Any:
+        """Calls a function on all processes; if it fails on some, all raise Wrong for these."""
+        value, problem = catch(function, *arguments)
+        text = f"raised {type(problem).__name__}: {one_line(problem)}" if problem else ""
+        found = {t: n for t, n in places.group(self.ranks.gather(text)).items() if t}
+        if found:
+            named = [f"{places.name(n, self.hosts)}: {text}" for text, n in found.items()]
+            raise Wrong("; ".join(named))
+        return value
 
-    def create() -> None:
+    def limit(self, table: dict[str, float]) -> float:
+        """The relative error that counts as rounding for this run."""
+        limit = table.get(self.precision, table["bf16"])
+        if self.precision == "no":
+            return limit * (TF32 if self.cfg.tf32 else 1)
+        return limit * (SHARDED if self.layout.sharded else 1)
+
+    def put_model(self) -> None:
+        """Moves the model to the device; it computes as in training, with the main one's bytes."""
+        context = sharding.compute_context(self.accelerator, self.cfg.exact)
+        self.model = weights.TaskModule(self.model.to(self.accelerator.device), context)
+        if self.cfg.compile:
+            device.compile_blocks(self.model)
+
+    def gradient(self, numbers: range) -> tuple[float, int, dict[str, np.ndarray]]:
+        """The summed loss of these micro-batches of the step, its terms, and its gradient,
+        computed on this process without any other."""
+        scale, losses, terms = LOSS_SCALE if self.precision == "fp16" else 1, [], 0
+        task, positions = self.project.task, self.project.rows.sort(range(self.plan.samples))
+        self.model.train().zero_grad()
+        for number in numbers:
+            batch = self.project.batch(self.plan.positions(positions, number))
+            terms += task.count(batch)
+            batch = send_to_device(batch, self.accelerator.device)
+            batches.seed_micro_batch(self.cfg.seed, 1, number)
+            with self.accelerator.autocast():
+                loss = self.model(task.loss_sum, batch)
+            contract.check_loss(loss)
+            (loss.float() * scale).backward()
+            losses.append(loss.item())
+        gradients = {}
+        for name, parameter in self.model.model.named_parameters():
+            if parameter.requires_grad:
+                values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                values = values.detach().cpu().float() / scale
+                gradients[weights.bare_name(name)] = values.numpy()
+        return math.fsum(losses), terms, gradients
+
+    def run_own_loop(self, recipe: Path) -> None:
+        """Runs a step of the owner's train.py on all processes; raises Wrong if it does not end as
+        it should."""
+        port = 0
         if IS_MAIN:
-            folder.mkdir(parents=True)
-
-    everyone(ranks, hosts, create, by_user=True)
-    try:
-        yield folder
-    finally:
-        if IS_MAIN:
-            shutil.rmtree(folder, ignore_errors=True)
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+        own = ("TORCHELASTIC_", "EXIT_CODE_FILE", "VERIFIED_FILE")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        env["MASTER_PORT"] = str(self.ranks.from_main(port))
+        states = self.folder / f"state-{self.layout.rank}.json"
+        states.unlink(missing_ok=True)
+        command = [*OWN_LOOP, str(states), "--config", str(recipe)]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True)
+        said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
+        said = said if ended.returncode != STOPPED else []
+        wrong = {text for each in self.ranks.gather(said) for text in each}
+        if wrong:
+            raise Wrong(f"it ended with an error: {one_line('; '.join(sorted(wrong)))}")
+        noted = self.everyone(lambda: json.loads(states.read_text()) if states.exists() else {})
+        self.states = self.ranks.gather(noted)
 
 
 # ---- Comparing processes -------------------------------------------------------------------------
@@ -120,16 +207,15 @@ def odd_ones(values: np.ndarray, scales: np.ndarray, limit: float) -> dict[int, 
     nobody knows which one is wrong: both are. A row with a NaN is always wrong.
     """
     finite = np.isfinite(values).all(1)
-    found = {int(row): (np.inf, int((~np.isfinite(values[row])).argmax())) for row in
-             np.flatnonzero(~finite)}  # fmt: skip
-    if not finite.any():
-        return found
-    away = np.abs(values - np.median(values[finite], axis=0)) / scales
+    rows = values[finite] if finite.any() else np.zeros_like(values[:1])
+    away = np.abs(values - np.median(rows, axis=0)) / scales
     away *= 2 if finite.sum() == 2 else 1  # the median of two lies between them
-    for row in np.flatnonzero(finite):
-        if away[row].max() > limit:
-            found[int(row)] = (float(away[row].max()), int(away[row].argmax()))
-    return found
+    away[~np.isfinite(values)] = np.inf
+    return {
+        row: (float(each.max()), int(each.argmax()))
+        for row, each in enumerate(away)
+        if each.max() > limit
+    }
 
 
 def sketch(gradient: dict[str, np.ndarray]) -> np.ndarray:
@@ -139,287 +225,107 @@ def sketch(gradient: dict[str, np.ndarray]) -> np.ndarray:
     """
     flat = [values.ravel() for values in gradient.values()]
     norms = [np.linalg.norm(values) for values in flat]
-    products = [values @ np.cos(np.arange(values.size)) for values in flat]
-    return np.array([*norms, *products])
+    return np.array([*norms, *(values @ np.cos(np.arange(values.size)) for values in flat)])
 
 
-def limit_of(table: dict[str, float], trial: ShortRun, sharded: bool = False) -> float:
-    """The relative error that counts as rounding for this run."""
-    limit = table.get(trial.precision, table["bf16"])
-    limit *= TF32 if trial.cfg.tf32 and trial.precision == "no" else 1
-    return limit * (SHARDED if sharded and trial.precision != "no" else 1)
-
-
-def check_same(trial: ShortRun, own: dict[str, str], what: str) -> None:
-    """Raises Wrong, which names the processes whose digests are not those of most."""
-    everywhere = trial.ranks.gather(own)
-    groups = places.group([tuple(each.items()) for each in everywhere])
+def check_same(trial: Trial, own: Any, what: str) -> None:
+    """Raises Wrong, which names the processes whose value is not that of most."""
+    groups = places.group(trial.ranks.gather(own))
     if len(groups) == 1:
         return
     most = max(groups.values(), key=len)
-    if 2 * len(most) <= len(everywhere):  # nobody knows which ones are right
+    if 2 * len(most) <= PROCESSES:  # nobody knows which ones are right
         names = [places.name(numbers, trial.hosts) for numbers in groups.values()]
-        named, other = " and ".join(names[:4]), everywhere[next(iter(groups.values()))[0]]
-        example = next(each for each in everywhere if each != other)
-        text = f"{named} have different {what}"
-    else:
-        wrong = [rank for rank in range(len(everywhere)) if rank not in most]
-        other, example = everywhere[most[0]], everywhere[wrong[0]]
-        text = f"{places.name(wrong, trial.hosts)} has other {what} than the rest"
-    names = [n for n in dict.fromkeys([*other, *example]) if other.get(n) != example.get(n)]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    raise Wrong(f"{text}: {names[0]}{more}")
+        raise Wrong(f"{' and '.join(names[:4])} have different {what}")
+    wrong = [rank for rank in range(PROCESSES) if rank not in most]
+    raise Wrong(f"{places.name(wrong, trial.hosts)} has other {what} than the rest")
 
 
 # ---- The checks, in their order ------------------------------------------------------------------
 
 
-def check_start(trial: ShortRun, folder: Path) -> str:
+def check_start(trial: Trial) -> str:
     """All processes have built the same model."""
     plugin = getattr(trial.accelerator.state, "fsdp_plugin", None)
+    named = [*trial.model.named_parameters()]
+    shapes = " ".join(f"{name} {tuple(each.shape)} {each.dtype}" for name, each in named)
+    check_same(trial, shapes, "shapes of weights")
     if PROCESSES == 1:
-        return ALONE
+        return "left out: there is one process"
     if plugin and plugin.cpu_ram_efficient_loading:
         return "left out: with fsdp_cpu_ram_efficient_loading only process 0 has the weights"
-    check_same(trial, trial.started, "weights")
-    return f"passed: the bytes of {len(trial.started)} weights"
+    check_same(trial, digest(each for _, each in named), "weights")
+    return f"passed: the bytes of {len(named)} weights"
 
 
-def check_common(trial: ShortRun, folder: Path) -> str:
-    """All processes compute the same loss and gradient of the same micro-batch, each alone."""
+def check_common(trial: Trial) -> str:
+    """All processes compute the same loss and gradient of the same micro-batch, each alone; and
+    what those of the whole step are."""
+    ranks, layout = trial.ranks, trial.layout
     try:
-        trial.everyone(trial.move_copy)
-        trial.share_copy()
-        losses, gradient = trial.everyone(trial.gradient_alone, [(0, trial.common)])
+        trial.everyone(trial.put_model)
+        if PROCESSES > 1:
+            for values in (*trial.model.parameters(), *trial.model.buffers()):
+                dist.broadcast(values.detach(), 0)
+        loss, _, gradient = trial.everyone(trial.gradient, range(1))
+        compare_alone(trial, loss, gradient)
+        loss, terms, gradient = trial.everyone(trial.gradient, trial.plan.run())
+        numbers = ranks.sum_arrays(np.array([loss, terms]) * layout.leads)
+        terms = max(numbers[1], 1)
+        squares = 0.0
+        for values in gradient.values():  # their parts are added up in float64
+            total = ranks.sum_arrays(values.astype(np.float64) * layout.leads)
+            squares += np.square(total / terms).sum()
+        trial.right = (numbers[0] / terms, math.sqrt(squares))
     except Wrong as error:
-        trial.alone = "no gradient of a process alone to compare with"
-        trial.copy = None  # frees its memory
-        if isinstance(error, NoMemory):
-            trial.alone = "one device has no room for the whole model and its gradient"
-            return f"left out: {trial.alone}"
+        if is_out_of_memory(RuntimeError(str(error))):
+            return "left out: one device has no room for the whole model and its gradient"
         raise
-    names, own = [*gradient], sketch(gradient)
-    found = trial.ranks.gather((losses[0], own))
-    loss = np.array([[each] for each, _ in found])
-    size = np.abs(np.nanmedian(loss, axis=0)) + 1e-30
-    bad_loss = odd_ones(loss, size, limit_of(LOSS, trial))
-    sketches = np.stack([each for _, each in found])
-    norms = np.median(sketches[:, : len(names)], axis=0)
-    scales = np.maximum(norms, FLOOR * np.linalg.norm(norms)) + 1e-30
-    bad = odd_ones(sketches, np.tile(scales, 2), limit_of(GRADIENT, trial))
-    lines = []
-    for rank in sorted({*bad_loss, *bad}):
-        text = f"{places.name([rank], trial.hosts)}: loss {loss[rank, 0]:.6g}"
-        if rank in bad:
-            away, column = bad[rank]
-            text += f", gradient of {names[column % len(names)]} {off_by(away)}"
-        lines.append(text)
-    limits = f"loss {limit_of(LOSS, trial):g}, gradient {limit_of(GRADIENT, trial):g}"
-    if lines:
-        more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
-        others = f"; the median loss is {np.nanmedian(loss):.6g}"
-        others = "; one of the two is wrong" if len(lines) == PROCESSES == 2 else others
-        raise Wrong(f"{'; '.join(lines[:8])}{more}{others} (limits: {limits})")
-    if PROCESSES == 1:
-        return "passed: both are finite"
+    finally:
+        trial.model = None
+        gc.collect()
+        if trial.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+    limits = f"loss {trial.limit(LOSS):g}, gradient {trial.limit(GRADIENT):g}"
     return f"passed: within {limits}, relative to the median process"
 
 
-def off_by(deviation: float) -> str:
-    """A relative error in words."""
-    return f"is off by {deviation:.2g} of its norm" if np.isfinite(deviation) else "is not finite"
+def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) -> None:
+    """Raises Wrong, which names the processes whose loss or gradient is not that of the others."""
+    found = trial.ranks.gather((loss, sketch(gradient)))
+    losses = np.array([[each] for each, _ in found])
+    sketches = np.stack([each for _, each in found])
+    middle = np.nanmedian(losses)
+    bad_losses = odd_ones(losses, np.abs(middle) + 1e-30, trial.limit(LOSS))
+    names = [*gradient]
+    norms = np.median(sketches[:, : len(names)], axis=0)
+    scales = np.maximum(norms, FLOOR * np.linalg.norm(norms)) + 1e-30
+    bad = odd_ones(sketches, np.tile(scales, 2), trial.limit(GRADIENT))
+    lines = []
+    for rank in sorted({*bad_losses, *bad}):
+        text = f"{places.name([rank], trial.hosts)}: loss {losses[rank, 0]:.6g}"
+        if rank in bad:
+            away, column = bad[rank]
+            off = f"is off by {away:.2g} of its norm" if np.isfinite(away) else "is not finite"
+            text += f", gradient of {names[column % len(names)]} {off}"
+        lines.append(text)
+    if lines:
+        others = f"the median loss is {middle:.6g}"
+        others = "one of the two is wrong" if len(lines) == PROCESSES == 2 else others
+        raise Wrong(f"{'; '.join(lines[:8])}; {others}")
 
 
-def check_gradients(trial: ShortRun, folder: Path) -> str:
-    """The gradient of a step is the sum of those that the processes compute alone."""
-    if not trial.alone:
-        numbered = [*zip(trial.plan.run(), trial.window, strict=True)]
-        _, first = trial.everyone(trial.gradient_alone, numbered[:1])
-        losses, own = trial.everyone(trial.gradient_alone, numbered)
-    trial.everyone(trial.prepare)
-    deviation = {}  # of this process: before and after the exchange
-    averaged, layout = trial.layout.averaged, trial.layout
-
-    def before() -> None:
-        """Compares this process's gradient, unless the exchange of the processes has begun."""
-        begun = layout.sharded or len(trial.window) == 1
-        if not (trial.alone or trial.cfg.exact or begun):
-            deviation["own"] = deviate(
-                trial.summed(), lambda name: first[name] * (averaged / trial.terms)
-            )
-
-    def after() -> None:
-        """Compares the gradient of the step, whose parts are added up in float64."""
-        if not (trial.alone or layout.deepspeed):
-            squares = []
-
-            def right(name: str) -> np.ndarray:
-                values = own[name].astype(np.float64) * layout.leads
-                total = trial.ranks.sum_arrays(values) / trial.terms
-                squares.append(np.square(total).sum())
-                return total
-
-            deviation["sum"] = deviate(trial.summed(), right)
-            loss = trial.ranks.sum_arrays(np.array([math.fsum(losses) * layout.leads]))
-            trial.first = (loss.item() / trial.terms, math.sqrt(sum(squares)))
-
-    for _ in range(SCALES if trial.precision == "fp16" else 1):
-        trial.finite = trial.step(1, before, after)
-        if trial.finite:
-            break
-    if trial.alone:
-        return f"left out: {trial.alone}"
-    if layout.deepspeed:
-        return "left out: DeepSpeed adds up gradients and uses them inside of backward"
-    if trial.precision == "fp8":
-        return "left out: in fp8 the model that is prepared computes in another precision"
-    found, limits = trial.ranks.gather(deviation), limit_of(GRADIENT, trial, layout.sharded)
-    texts = {"own": "its own gradient, before the exchange,", "sum": "the sum of gradients"}
-    for kind, text in texts.items():
-        wrong = {
-            rank: each[kind]
-            for rank, each in enumerate(found)
-            if kind in each and not each[kind][0] <= limits
-        }
-        if wrong:
-            away, name = max(wrong.values(), key=lambda each: (np.isnan(each[0]), each[0]))
-            place = places.name([*wrong], trial.hosts)
-            raise Wrong(f"{place}: {text} of {name} {off_by(away)} (limit: {limits:g})")
-    worst = max(each["sum"][0] for each in found)
-    return f"passed: off by {worst:.1g} at most (limit: {limits:g})"
-
-
-def deviate(
-    found: Iterator[tuple[str, np.ndarray]], right: Callable[[str], np.ndarray]
-) -> tuple[float, str]:
-    """The largest relative error of a weight's gradient, and its name; a NaN is the largest."""
-    names, errors, norms = [], [], []
-    for name, values in found:
-        expected = right(name)
-        names.append(name)
-        errors.append(np.linalg.norm(values - expected))
-        norms.append(np.linalg.norm(expected))
-    relative = np.array(errors) / (np.maximum(norms, FLOOR * np.linalg.norm(norms)) + 1e-30)
-    worst = relative.argmax()
-    return float(relative[worst]), names[worst]
-
-
-def check_steps(trial: ShortRun, folder: Path) -> str:
-    """After some steps the weights have changed, and are the same on all processes."""
-    if trial.finite is None:  # after a step that failed, the next may hang
-        return "left out: the first step failed"
-    for step in range(2, STEPS + 1):
-        trial.finite = trial.step(step) and trial.finite
-    if not trial.finite:
-        raise Wrong("a step was skipped, since its gradient was not finite")
-    if trial.layout.deepspeed:
-        return "left out: DeepSpeed keeps the weights in parts of its own"
-    now, trial.same = digests(trial.parameters(), whole), False
-    check_same(trial, now, "weights")
-    trial.same = True
-    if now == trial.before:
-        raise Wrong(f"{STEPS} steps of the optimizer have changed no weight")
-    how = ", gathered from their parts," if trial.layout.sharded else ""
-    return f"passed: the bytes of {len(now)} weights{how} after {STEPS} steps"
-
-
-def check_barrier(trial: ShortRun, folder: Path) -> str:
-    """Nobody leaves a barrier before the last process, which comes late, has entered it."""
-    if PROCESSES == 1:
-        return ALONE
-    trial.ranks.gather(None)  # all begin here
-    began = time.perf_counter()
-    if trial.layout.rank == PROCESSES - 1:
-        time.sleep(SLEEP)
-    trial.accelerator.wait_for_everyone()
-    waits = trial.ranks.gather(time.perf_counter() - began)
-    early = [rank for rank, wait in enumerate(waits) if wait < SLEEP / 2]
-    if early:
-        raise Wrong(f"{places.name(early, trial.hosts)} did not wait for process {PROCESSES - 1}")
-    return f"passed: all waited for process {PROCESSES - 1}"
-
-
-def check_saving(trial: ShortRun, folder: Path) -> str:
-    """A checkpoint gives back the bytes of weights and optimizer state that were saved."""
-    ranks, state = trial.ranks, trial.state
-    if state is None:
-        return "left out: the model could not be prepared"
-    if not trial.same:
-        return "left out: a checkpoint has one copy of weights that are not the same"
-
-    def see() -> None:
-        if not agreement.appears(folder):
-            raise ValueError(
-                f"{folder} of process 0 is not there; put --report on a disk that all machines "
-                "share, as output_dir of train.py"
-            )
-
-    trial.everyone(see)
-    if trial.layout.deepspeed:
-        return "left out: DeepSpeed writes and reads checkpoints by itself"
-    before = trial.everyone(state.collect)
-    saved = digests(before)
-    share = tensor_files.take_share(before, ranks)
-    trial.everyone(tensor_files.write_share, share, folder)
-    size = sum(path.stat().st_size for path in folder.glob(tensor_files.NAMES)) / 1e6
-    with torch.no_grad():  # all that the checkpoint has to bring back
-        for name, values in before.items():
-            if name.startswith(("state.", "model.")):
-                local(values.detach()).zero_()
-    manifest = {"optimizer": weights.settings_as_text(state.settings)}
-    trial.everyone(state.load, folder, manifest, {})
-    loaded = digests(trial.everyone(state.collect))
-    wrong = [name for name in saved if loaded.get(name) != saved[name]]
-    found = ranks.gather(wrong)
-    if any(found):
-        places_wrong = [rank for rank, each in enumerate(found) if each]
-        name = found[places_wrong[0]][0]
-        raise Wrong(f"{places.name(places_wrong, trial.hosts)}: {name} came back changed")
-    return f"passed: the bytes of {len(saved)} tensors, {size:,.1f} MB"
-
-
-def check_main(trial: ShortRun, folder: Path) -> str:
-    """One process of the run is the main one, and one of each machine; only the main one writes."""
-    accelerator, rank = trial.accelerator, trial.layout.rank
-
-    def write() -> None:
-        if accelerator.is_main_process:
-            (folder / f"written-by-{rank}").touch()
-
-    trial.everyone(write)
-    written = sorted(path.name for path in folder.glob("written-by-*"))
-    # Several launchers on one host count as several machines.
-    machine = (socket.gethostname(), os.environ.get("GROUP_RANK", "0"))
-    facts = (accelerator.is_main_process, accelerator.is_local_main_process, machine, written)
-    everywhere = trial.ranks.gather(facts)
-    mains = [rank for rank, (main, *_) in enumerate(everywhere) if main]
-    if mains != [0]:
-        raise Wrong(f"main is {places.name(mains, trial.hosts) if mains else 'no process'}")
-    if everywhere[0][3] != ["written-by-0"]:
-        raise Wrong(f"process 0 alone should write, and there is {', '.join(everywhere[0][3])}")
-    machines = places.group([machine for _, _, machine, _ in everywhere])
-    for (host, _), numbers in machines.items():
-        leaders = [r for r in numbers if everywhere[r][1]]
-        if len(leaders) != 1:
-            raise Wrong(f"{host} has {len(leaders)} local main processes: {places.ranges(leaders)}")
-    count = len(machines)
-    each = f"each of {count} machines" if count > 1 else "the machine"
-    return f"passed: process 0 alone writes; {each} has one"
-
-
-def check_loop(trial: ShortRun, folder: Path) -> str:
+def check_loop(trial: Trial) -> str:
     """The first step of train.py, as its owner has it, has the loss and gradient found here."""
-    if (first := trial.first) is None or trial.precision == "fp8":
-        return "left out: there is nothing to compare with"
-    trial.release()
-    cfg, ranks = trial.cfg, trial.ranks
-    recipe_cfg = dataclasses.replace(
+    cfg, folder = trial.cfg, trial.folder
+    recipe = dataclasses.replace(
         cfg,
         max_steps=3,
         num_epochs=0.0,
         global_batch_size=trial.plan.samples,
         micro_batch_size=trial.plan.micro_batch_size,
         device_shares="equal" if cfg.device_shares == "auto" else cfg.device_shares,
+        learning_rate=cfg.learning_rate or 1e-3,
         log_every=1,
         tracker="none",
         profile_steps=None,
@@ -427,51 +333,79 @@ def check_loop(trial: ShortRun, folder: Path) -> str:
         output_dir=str(folder / "run"),
         timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
     )
-    recipe = folder / "recipe.yaml"
+    file = folder / "recipe.yaml"
 
     def write() -> None:
         if IS_MAIN:
-            recipe.write_text(as_yaml(resolved_config(recipe_cfg)), encoding="utf-8")
+            text = yaml.safe_dump(resolved_config(recipe), sort_keys=False, allow_unicode=True)
+            file.write_text(text, encoding="utf-8")
+
+    def see() -> None:
+        if not agreement.appears(folder):
+            raise UserError(
+                f"{folder} of process 0 is not there; put --report on a disk that all machines "
+                "share, as output_dir of train.py"
+            )
 
     trial.everyone(write)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = ranks.from_main(probe.getsockname()[1])
-    own = ("TORCHELASTIC_", "EXIT_CODE_FILE", "VERIFIED_FILE")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    env |= {"MASTER_PORT": str(port)}
-    command = [*OWN_LOOP, "--config", str(recipe)]
-    step = subprocess.run(command, env=env, capture_output=True, text=True)
-    said = step.stderr.strip().splitlines()[-1:] if step.returncode != STOPPED else []
-    wrong = {text for each in ranks.gather(said) for text in each}
-    if wrong:
-        raise Wrong(f"it ended with an error: {one_line('; '.join(sorted(wrong)))}")
+    trial.everyone(see)
+    trial.run_own_loop(file)
+    if trial.right is None or trial.precision == "fp8":
+        return "left out: it runs, and there is nothing to compare with"
 
     def compare() -> str:
         if not IS_MAIN:
             return ""
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         line = next(line for line in map(json.loads, lines) if "loss" in line)
-        limits = limit_of(LOSS, trial), limit_of(GRADIENT, trial, trial.layout.sharded)
-        for name, right, limit in zip(("loss", "grad_norm"), first, limits, strict=True):
+        limits = trial.limit(LOSS), trial.limit(GRADIENT)
+        for name, right, limit in zip(("loss", "grad_norm"), trial.right, limits, strict=True):
             found = line[name]  # null: a step of fp16 that was skipped
             if found is not None and not abs(found - right) <= limit * abs(right):
                 return f"its first step has {name} {found:.6g}, and {right:.6g} is right"
         return ""
 
-    problem = ranks.from_main(trial.everyone(compare))
+    problem = trial.ranks.from_main(trial.everyone(compare))
     if problem:
         raise Wrong(problem)
-    return f"passed: loss {first[0]:.5g}, norm of the gradient {first[1]:.5g}"
+    return f"passed: loss {trial.right[0]:.5g}, norm of the gradient {trial.right[1]:.5g}"
 
 
-CHECKS: dict[str, Callable[[ShortRun, Path], str]] = {
+def check_weights(trial: Trial) -> str:
+    """After the step the weights have changed, and are the same on all processes."""
+    if not trial.states:
+        return "left out: train.py ended with an error"
+    if trial.layout.deepspeed:
+        return "left out: DeepSpeed keeps the weights in parts of its own"
+    if trial.precision == "fp16" and not all("after" in each for each in trial.states):
+        return "left out: the first step was skipped, as some of fp16 are"
+    if any(each.get("before", [0])[0] == each.get("after", [0])[0] for each in trial.states):
+        raise Wrong("a step of the optimizer has changed no weight")
+    if trial.layout.sharded or trial.layout.tp > 1:
+        return "passed: they have changed; each process has a part of its own"
+    check_same(trial, trial.states[trial.layout.rank]["after"][0], "weights")
+    return "passed: they have changed, and have the same bytes on all processes"
+
+
+def check_saving(trial: Trial) -> str:
+    """Started again, train.py has the bytes of weights and optimizer state that it had."""
+    if not trial.states or not all("after" in each for each in trial.states):
+        return "left out: train.py has made no step"
+    if trial.layout.deepspeed:
+        return "left out: DeepSpeed writes and reads checkpoints by itself"
+    saved = [each["after"] for each in trial.states]
+    trial.run_own_loop(trial.folder / "recipe.yaml")
+    loaded = [each.get("before") for each in trial.states]
+    wrong = [rank for rank in range(PROCESSES) if loaded[rank] != saved[rank]]
+    if wrong:
+        raise Wrong(f"{places.name(wrong, trial.hosts)}: weights or optimizer came back changed")
+    return "passed: the bytes of weights and optimizer state"
+
+
+CHECKS: dict[str, Callable[[Trial], str]] = {
     "same weights at the start": check_start,
     "same loss and gradient": check_common,
-    "gradients are added up": check_gradients,
-    "same weights after steps": check_steps,
-    "barrier": check_barrier,
-    "save and load": check_saving,
-    "main process": check_main,
     "the loop of train.py": check_loop,
+    "same weights after the step": check_weights,
+    "save and load": check_saving,
 }

@@ -80,18 +80,17 @@ def read_local_rows(data: str, columns: Columns, field: str) -> Iterator[Row]:
     """The rows of the tables at a path; without a table, the images in its folders of classes."""
     endings = readable_endings(data)
     folders = [(folder, names) for folder, names, _ in sources.walk(data, endings, field) if names]
-    tables_here = [
+    tables_here = sorted(
         Path(folder, name)
         for folder, names in folders
         for name in names
         if tables.file_ending(name) in TABLES
-    ]
-    if tables_here:
-        for table in sorted(tables_here):
-            yield from read_image_table(table, columns, field)
-    elif folders:
+    )
+    for table in tables_here:
+        yield from read_image_table(table, columns, field)
+    if folders and not tables_here:
         yield from read_class_folders(Path(data).expanduser(), folders, field)
-    else:
+    elif not folders:
         sources.list_files(data, endings, field)  # raises, with the reason
 
 
@@ -103,10 +102,7 @@ def read_image_table(table: Path, columns: Columns, field: str) -> Iterator[Row]
             image = image.get("path")
         if isinstance(image, str) and image.strip():
             place = f"{place}: {one_line(image, 100)}"
-            path = os.path.join(table.parent, image)
-            if "\0" in image or (os.path.exists(path) and not os.path.isfile(path)):
-                raise ValueError(f"task.{field}: cannot read {place}: it is not a file")
-            image = path
+            image = os.path.join(table.parent, image)
         yield {**row, "image": image}, place
 
 
@@ -119,10 +115,10 @@ def read_class_folders(
     """
     for folder, names in folders:
         parts = Path(folder).relative_to(root).parts
-        file = Path(folder, names[0])
         if len(parts) == 2 and split_of(parts[0]):
             parts = parts[1:]
         if len(parts) != 1:
+            file = Path(folder, names[0])
             raise ValueError(
                 f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
                 f"be {one_line(root / 'CLASS' / file.name, 150)}"
@@ -208,18 +204,17 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
 def load_view(cfg: Any, prepared: Path | None = None) -> dict[str, Any]:
     """How the model sees an image: its side in pixels, the mean and std of its channels, and the
     settings of augmentation and layout."""
-    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
     side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
     if cfg.model_name_or_path:
         side, mean, std = load_processor(cfg, prepared)
+    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
     return view | {"side": side, "mean": mean, "std": std}
 
 
 def stored_side(cfg: Any, is_small: bool) -> int:
     """Side in pixels of the squares to keep. `is_small`: the images have no more to show."""
     side = load_view(cfg)["side"]
-    is_small = is_small or cfg.min_crop == 1
-    return cfg.stored_size or (side if is_small else math.ceil(side * 8 / 7))
+    return cfg.stored_size or (side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7))
 
 
 def save_processor(view: dict[str, Any], output: Path) -> None:

@@ -70,8 +70,7 @@ class ImageList:
         self.names, self.classes = [*numbers], np.frombuffer(classes, np.int32)
         self.folder, self.sources = folder, Sources(folder)
         rows = np.arange(len(self))
-        known = sorted(self.names_of(rows[: self.train]))
-        self.check_classes(rows[self.train :], known, given_field(cfg))
+        self.check_classes(rows[self.train :], rows[: self.train], given_field(cfg))
 
     def __len__(self) -> int:
         return len(self.classes)
@@ -83,8 +82,9 @@ class ImageList:
     def names_of(self, rows: np.ndarray) -> set[str]:
         return {self.names[i] for i in np.unique(self.classes[rows])}
 
-    def check_classes(self, rows: np.ndarray, known: list[str], field: str) -> None:
-        """Raises ValueError for the first of these rows whose class is not among `known`."""
+    def check_classes(self, rows: np.ndarray, others: np.ndarray, field: str) -> None:
+        """Raises ValueError for the first of these rows whose class none of the others has."""
+        known = sorted(self.names_of(others))
         unknown = np.array([name not in {*known} for name in self.names], bool)
         for i in rows[unknown[self.classes[rows]]][:1]:
             try:
@@ -158,7 +158,13 @@ def store_images(images: ImageList, side: int, cfg: Any) -> np.ndarray:
     threads = ThreadPool(min(os.cpu_count() or 1, 32))  # decoders release the GIL
     with threads, progress, open(folder / "images.npy", "wb") as file:
         if keep:
-            check_disk(folder, count * size)
+            free = shutil.disk_usage(folder).free
+            if count * size > free:
+                raise ValueError(
+                    f"task.cache_dir: the images take {count * size / 1e6:,.1f} MB, and the disk "
+                    f"of {one_line(folder.parent, 100)} has {free / 1e6:,.1f} MB left; name "
+                    "another, or lower --task.decoded_gb, or --task.stored_size"
+                )
             header = {"descr": "|u1", "fortran_order": False, "shape": (count, side, side, 3)}
             np.lib.format.write_array_header_1_0(file, header)
             begin = file.tell()
@@ -199,16 +205,11 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
     (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
-    arrays["images"] = hex_digests(hashes)
+    text = np.frombuffer(hashes.tobytes().hex().encode(), "S64")
+    arrays["images"] = np.where(hashes.any(1), text, b"")  # empty: it cannot be read
     if (folder / "images.npy").exists():
         found.sources.remove()
     return {"content": cache.hash_columns({"images": arrays}), "named": named}
-
-
-def hex_digests(hashes: np.ndarray) -> np.ndarray:
-    """Hashes, uint8 (N, 32), as text: S64 (N,), empty where a hash is 0."""
-    text = np.frombuffer(hashes.tobytes().hex().encode(), "S64")
-    return np.where(hashes.any(1), text, b"")
 
 
 def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> None:
@@ -224,17 +225,6 @@ def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> No
         print(f"left out: {one_line(problem)}")
     if len(problems) > SHOWN:
         print(f"and {len(problems) - SHOWN:,} more", flush=True)
-
-
-def check_disk(folder: Path, size: int) -> None:
-    """Raises ValueError unless the disk has room for so many bytes."""
-    needed, free = size / 1e6, shutil.disk_usage(folder).free / 1e6
-    if needed > free:
-        raise ValueError(
-            f"task.cache_dir: the images take {needed:,.1f} MB, and the disk of "
-            f"{one_line(folder.parent, 100)} has {free:,.1f} MB left; name another, or lower "
-            "--task.decoded_gb, or --task.stored_size"
-        )
 
 
 # ---- Parts ---------------------------------------------------------------------------------------
@@ -256,7 +246,7 @@ def choose_parts(
             f"task.data: {data} has {len(parts[0])} images of {len(names)} classes "
             f"({one_line(', '.join(names), 60) or 'none'}); give at least two classes"
         )
-    images.check_classes(parts[1], names, given_field(cfg))
+    images.check_classes(parts[1], parts[0], given_field(cfg))
     if split:
         fraction = min(cfg.validation_fraction, cfg.validation_rows / max(len(parts[0]), 1))
         held_out = hold_out(hashes[parts[0]], images.classes[parts[0]], fraction)
@@ -282,28 +272,23 @@ def hold_out(hashes: np.ndarray, classes: np.ndarray, fraction: float) -> np.nda
     Equal images stay together, and about `fraction` of each class is held out. hashes: uint8
     (N, 32); classes: (N,).
     """
-    keys = (hashlib.sha256(row.tobytes().hex().encode()).digest() for row in hashes)
-    words = np.frombuffer(b"".join(keys), ">u8").reshape(-1, 4)
-    order = np.lexsort(words.T[::-1])  # groups of equal images, each in the order of its rows
-    words = words[order]
-    firsts = np.flatnonzero(np.append(True, (words[1:] != words[:-1]).any(1)))
-    sizes = np.diff(np.append(firsts, len(order)))
-    strata = classes[order[firsts]]
-    by_class = np.argsort(strata, kind="stable")
-    parts = np.split(by_class, np.flatnonzero(np.diff(strata[by_class])) + 1)
-    held_out = np.zeros(len(firsts), bool)
-    for groups in parts:
-        wanted, taken = fraction * int(sizes[groups].sum()), 0
-        for group, number in zip(groups[:-1], sizes[groups[:-1]].tolist(), strict=True):
-            if taken + number / 2 <= wanted:
+    groups: dict[bytes, list[int]] = {}
+    for i, row in enumerate(hashes):
+        groups.setdefault(row.tobytes(), []).append(i)
+    strata: dict[int, list[list[int]]] = {}
+    for key in sorted(groups, key=lambda each: hashlib.sha256(each.hex().encode()).digest()):
+        strata.setdefault(int(classes[groups[key][0]]), []).append(groups[key])
+    held_out = np.zeros(len(hashes), bool)
+    for parts in strata.values():
+        wanted, taken = fraction * sum(map(len, parts)), 0
+        for group in parts[:-1]:
+            if taken + len(group) / 2 <= wanted:
                 held_out[group] = True
-                taken += number
-    largest = max(parts, key=lambda groups: (len(groups), -groups[0]))
+                taken += len(group)
+    largest = max(strata.values(), key=len)
     if not held_out.any() and len(largest) > 1:
         held_out[largest[0]] = True
-    chosen = np.empty(len(hashes), bool)
-    chosen[order] = np.repeat(held_out, sizes)
-    return chosen
+    return held_out
 
 
 # ---- Reading -------------------------------------------------------------------------------------

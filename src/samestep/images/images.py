@@ -1,7 +1,6 @@
 """One image: opened safely, put on a background, cut to a square."""
 
 import io
-import math
 import os
 import stat
 import warnings
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
 # Pillow opens many more formats, EPS by starting Ghostscript.
 IMAGES = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -20,9 +20,8 @@ def open_image(source: str | Path | bytes) -> Any:
     Raises OSError or ValueError for anything else, for more than 8 bits a channel, which RGB would
     cut off at 255, and beyond Pillow's limit on pixels, where Pillow itself only warns.
     """
-    from PIL import Image, UnidentifiedImageError
-
-    warnings.filterwarnings("ignore", module="PIL")  # odd metadata, or the limit
+    warnings.filterwarnings("ignore", module="PIL")  # odd metadata
+    warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
     if isinstance(source, bytes):
         source = io.BytesIO(source)
     elif not stat.S_ISREG(os.stat(os.fspath(source)).st_mode):
@@ -31,14 +30,8 @@ def open_image(source: str | Path | bytes) -> Any:
         image = Image.open(source, formats=IMAGES)
     except UnidentifiedImageError:
         raise UnidentifiedImageError(f"its format is none of {', '.join(IMAGES)}") from None
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(str(error)) from None
-    if math.prod(image.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
-        width, height = image.size
-        raise ValueError(
-            f"it has {width:,} x {height:,} pixels, more than {Image.MAX_IMAGE_PIXELS:,}, Pillow's "
-            "limit"
-        )
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
     return image
@@ -51,8 +44,6 @@ def is_transparent(image: Any) -> bool:
 
 def flatten(image: Any, background: str) -> Any:
     """A Pillow image in RGB; the background shows where it is transparent."""
-    from PIL import Image
-
     if not is_transparent(image):
         return image.convert("RGB")
     ground = Image.new("RGBA", image.size, background)
@@ -61,8 +52,6 @@ def flatten(image: Any, background: str) -> Any:
 
 def is_color(text: str) -> bool:
     """Whether Pillow knows this text as an opaque colour."""
-    from PIL import ImageColor
-
     try:
         color = ImageColor.getrgb(text)
     except ValueError:
@@ -72,8 +61,6 @@ def is_color(text: str) -> bool:
 
 def open_for_square(image: Any, side: int) -> Any:
     """A Pillow image of a path, of {"bytes": ...}, or itself; large enough for a square."""
-    from PIL import Image
-
     if not isinstance(image, Image.Image):
         image = open_image(image["bytes"] if isinstance(image, dict) else image)
         image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
@@ -82,14 +69,10 @@ def open_for_square(image: Any, side: int) -> Any:
 
 def square(image: Any, side: int, background: str = "white") -> np.ndarray:
     """The middle of an image, upright and opaque: uint8 (side, side, 3), side in pixels."""
-    from PIL import Image, ImageOps
-
     image = flatten(ImageOps.exif_transpose(open_for_square(image, side)), background)
     return np.asarray(ImageOps.fit(image, (side, side), Image.Resampling.BICUBIC))
 
 
 def resize(image: np.ndarray, side: int, box: tuple | None = None) -> np.ndarray:
     """The image, or a box of it (left, top, right, bottom, in pixels), as a square of this side."""
-    from PIL import Image
-
     return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC, box))

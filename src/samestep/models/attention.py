@@ -1,9 +1,8 @@
 """Attention for training that never makes the CPU wait for the device.
 
-transformers' own sdpa attention asks the device in every batch whether there is padding, or whether
-a row holds several texts, because it may then leave out the mask. Two others stand here. CAUSAL is
-for models that read from left to right: rows are full, and where texts begin is known beforehand.
-MASKED makes the mask that transformers makes, in every batch.
+transformers' own sdpa attention asks the device in every batch whether it may leave out the mask.
+Two others stand here. CAUSAL is for models that read from left to right: rows are full, and where
+texts begin is known beforehand. MASKED makes the mask that transformers makes, in every batch.
 
 A model gets one of them only after it has answered a small input as it did before. Neither is saved
 with a model.
@@ -38,9 +37,8 @@ Answers = Callable[[], list[torch.Tensor]]
 def text_starts(batch: Batch, most: int, ignore: int) -> torch.Tensor:
     """Where the texts of packed rows begin, counted through all rows: int32 (B x most + 1,).
 
-    `most` is the largest number of texts in a row. The places that are left hold B x T, so the
-    shape depends on no content, and nothing waits. Padding, which has position 0 and the label
-    `ignore`, counts as the end of the text before it: it has no loss.
+    A row has `most` texts at most; the places that are left hold B x T, so the shape depends on no
+    content. Padding, which has position 0 and the label `ignore`, ends the text before it.
     """
     positions = batch["position_ids"]
     # The first of several tokens has position 1 after it; a text of one token has a label.
@@ -68,9 +66,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 @functools.cache
 def find_flash() -> Callable | None:
     """FlashAttention for packed rows, if this version of torch and this GPU have it."""
-    if not torch.cuda.is_available() or torch.version.hip:
-        return None
-    if torch.cuda.get_device_capability() < (8, 0):
+    fits = torch.cuda.is_available() and not torch.version.hip
+    if not fits or torch.cuda.get_device_capability() < (8, 0):
         return None
     try:  # it imports torch._dynamo, which takes a second
         from torch.nn.attention.varlen import varlen_attn
@@ -96,11 +93,8 @@ def packed_attention(
 def causal_attention(
     sdpa, flash, module, query, key, value, attention_mask, cu_seq_lens_q=None, **options
 ):
-    """transformers' sdpa attention, and FlashAttention within the texts of packed rows.
-
-    Packed rows come with a mask; or with `text_starts` as `cu_seq_lens_q`, the name under which
-    transformers' models hand it down.
-    """
+    """transformers' sdpa attention, and FlashAttention within the texts of packed rows, which come
+    with `text_starts` as `cu_seq_lens_q`, the name under which transformers hands it down."""
     if cu_seq_lens_q is not None:
         size = query.shape[-1]
         fits = size % 8 == 0 and size <= 128 and size == value.shape[-1]
@@ -109,13 +103,6 @@ def causal_attention(
             return packed_attention(flash, query, key, value, cu_seq_lens_q, scaling), None
         attention_mask = text_mask(cu_seq_lens_q, len(query), query.shape[2])
     return sdpa(module, query, key, value, attention_mask, **options)
-
-
-def packed_inputs(starts: torch.Tensor, rows: int, length: int, has_flash: bool) -> Batch:
-    """The argument of a model with CAUSAL attention that keeps the texts of rows apart."""
-    if has_flash and starts.is_cuda and autocast_dtype(starts.device):
-        return {"cu_seq_lens_q": starts}
-    return {"attention_mask": text_mask(starts, rows, length)}
 
 
 # ---- Giving a model another attention ------------------------------------------------------------
@@ -140,10 +127,8 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What a process with the weights of a model has found out about it, for others without them.
-
-    A model has it as its attribute `adaptation`.
-    """
+    """What a process with the weights of a model has found out about it, for others without them:
+    the model's attribute `adaptation`."""
 
     attention: str
     loss_plan: Any = None  # see next_token.py
@@ -157,10 +142,8 @@ class Adaptation:
 
 
 def needs_no_mask(model: Any, length: int) -> bool:
-    """Whether all that a row of this length needs is causal attention: no window, no chunks.
-
-    transformers is asked: it then makes no mask. Tensors without content show it at no cost.
-    """
+    """Whether all that a row of this length needs is causal attention, no window and no chunks:
+    transformers then makes no mask, as tensors without content show."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -186,11 +169,8 @@ def needs_no_mask(model: Any, length: int) -> bool:
 
 
 def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
-    """Gives a model with SDPA the attention of this name, if its `answers()` stay the same.
-
-    CAUSAL also needs rows, of this `length`, without a mask. Otherwise, and where the code of the
-    model fails, all stays as it was.
-    """
+    """Gives a model with SDPA the attention of this name, if its `answers()` stay the same; CAUSAL
+    also needs rows, of this `length`, without a mask. Otherwise all stays as it was."""
     if model.config._attn_implementation != SDPA or model.device.type == "meta":
         return False
     register()
@@ -212,11 +192,8 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
 
 
 def always_mask(model: Any, tokenizer: Any, logits: Callable[[Any], torch.Tensor]) -> bool:
-    """Gives a model MASKED attention, if its logits of two tokenised texts stay the same.
-
-    Its rows are of many lengths. cuDNN, torch's first choice on Hopper and newer, would plan anew
-    for each of them, which takes half a second: it is left out.
-    """
+    """Gives a model MASKED attention, if its logits of two tokenised texts stay the same."""
+    # cuDNN, the first choice on Hopper and newer, takes half a second for each new length of rows.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
     def answers() -> list[torch.Tensor]:
@@ -245,11 +222,11 @@ def evaluating(model: Any) -> Iterator[None]:
 def restored(model: Any) -> Iterator[None]:
     """A model has its own attention inside the block: for generation and export."""
     name = model.config._attn_implementation
-    changed = name in (CAUSAL, MASKED)
-    if changed:
-        model.set_attn_implementation(SDPA)
+    if name not in (CAUSAL, MASKED):
+        yield
+        return
+    model.set_attn_implementation(SDPA)
     try:
         yield
     finally:
-        if changed:
-            model.set_attn_implementation(name)
+        model.set_attn_implementation(name)

@@ -39,19 +39,15 @@ def count_answers(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         classes = logits.shape[1]
         places = labels * classes + logits.argmax(1)
         table = torch.zeros(classes**2, device=logits.device)
-        return table.index_add_(0, places, torch.ones_like(places, dtype=table.dtype)).view(
-            classes, classes
-        )
+        table.index_add_(0, places, torch.ones_like(places, dtype=table.dtype))
+        return table.view(classes, classes)
     true, predicted = (torch.stack([1 - x, x]) for x in (labels, (logits > 0).float()))
     return (true[:, None] * predicted).sum(2).permute(2, 0, 1)
 
 
 def weighted_answers(table: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(true, predicted, weight) as scikit-learn takes them: a row for each entry that is not 0.
-
-    An entry of a label's table becomes a row in which all other labels are absent and were not
-    predicted.
-    """
+    """(true, predicted, weight) as scikit-learn takes them: a row for each entry that is not 0. In
+    that of an entry of a label's table, other labels are absent and were not predicted."""
     entries = np.nonzero(table.numpy())
     weight = table.numpy()[entries]
     if table.ndim == 2:
@@ -61,21 +57,16 @@ def weighted_answers(table: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def score_table(table: torch.Tensor) -> dict[str, float]:
-    """Accuracy and macro F1; of several labels a row, micro and macro F1.
-
-    Macro F1 is the mean over the classes that rows have or the model predicted.
-    """
-    from sklearn.metrics import accuracy_score, f1_score
+    """Accuracy, or micro F1 where rows have several labels, and macro F1: the mean over the classes
+    that rows have or the model predicted."""
+    from sklearn.metrics import f1_score
 
     true, predicted, weight = weighted_answers(table)
-    options = {"sample_weight": weight, "zero_division": 0}
-    scores = {}
-    if table.ndim == 2:
-        scores["accuracy"] = accuracy_score(true, predicted, sample_weight=weight)
-    else:
-        scores["micro_f1"] = f1_score(true, predicted, average="micro", **options)
-    scores["macro_f1"] = f1_score(true, predicted, average="macro", **options)
-    return {name: float(score) for name, score in scores.items()}
+    options: dict[str, Any] = {"sample_weight": weight, "zero_division": 0}
+    micro, macro = (
+        float(f1_score(true, predicted, average=kind, **options)) for kind in ("micro", "macro")
+    )
+    return {"accuracy" if table.ndim == 2 else "micro_f1": micro, "macro_f1": macro}
 
 
 def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any]:
@@ -94,9 +85,8 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
     else:
         mistakes = table.sum(0) + table.sum(1) - 2 * table.diagonal()
     shown = sorted(sorted(classes, key=lambda i: -mistakes[i])[:SHOWN])
-    note = (
-        f"the {SHOWN} of {len(names)} classes with the most mistakes" if len(names) > SHOWN else ""
-    )
+    some = len(names) > SHOWN
+    note = f"the {SHOWN} of {len(names)} classes with the most mistakes" if some else ""
     short = [one_line(names[i], 24) for i in shown]
     width = max(map(len, short))
     lines = [note, f"{'':{width}}  precision  recall     f1    rows"]
@@ -108,8 +98,7 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
         title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
         title = f"{title}; {note}".removesuffix("; ")
         path = folder / "confusion.png"
-        picture = try_picture(draw_confusion, table.numpy(), shown, short, title, path)
-        report["confusion"] = picture
+        report["confusion"] = try_picture(draw_confusion, table.numpy(), shown, short, title, path)
     return report
 
 

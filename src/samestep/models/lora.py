@@ -38,18 +38,14 @@ class LoraFields:
 def check_adapters(cfg: Any) -> None:
     """Raises ValueError for adapters without a model to adapt, and for fields nothing reads."""
     fits = bool(cfg.model_name_or_path) or not cfg.lora_rank
-    check_fields(
-        cfg, [("lora_rank", fits, "0, unless task.model_name_or_path is a model to adapt")]
-    )
+    text = "0, unless task.model_name_or_path is a model to adapt"
+    check_fields(cfg, [("lora_rank", fits, text)])
     fields = "lora_alpha lora_dropout lora_targets merge_lora"
     check_ignored_fields(cfg, [(fields, cfg.lora_rank, "unless task.lora_rank is more than 0")])
 
 
 def add_adapters(model: Any, cfg: Any, task_type: str) -> Any:
-    """The model with frozen weights and new adapters. `task_type` is one of peft's, "CAUSAL_LM".
-
-    Raises ValueError for targets that the model lacks, or whose adapters could not be merged.
-    """
+    """The model with frozen weights and new adapters. `task_type` is one of peft's, "CAUSAL_LM"."""
     from peft import LoraConfig, get_peft_model
 
     targets = [name.strip() for name in cfg.lora_targets.split(",")]

@@ -1,8 +1,8 @@
 """The loss of a language model: each token from those before it, fast and in bounded memory.
 
-Three things differ from a plain call of a model of transformers, where the model allows them: its
-attention (attention.py); the residual stream, which is bf16 under bf16 autocast; and the logits,
-which exist for a limited number of tokens at a time. `prepare` finds out what the model allows.
+Three things differ from a plain call, where a model allows them, which `prepare` finds out: its
+attention (attention.py); the residual stream, bf16 under bf16 autocast; and the logits, which exist
+for a limited number of tokens at a time.
 """
 
 from dataclasses import dataclass
@@ -27,18 +27,15 @@ class LossPlan:
     is_split: bool  # the logits are what the head makes of the decoder's output, and no more
 
 
-# A plain call of the model.
-UNPREPARED = LossPlan(chunk=0, most_texts=0, has_flash=False, is_split=False)
+UNPREPARED = LossPlan(0, 0, has_flash=False, is_split=False)  # a plain call of the model
 
 
 # ---- Before the training -------------------------------------------------------------------------
 
 
 def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
-    """Finds out, for rows of this length, what a causal language model allows.
-
-    The model keeps the result as its attribute `loss_plan`. One without weights is left as it is.
-    """
+    """Finds out, for rows of this length, what a causal language model allows: its attribute
+    `loss_plan`. One without weights is left as it is."""
     if model.device.type == "meta":
         return
     row = torch.tensor([[3, 5, 4, 6, 3, 5, 7, 9]])
@@ -124,7 +121,10 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     inputs["use_cache"] = False
     if causal:
         starts = attention.text_starts(batch, plan.most_texts, IGNORE_INDEX)
-        inputs |= attention.packed_inputs(starts, ids.shape[0], ids.shape[1], plan.has_flash)
+        if plan.has_flash and starts.is_cuda and attention.autocast_dtype(starts.device):
+            inputs["cu_seq_lens_q"] = starts
+        else:
+            inputs["attention_mask"] = attention.text_mask(starts, *ids.shape)
     return inputs
 
 
@@ -136,12 +136,9 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class ChunkedLoss(torch.autograd.Function):
     """`cross_entropy(hidden @ weight.T, labels)`, of whose logits `chunk` rows exist at once.
 
-    The forward pass computes the gradients too, while it has the logits. A backward pass that made
-    the logits again would cost a fourth product with the weight. The weight's gradient is summed
-    over the chunks in fp32; FSDP may give the weight in bf16.
-
-    In fp16 small probabilities would vanish, and sums over a chunk overflow: there the gradient of
-    the logits is scaled for each of the two products that it goes into.
+    The forward pass computes the gradients too, while it has the logits: the weight's is summed
+    over the chunks in fp32. In fp16 small probabilities would vanish, and sums over a chunk
+    overflow: there the gradient of the logits is scaled for each of its two products.
     """
 
     @staticmethod
@@ -194,10 +191,7 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_fp16(grad: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A gradient (N, V) in fp16, times powers of two, and these powers, of the shape of `most`.
-
-    `most`, () or (V,): bounds of the product that follows, which then stays below 65,504. The CPU
-    never reads them. NaN and infinity stay in the gradient.
-    """
+    """A gradient (N, V) in fp16, times powers of two, and these powers, of the shape of `most`: ()
+    or (V,), bounds of the product that follows, which then stays below 65,504."""
     scale = torch.exp2(15 - most.clamp(min=1e-9).log2().ceil())
     return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=torch.float16)), scale

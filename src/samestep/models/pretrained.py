@@ -46,8 +46,10 @@ def folder_of(cfg: ModelConfig) -> Path | None:
     elif Path("runs/default") in (folder, *folder.parents):
         problem = f"there is no folder {one_line(name, 100)}; run make train first"
     elif is_local_name(name):
-        problem = f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME "
-        problem += "of the Hub, and no folder called OWNER here"
+        problem = (
+            f"there is no folder {one_line(name, 100)}; give an existing one, or OWNER/NAME of the "
+            "Hub, and no folder called OWNER here"
+        )
     else:
         return None
     raise ValueError(f"task.model_name_or_path: {problem}")
@@ -55,10 +57,7 @@ def folder_of(cfg: ModelConfig) -> Path | None:
 
 def check_unread(cfg: ModelConfig) -> None:
     """Raises ValueError for fields of a model on the Hub that are set without one, and for
-    attention without its package: before the data is prepared.
-
-    Sizes of a new model are accepted beside a model to start from, as they are in its recipe.
-    """
+    attention without its package. Sizes of a new model are in recipes that start from others."""
     hub = bool(cfg.model_name_or_path and not folder_of(cfg))
     fields = "revision trust_remote_code"
     check_ignored_fields(cfg, [(fields, hub, "without a model on the Hub to start from")])
@@ -91,12 +90,6 @@ def used_files(cfg: ModelConfig) -> list[Path]:
 def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
     name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)
-    for file in folder.iterdir() if folder else []:
-        if file.exists() and not file.is_file() and not file.is_dir():  # reading a pipe would block
-            raise ValueError(
-                f"task.model_name_or_path: {one_line(file, 100)} is neither a file nor a folder; "
-                "remove it"
-            )
     if folder and not (folder / "config.json").exists():
         kind = "no model, since it has no config.json"
         if (folder / "adapter_config.json").exists():
@@ -117,36 +110,30 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
 
 
 def check_reachable(cfg: ModelConfig) -> None:
-    """Raises ValueError for a model that is neither in the local cache nor on the Hub.
-
-    This is one request. Without a network, transformers would retry for minutes.
-    """
+    """Raises ValueError for a model that is neither in the local cache nor on the Hub: with one
+    request. Without a network, transformers would retry for minutes."""
     from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
 
     name, revision = cfg.model_name_or_path, cfg.revision
     for file in ("config.json", "adapter_config.json"):
         if isinstance(try_to_load_from_cache(name, file, revision=revision), str):
             return
+    problem = "not in the local cache, and HF_HUB_OFFLINE forbids the download"
+    if not is_offline_mode():
+        try:
+            HfApi().model_info(name, revision=revision, timeout=30)
+            return
+        except Exception as error:  # each of many libraries below has its own
+            problem = "neither here nor on the Hub, or the Hub cannot be reached: "
+            problem += one_line(error, 150)
     about = f"{one_line(name, 100)} (revision {one_line(revision, 60)})"
-    if is_offline_mode():
-        raise ValueError(
-            f"task.model_name_or_path: {about} is not in the local cache, and HF_HUB_OFFLINE "
-            "forbids the download"
-        )
-    try:
-        HfApi().model_info(name, revision=revision, timeout=30)
-    except Exception as error:  # each of many libraries below has its own
-        raise ValueError(
-            f"task.model_name_or_path: {about} is neither here nor on the Hub, or the Hub cannot "
-            f"be reached: {one_line(error, 150)}"
-        ) from None
+    raise ValueError(f"task.model_name_or_path: {about} is {problem}")
 
 
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options: Any) -> Any:
     """A pretrained model in fp32, since the accelerate YAML decides the precision.
 
     Weights whose names contain one of `head` may be new. Raises ValueError if others are missing.
-    Classes of `id2label` are found in the head by their names: see `match_classes`.
     Under `torch.device("meta")` nothing but the config is read.
     """
     import torch
@@ -189,12 +176,11 @@ def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str
     nameless = all(re.fullmatch(r"label_\d+", name, re.IGNORECASE) for name in own)
     if own == wanted or nameless:
         return ""
-    layers = [
-        (name, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear) and layer.out_features == len(wanted)
-        if any(part in name for part in head)
-    ]
+    layers = []
+    for name, layer in model.named_modules():
+        fits = isinstance(layer, torch.nn.Linear) and layer.out_features == len(wanted)
+        if fits and any(part in name for part in head):
+            layers.append((name, layer))
     if not layers:
         return "warning: its classes are others, and its head is of a kind that is not known here"
     name, layer = layers[-1]
@@ -240,9 +226,9 @@ def quiet() -> Iterator[None]:
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
             yield
-    finally:
-        logging.set_verbosity(level)
+        finally:
+            logging.set_verbosity(level)

@@ -22,14 +22,8 @@ LIBRARY = Path(__file__).resolve().parents[1]
 # Those of other libraries, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
-HARDWARE = (
-    "ACCELERATE_MIXED_PRECISION",
-    "ACCELERATE_USE_",
-    "ACCELERATE_FP8_",
-    "ACCELERATE_DEEPSPEED_",
-    "FSDP_",
-    "PARALLELISM_CONFIG_",
-)
+HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
+HARDWARE += ("ACCELERATE_DEEPSPEED_", "FSDP_", "PARALLELISM_CONFIG_")
 SHOWN = 5  # differences in a line
 FOLDER_SECONDS = 10  # for a network disk to show a new file
 
@@ -120,8 +114,6 @@ def check_shared(processes: Ranks, output: Path) -> None:
 def appears(file: Path) -> bool:
     """Whether a file of another machine is there, or comes soon."""
     deadline = time.monotonic() + FOLDER_SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
+    while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return True
+    return file.exists()

@@ -22,6 +22,7 @@ from samestep.base.console import one_line
 # all there when it begins. The one of GPUs includes their start, and NCCL's search for the paths
 # between them.
 CPU_LIMIT, GPU_LIMIT = 60, 180
+MAIN = "{MASTER_ADDR}:{MASTER_PORT}"
 
 
 class NetworkError(RuntimeError):
@@ -43,8 +44,9 @@ def own_address() -> str:
     if given:
         name = given.split(",")[0]
         if name not in found:
+            there = ", ".join(found)
             raise ValueError(
-                f"GLOO_SOCKET_IFNAME is {given}, but {host} has the interfaces {', '.join(found)}"
+                f"GLOO_SOCKET_IFNAME is {given}, but {host} has the interfaces {there}"
             )
         return f"{host} at {name} {(found[name] or ['without an address'])[0]}"
     try:
@@ -55,13 +57,12 @@ def own_address() -> str:
     return f"{host} at {name} {address}"
 
 
-def meet(store: dist.Store, name: str, value: dict) -> list[dict]:
+def meet(store: dist.Store, value: list) -> list[list]:
     """The values of all processes, in the order of their ranks, through the store alone.
 
     Raises NetworkError that names the processes that are missing when the store's timeout is over.
     """
-    processes = int(os.environ["WORLD_SIZE"])
-    keys = [f"{name}/{rank}" for rank in range(processes)]
+    keys = [f"network/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
     store.set(keys[int(os.environ["RANK"])], json.dumps(value))
     try:
         return [json.loads(each) for each in store.multi_get(keys)]
@@ -71,32 +72,8 @@ def meet(store: dist.Store, name: str, value: dict) -> list[dict]:
         raise NetworkError(f"no word from process {', '.join(missing[:10])}{more}") from None
 
 
-def describe(problem: str, addresses: list[str], variable: str) -> str:
-    """One line: what did not work, where every machine is, and what to set."""
-    main = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    where = list(dict.fromkeys(addresses))
-    more = ", ..." if len(where) > 8 else ""
-    return (
-        f"the processes reach the main process at {main}, but not each other: {problem}; "
-        f"{', '.join(where[:8])}{more}; {variable} is {os.environ.get(variable) or 'not set'}: if "
-        "nothing else is wrong, export the name of an interface that joins the machines, and open "
-        "all ports on it"
-    )
-
-
-def reason(error: Exception) -> str:
-    """One line of an error: after "Last error:", where NCCL tells the cause, or its first line."""
-    text, _, cause = str(error).partition("Last error:")
-    return one_line((cause.strip() or text.strip() or repr(error)).splitlines()[0])
-
-
 def try_exchange(
-    exchange: Callable,
-    library: str,
-    limit: float,
-    timeout: int,
-    addresses: list[str],
-    variable: str,
+    exchange: Callable, library: str, limit: float, timeout: int, addresses: list[str]
 ) -> None:
     """Calls `exchange` in a thread; raises NetworkError if it fails, or takes too long.
 
@@ -114,12 +91,21 @@ def try_exchange(
     thread = threading.Thread(target=catch, daemon=True)
     thread.start()
     thread.join(limit)
-    if thread.is_alive() or problems:
-        problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
-        if problems:
-            problem = f"failed: {reason(problems[0])}"
-        line = describe(f"{library} {problem}", addresses, variable)
-        raise NetworkError(line) from next(iter(problems), None)
+    if not thread.is_alive() and not problems:
+        return
+    problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
+    if problems:  # NCCL tells the cause in the end
+        text, _, cause = str(problems[0]).partition("Last error:")
+        first = (cause.strip() or text.strip() or repr(problems[0])).splitlines()[0]
+        problem = f"failed: {one_line(first)}"
+    main, variable = MAIN.format(**os.environ), f"{library.upper()}_SOCKET_IFNAME"
+    where = list(dict.fromkeys(addresses))
+    raise NetworkError(
+        f"the processes reach the main process at {main}, but not each other: {library} {problem}; "
+        f"{', '.join(where[:8])}{', ...' if len(where) > 8 else ''}; {variable} is "
+        f"{os.environ.get(variable) or 'not set'}: if nothing else is wrong, export the name of an "
+        "interface that joins the machines, and open all ports on it"
+    ) from next(iter(problems), None)
 
 
 def try_cpus(timeout: int, store: dist.Store | None = None) -> tuple[dist.Store, list[str]]:
@@ -139,23 +125,21 @@ def try_cpus(timeout: int, store: dist.Store | None = None) -> tuple[dist.Store,
     try:
         store = store or next(rendezvous("env://", timeout=patience))[0]
         store.set_timeout(patience)
-        facts = meet(store, "network", {"address": address, "problem": problem})
+        addresses, problems = map(list, zip(*meet(store, [address, problem]), strict=True))
     except (NetworkError, dist.DistError) as error:
-        main = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        main = MAIN.format(**os.environ)
         raise NetworkError(
             f"waited {timeout} s for all processes to begin, which meet at {main}: {error}"
         ) from error
-    problems = dict.fromkeys(each["problem"] for each in facts if each["problem"])
-    if problems:
-        raise ValueError("; ".join(problems))
+    if any(problems):
+        raise ValueError("; ".join(dict.fromkeys(filter(None, problems))))
 
     def exchange():
         meeting = dist.PrefixStore("network", store)
         group = dist.ProcessGroupGloo(meeting, rank, processes, patience)
         group.allreduce([torch.ones(1)]).wait()
 
-    addresses = [each["address"] for each in facts]
-    try_exchange(exchange, "gloo", CPU_LIMIT, timeout, addresses, "GLOO_SOCKET_IFNAME")
+    try_exchange(exchange, "gloo", CPU_LIMIT, timeout, addresses)
     return store, addresses
 
 
@@ -167,4 +151,4 @@ def try_gpus(device: torch.device, timeout: int, addresses: list[str]) -> None:
         dist.all_reduce(total)
         total.item()
 
-    try_exchange(exchange, "NCCL", GPU_LIMIT, timeout, addresses, "NCCL_SOCKET_IFNAME")
+    try_exchange(exchange, "NCCL", GPU_LIMIT, timeout, addresses)

@@ -1,1 +1,15 @@
-"""The verbs of `python -m samestep`."""
+"""The programs of the library, by their verbs."""
+
+import argparse
+
+from samestep.base.console import one_line
+
+
+def make_parser(verb: str, about: str | None) -> argparse.ArgumentParser:
+    """A parser for `samestep VERB`, whose errors are one line and exit code 2."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        f"samestep {verb}", description=about, formatter_class=form, allow_abbrev=False
+    )
+    parser.error = lambda problem: parser.exit(2, f"samestep {verb}: {one_line(problem)}\n")
+    return parser

@@ -6,12 +6,12 @@ Everything works as before. `cruft update` still brings new versions of the libr
 vendor/; your copy stays what it is. To go back, remove the folder samestep/.
 """
 
-import argparse
 import shutil
 from pathlib import Path
 
 from samestep.base.console import one_line, protect_output
 from samestep.base.files import remove
+from samestep.programs import make_parser
 
 SOURCE = Path(__file__).resolve().parents[1]
 
@@ -19,9 +19,7 @@ SOURCE = Path(__file__).resolve().parents[1]
 def main() -> None:
     """Runs the program; bad input is one line and exit code 2."""
     protect_output()
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("samestep eject", None, __doc__, formatter_class=form)
-    parser.error = lambda problem: parser.exit(2, f"samestep eject: {one_line(problem)}\n")
+    parser = make_parser("eject", __doc__)
     parser.parse_args()
     target, partial = Path("samestep"), Path(".samestep.partial")
     if target.resolve() == SOURCE:

@@ -7,11 +7,11 @@ To train it, move it to task.py, and remove the section `task:` of your recipe, 
 to the old task. Any task file works in any project.
 """
 
-import argparse
 import ast
 from pathlib import Path
 
 from samestep.base.console import one_line, protect_output
+from samestep.programs import make_parser
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -19,9 +19,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def main() -> None:
     """Runs the program; bad input is one line and exit code 2."""
     protect_output()
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("samestep example", None, __doc__, formatter_class=form)
-    parser.error = lambda problem: parser.exit(2, f"samestep example: {one_line(problem)}\n")
+    parser = make_parser("example", __doc__)
     parser.add_argument("name", nargs="?", help="a name of the list")
     name = parser.parse_args().name
     sources = {path.stem: path.read_text("utf-8") for path in sorted(EXAMPLES.glob("*.py"))}

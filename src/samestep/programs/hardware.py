@@ -23,8 +23,7 @@ from accelerate import PartialState
 
 from samestep.base.console import IS_MAIN, one_line, protect_output, say
 from samestep.hardware import bench, check, recommend, report, smoke
-from samestep.hardware.project import RUN, Project, read_project
-from samestep.hardware.report import Section
+from samestep.hardware.project import UNREAD, Project, read_project
 from samestep.processes.ranks import Failed, Ranks, UserError, as_user_error, catch
 from samestep.processes.shutdown import NOT_MAIN, exit_code_for, exit_process, kill_workers
 from samestep.start import startup
@@ -48,8 +47,7 @@ def path(text: str) -> Path:
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of samestep hardware, and the rest, which is for train.py."""
-    about, _, rest = __doc__.partition("\n\n")
-    commands, _, rest = rest.partition("\n\n")
+    about, commands, rest = __doc__.split("\n\n", 2)
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("samestep hardware", commands.strip(), about, rest, formatter_class=form)
     parser.allow_abbrev = False
@@ -62,7 +60,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
         add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
         slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-        add("--threshold", type=report.threshold, metavar="SHARE", help=slower)
+        add("--threshold", type=report.number(float, 1), metavar="SHARE", help=slower)
         module.add_arguments(verb)
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["check", *words]
@@ -76,33 +74,32 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict]:
         raise UserError(
             "--threshold is read with --compare; give the older report, or leave it out"
         )
-    options.threshold = 0.1 if options.threshold is None else options.threshold
     old = report.load(options.compare) if options.compare else {}
     if old:
         report.check_comparable(options.verb, {}, old)
     if IS_MAIN:
         report.prepare_folder(options.report)
+    if options.verb == "check":
+        if flags:
+            raise UserError(f"check takes no {one_line(flags[0])}; see --help")
+        return options, None, old
     if options.verb == "recommend":
         recommend.check(options)
-    if not VERBS[options.verb].NEEDS_PROJECT:
-        if flags:
-            raise UserError(f"{options.verb} takes no {one_line(flags[0])}; see --help")
-        return options, None, old
-    train, task = startup.find_project()
-    unread = () if options.verb == "recommend" else RUN  # it writes them into its recipe
-    return options, read_project(train.Config, task, train.build_optimizer, flags, unread), old
+        return options, read_project(flags), old  # it writes all fields into its recipe
+    return options, read_project(flags, UNREAD), old
 
 
-def finish(options: argparse.Namespace, section: Section, old: dict) -> int:
+def finish(options: argparse.Namespace, section: report.Section, old: dict) -> int:
     """Prints, saves and compares what a verb has found; the exit code."""
     report.show(section)
     report.save(options.report, section)
     say(f"figures: {options.report / 'hardware.json'}")
     worse = []
     if old:
-        changes, worse = report.compare(section, old, options.threshold)
+        limit = options.threshold or 0.1
+        changes, worse = report.compare(section, old, limit)
         say("\n".join([f"compared with {options.compare}:", *changes]))
-        slower = f"more than {options.threshold:.0%} slower, or missing"
+        slower = f"more than {limit:.0%} slower, or missing"
         say(f"{len(worse)} of {len(changes)} figures are {slower}")
     return 1 if section.failures or worse else 0
 

@@ -15,6 +15,7 @@ a crash: the same command continues.
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -32,6 +33,8 @@ from samestep.base import begin
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
 STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
+# A preexec_fn: on a terminal's Ctrl-C the launcher would print a traceback.
+IGNORE_CTRL_C = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
 # Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
 # Its imports take as long as those of the check; it waits for a byte to say that all is well, and
 # ends without one. A wrong argument ends it before.
@@ -86,7 +89,7 @@ def find_meeting(launcher: list[str]) -> dict[str, str]:
 
 
 def run_check(
-    launcher: list[str],
+    known: argparse.Namespace,
     program: list[str],
     signals: list[int],
     env: dict,
@@ -94,13 +97,11 @@ def run_check(
 ) -> int:
     """Runs the program with --check; its exit code, or STOPPED after a signal.
 
-    Ends it at once if the process `run`, which waits for it, has failed. The numbers of processes
-    and machines, that of this machine, and the address of machine 0 are passed on, since the
-    launcher is not there to do it.
+    Ends it at once if the process `run`, which waits for it, has failed. What the launcher would
+    tell the program of the machines is passed on, since it is not there to do it.
     """
-    known = read_options(launcher)
+    given = {word.partition("=")[0] for word in program}
     command = [sys.executable, *program]
-    given = [word.partition("=")[0] for word in program]
     command += ["--check"] if "--check" not in given else []
     if known.config_file and "--config_file" not in given:
         command += ["--config_file", known.config_file]
@@ -110,8 +111,8 @@ def run_check(
         "LAUNCH_MACHINE_RANK": known.machine_rank,
         "LAUNCH_MAIN_PROCESS_IP": known.main_process_ip,
     }
-    passed = {name: value for name, value in passed.items() if value is not None}
-    check = subprocess.Popen(command, env={**env, **passed}, preexec_fn=ignore_sigint)
+    env = env | {name: value for name, value in passed.items() if value is not None}
+    check = subprocess.Popen(command, env=env, preexec_fn=IGNORE_CTRL_C)
     terminated = False
     while check.poll() is None:
         time.sleep(0.05)
@@ -121,11 +122,6 @@ def run_check(
     if signals and check.returncode < 0:  # before it could say so itself
         print(f"samestep launch: {begin.BEFORE}", file=sys.stderr)
     return STOPPED if signals else check.returncode
-
-
-def read_code(file: Path) -> str:
-    """The exit code that train.py has written; "" if it was killed, or the disk is full."""
-    return file.read_text() if file.exists() else ""
 
 
 def find_training_processes(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
@@ -153,15 +149,40 @@ def request_stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> 
             target.send_signal(signal.SIGTERM)
 
 
+def wait_for_end(
+    run: subprocess.Popen, program: list[str], code_file: Path, signals: list[int], restarts: bool
+) -> str:
+    """Waits until all processes have ended, and asks them to stop after a signal.
+
+    Returns the exit code that train.py has written; empty if it was killed, or the disk is full.
+    """
+
+    def read_code() -> str:
+        return code_file.read_text() if code_file.exists() else ""
+
+    training, stopping, refused = [], False, False
+    while run.poll() is None:
+        training = find_training_processes(run, program) or training
+        # torchelastic would restart the processes after an error that will come again.
+        refused = refused or (restarts and read_code() == "2")
+        if (signals or refused) and training and not stopping:
+            request_stop(run, training)
+            stopping = True
+        time.sleep(0.2)
+    psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
+    return "2" if refused else read_code()
+
+
 def main() -> int:
     """Checks, launches, and waits until all processes have ended; returns the exit code."""
     launcher, program = split_arguments(sys.argv[1:])
+    known = read_options(launcher)
     signals: list[int] = []  # received so far
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda n, _: signals.append(n))
     with tempfile.TemporaryDirectory() as folder:
-        exit_code_file, report_file = Path(folder, "exit_code"), Path(folder, "report")
+        code_file, report_file = Path(folder, "exit_code"), Path(folder, "report")
         env = {
             # torchelastic must not forward SIGINT: training processes ignore it until they can
             # save, as the launcher does.
@@ -171,87 +192,52 @@ def main() -> int:
             **os.environ,
         }
         if {"--help", "-h"} & {*program}:  # nothing to launch
-            return run_check(launcher, program, signals, env)
+            return run_check(known, program, signals, env)
         only = "--check" in program
+        meeting = {} if only else find_meeting(launcher)
         if not only:
             env["VERIFIED_FILE"] = str(Path(folder, "verified"))  # checkpoints, by the check
         waits, go = os.pipe()
-        command = [sys.executable, "-c", LAUNCHER, str(report_file), str(waits)]
         run = subprocess.Popen(
-            [*command, *launcher, *program],
-            env={**env, "EXIT_CODE_FILE": str(exit_code_file)},
-            preexec_fn=ignore_sigint,
+            [sys.executable, "-c", LAUNCHER, str(report_file), str(waits), *launcher, *program],
+            env={**env, "EXIT_CODE_FILE": str(code_file)},
+            preexec_fn=IGNORE_CTRL_C,
             pass_fds=[waits],
         )
-        meeting = {} if only else find_meeting(launcher)
-        code = run_check(launcher, program, signals, {**env, **meeting}, run)
+        code = run_check(known, program, signals, {**env, **meeting}, run)
         if code and not run.poll():
             run.kill()
             run.wait()
             return code
-        if only:
-            os.close(go)
-        else:
-            os.write(go, b"1")
-        training, stopping, refused = [], False, False
-        restarts = read_options(launcher).max_restarts
-        while run.poll() is None:
-            training = find_training_processes(run, program) or training
-            # torchelastic would restart the processes after an error that will come again.
-            refused = refused or (restarts and read_code(exit_code_file) == "2")
-            if (signals or refused) and training and not stopping:
-                request_stop(run, training)
-                stopping = True
-            time.sleep(0.2)
-        psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
-        code = "2" if refused else read_code(exit_code_file)
+        os.close(go) if only else os.write(go, b"1")
+        ended = wait_for_end(run, program, code_file, signals, bool(known.max_restarts))
         report = report_file.read_text(errors="replace") if report_file.exists() else ""
-        if code not in ("0", "2", str(STOPPED)) and not signals:
-            known = describe_refusal(report) or describe_kills(report) or describe_meeting(report)
-            sys.stderr.write(known or ("" if code else report))
-        elif signals and not code:
+        if ended not in ("0", "2", str(STOPPED)) and not signals:
+            sys.stderr.write(describe(report) or ("" if ended else report))
+        elif signals and not ended:
             advice = "the same command continues from the newest checkpoint, if there is one"
             print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
-        return int(code) if code else STOPPED if signals else run.returncode
+        return int(ended) if ended else STOPPED if signals else run.returncode
 
 
-def describe_refusal(report: str) -> str:
-    """A line, if the launcher has refused its arguments: its reason, without the usage."""
-    found = re.search(r"^usage:.* error: (.+)", report, re.DOTALL)
-    return f"samestep launch: {found[1].strip()}; see accelerate launch --help\n" if found else ""
-
-
-def describe_kills(report: str) -> str:
-    """A line for each process that was ended by a signal, according to the launcher's report."""
+def describe(report: str) -> str:
+    """Why a run has ended, in lines, if the launcher's report has a reason that is known."""
     killed = {}
-    # accelerate reports a single process.
-    for number in re.findall(r"died with <Signals\.\w+: (\d+)>", report):
-        killed["the process that trained"] = int(number)
-    # torchelastic reports several.
+    # accelerate reports a single process, torchelastic several.
+    if found := re.search(r"died with <Signals\.\w+: (\d+)>", report):
+        killed["the process that trained"] = int(found[1])
     pattern = r"rank +: (\d+) .*\s+exitcode +: -(\d+) \(pid: (\d+)\)"
     for rank, number, pid in re.findall(pattern, report):
         killed[f"process {rank} (pid {pid})"] = int(number)
     lines = []
     for process, number in killed.items():
         cause = ", as the kernel does when the memory is full" * (number == signal.SIGKILL)
-        lines.append(
-            f"samestep launch: {process} was ended by {signal.Signals(number).name}{cause}\n"
-        )
-    return "".join(lines)
-
-
-def describe_meeting(report: str) -> str:
-    """A line, if the report says that the launchers of several machines did not meet."""
-    found = re.search(r"Dist(?:Network|Store)Error: (.+)", report)
-    if not found:
-        return ""
-    return (
-        f"samestep launch: the launchers of the machines did not meet: {found[1].strip()} Start "
-        "all of them with one main_process_ip and main_process_port, and open that port on machine "
-        "0\n"
-    )
-
-
-def ignore_sigint() -> None:
-    """A preexec_fn: on a terminal's Ctrl-C the launcher would print a traceback."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        lines.append(f"{process} was ended by {signal.Signals(number).name}{cause}")
+    if found := re.search(r"^usage:.* error: (.+)", report, re.DOTALL):  # of its arguments
+        lines = [f"{found[1].strip()}; see accelerate launch --help"]
+    elif not lines and (found := re.search(r"Dist(?:Network|Store)Error: (.+)", report)):
+        lines = [
+            f"the launchers of the machines did not meet: {found[1].strip()} Start all of them "
+            "with one main_process_ip and main_process_port, and open that port on machine 0"
+        ]
+    return "".join(f"samestep launch: {line}\n" for line in lines)

@@ -8,24 +8,18 @@ A run is a folder with a metrics.jsonl, finished or not. train.py draws the curv
 end. A comparison also prints the settings in which the runs differ.
 """
 
-import argparse
 from pathlib import Path
 
 from samestep.base.console import one_line, protect_output
+from samestep.programs import make_parser
 from samestep.report.curves import FORMATS, differing_settings, draw
 
 
 def main() -> None:
     protect_output()
-    parser = argparse.ArgumentParser(
-        prog="samestep plot",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.error = lambda problem: parser.exit(2, f"samestep plot: {one_line(problem)}\n")
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="run", help="folder of a run, such as runs/a"
-    )
+    parser = make_parser("plot", __doc__)
+    about = "folder of a run, such as runs/a"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="run", help=about)
     parser.add_argument("--output", type=Path, metavar="FILE", help="file of the picture")
     args = parser.parse_args()
     output = args.output or (args.runs[0] if len(args.runs) == 1 else Path()) / "curves.png"

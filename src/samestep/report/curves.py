@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from samestep.base.console import one_line
 from samestep.base.fields import flatten
@@ -29,11 +30,22 @@ GREY = "#555555"
 MARK_TRAINING, MARK_EVALUATIONS = 15, 40  # curves with fewer points get markers
 MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32
 MAX_LABELS = 5  # baselines in a picture, scores in a panel, units of throughput
-LEGEND_STYLE: dict[str, Any] = {
-    "frameon": False,
-    "borderaxespad": 0.2,
-    "fontsize": 9,
-}  # legends above a panel
+NICE = [1, 2, 5, 10]  # steps of the ticks
+STYLE: Any = {
+    "text.parse_math": False,  # a name may contain dollars
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "legend.borderaxespad": 0.2,
+    "legend.fontsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.01,
+    "axes.ymargin": 0.01,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+}
 FORMATS = (".png", ".svg", ".pdf")
 NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
 # Settings that do not change the result. (Asking train.Config would import torch.)
@@ -146,17 +158,13 @@ def differing_settings(runs: list[Path]) -> list[list[str]]:
     known = [each for each in settings if each]
     names = dict.fromkeys(name for each in known for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in known}) > 1]
-    return [
-        [f"{name} {format_setting(each[name])}" for name in differ if name in each]
-        for each in settings
-    ]
-
-
-def format_setting(value: Any) -> str:
-    """A setting as YAML writes it, shortened to 40 characters."""
-    return one_line(
-        value if value and isinstance(value, str) else json.dumps(value, default=str), 40
-    )
+    texts: list[list[str]] = [[] for _ in runs]
+    for each, found in zip(settings, texts, strict=True):
+        for name in [name for name in differ if name in each]:
+            value = each[name]
+            text = value if value and isinstance(value, str) else json.dumps(value, default=str)
+            found.append(f"{name} {one_line(text, 40)}")
+    return texts
 
 
 def abbreviate(settings: list[str], longest: int) -> str:
@@ -180,49 +188,57 @@ def short_names(runs: list[Path]) -> list[str]:
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
-def draw_curve(
-    axes: Axes, rows: Rows, values: list[float], evaluation: bool = False, **style: Any
-) -> None:
+def draw_curve(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
     """Draws a curve over the steps. Few points get markers, since a single one has no line."""
-    if evaluation and len(values) < MARK_EVALUATIONS:
-        style |= {"marker": "o", "markersize": 5.5, "markeredgecolor": "white"}
-    elif len(values) < MARK_TRAINING:
-        style |= {"marker": "x", "markersize": 4}
+    if len(values) < MARK_TRAINING:
+        style = {"marker": "x", "markersize": 4} | style
     axes.plot(list(rows), values, **style)
 
 
-def draw_scores(axes: Axes, keys: list[str], evaluations: list[Rows], text_style: dict) -> None:
+def draw_evaluations(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
+    """Draws a curve with a dot for each evaluation, if there are not too many."""
+    dots: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white"}
+    axes.plot(list(rows), values, **(dots if len(values) < MARK_EVALUATIONS else {}), **style)
+
+
+def annotate(axes: Axes, text: str, place: tuple, offset: tuple, **style: Any) -> None:
+    """Writes a text beside a place, on a white halo."""
+    halo = [withStroke(linewidth=3, foreground="white")]
+    look: dict[str, Any] = {"textcoords": "offset points", "path_effects": halo, **style}
+    axes.annotate(text, place, offset, fontsize=9, **look)
+
+
+def draw_scores(axes: Axes, keys: list[str], evaluations: list[Rows]) -> None:
     """Draws a panel of scores. Colours tell the scores of one run apart, or else the runs."""
     single, handles = len(evaluations) == 1, []
     for j, key in enumerate(keys):
-        name = one_line(key.replace("_", " "), 40)
+        name, shown = one_line(key.replace("_", " "), 40), GREY
+        dashes: Any = "-" if single else DASHES[j % len(DASHES)]
         for i, evals in enumerate(evaluations):
             values = column(evals, key)
-            style: dict[str, Any] = {"color": COLORS[(j + 1 if single else i) % len(COLORS)]}
-            style |= {"linewidth": 1.4, "linestyle": "-" if single else DASHES[j % len(DASHES)]}
-            draw_curve(axes, evals, values, evaluation=True, **style)
+            color = COLORS[(j + 1 if single else i) % len(COLORS)]
+            draw_evaluations(axes, evals, values, color=color, linestyle=dashes)
         if single:
             known = {step: v for step, v in zip(evals, values, strict=True) if not math.isnan(v)}
             end, final = max(known.items())
-            name = f"{name} {final:#.4g}"
-        handles.append(Line2D([], [], **style | ({} if single else {"color": GREY}), label=name))
-    name = "scores" if len(keys) > 1 else one_line(keys[0].replace("_", " "), 16)
-    axes.set_ylabel(f"validation\n{name}", parse_math=False)
+            name, shown = f"{name} {final:#.4g}", color
+        handles.append(Line2D([], [], color=shown, linestyle=dashes, label=name))
+    label = "scores" if len(keys) > 1 else one_line(keys[0].replace("_", " "), 16)
+    axes.set_ylabel(f"validation\n{label}")
     if len(keys) > 1:
-        place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(keys)}
-        for text in axes.legend(handles=handles, **place, **LEGEND_STYLE).get_texts():
-            text.set_parse_math(False)
+        axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(keys))
     elif single:
-        at: dict[str, Any] = {"xy": (end, final), "xytext": (8, 0), "va": "center"}
-        axes.annotate(f"{final:#.4g}", **at, color=COLORS[1], **text_style)
+        annotate(axes, f"{final:#.4g}", (end, final), (8, 0), va="center", color=COLORS[1])
     low, high = axes.dataLim.intervaly
     if 0 < 20 * low < high and high > 1:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
 
 
+@rc_context(STYLE)
 def draw(runs: list[Path], output: Path) -> Path:
     """Draws one run, or compares several, in the file `output`; returns it.
 
@@ -240,17 +256,11 @@ def draw(runs: list[Path], output: Path) -> Path:
     heights = [3, *[1.2] * len(scores), 1, 1]
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     loss_axes, *score_axes, lr_axes, rate_axes = panels
-    halo = [withStroke(linewidth=3, foreground="white")]
-    text_style: dict[str, Any] = {
-        "fontsize": 9,
-        "textcoords": "offset points",
-        "path_effects": halo,
-    }
 
     baselines, units, smoothed = set(), set(), False
     differing = [[]] if single else differing_settings(runs)
     for i, (name, (train, evals)) in enumerate(zip(short_names(runs), data, strict=True)):
-        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "linewidth": 1.4}
+        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)]}
         style["linestyle"] = DASHES[i // len(COLORS) % len(DASHES)]
 
         # Draw learning rate and throughput. Averaging would make a slow start look longer.
@@ -258,33 +268,33 @@ def draw(runs: list[Path], output: Path) -> Path:
         for key in list(train.values())[-1]:
             if key.endswith("_per_second"):
                 units.add(one_line(key.removesuffix("_per_second"), 30))
-                draw_curve(rate_axes, train, column(train, key), **{**style, "linewidth": 0.9})
+                draw_curve(rate_axes, train, column(train, key), **style, linewidth=0.9)
 
         # Draw the training loss: if it has many values, their means. A single run shows both.
         losses, label = column(train, "loss"), "training"
         if (width := smoothing_window(losses)) > 1:
             label, smoothed = f"training, mean of {width} values", True
             if single:
-                faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4}
-                faint |= {"label": "training, as logged", "color": style["color"]}
-                draw_curve(loss_axes, train, losses, **faint)
-        look = {"label": label} if single else {"linewidth": 0.8, "alpha": 0.7}
-        draw_curve(loss_axes, train, smooth(losses), **{**style, **look})
+                faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4, **style}
+                draw_curve(loss_axes, train, losses, **faint, label="training, as logged")
+        look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.7}
+        draw_curve(
+            loss_axes, train, smooth(losses), **style, **({"label": label} if single else look)
+        )
 
         # Draw the validation loss, and write its final value.
-        losses = column(evals, "eval_loss")
+        losses, label = column(evals, "eval_loss"), "validation"
         final = f"{losses[-1]:#.4g}" if losses else "–"
-        if not single:
+        if single:
+            style["color"] = COLORS[1]
+        else:
             settings = abbreviate(differing[i], 80 - len(name))
             label = "   ".join(filter(None, [final, name, settings]))
-            draw_curve(loss_axes, evals, losses, evaluation=True, **style, zorder=3, label=label)
-        elif losses:
-            style["color"] = COLORS[1]
-            draw_curve(
-                loss_axes, evals, losses, evaluation=True, **style, zorder=3, label="validation"
-            )
-            end = (max(evals), losses[-1])
-            loss_axes.annotate(final, end, (8, 0), va="center", color=style["color"], **text_style)
+        if losses or not single:
+            draw_evaluations(loss_axes, evals, losses, **style, zorder=3, label=label)
+        if losses and single:
+            place = (max(evals), losses[-1])
+            annotate(loss_axes, final, place, (8, 0), va="center", color=style["color"])
 
         # Collect the losses that need no learning, for one line each. An accuracy is not a loss.
         newest = list(evals.values())[-1] if evals else {}
@@ -297,51 +307,35 @@ def draw(runs: list[Path], output: Path) -> Path:
     for label, value in sorted(baselines)[:MAX_LABELS]:
         if not math.isnan(value):
             loss_axes.axhline(value, color=GREY, linewidth=0.8, linestyle=(0, (5, 4)), zorder=1)
-            place = ((1, value), (-4, 3), loss_axes.get_yaxis_transform())
-            look = {"ha": "right", "color": GREY, "parse_math": False, **text_style}
-            loss_axes.annotate(f"{label} {value:#.4g}", *place, **look)
+            right = {"xycoords": loss_axes.get_yaxis_transform(), "ha": "right", "color": GREY}
+            annotate(loss_axes, f"{label} {value:#.4g}", (1, value), (-4, 3), **right)
     loss_axes.margins(y=0.09)  # room for the labels of the baselines
-    if single:
-        look = {"loc": "left", "pad": 22, "weight": "bold", "parse_math": False}
-        loss_axes.set_title(short_names(runs)[0], **look)  # above the legend: it may be long
-        legend = loss_axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, **LEGEND_STYLE)
+    if single:  # the title is above the legend, since it may be long
+        loss_axes.set_title(short_names(runs)[0], loc="left", pad=22, weight="bold")
+        loss_axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
     else:
-        label = "validation loss: its final value, the run" + ", settings that differ" * any(
-            differing
-        )
-        lines = [Line2D([], [], color=GREY, linewidth=1.4, label=label)]
-        label = "training loss" + ", mean over about 8% of the run" * smoothed
+        label = "validation loss: its final value, the run"
+        label += ", settings that differ" if any(differing) else ""
+        lines = [Line2D([], [], color=GREY, label=label)]
+        label = "training loss" + (", mean over about 8% of the run" if smoothed else "")
         lines.append(Line2D([], [], color=GREY, linewidth=0.8, label=label))
         handles = [*lines, *loss_axes.get_legend_handles_labels()[0]]
-        above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-        legend = loss_axes.legend(handles=handles, **above, **LEGEND_STYLE)
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a name may contain dollars
-
-    # Draw the scores.
+        loss_axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1))
     for axes, keys in zip(score_axes, scores, strict=True):
-        draw_scores(axes, keys, [evals for _, evals in data], text_style)
+        draw_scores(axes, keys, [evals for _, evals in data])
 
     # Format the axes.
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.margins(x=0.01)
     loss_axes.set(ylabel="loss")
     lr_axes.set(ylabel="learning rate", ylim=(0, None))
     lr_axes.ticklabel_format(axis="y", scilimits=(-2, 4))
     rate = " or\n".join(sorted(units)[:MAX_LABELS]) + " / s" if units else "throughput"
-    rate_axes.set(xlabel="optimizer step", ylim=(0, None))
-    rate_axes.set_ylabel(rate, parse_math=False)
+    rate_axes.set(xlabel="optimizer step", ylabel=rate, ylim=(0, None))
     rate_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     rate_axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    steps = [1, 2, 5, 10]
-    rate_axes.xaxis.set_major_locator(MaxNLocator(10, steps=steps, integer=True, min_n_ticks=1))
+    rate_axes.xaxis.set_major_locator(MaxNLocator(10, steps=NICE, integer=True, min_n_ticks=1))
     for axes in (lr_axes, rate_axes):
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=steps))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
     figure.align_ylabels()
-
     return save_figure(figure, output)
 
 

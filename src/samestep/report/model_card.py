@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import yaml
+from huggingface_hub import ModelCardData
 
 from samestep.base.console import one_line
 
@@ -31,11 +32,10 @@ def pipeline_task(folder: Path) -> str | None:
         if not (folder / "config.json").is_file():  # a named pipe would block
             return None
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        name, is_encoder_decoder = config["architectures"][0], config.get("is_encoder_decoder")
+        name, is_encoder_decoder = str(config["architectures"][0]), config.get("is_encoder_decoder")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    known = PIPELINES if isinstance(name, str) else {}
-    task = next((task for end, task in known.items() if end in name), None)
+    task = next((task for end, task in PIPELINES.items() if end in name), None)
     generates = task in (None, "text-generation")  # a classifier may have a decoder, too
     return TEXT_TO_TEXT if is_encoder_decoder and generates else task
 
@@ -45,26 +45,32 @@ def escape_markdown(text: object) -> str:
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text, 100))
 
 
-def classifier_example(config: dict) -> str:
-    """Example code for a classifier of pairs, or for a regression, whose score needs scaling."""
-    is_pair, scale = config.get("text_pair"), config.get("label_std")
-    given = '{"text": "a text", "text_pair": "its pair"}' if is_pair else '"a text"'
-    if scale is not None:  # the pipeline returns a list for a text, but not for a pair
-        score = f'answer({given}){"" if is_pair else "[0]"}["score"]'
-        comment = "# the model answers in standard deviations from the mean"
-        return f"\n{comment}\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
-    return f"\nanswer({given})" if is_pair else ""
-
-
-def seq2seq_example(final: Path, config: dict) -> str:
-    """Code that loads an encoder-decoder and generates the target of a text."""
-    name, source = repr(str(final)), repr(f"{config.get('source_prefix', '')}a text")
-    return f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+def example_code(task: str, folder: Path, final: Path) -> str:
+    """Python code that uses the model: the pipeline of transformers, where there is one."""
+    name = repr(str(final))
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if task == TEXT_TO_TEXT:
+        source = repr(f"{config.get('source_prefix', '')}a text")
+        return f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 model = AutoModelForSeq2SeqLM.from_pretrained({name})
 tokenizer = AutoTokenizer.from_pretrained({name})
 tokens = model.generate(**tokenizer({source}, truncation=True, return_tensors="pt"))
 print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
+    processor = "image_processor" if task == "image-classification" else "tokenizer"
+    code = "from transformers import pipeline\n\n"
+    code += f'answer = pipeline("{task}", {name}, {processor}={name})'
+    is_pair, scale = config.get("text_pair"), config.get("label_std")
+    given = '{"text": "a text", "text_pair": "its pair"}' if is_pair else '"a text"'
+    if task == "text-classification" and scale is not None:
+        # The pipeline returns a list for a text, but not for a pair.
+        score = f'answer({given}){"" if is_pair else "[0]"}["score"]'
+        code += "\n# the model answers in standard deviations from the mean"
+        code += f"\nnumber = {score} * {scale!r} + {config.get('label_mean', 0.0)!r}"
+    elif task == "text-classification" and is_pair:
+        code += f"\nanswer({given})"
+    return code
 
 
 def write_card(folder: Path, final: Path, run_info: dict) -> None:
@@ -74,42 +80,30 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     (resolved), data (samples, fingerprint) and versions.
     """
     config, data = run_info["config"], run_info["data"]
-    task, header = pipeline_task(folder), {}
-    if task:
-        header["library_name"] = "transformers"
-        header["pipeline_tag"] = task
-    if (folder / "adapter_config.json").exists():
-        header["library_name"] = "peft"
-    if base := config["task"].get("model_name_or_path"):
-        header["base_model"] = one_line(base)
+    task, base = pipeline_task(folder), config["task"].get("model_name_or_path")
+    library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
+    header = ModelCardData(
+        library_name=library if task else None,
+        pipeline_tag=task,
+        base_model=one_line(base) if base else None,
+    )
     rows = [
         f"| {escape_markdown(name)} | {value:.5g} |" for name, value in run_info["scores"].items()
     ]
-    settings = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
-    if not settings.replace("\n", "").isprintable():  # such as marks that reverse text
-        settings = yaml.safe_dump(config, sort_keys=False).strip()
+    settings = yaml.safe_dump(config, sort_keys=False).strip()
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
-    processor = "image_processor" if task == "image-classification" else "tokenizer"
     background = config["task"].get("background") if task == "image-classification" else None
-    example = "from transformers import pipeline\n\n"
-    example += f'answer = pipeline("{task}", {str(final)!r}, {processor}={str(final)!r})'
-    if task in ("text-classification", TEXT_TO_TEXT):
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if task == TEXT_TO_TEXT:
-            example = seq2seq_example(final, model)
-        else:
-            example += classifier_example(model)
     steps = f"{run_info['step']:,} steps"
     if run_info["step"] < run_info["steps"]:
         steps += f" (the best evaluation in {run_info['steps']:,})"
     source = escape_markdown(config["task"].get("data") or "the data of task.py")
     parts = [
-        f"---\n{yaml.safe_dump(header)}---" if header else "",
+        f"---\n{header.to_yaml()}\n---" if header.to_dict() else "",
         f"# {escape_markdown(config['project'])}: {escape_markdown(final.parent.name)}",
         f"Trained for {steps} of {config['global_batch_size']} samples, out of "
         f"{data['samples']:,}, from {source} "
         f"(data fingerprint {data['fingerprint']}).",
-        f"```python\n{example}\n```" if task else "",
+        f"```python\n{example_code(task, folder, final)}\n```" if task else "",
         f"Training put transparent images on {escape_markdown(background)}, and samestep predict "
         "does the same; `pipeline` ignores transparency: put such images on that colour first."
         if background

@@ -5,7 +5,6 @@ no other step waits.
 """
 
 import contextlib
-import operator
 import resource
 import socket
 import sys
@@ -21,7 +20,6 @@ from accelerate.utils import ProfileKwargs
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.base.console import IS_MAIN, one_line, say
-from samestep.base.files import replace_text
 from samestep.processes.ranks import Ranks, catch
 from samestep.report.peaks import peaks_of
 from samestep.step.batches import Batch
@@ -29,7 +27,7 @@ from samestep.step.stopwatch import Stopwatch
 
 BEHIND = 1.15  # times the median of the other processes: a straggler
 NOTICED = 0.005  # seconds a step, the least that it is behind: less is noise of the machine
-PERSISTS = 3, 20  # lines of metrics in a row, and steps, until it is named
+MIN_LINES, MIN_STEPS = 3, 20  # of metrics in a row, until it is named
 
 
 class SpeedMeter:
@@ -41,7 +39,7 @@ class SpeedMeter:
         self.unit = unit  # plural name of the loss terms
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
         # The process that was behind in the last lines, -1: none; these lines, and their steps.
-        self.slowest, self.behind = -1, (0, 0)
+        self.slowest, self.lines, self.steps, self.named = -1, 0, 0, False
         self.straggler: dict = {}  # a note, in the line of metrics that names it first
         self.hosts = ranks.gather(socket.gethostname())
 
@@ -139,29 +137,25 @@ class SpeedMeter:
         The arguments are seconds, with a row for each process and a column for each step since the
         last line.
         """
-        steps, slow = busy.shape[1], int(busy.sum(1).argmax())
-
-        def compare(seconds: np.ndarray) -> tuple[float, float]:
-            """A mean step of the slowest process, and the median of those of the others."""
-            means = seconds.mean(1)
-            return means[slow], np.median(np.delete(means, slow))
-
-        known = self.slowest == slow and all(map(operator.ge, self.behind, PERSISTS))
+        slow = int(busy.sum(1).argmax())
+        means = [seconds.mean(1) for seconds in (busy, compute, fetch)]  # of a step
+        own = [float(mean[slow]) for mean in means]
+        others = [float(np.median(np.delete(mean, slow))) for mean in means]
+        if own[0] <= max(BEHIND * others[0], others[0] + NOTICED):
+            slow = -1
         if self.slowest != slow:
-            self.slowest, self.behind = slow, (0, 0)
-        self.behind = (self.behind[0] + 1, self.behind[1] + steps)
-        own, others = compare(busy)
-        if own <= max(BEHIND * others, others + NOTICED):
-            self.slowest = -1
-        if known or self.slowest < 0 or not all(map(operator.ge, self.behind, PERSISTS)):
+            self.slowest, self.lines, self.steps, self.named = slow, 0, 0, False
+        self.lines, self.steps = self.lines + 1, self.steps + busy.shape[1]
+        if slow < 0 or self.named or self.lines < MIN_LINES or self.steps < MIN_STEPS:
             return {}
-        computing, fetching = (mine - usual for mine, usual in map(compare, (compute, fetch)))
+        self.named = True
+        computing, fetching = (own[i] - others[i] for i in (1, 2))
         return {
             "event": "straggler",
             "process": f"{slow} on {self.hosts[slow]}",
             "mostly": "computing" if computing >= fetching else "fetching data",
-            "step_seconds": own,
-            "median_of_others": others,
+            "step_seconds": own[0],
+            "median_of_others": others[0],
         }
 
 
@@ -197,16 +191,12 @@ class Profiler:
 
     def end(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
-        if not self.profile or step != self.last:
-            return
-        with self.meter.paused():
-            _, problem = catch(self.write)
+        if self.profile and step == self.last:
+            with self.meter.paused():
+                _, problem = catch(self.write)
             self.profile = None
-            problem = f"{type(problem).__name__}: {one_line(problem)}" if problem else ""
-            problems = self.meter.ranks.gather(problem)
-        for process, text in enumerate(problems):
-            if text:
-                say(f"no profile of process {process}: {text}")
+            if problem:
+                say(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
         """Writes the trace of this process and, on the main process, the table."""
@@ -217,7 +207,7 @@ class Profiler:
         if IS_MAIN:
             where = "cpu" if self.accelerator.device.type == "cpu" else "device"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
-            replace_text(self.folder / "operations.txt", table + "\n")
+            (self.folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
             say(
                 f"profile of steps {self.first} to {self.last}: {self.folder}; operations.txt has "
                 "the longest operations, and ui.perfetto.dev shows the traces"

@@ -31,7 +31,7 @@ def nan_to_null(line: dict) -> dict:
 
 
 def write_json_object(path: Path, line: dict) -> None:
-    """Writes or replaces a file with one JSON object; creates its folder if it is missing."""
+    """Writes or replaces a file of one line."""
     path.parent.mkdir(exist_ok=True)
     replace_text(path, json.dumps(nan_to_null(line)) + "\n")
 
@@ -162,8 +162,8 @@ class Log:
             self.file.close()
 
 
-def check_tracker(tracker: str, project: str) -> None:
-    """Raises ValueError if the tracker is not installed, or W&B refuses its key or the project."""
+def check_tracker(tracker: str) -> None:
+    """Raises ValueError if the tracker is not installed, or W&B refuses its key."""
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
             f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
@@ -171,11 +171,6 @@ def check_tracker(tracker: str, project: str) -> None:
         )
     if tracker == "wandb" and IS_MAIN:
         log_in_to_wandb()
-        if re.search(r"[/\\#?%:]", project) or not 0 < len(project) <= 128:
-            raise ValueError(
-                f"project is {one_line(project, 60)!r}; W&B allows 1 to 128 characters, without "
-                "/ \\ # ? % :"
-            )
 
 
 def log_in_to_wandb() -> bool:
@@ -185,7 +180,12 @@ def log_in_to_wandb() -> bool:
     try:
         return not os.environ.get("WANDB_MODE") and wandb.login(prompt=False, verify=False)
     except wandb.errors.AuthenticationError as error:
-        raise ValueError(f"W&B: {' '.join(str(error).split())}") from None
+        raise ValueError(f"W&B: {one_line(error)}") from None
+
+
+def silence() -> contextlib.redirect_stdout:
+    """Discards the dozen lines that Trackio prints about itself at the start and the end."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def start_tracker(accelerator: "Accelerator", config: dict) -> None:
@@ -201,7 +201,7 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": one_line(output.name, 100), "resume": "allow"}
-        with without_stdout():
+        with silence():
             accelerator.init_trackers(project, config, {"trackio": options})
         say(f"trackio: `trackio show --project {project}` shows the run")
     else:  # without a name it logs into the run folder, and TensorBoard shows the folder's name
@@ -210,14 +210,9 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         say(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
 
 
-def without_stdout() -> contextlib.redirect_stdout:
-    """Discards the dozen lines that Trackio prints about itself at the start and the end."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def end_tracker(accelerator: "Accelerator") -> None:
     """Closes the tracker, which first sends everything that is pending."""
-    with without_stdout():
+    with silence():
         if any(tracker.name == "trackio" for tracker in accelerator.trackers):
             importlib.import_module("trackio").finish()  # otherwise it does so at exit, and prints
         accelerator.end_training()
@@ -247,7 +242,7 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     try:
         accelerator.init_trackers(config["project"], config, {"wandb": options})
     except wandb.errors.CommError as error:
-        say(f"W&B: {' '.join(str(error).split())[:200]}")
+        say(f"W&B: {one_line(error, 200)}")
         accelerator.trackers.clear()
         wandb.teardown()  # otherwise the id counts as in use
         options["mode"] = "offline"

@@ -1,17 +1,19 @@
 """Builds the config dataclass from a recipe and flags. Each mistake is a ValueError of one line.
 
-Only fields can be set, and the type of a field decides how its value is read. jsonargparse prints
-the help and has the types of numbers, but it does not parse values: it would import classes that a
-value names, and expand YAML aliases, which multiply.
+Only fields can be set, and the type of a field decides how its value is read: 007 and yes are text
+in a field of text. jsonargparse has the types of numbers, but it does not parse values: it would
+import classes that a value names, and expand YAML aliases, which multiply.
 """
 
+import argparse
 import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import os
 import re
-import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,14 +21,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
-from jsonargparse.typing import registered_types, restricted_number_type
 
 from samestep.base.console import one_line
+from samestep.base.fields import EXPORT, NOTHING, ROUNDING, number_type  # noqa: F401  for train.py
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
-MAX_DEPTH = 20  # of nested lists and mappings
 NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "merge"))
 
 
@@ -36,30 +36,18 @@ NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "me
 class StrictLoader(yaml.SafeLoader):
     """PyYAML's safe loader, without surprises.
 
-    Refuses duplicate keys, of which the last would win silently, and all that can grow beyond its
-    text or is meant for programs: anchors and aliases, tags, merge keys, deep nesting.
+    Refuses duplicate keys, of which the last would win silently, and what can grow beyond its text
+    or is meant for programs: anchors and aliases, tags, merge keys.
     """
-
-    depth = 0
 
     def compose_node(self, parent, index):
         event = self.peek_event()
-        line = event.start_mark.line + 1
-        if getattr(event, "anchor", None):
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
             raise ValueError(
-                f"line {line}: & and * (anchors, aliases) are not supported; quote the text, or "
-                "write the value itself"
+                f"line {event.start_mark.line + 1}: & and * (anchors, aliases) and ! (tags) are "
+                "not supported; quote the text, or write the value itself"
             )
-        if getattr(event, "tag", None):
-            raise ValueError(
-                f"line {line}: the tag {event.tag} is not supported; quote it, or leave it out"
-            )
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ValueError(f"line {line}: lists or mappings are nested deeper than {MAX_DEPTH}")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor):
         node, lines = super().compose_mapping_node(anchor), {}
@@ -81,7 +69,7 @@ def compose_yaml(text: str) -> yaml.Node:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
 
@@ -95,30 +83,18 @@ def plain_value(node: yaml.Node) -> Any:
 
 def read_small_file(path: Path) -> str:
     """The text of a small file; raises OSError, or ValueError if it is large or no file."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # reading may block or never end
-        raise ValueError("this is a pipe or a device; give a file")
-    with open(path, "rb") as file:
-        content = file.read(MAX_FILE_SIZE + 1)
-    if len(content) > MAX_FILE_SIZE:
-        raise ValueError(f"the file has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
-    return content.decode()
+    size = path.stat().st_size
+    if not path.is_file() or size > MAX_FILE_SIZE:  # reading a pipe may never end
+        raise ValueError(f"this is no file of at most {MAX_FILE_SIZE:,} bytes; give a YAML file")
+    return path.read_text(encoding="utf-8")
 
 
 # ---- Values --------------------------------------------------------------------------------------
 
+# Numbers without the underscores, hexadecimal digits and sexagesimals of YAML.
+FORMS = {int: "[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"}
 # Tensors hold integers below 2**63, and optimizers compute with float32.
-MAX_INT, MAX_FLOAT = 2**63 - 1, torch.finfo(torch.float32).max
-
-
-def number_type(name: str, base: type, first: float, last: float) -> Any:
-    """The type of the numbers from `first` to `last`, both included."""
-    text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
-    limits = [(">=", first), ("<=", last)]
-    # jsonargparse refuses a range that it knows by another name.
-    known = registered_types.get((tuple(sorted(limits)), base, "and"))
-    return known or restricted_number_type(name, base, limits, docstring=text)
-
+LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}
 
 BatchSize = number_type("BatchSize", int, 1, 10_000_000)
 Workers = number_type("Workers", int, 0, 256)
@@ -130,17 +106,15 @@ WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
 
 
 def convert(kind: Any, node: yaml.Node) -> Any:
-    """The value of a field with this type. Raises ValueError, which names the expected values.
-
-    The type decides, not YAML: in a text field, 007 and yes are text.
-    """
-    origin, inner = get_origin(kind) or kind, get_args(kind)
+    """The value of a field with this type. Raises ValueError, which names the expected values."""
+    origin, inner, members = get_origin(kind) or kind, get_args(kind), union_members(kind)
     text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
-    if len(union_members(kind)) > 1:
-        lists = [each for each in union_members(kind) if get_origin(each) is list]
+    problem = f"expected {describe_type(kind)}"
+    if len(members) > 1:
+        lists = [each for each in members if get_origin(each) is list]
         if lists and isinstance(node, yaml.SequenceNode):
             return convert(lists[0], node)  # its error names the wrong element
-        for each in union_members(kind):
+        for each in members:
             with suppress(ValueError):  # try the next type
                 return convert(each, node)
     elif kind is NoneType and node.tag == NULL:
@@ -162,38 +136,22 @@ def convert(kind: Any, node: yaml.Node) -> Any:
         options = {str(option): option for option in inner}
         if text in options:
             return options[text]
-    elif kind is str:
-        if "\0" not in text and not re.search("[\ud800-\udfff]", text):
-            return text
-        raise ValueError(f"expected UTF-8 without NUL; got {show_node(node)}")
+    elif kind is str and not re.search("[\0\ud800-\udfff]", text):
+        return text
     elif kind is bool:
         if text.lower() in yaml.SafeLoader.bool_values:
             return yaml.SafeLoader.bool_values[text.lower()]
     elif isinstance(kind, type) and issubclass(kind, (int, float)):
-        return to_number(kind, node)
-    raise ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
-
-
-def to_number(kind: type, node: yaml.ScalarNode) -> int | float:
-    """A plain int or float, because checkpoints store no other types; raises ValueError."""
-    text, wrong = node.value, ValueError(f"expected {describe_type(kind)}; got {show_node(node)}")
-    if not re.fullmatch(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-        raise wrong
-    if issubclass(kind, float):
-        value = float(text)
-        if abs(value) > MAX_FLOAT:
-            raise ValueError(
-                f"expected a number that float32 holds, up to 3.4e38; got {show_node(node)}"
-            )
-    elif not text.lstrip("+-").isdecimal():
-        raise wrong
-    elif len(text) > 20 or abs(value := int(text)) > MAX_INT:
-        raise ValueError(f"expected a number below 2**63; got {show_node(node)}")
-    try:
-        kind(value)
-    except ValueError:
-        raise wrong from None
-    return value
+        base = float if issubclass(kind, float) else int
+        with suppress(ValueError):  # out of the range of this type
+            if re.fullmatch(FORMS[base], text) and kind(value := base(text)) == value:
+                if abs(value) <= LARGEST[base]:
+                    return value  # not of `kind`: checkpoints store no other types
+                end = "2**63" if base is int else "3.4e38, which float32 holds"
+                problem = f"expected a number below {end}"
+    others = {yaml.MappingNode: "a mapping", yaml.SequenceNode: "a list"}
+    got = others.get(type(node), "nothing") if text is None else one_line(repr(text), 60)
+    raise ValueError(f"{problem}; got {got}")
 
 
 def union_members(kind: Any) -> tuple:
@@ -218,23 +176,10 @@ def describe_type(kind: Any) -> str:
     return words.get(origin) or "no value, because a field of this type can only be set in the code"
 
 
-def show_node(node: yaml.Node) -> str:
-    """A value as error messages quote it."""
-    if not isinstance(node, yaml.ScalarNode):
-        return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
-    return "nothing" if node.tag == NULL else one_line(repr(node.value), 60)
-
-
 # ---- Metadata ------------------------------------------------------------------------------------
 
-# The effect of changing a field when a run continues. Without metadata, the change affects the
-# result and has to be accepted.
-NOTHING = {"changes": "nothing"}
-ROUNDING = {"changes": "rounding"}  # the same result up to rounding and the masks of dropout
-EXPORT = {"changes": "export"}  # what is exported or reported; a finished run does that again
-UNSAVED = {"changes": "nothing", "saved": False}  # for one start: not in config.yaml
+UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
 ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
-
 
 # Fields that only a run reads: neither an evaluation alone, nor a few steps of samestep hardware.
 RUN = """max_steps num_epochs max_skipped_steps lr_schedule warmup_steps decay_fraction
@@ -266,24 +211,22 @@ def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in fields:
-            raise ValueError(
-                unknown_field(name if name and word.startswith("--") else word, fields)
-            )
-        kind = fields[name][0]
+            raise ValueError(unknown_field(name if word.startswith("--") else word, fields))
+        if name in given:
+            raise ValueError(f"--{name} is given twice")
+        members = union_members(fields[name][0])
         if not equals:
             if words and not words[0].startswith("--"):
                 text = words.pop(0)
-            elif kind is bool:  # --check is short for --check true
+            elif bool in members:  # --check is short for --check true
                 text = "true"
             else:
                 raise ValueError(f"--{name}: expected one argument")
-        if name in given:
-            raise ValueError(f"--{name} is given twice")
-        listed = any((get_origin(k) or k) in (list, tuple, dict, Any) for k in union_members(kind))
-        null = NoneType in union_members(kind) and text == "null"
-        given[name] = (
-            compose_yaml(text) if listed else yaml.ScalarNode(NULL if null else TEXT, text)
-        )
+        if any((get_origin(each) or each) in (list, tuple, dict, Any) for each in members):
+            given[name] = compose_yaml(text)
+        else:
+            null = NoneType in members and text == "null"
+            given[name] = yaml.ScalarNode(NULL if null else TEXT, text)
     return given
 
 
@@ -324,10 +267,15 @@ def unknown_field(wrong: str, fields: dict) -> str:
     group = [name for name in fields if name.startswith(f"{wrong}.")]
     if group:
         return f"{wrong} is a group of fields; give them one by one, as --{group[0]}"
-    near = [name for name in fields if name.endswith(f".{wrong}")]
-    near = near or difflib.get_close_matches(wrong[:100], fields, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]}?" if near else "python train.py --help lists them"
+    hint = suggestion(wrong, fields, "python train.py --help lists them")
     return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
+
+
+def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
+    """The nearest of these names as a question, or else the other text."""
+    near = [name for end in "._" for name in names if name.endswith(end + wrong)]
+    near = near or difflib.get_close_matches(wrong[:100], names, n=1, cutoff=0.65)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict[str, Any]:
@@ -426,7 +374,7 @@ def parse_config(
     except ValueError as error:
         raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
     cfg = replace_fields(config_class(), recipe | flags)
-    remarks = choose_length(cfg, flags, recipe)
+    remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
     check_unread_fields(cfg, flags, recipe, fields)
     return cfg, path, remarks
 
@@ -436,65 +384,58 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
 
     Returns a remark if one of them was replaced. Raises ValueError if none or both are given.
     """
-    names = ["max_steps", "num_epochs"]
-    if not all(hasattr(cfg, name) for name in names):
-        return []
     kept = {name: value for name, value in recipe.items() if name not in flags}
     for given, place in ((flags, "the command line"), (kept, "the recipe")):
-        asked = [name for name in names if given.get(name)]
+        asked = [name for name in ("max_steps", "num_epochs") if given.get(name)]
         if len(asked) == 2:
             raise ValueError(f"{place} gives both max_steps and num_epochs; give one of them")
         if asked:
-            wins, other = asked[0], names[1 - names.index(asked[0])]
-            value = kept.get(other)
-            setattr(cfg, other, type(getattr(cfg, other))(0))
-            line = f"--{wins} {given[wins]} replaces {other} {value} of the recipe"
-            return [line] if value else []
-    if not cfg.max_steps and not cfg.num_epochs:
+            wins = asked[0]
+            other = "num_epochs" if wins == "max_steps" else "max_steps"
+            setattr(cfg, other, 0 if other == "max_steps" else 0.0)
+            line = f"--{wins} {given[wins]} replaces {other} {kept.get(other)} of the recipe"
+            return [line] if kept.get(other) else []
+    if not (cfg.max_steps or cfg.num_epochs):
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
     return []
 
 
-def field_headings(config_class: Any, prefix: str = "", title: str = "Fields") -> dict[str, str]:
-    """The heading of each field in --help: the comment after a blank line that opens its group.
+# In the source of a dataclass: a comment that opens a group, a field, a docstring.
+PARTS = re.compile(r'\n\n    # ([^\n]+)|^    (\w+):|^    """(.+?)"""', re.M | re.S)
 
-    The fields of a class come before those of its bases.
-    """
-    headings, kinds = {}, get_type_hints(config_class)
+
+def field_notes(config_class: Any, prefix: str = "", title: str = "") -> dict[str, list[str]]:
+    """The heading and the docstring of each field; those of a class come before its bases'."""
+    notes: dict[str, list[str]] = {}
     for base in config_class.__mro__[:-1]:
-        heading, previous = title, ""
-        for line in inspect.getsource(base).splitlines():
-            if not previous and (comment := re.fullmatch(r"    # (.+)", line)):
-                heading = f"{title}: {comment[1]}" if prefix else comment[1]
-            elif field := re.match(r"    (\w+):", line):
-                headings.setdefault(prefix + field[1], heading)
-            previous = line
-    for name, kind in kinds.items():
+        heading, new = title or "Fields", [""]
+        for comment, field, text in PARTS.findall(inspect.getsource(base)):
+            if comment:
+                heading = f"{title}: {comment}" if title else comment
+            elif field:
+                new = notes.setdefault(prefix + field, [heading])
+            elif len(new) == 1:
+                new.append(" ".join(text.split()))
+    for name, kind in get_type_hints(config_class).items():
         if dataclasses.is_dataclass(kind):
-            headings |= field_headings(kind, f"{prefix}{name}.", name.capitalize())
-    return headings
+            notes |= field_notes(kind, f"{prefix}{name}.", name.capitalize())
+    return notes
 
 
-def show_help(cfg: Any, recipe: Path | str, usage: str) -> None:
-    """Prints all flags under headings: description, type, and the value that would be used."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(prog="train.py", usage=usage, print_config=None)
+def show_help(cfg: Any, recipe: Path, usage: str) -> None:
+    """Prints all flags under headings: description, values, and the one that would be used."""
+    parser = argparse.ArgumentParser("train.py", usage=usage)
     about = "The recipe; the defaults below are its values."
-    parser.add_argument("--config", default=str(recipe), help=about)
-    parser.add_class_arguments(type(cfg))
-    names = fields_of(type(cfg))
-    values = {name: functools.reduce(getattr, name.split("."), cfg) for name in names}
-    parser.set_defaults(values)
-    headings, actions, groups = field_headings(type(cfg)), {}, {}
-    for group in parser._action_groups:  # argparse has no public way to move a flag
-        for action in [each for each in group._group_actions if each.dest in headings]:
-            group._group_actions.remove(action)
-            # jsonargparse's flag that appends to a list, which read_flags does not know
-            action.option_strings = [name for name in action.option_strings if name[-1] != "+"]
-            actions[action.dest] = action
-    for name, heading in headings.items():
-        if name in names:  # else a group of fields, such as --task
-            if heading not in groups:
-                groups[heading] = parser.add_argument_group(heading)
-            groups[heading]._group_actions.append(actions[name])
+    parser.add_argument("--config", help=f"{about} (default: {recipe})".replace("%", "%%"))
+    notes, groups = field_notes(type(cfg)), {}
+    kinds = fields_of(type(cfg))
+    for name in sorted(kinds, key=[*notes, *kinds].index):
+        heading, about = (*notes.get(name, ["Fields"]), "")[:2]
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        value = functools.reduce(getattr, name.split("."), cfg)
+        shown = value if value and isinstance(value, str) else json.dumps(value, default=str)
+        about = f"{about} ({describe_type(kinds[name][0])}; default: {shown})".replace("%", "%%")
+        metavar = name.rpartition(".")[2].upper()
+        groups[heading].add_argument(f"--{name}", metavar=metavar, help=about)
     parser.print_help()

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from samestep.base.fields import refuse
 
 Batch = dict[str, torch.Tensor]
 # Keys of metrics.jsonl that no score may have, also with the name of a source: eval_loss/NAME.
@@ -163,20 +166,16 @@ def check_functions(task: Any) -> None:
             "python -m samestep example plain_module"
         )
     for name in [*REQUIRED, *OPTIONAL]:
-        function = getattr(task, name, None)
-        if not callable(function):
-            continue
-        wanted = [each for each in inspect.signature(getattr(Task, name)).parameters][1:]
-        try:
-            inspect.signature(function).bind(*wanted)
-        except TypeError:
+        if callable(function := getattr(task, name, None)):
+            wanted = [*inspect.signature(getattr(Task, name)).parameters][1:]
             given = inspect.signature(function)
-            raise ValueError(
-                f"task.py: {name}{given} is called as {name}({', '.join(wanted)}); give it these "
-                "parameters"
-            ) from None
-        except ValueError:  # a function written in C may have no signature
-            continue
+            try:
+                given.bind(*wanted)
+            except TypeError:
+                raise ValueError(
+                    f"task.py: {name}{given} is called as {name}({', '.join(wanted)}); give it "
+                    "these parameters"
+                ) from None
 
 
 def describe_value(value: Any) -> str:
@@ -186,15 +185,19 @@ def describe_value(value: Any) -> str:
     return f"{value!r:.60}, {type(value).__name__}"
 
 
+def expect(right: object, place: str, value: Any, wanted: str) -> None:
+    """Raises ValueError, with the place and the value in task.py, unless the value is right."""
+    if not right:
+        raise ValueError(f"task.{place} {describe_value(value)}; give {wanted}")
+
+
 def check_datasets(data: Any) -> None:
     """Raises ValueError unless these are two datasets that know their length."""
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        raise ValueError(f"task.datasets returns {describe_value(data)}; give (train, validation)")
+    right = isinstance(data, tuple | list) and len(data) == 2
+    expect(right, "datasets returns", data, "(train, validation)")
     for each in data:
-        if not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
-            raise ValueError(
-                f"task.datasets returns {describe_value(each)}; give datasets with len() and [i]"
-            )
+        right = hasattr(each, "__len__") and hasattr(each, "__getitem__")
+        expect(right, "datasets returns", each, "datasets with len() and [i]")
 
 
 def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
@@ -208,46 +211,41 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
     fields = list(Source.__annotations__)
     known = isinstance(sources, list | tuple) and len(sources)
     if not known or not all(hasattr(each, field) for each in sources for field in fields):
-        if not own:  # an attribute with another meaning
-            return []
-        raise ValueError(
-            f"task.sources returns {describe_value(sources)}; give a list of sources, each with "
-            f"{', '.join(fields)}"
-        )
+        names = f"a list of sources, each with {', '.join(fields)}"
+        expect(not own, "sources returns", sources, names)
+        return []  # an attribute with another meaning
     for each in sources:
-        check_source(each)
+        shards = np.asarray([each.rows] if each.shards is None else each.shards)
+        numbers = np.array([each.rows, each.weight - 1, each.window - 1, *shards.flat])
+        whole = numbers.dtype.kind in "iu" and numbers.min() >= 0
+        if not whole or shards.ndim != 1 or shards.sum() != each.rows:
+            raise ValueError(
+                f"task.sources: {each.name!r} needs whole numbers: rows from 0, a weight and a "
+                "window from 1, and shards, an int array, that add up to the rows"
+            )
     name, times = Counter(each.name for each in sources).most_common(1)[0]
-    if times > 1:
-        raise ValueError(f"task.sources: {times} are called {name!r}; give each another name")
-    total = sum(each.rows for each in sources)
-    if total != len(dataset):
-        raise ValueError(
-            f"task.sources: {', '.join(f'{each.name} has {each.rows:,} rows' for each in sources)}"
-            f"; together {total:,}, but the dataset has {len(dataset):,}"
-        )
-    empty = [each.name for each in sources if not each.rows]
-    if empty and training:
-        raise ValueError(f"task.sources: {empty[0]!r} has no rows to train on; leave it out")
+    rows = {each.name: each.rows for each in sources}
     weights = [int(each.weight) for each in sources]
     period = sum(weights) // math.gcd(*weights)
-    if period > LONGEST_PERIOD:
-        raise ValueError(
-            f"task.sources: the weights {weights} repeat after {period:,} samples; give weights in "
-            f"about the same proportion with a sum of at most {LONGEST_PERIOD:,}"
-        )
+    refuse(
+        (times > 1, f"{times} are called {name!r}; give each another name"),
+        (
+            sum(rows.values()) != len(dataset),
+            f"{', '.join(f'{name} has {n:,} rows' for name, n in rows.items())}; together "
+            f"{sum(rows.values()):,}, but the dataset has {len(dataset):,}",
+        ),
+        *(
+            (training and not n, f"{name!r} has no rows to train on; leave it out")
+            for name, n in rows.items()
+        ),
+        (
+            period > LONGEST_PERIOD,
+            f"the weights {weights} repeat after {period:,} samples; give weights in about the "
+            f"same proportion with a sum of at most {LONGEST_PERIOD:,}",
+        ),
+        start="task.sources: ",
+    )
     return [each for each in sources if each.rows]
-
-
-def check_source(source: Source) -> None:
-    """Raises ValueError unless a source has whole numbers, and shards of all its rows."""
-    shards = np.asarray([source.rows] if source.shards is None else source.shards)
-    numbers = np.array([source.rows, source.weight - 1, source.window - 1, *shards.flat])
-    whole = numbers.dtype.kind in "iu" and numbers.min() >= 0
-    if not whole or shards.ndim != 1 or shards.sum() != source.rows:
-        raise ValueError(
-            f"task.sources: {source.name!r} needs whole numbers: rows from 0, a weight and a "
-            "window from 1, and shards, an int array, that add up to the rows"
-        )
 
 
 def check_rows(ids: Iterable[int], rows: list) -> None:
@@ -267,54 +265,42 @@ def check_rows(ids: Iterable[int], rows: list) -> None:
 
 def check_batch(batch: Any) -> None:
     """Raises ValueError unless this is a dict of tensors on the CPU."""
-    if not isinstance(batch, dict) or not batch:
-        raise ValueError(f"task.collate returns {describe_value(batch)}; give a dict of tensors")
+    expect(isinstance(batch, dict) and batch, "collate returns", batch, "a dict of tensors")
     for name, value in batch.items():
-        if not torch.is_tensor(value) or value.device.type != "cpu":
-            raise ValueError(
-                f"task.collate: {name!r} is {describe_value(value)}; give a tensor on the CPU"
-            )
+        on_cpu = torch.is_tensor(value) and value.device.type == "cpu"
+        expect(on_cpu, f"collate: {name!r} is", value, "a tensor on the CPU")
 
 
 def check_count(count: Any) -> int:
     """The result of task.count as an int; raises ValueError unless it is a whole number from 0."""
     try:
-        number = count.__index__()
-    except (AttributeError, TypeError):
+        number = operator.index(count)
+    except TypeError:
         number = -1
-    if number < 0:
-        raise ValueError(
-            f"task.count returns {describe_value(count)}; give the number of loss terms, an int"
-        )
+    expect(number >= 0, "count returns", count, "the number of loss terms, an int")
     return number
 
 
 def check_model(model: Any) -> torch.nn.Module:
     """The model of task.build_model; raises ValueError for anything else."""
-    if isinstance(model, torch.nn.Module):
-        return model
-    raise ValueError(f"task.build_model returns {describe_value(model)}; give an nn.Module")
+    expect(isinstance(model, torch.nn.Module), "build_model returns", model, "an nn.Module")
+    return model
 
 
 def check_loss(loss: Any) -> None:
     """Raises ValueError unless this is a float32 scalar with a gradient."""
-    if torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32):
-        if loss.requires_grad:
-            return
+    right = torch.is_tensor(loss) and (loss.shape, loss.dtype) == ((), torch.float32)
+    expect(right, "loss_sum returns", loss, "the sum of the losses, a float32 of shape ()")
+    if not loss.requires_grad:
         raise ValueError("task.loss_sum returns a loss without a gradient; call model(...) for it")
-    raise ValueError(
-        f"task.loss_sum returns {describe_value(loss)}; give the sum of the losses, a float32 of "
-        "shape ()"
-    )
 
 
 def check_sums(sums: Any) -> None:
     """Raises ValueError unless this is a dict of tensors that float64 can hold, and that count."""
-    if not isinstance(sums, dict) or not sums:
-        raise ValueError(f"task.eval_sums returns {describe_value(sums)}; give a dict of tensors")
+    expect(isinstance(sums, dict) and sums, "eval_sums returns", sums, "a dict of tensors")
     for name, value in sums.items():
-        if not torch.is_tensor(value) or value.is_complex():
-            raise ValueError(f"task.eval_sums: {name!r} is {describe_value(value)}; give a tensor")
+        right = torch.is_tensor(value) and not value.is_complex()
+        expect(right, f"eval_sums: {name!r} is", value, "a tensor")
         if value.dtype in (torch.bfloat16, torch.float16):  # a matrix product, under autocast
             raise ValueError(
                 f"task.eval_sums: {name!r} is {describe_value(value)}, which rounds sums; call "
@@ -325,19 +311,15 @@ def check_sums(sums: Any) -> None:
 def check_metrics(metrics: Any) -> dict[str, float]:
     """The task's metrics as floats; raises ValueError for anything else."""
     numbers = {}
-    if not isinstance(metrics, dict) or "loss" not in metrics:
-        raise ValueError(
-            f"task.metrics returns {describe_value(metrics)}; give a dict of floats, with 'loss'"
-        )
+    right = isinstance(metrics, dict) and "loss" in metrics
+    expect(right, "metrics returns", metrics, "a dict of floats, with 'loss'")
     for name, value in metrics.items():
         if not isinstance(name, str) or name.partition("/")[0] in RESERVED:
             raise ValueError(f"task.metrics: a score cannot be called {name!r}; give another name")
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # text, or a tensor of several numbers
-            raise ValueError(
-                f"task.metrics: {name!r} is {describe_value(value)}; give a float"
-            ) from None
+            expect(False, f"metrics: {name!r} is", value, "a float")
     return numbers
 
 
@@ -376,40 +358,32 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
 
     def typed_loss(model: Any, batch: Batch) -> tuple[torch.Tensor, str]:
         loss = task.loss_sum(model, batch)
-        return loss, str(loss.dtype)  # outside, accelerate has made it float32
+        return loss, str(loss.dtype).removeprefix("torch.")  # outside it is float32, too
 
     model.eval()
     sums, *halves = [model(checked_sums, batch) for batch in batches]
-    warnings = [
-        warn_if_mean(f"eval_sums: {name!r}", sums[name], [half[name] for half in halves])
-        for name in sums
-        if halves
-    ]
+    compared = [(f"eval_sums: {n!r}", sums[n], [half[n] for half in halves]) for n in sums]
+    warnings = []
     if halves:
         with contextlib.suppress(Exception):  # it may need columns that only training rows have
             (loss, dtype), *parts = [model(typed_loss, batch) for batch in batches]
-            warnings.append(warn_if_mean("loss_sum", loss, [part for part, _ in parts]))
-            if dtype in ("torch.bfloat16", "torch.float16"):  # check_loss refuses others
+            compared.append(("loss_sum", loss, [part for part, _ in parts]))
+            if dtype in ("bfloat16", "float16"):  # check_loss refuses others
                 warnings.append(
-                    f"warning: task.loss_sum computes the loss in {dtype.removeprefix('torch.')}, "
-                    "since it runs under autocast; call .float() on the outputs of the model"
+                    f"warning: task.loss_sum computes the loss in {dtype}, since it runs under "
+                    "autocast; call .float() on the outputs of the model"
                 )
     model.train()
-    try:
-        metrics = task.metrics({name: value.cpu().double() for name, value in sums.items()})
-    except (ArithmeticError, ValueError):  # a metric may be undefined for so few rows
-        pass
-    else:
-        check_metrics(metrics)
-    return [warning for warning in warnings if warning]
-
-
-def warn_if_mean(name: str, whole: torch.Tensor, halves: list[torch.Tensor]) -> str:
-    """A warning if the value of a batch is far from the sum over its halves, else ""."""
-    total, parts = (sum(float(each.sum()) for each in some) for some in ([whole], halves))
-    if not halves or not abs(total - parts) > 0.2 * abs(parts) + 1e-6:  # NaN passes
-        return ""
-    return (
-        f"warning: task.{name} is {total:.5g} for a batch, but {parts:.5g} as the sum of its two "
-        "halves: is it a mean? A sum is expected"
-    )
+    for name, whole, each in compared if halves else ():
+        total, added = float(whole.sum()), sum(float(part.sum()) for part in each)
+        if abs(total - added) > 0.2 * abs(added) + 1e-6:
+            warnings.append(
+                f"warning: task.{name} is {total:.5g} for a batch, but {added:.5g} as the sum of "
+                "its two halves: is it a mean? A sum is expected"
+            )
+    totals = {name: value.cpu().double() for name, value in sums.items()}
+    metrics: Any = {"loss": 0.0}
+    with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
+        metrics = task.metrics(totals)
+    check_metrics(metrics)
+    return warnings

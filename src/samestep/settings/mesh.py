@@ -6,6 +6,7 @@ the same micro-batches together, and are one replica. All that depends on these 
 here.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,16 +93,14 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
     Raises ValueError if these sizes do not make up the processes.
     """
     sizes = {name: int(axes.get(name) or 1) for name in AXES}
-    layout = Layout(processes, rank, kinds, **sizes)
-    if "PARALLELISM_CONFIG" in kinds:
-        product = layout.dp_replicate * layout.dp_shard * layout.together
-        if product != processes:
-            named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            raise ValueError(
-                f"parallelism_config needs {product} processes ({named or 'all sizes are 1'}), and "
-                f"num_processes is {processes}; make them equal"
-            )
-    return layout
+    product = math.prod(sizes.values())
+    if "PARALLELISM_CONFIG" in kinds and product != processes:
+        named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise ValueError(
+            f"parallelism_config needs {product} processes ({named or 'all sizes are 1'}), and "
+            f"num_processes is {processes}; make them equal"
+        )
+    return Layout(processes, rank, kinds, **sizes)
 
 
 def this_layout() -> Layout:

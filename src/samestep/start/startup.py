@@ -24,7 +24,7 @@ import torch
 
 from samestep.base import console, run_folder
 from samestep.base.console import IS_MAIN, escaped, one_line
-from samestep.base.fields import flatten
+from samestep.base.fields import check_pairs, refuse
 from samestep.checkpoint import checkpoints
 from samestep.data.cache import digest_of
 from samestep.processes import agreement, ranks
@@ -78,24 +78,22 @@ class RunStart:
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
-        point = self.point
+        point, rows = self.point, len(self.data[1])
         if point.finished and not self.cfg.check:
             return (
                 f"{self.output} is finished: {point.finished}; for a new run give another "
                 "--output_dir"
             )
         if self.cfg.eval_only:
-            rows = f"{len(self.data[1]):,} samples"
-            return f"checked: {self.output} evaluates {point.checkpoint} on {rows}"
-        start = "starts from the beginning"
-        if point.checkpoint:
-            start = f"goes on from {point.checkpoint}"
-        if point.finished:
-            start = "is finished"
+            return f"checked: {self.output} evaluates {point.checkpoint} on {rows:,} samples"
+        start = (
+            f"goes on from {point.checkpoint}" if point.checkpoint else "starts from the beginning"
+        )
+        start = "is finished" if point.finished else start
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
         checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
         launching = checkpoints.VERIFIED_FILE in os.environ  # the run prints the remarks itself
-        return "\n".join([*point.remarks * (not launching), checked])
+        return checked if launching else "\n".join([*point.remarks, checked])
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
@@ -117,21 +115,17 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
-    if cfg.output_dir.startswith("~"):
-        raise UserError(f"output_dir is {one_line(cfg.output_dir, 100)}: there is no such user")
-    if "://" in cfg.output_dir:
-        url = one_line(cfg.output_dir, 100)
-        raise UserError(f"output_dir is {url}, a URL; give a folder, and copy it when the run ends")
-    if escaped(cfg.output_dir) != cfg.output_dir:
-        name = one_line(cfg.output_dir, 100)
-        raise UserError(f"output_dir is {name}, which a terminal cannot show; give another")
-    for name, value in flatten(dataclasses.asdict(cfg)).items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{name} is {value!r}, which config.yaml cannot hold: {error}"
-            ) from None
+    shown = one_line(cfg.output_dir, 100)
+    refuse(
+        (cfg.output_dir.startswith("~"), "there is no such user"),
+        ("://" in cfg.output_dir, "a URL; give a folder, and copy it when the run ends"),
+        (escaped(cfg.output_dir) != cfg.output_dir, "which a terminal cannot show; give another"),
+        start=f"output_dir is {shown}, ",
+    )
+    try:
+        json.dumps(dataclasses.asdict(cfg))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.yaml cannot hold a value of the config: {error}") from None
     return cfg, remarks
 
 
@@ -192,90 +186,62 @@ def check_output_outside_data(cfg: Any) -> None:
 
 
 def check_sharing(cfg: Any, layout: Layout) -> None:
-    """Raises UserError for fields that do not go with how the processes share the model."""
-    compresses = cfg.gradient_compression != "none"
-    if compresses and (cfg.exact or cfg.device_shares == "auto" or layout.sharded):
-        raise UserError(
-            f"gradient_compression is {cfg.gradient_compression}, which goes with neither exact, "
-            "nor device_shares auto, nor sharded weights; set it to none"
-        )
-    if cfg.exact and cfg.compile:
-        raise UserError(
-            "exact does not go with compile, whose code depends on the order in which a process "
-            "sees the shapes of its batches; set one of them to false"
-        )
-    if cfg.device_shares != "equal" and layout.sharded:
-        raise UserError(
-            "device_shares must be equal where processes share the weights of a model, and so "
-            "compute in step; set it to equal, or use multi_gpu_bf16.yaml"
-        )
-    if cfg.exact and (layout.together > 1 or layout.deepspeed):
-        how = "DeepSpeed" if layout.deepspeed else "tensor or context parallelism"
-        raise UserError(
-            f"exact does not go with {how}, which adds numbers in an order of its own; use "
-            "fsdp2.yaml or multi_gpu_bf16.yaml, or set exact to false"
-        )
-    if cfg.compile and layout.cp > 1:
-        raise UserError(
-            "compile does not go with context parallelism, which replaces torch's attention while "
-            "a batch is computed; set compile to false, or use fsdp2.yaml"
-        )
-    if cfg.async_save and layout.deepspeed:
-        raise UserError(
-            "async_save does not go with DeepSpeed, which writes its own checkpoints; set "
-            "async_save to false, or use fsdp2.yaml"
-        )
-    if cfg.compile and layout.deepspeed:
-        raise UserError(
-            "compile does not go with DeepSpeed, which compiles models its own way; set compile to "
-            "false, or use fsdp2.yaml"
-        )
+    """Raises ValueError for fields that do not go with how the processes share the model.
+
+    They would change the numbers, or other code than ours does the work: see docs/hardware.md.
+    """
+    compression, equal = "gradient_compression", cfg.device_shares == "equal"
+    compresses, auto = cfg.gradient_compression != "none", cfg.device_shares == "auto"
+    zero, shares, none = layout.deepspeed, "set device_shares to equal", "set it to none"
+    check_pairs(
+        (compresses and cfg.exact, compression, "exact", none),
+        (compresses and auto, compression, "device_shares auto", none),
+        (compresses and layout.sharded, compression, "sharded weights", none),
+        (not equal and layout.sharded, "device_shares", "sharded weights", shares),
+        (cfg.exact and cfg.compile, "exact", "compile", "set one of them to false"),
+        (cfg.exact and zero, "exact", "DeepSpeed", "use fsdp2.yaml"),
+        (cfg.exact and layout.tp > 1, "exact", "tensor parallelism", "use fsdp2.yaml"),
+        (cfg.exact and layout.cp > 1, "exact", "context parallelism", "use fsdp2.yaml"),
+        (cfg.compile and layout.cp > 1, "compile", "context parallelism", "use fsdp2.yaml"),
+        (cfg.compile and zero, "compile", "DeepSpeed", "use fsdp2.yaml"),
+        (zero and cfg.async_save, "async_save", "DeepSpeed", "use fsdp2.yaml"),
+    )
 
 
 def check_profile(steps: list[int] | None) -> None:
-    """Raises UserError unless this is the first and the last of a few steps."""
+    """Raises ValueError unless this is the first and the last of a few steps."""
     if steps is not None and (len(steps) != 2 or not 0 <= steps[1] - steps[0] < 100):
-        raise UserError(
+        raise ValueError(
             f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
             "[10, 13]"
         )
 
 
-def check_rows(rows: Any, layout: Layout) -> None:
-    """Raises UserError for rows that context parallelism cannot cut.
+def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: int) -> None:
+    """Raises ValueError for rows that context parallelism cannot cut into so many parts.
 
     It takes every position of a row to see all earlier ones, and counts losses by position.
     """
-    row = rows[0] if layout.cp > 1 else None
-    if row is None:
-        return
-    if not isinstance(row, Mapping) or not {*ROW} <= {*row}:
-        raise UserError(
-            "context parallelism cuts rows of tokens with a label for each, and the rows of "
-            "task.py lack input_ids or labels; use fsdp2.yaml"
-        )
-    if "position_ids" in row:
-        raise UserError(
-            "context parallelism cuts rows, and rows packed by best_fit hold texts that must not "
-            "see each other; set task.packing to stream, which plain texts allow, or use fsdp2.yaml"
-        )
-    lengths = [len(row[name]) if hasattr(row[name], "__len__") else 0 for name in ROW]
-    parts = 2 * layout.cp  # each process takes a part from the front and one from the back
-    if len({*lengths}) > 1 or lengths[0] % parts:
-        raise UserError(
-            f"context parallelism cuts rows into {parts} equal parts, and the first row has "
-            f"{lengths[0]} input_ids and {lengths[1]} labels; give a context_length that {parts} "
-            "divides"
-        )
-
-
-def check_shared_rows(cfg: Any, task: contract.Task, prepared: Any) -> None:
-    """Raises ValueError if the rows of this task, or with these settings, cannot be cut."""
-    if not hasattr(task, "check_shared_rows"):
-        raise UserError(
-            "context parallelism cuts rows, of which each token sees all earlier ones, and task.py "
-            "has no function check_shared_rows, which says that its rows are such; use fsdp2.yaml"
-        )
+    row = rows[0]
+    columns = isinstance(row, Mapping) and {*ROW} <= {*row}
+    cells = [row[name] for name in ROW] if columns else [[], []]
+    tokens, labels = (len(cell) if hasattr(cell, "__len__") else 0 for cell in cells)
+    marked = hasattr(task, "check_shared_rows")
+    refuse(
+        (not marked, "task.py has no function check_shared_rows, which says that they are such"),
+        (not columns, "the rows of task.py lack input_ids or labels; use fsdp2.yaml"),
+        (
+            columns and "position_ids" in row,
+            "rows packed by best_fit hold texts that must not see each other; set task.packing to "
+            "stream, which plain texts allow, or use fsdp2.yaml",
+        ),
+        (
+            tokens != labels or tokens % parts,
+            f"into {parts} equal parts, and the first row has {tokens} input_ids and {labels} "
+            f"labels; give a context_length that {parts} divides",
+        ),
+        start="context parallelism cuts rows, of which each token sees all earlier ones: ",
+    )
     task.check_shared_rows(cfg.task, prepared)
 
 
@@ -317,16 +283,15 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
-        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.project)
+        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker)
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             find_saved(point, cfg)
         prepared = task.prepare_data(cfg.task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
-        if layout.cp > 1:
-            check_shared_rows(cfg, task, prepared)
-        check_rows(data[0], layout)
+        if layout.cp > 1:  # each process takes a part from the front and one from the back
+            check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
         manifest = collect_manifest(cfg, task, prepared, data)
         if IS_MAIN:
             effects = change_effects(config_class)

@@ -1,9 +1,8 @@
 """Chooses the samples of each step, and deals its micro-batches to the processes.
 
-Both are functions of the step and the seed. The samples of a run form one endless sequence (see
-order.py). Step s, counted from 1, takes the G samples of the global batch at the positions from
-(s - 1) * G up to s * G. Neither the micro-batch size, nor the number of processes, nor an
-interruption changes that. Epochs may end in the middle of a step, so no sample is left over.
+The samples of a run form one endless sequence (see order.py). Step s, counted from 1, takes the G
+samples of the global batch at the positions from (s - 1) * G up to s * G, whatever the micro-batch
+size and the number of processes. Epochs may end in the middle of a step: no sample is left over.
 """
 
 import functools
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from samestep.processes.ranks import PendingSum, Ranks, UserError, as_user_error, catch
+from samestep.processes.ranks import UserError, as_user_error
 from samestep.processes.shutdown import ignore_signals
 from samestep.settings import contract
 from samestep.step.order import SampleOrder, hash64
@@ -31,13 +30,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """A step as a list of micro-batches, and how the list is dealt to the ranks.
-
-    Micro-batch v of a step, counted from 0, takes the samples from v * micro_batch_size on. Rank r
-    computes `shares[r]` of them, a run of the list that begins where that of rank r - 1 ends; or,
-    dealt in turn, every n-th from r on, of n ranks. Neither the samples of a micro-batch nor its
-    random numbers depend on who computes it.
-    """
+    """A step as a list of micro-batches, and how it is dealt: rank r computes `shares[r]` of them,
+    from where the run of rank r - 1 ends; or, dealt in turn, every n-th from r on, of n ranks."""
 
     samples: int  # in a step: global_batch_size
     micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
@@ -54,7 +48,7 @@ class StepPlan:
         return range(first, first + self.shares[rank])
 
     def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
-        """Those of micro-batch `number`, of all the positions of a step."""
+        """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
         first = number * self.micro_batch_size
         return positions[first : first + self.micro_batch_size]
 
@@ -70,7 +64,7 @@ class StepPlan:
 def deal(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
     """Deals `count` micro-batches to ranks of these speeds, so that the last is done early.
 
-    Each goes to the rank that would complete it first, of several to the lowest. Each rank gets
+    Each goes to the rank that would complete it first, of several to the lowest; each rank gets
     `least`. No other way to deal whole micro-batches takes less time.
     """
     # In an even cut each rank has its fraction; whole ones of that are safe to begin with.
@@ -100,13 +94,12 @@ def plan_step(
     rank: int = 0,
     in_step: bool = False,
 ) -> StepPlan:
-    """The plan with the largest micro-batches of at most `largest` samples that suits all ranks.
+    """The plan with the largest micro-batches of at most `largest` samples (exact: of `largest`).
 
     It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
     shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
-    "auto" wants four micro-batches for each rank. If exact, a micro-batch has `largest` samples.
-    `in_step`: the ranks share weights, so all compute the same number of micro-batches.
-    Raises UserError if there is none.
+    "auto" wants four micro-batches for each rank. `in_step`: the ranks share weights, so all
+    compute the same number of micro-batches. Raises UserError if there is none.
     """
     samples, listed = global_batch_size, not isinstance(device_shares, str)
     if listed and len(device_shares) != ranks:
@@ -120,18 +113,14 @@ def plan_step(
     suitable = [n for n in divisors if samples // n >= ranks]
     if in_step:
         suitable = [n for n in suitable if samples // n % ranks == 0]
-    if not suitable and in_step:
-        near = sorted({max(samples // ranks, 1) * ranks, -(-samples // ranks) * ranks})
-        raise UserError(
-            f"global_batch_size is {samples}, which {ranks} processes that share the weights of a "
-            f"model cannot divide; give {' or '.join(map(str, near))}, or another number of "
-            "processes"
-        )
     if not suitable:
-        raise UserError(
-            f"global_batch_size is {samples}, fewer samples than the {ranks} processes; give at "
-            f"least {ranks}, or start at most {samples}"
-        )
+        problem = f"fewer samples than the {ranks} processes; give at least {ranks}, or start at "
+        problem += f"most {samples}"
+        if in_step:
+            near = sorted({max(samples // ranks, 1) * ranks, -(-samples // ranks) * ranks})
+            problem = f"which {ranks} processes that share the weights of a model cannot divide; "
+            problem += f"give {' or '.join(map(str, near))}, or another number of processes"
+        raise UserError(f"global_batch_size is {samples}, {problem}")
     if exact and in_step and ranks & (ranks - 1):
         raise UserError(
             f"exact: {ranks} processes share the weights of a model; start 2, 4, 8 or another "
@@ -139,12 +128,13 @@ def plan_step(
         )
     if exact and largest not in suitable:
         near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        some = largest in divisors and not in_step
-        fewer = f", or start at most {samples // largest}" if some else ""
+        fewer = ""
+        if largest in divisors and not in_step:
+            fewer = f", or start at most {samples // largest}"
         raise UserError(
             f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
-            f"process{'es' * (ranks > 1)}; give a micro_batch_size of {' or '.join(map(str, near))}"
-            + fewer
+            f"process{'es' if ranks > 1 else ''}; give a micro_batch_size of "
+            f"{' or '.join(map(str, near))}{fewer}"
         )
     sizes = [largest] if exact else [n for n in suitable if n <= largest]
     times = {}
@@ -164,13 +154,9 @@ def plan_step(
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds what a model draws, such as masks of dropout, for a micro-batch of this step, by its
-    number in the step and not by its rank.
-
-    Steps are counted from 1. The hash takes those before it, as older versions did: their runs
-    continue bit for bit.
-    """
-    torch.manual_seed(int(hash64(seed, step - 1, number)[0]))
+    """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
+    step, counted from 1, and not by its rank."""
+    torch.manual_seed(int(hash64(seed, step - 1, number)[0]))  # as older versions: runs continue
 
 
 # ---- Loading -------------------------------------------------------------------------------------
@@ -179,8 +165,7 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
 class StepBatchSampler:
     """Yields the micro-batches of this rank, as lists of positions of the run.
 
-    The steps begin at the position `first` and end before `last`. `sort` may reorder the positions
-    within each step.
+    The steps go from position `first` up to `last`; `sort` may reorder those of a step.
     """
 
     def __init__(self, plan: StepPlan, first: int, last: int, sort: Callable = list):
@@ -199,9 +184,8 @@ class StepBatchSampler:
 class EvaluationSampler:
     """Yields the batches of an evaluation that this rank computes, as lists of positions.
 
-    No batch has rows of two sources. All ranks get as many as the busiest: a model that is sharded
-    computes on all of them at once. The added batches hold only the position past the last row,
-    whose row has no weight.
+    No batch has rows of two sources. All ranks get as many as the busiest, since a sharded model
+    computes on all at once; what is added holds the position past the last row, without weight.
     """
 
     def __init__(self, plan: StepPlan, rows: "SampleDataset"):
@@ -211,7 +195,7 @@ class EvaluationSampler:
     def plans(self) -> list[StepPlan]:
         """The evaluation of each source as one step, dealt as the training steps are now.
 
-        The list of all batches is dealt at once, so some ranks may have none of a source.
+        All batches are dealt at once, so some ranks may have none of a source.
         """
         size = self.step_plan.micro_batch_size
         counts = [-(-rows // size) for rows in self.rows.source_sizes]
@@ -227,10 +211,6 @@ class EvaluationSampler:
     def __len__(self):
         return max(map(sum, zip(*(plan.shares for plan in self.plans), strict=True)))
 
-    def first_batch(self) -> range:
-        """The positions of the first batch, as if none were sorted."""
-        return range(min(self.rows.source_sizes[0], self.step_plan.micro_batch_size))
-
     def __iter__(self):
         fillers, first = len(self), 0
         for plan in self.plans:
@@ -244,12 +224,9 @@ class EvaluationSampler:
 class SampleDataset(torch.utils.data.Dataset):
     """A dataset of the task, indexed by position in the run. Items are (sample id, row).
 
-    With a seed the rows are shuffled, and passed through the task's `augment`. Each row has its own
-    generator, so the random numbers depend on no worker and no rank. Without a seed positions are
-    sample ids, and a position past the end gives (-1, first row).
-
-    Without a task there is no `augment`, one source, and `sort` changes nothing. For `mixture` see
-    order.SampleOrder.
+    With a seed the rows are shuffled, as `mixture` says (see order.SampleOrder), and passed through
+    the task's `augment`, each with a generator of its own. Without a seed positions are sample ids,
+    and a position past the end gives (-1, first row).
     """
 
     def __init__(
@@ -269,7 +246,7 @@ class SampleDataset(torch.utils.data.Dataset):
             self.later = make()
         own = getattr(task, "sizes", None)
         sizes = functools.partial(own, dataset) if own else getattr(dataset, "sizes", None)
-        self.sizes = np.asarray(sizes()) if task and callable(sizes) else None
+        self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
         if self.sizes is not None and self.sizes.shape != (len(dataset),):
             raise ValueError(
                 f"task.sizes returns an array of shape {self.sizes.shape}; return the sizes of the "
@@ -324,11 +301,8 @@ class SampleDataset(torch.utils.data.Dataset):
 def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
 ) -> tuple[Batch, tuple]:
-    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows).
-
-    The three numbers are Python integers within 64 bits, so reading them does not wait for the
-    device. A batch past the end of the data, one row with the id -1, has 0 terms and 0 rows.
-    """
+    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows), integers:
+    0 terms and 0 rows for a batch past the end of the data, one row with the id -1."""
     ids = np.array([i for i, _ in samples])
     batch = collate([row for _, row in samples])
     contract.check_batch(batch)
@@ -363,81 +337,20 @@ def make_loader(
     )
 
 
-class StepReader:
-    """Fetches the next step's micro-batches, and agrees on them, while the device still computes.
-
-    The processes exchange what all must know before the step: its loss terms, the hash of its
-    sample ids, requests to stop, the speeds of their devices, and errors. A `balancer` (see
-    shares.py) may deal the steps anew; `dealt` then is its line for the log, otherwise empty.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader,
-        ranks: Ranks,
-        stop_requested: Callable,
-        balancer: Any = None,
-        problem: Callable[[], Exception | None] = lambda: None,
-    ):
-        self.loader, self.sampler, self.batches = loader, loader.batch_sampler, iter(loader)
-        self.ranks, self.stop_requested, self.balancer = ranks, stop_requested, balancer
-        self.problem = problem  # of work in the background
-        self.window: list[tuple[Batch, tuple]] = []
-        self.exchange: PendingSum | None = None
-        self.dealt: dict = {}
-
-    def fetch(self) -> None:
-        """Fetches this process's micro-batches of the next step, and starts the exchange."""
-        window, problem = catch(self.read_window)
-        self.window = window or []
-        self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
-        counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
-        counts *= self.ranks.layout.leads  # its replica counts once
-        times = self.balancer.own_time() if self.balancer else []
-        self.exchange = self.ranks.start_sum(
-            *counts, self.stop_requested(), *times, problem=problem or self.problem()
-        )
-
-    def read_window(self) -> list[tuple[Batch, tuple]]:
-        """This process's micro-batches of the next step."""
-        if self.dealt:  # drops what worker processes have read ahead
-            self.sampler.plan = self.balancer.plan
-            self.batches = iter(self.loader)
-        return [next(self.batches) for _ in self.sampler.plan.run()]
-
-    def take(self) -> tuple[StepPlan, list[Batch], int, int]:
-        """The next step: its plan, its micro-batches on this process, its number of loss terms, and
-        the hash of its sample ids, the last two over all processes.
-
-        If a process could not fetch its micro-batches, all of them raise its error.
-        """
-        exchange, self.exchange = self.exchange, None
-        terms, ids_hash, _, _, *times = exchange.result()
-        self.dealt = self.balancer.update(times) if self.balancer else {}
-        return self.sampler.plan, [batch for batch, _ in self.window], terms, ids_hash
-
-    def stop_seen(self) -> bool:
-        """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return bool(self.exchange and self.exchange.peek()[3])
-
-
-def first_batches(rows: SampleDataset, sampler: EvaluationSampler, task: Any) -> list[Batch]:
-    """The first batch; if it has several rows, also its two halves."""
-    samples = rows.__getitems__([*sampler.first_batch()])
-    half = len(samples) // 2
-    parts = [samples, samples[:half], samples[half:]] if half else [samples]
-    collate = make_collate(task)
-    return [collate(part)[0] for part in parts]
-
-
 def fingerprint(dataset: Any, task: Any) -> str:
-    """16 hex digits for the data: the number of rows, and the content of 64 evenly spread rows, of
-    the first shard where there are shards.
+    """16 hex digits for the data: the number of rows, and names, types, shapes and bytes of the
+    task's batch of 64 evenly spread rows, of the first shard where there are shards.
 
-    The names, types, shapes and bytes of the tensors of the task's batch count. A change of another
-    row goes unnoticed, unless the task has the function `digest`.
+    A change of another row goes unnoticed, unless the task has the function `digest`.
     """
-    collate = make_collate(task)
+
+    def hash_batch(samples: list[tuple]) -> str:
+        digest = hashlib.sha256(str(len(dataset)).encode())
+        for name, values in sorted(make_collate(task)(samples)[0].items()):
+            digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+            digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
+        return digest.hexdigest()[:16]
+
     rows = SampleDataset(dataset, task)  # also calls `sizes`, which may raise ValueError
     size, shards = len(dataset), rows.sources and rows.sources[0].shards
     if shards is not None and len(shards):  # 64 of them may be far away: the first alone is read
@@ -445,23 +358,13 @@ def fingerprint(dataset: Any, task: Any) -> str:
     ids = sorted({i * (size - 1) // 63 for i in range(64)})
     samples = rows.__getitems__(ids)
     try:
-        digest = hash_batch(len(dataset), collate(samples)[0])
+        digest = hash_batch(samples)
     except (LookupError, TypeError):
         contract.check_rows(ids, [row for _, row in samples])  # may raise a clearer error
         raise
-    first, again = samples[:1], rows.__getitems__(ids[:1])
-    if hash_batch(1, collate(first)[0]) != hash_batch(1, collate(again)[0]):
+    if hash_batch(samples[:1]) != hash_batch(rows.__getitems__(ids[:1])):
         raise ValueError(
             "task.datasets: row 0 changes when it is read again; draw random numbers in "
             "augment(row, generator), so that runs can continue"
         )
     return digest
-
-
-def hash_batch(size: int, batch: Batch) -> str:
-    """16 hex digits for a number and a batch."""
-    digest = hashlib.sha256(str(size).encode())
-    for name, values in sorted(batch.items()):
-        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.contiguous().flatten().view(torch.uint8).numpy())  # type: ignore
-    return digest.hexdigest()[:16]

@@ -5,7 +5,6 @@ Numbers stay on the device until a line of metrics is due, so that other steps d
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from itertools import chain, islice
 from statistics import median
 from typing import Any
@@ -26,8 +25,7 @@ MEMORY = 100  # number of recent losses in the median
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
     """1 if the loss is finite, else NaN: a factor that makes the gradients NaN, too.
 
-    A process knows only its own loss. Through the gradients all processes see the NaN, and skip the
-    step.
+    A process knows only its own loss; through the gradients all see the NaN, and skip the step.
     """
     return 1 + 0 * loss.detach()
 
@@ -35,14 +33,13 @@ def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
 def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
     """Makes the next optimizer.step() change nothing if the gradient's norm is not finite.
 
-    PyTorch's fused optimizers check `found_inf` on the device. For others the CPU waits for the
-    norm and removes the gradients, without which an optimizer changes neither weights nor moments;
-    also for fused ones that ignore `found_inf`.
-    DeepSpeed has skipped the step by itself, in `backward`.
+    PyTorch's fused optimizers check `found_inf` on the device. For others, and where fused ones
+    ignore it, the CPU waits for the norm and removes the gradients, without which an optimizer
+    changes neither weights nor moments.
     """
-    inner = optimizer.optimizer
-    if this_layout().deepspeed:
+    if this_layout().deepspeed:  # it has skipped the step by itself, in `backward`
         return
+    inner = optimizer.optimizer
     ignored = norm.device.type == "mps" and torch_has(NO_SKIP)
     if ignored or not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
@@ -58,8 +55,7 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
 def add_overflow(inner: Any, *_: Any) -> None:
     """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
 
-    The norm of finite gradients may overflow, and clipping would then make them zeros or NaN. The
-    scaler sets `found_inf` just before the step, so this runs as a hook of the step.
+    The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.
     """
     inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
 
@@ -81,10 +77,8 @@ class StepMonitor:
     def add(
         self, step: int, terms: int, run: range, losses: list[torch.Tensor], norm: torch.Tensor
     ) -> None:
-        """Adds a step: its loss terms, the summed losses of this process's micro-batches, its norm.
-
-        `run` has the numbers of these micro-batches. Losses and norm are scalars on the device.
-        """
+        """Adds a step. `run` has the numbers of the micro-batches on this process, `losses` their
+        summed losses; these and the norm are scalars on the device."""
         self.steps.append((step, terms, run, losses, norm))
 
     def read(self) -> tuple[float, float, list[dict], str]:
@@ -94,10 +88,24 @@ class StepMonitor:
         holds an unusual step, the event ("skipped" or "spike") and its numbers. The reason is empty
         unless the run should stop. All processes call it and get the same; it waits for the device.
         """
-        steps, counts, losses, norms = self.read_device()
-        notes, reason, total, total_terms = [], "", 0.0, 0
-        lowered = self.scale_was_lowered()
-        for step, terms, loss, norm in zip(steps, counts, losses, norms, strict=True):
+        steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
+        self.steps = []
+        scalars = [*norms, *chain(*losses)]
+        device = scalars[-1].device  # with offload norms are on the CPU
+        values = iter(torch.stack([each.float().to(device) for each in scalars]).tolist())
+        norms = list(islice(values, len(steps)))
+        table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
+        for row, run, own in zip(table, runs, losses, strict=True):
+            row[list(run)] = list(islice(values, len(own)))
+        table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
+        # In the order of the micro-batches, whoever computed them.
+        sums = [sum(row) for row in table.tolist()]
+        notes: list[dict] = []
+        reason, total, total_terms = "", 0.0, 0
+        before, self.scale = self.scale, self.loss_scale()
+        # fp16's scale is tried now and then. At 1 or below the gradients themselves are not finite.
+        lowered = 1 < self.scale < before
+        for step, terms, loss, norm in zip(steps, counts, sums, norms, strict=True):
             if math.isfinite(loss):
                 total, total_terms = total + loss, total_terms + terms
             if math.isfinite(loss + norm):
@@ -116,34 +124,9 @@ class StepMonitor:
                     )
         return total / total_terms if total_terms else math.nan, norm, notes, reason
 
-    def read_device(self) -> tuple[Sequence[int], Sequence[int], list[float], Sequence[float]]:
-        """Numbers, loss terms, summed losses and norms of the steps; waits for the device.
-
-        The losses of a step are added in the order of its micro-batches, whoever computed them.
-        """
-        steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
-        self.steps = []
-        numbers = [*norms, *chain(*losses)]
-        device = numbers[-1].device  # with offload norms are on the CPU
-        values = iter(torch.stack([each.float().to(device) for each in numbers]).tolist())
-        norms = list(islice(values, len(steps)))
-        table = np.zeros((len(steps), self.micro_batches))  # zero: computed by another process
-        for row, run, own in zip(table, runs, losses, strict=True):
-            row[list(run)] = list(islice(values, len(own)))
-        table *= self.ranks.layout.adds
-        return steps, counts, [sum(row) for row in self.ranks.sum_arrays(table).tolist()], norms
-
     def loss_scale(self) -> float:
         """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1.0
-
-    def scale_was_lowered(self) -> bool:
-        """Whether fp16's loss scale was too large since the last line: now and then it is tried.
-
-        With a scale of 1 or below, the gradients themselves are not finite.
-        """
-        before, self.scale = self.scale, self.loss_scale()
-        return 1 < self.scale < before
 
     def find_spike(self, step: int, loss: float) -> list[dict]:
         """A note if the loss lies far above the median of recent losses, else none."""

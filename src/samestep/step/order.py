@@ -1,9 +1,9 @@
 """The order of the samples: which row each position of a run takes, as a function of the seed.
 
-Any position is found at once, however far it is. The positions go round the sources of the data, in
-proportion to their weights. Each source passes over its own rows again and again, and each pass is
-a permutation of its own. Where the rows lie in shards that should be read one after the other, the
-shards are permuted, cut into windows, and the rows of each window permuted.
+Any position is found at once. The positions go round the sources of the data, in proportion to
+their weights. Each source passes over its rows again and again, each pass in a permutation of its
+own. Rows in shards that should be read one after the other: the shards are permuted, cut into
+windows, and the rows of each window permuted.
 
 Nothing is stored but the mixture: where its weights last changed, and how far each source was then.
 """
@@ -36,10 +36,9 @@ def hash64(*words: Any) -> np.ndarray:
 def permute(places: Any, sizes: Any, keys: Any) -> np.ndarray:
     """Places below `sizes`, permuted: each key has a permutation of the places below its size.
 
-    All are uint64. The result has the shape of `places`, to which the others are broadcast. It is a
-    Feistel network over the pairs (p % a, p // a), where a * b just covers the size. It is applied
-    again to the few values that fall outside (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", 2002, their third method).
+    All are uint64, and broadcast to the shape of `places`. It is a Feistel network over the pairs
+    (p % a, p // a), where a * b just covers the size, applied again to the few values that fall
+    outside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, third method).
     """
     places = np.array(places, np.uint64)
     sizes = np.broadcast_to(np.asarray(sizes, np.uint64), places.shape)
@@ -66,10 +65,7 @@ def ceil_sqrt(numbers: np.ndarray) -> np.ndarray:
 
 
 def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
-    """Sample ids at these positions, for one source of `size` rows: int64, shape of positions.
-
-    Position p is place p % size of pass p // size, which has a permutation of its own.
-    """
+    """Sample ids at these positions, for one source of `size` rows: int64, shape of positions."""
     passes, places = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
     return permute(places, size, hash64(seed, passes)).astype(np.int64)
 
@@ -77,8 +73,7 @@ def sample_ids(positions: Any, size: int, seed: Any) -> np.ndarray:
 class WindowedOrder:
     """The order of a source whose rows lie in shards; for the arguments see contract.Source.
 
-    In each pass the shards are permuted and cut into windows of equal numbers of shards, at most
-    `window`. The rows of a window are permuted together.
+    In each pass windows have equal numbers of shards, at most `window`.
     """
 
     def __init__(self, shards: np.ndarray, window: int, seed: int):
@@ -94,7 +89,12 @@ class WindowedOrder:
         """The row at each place of the order of this source: int64, shape of places (N,)."""
         passes, places = np.divmod(places.astype(np.int64), self.rows)
         passes, turns = np.unique(passes, return_inverse=True)
-        self.lay_out(passes)
+        if not np.array_equal(passes, self.passes):  # tables of these passes, one after the other
+            self.passes, count = passes, len(self.shards)
+            order = sample_ids(passes[:, None] * count + np.arange(count), count, self.seed)
+            ends = np.cumsum(self.shards[order].ravel()).reshape(order.shape)
+            self.order, self.shard_ends = order.ravel(), ends.ravel()
+            self.window_ends = ends[:, self.last_shards].ravel()
         places += turns * self.rows  # as if the passes followed each other
 
         # Permute the places within their windows.
@@ -109,24 +109,12 @@ class WindowedOrder:
         before = np.append(0, self.shard_ends)[number]
         return self.starts[self.order[number]] + places - before
 
-    def lay_out(self, passes: np.ndarray) -> None:
-        """Tables of these passes, one after the other: their shards, and where each one ends."""
-        if np.array_equal(passes, self.passes):
-            return
-        self.passes, count = passes, len(self.shards)
-        order = sample_ids(passes[:, None] * count + np.arange(count), count, self.seed)
-        ends = np.cumsum(self.shards[order].ravel()).reshape(order.shape)
-        self.order, self.shard_ends = order.ravel(), ends.ravel()
-        self.window_ends = ends[:, self.last_shards].ravel()
-
 
 def mix(weights: Sequence[int]) -> np.ndarray:
     """One period of a mixture: the source at each of its sum(weights) positions, int64.
 
-    After any number of positions each source has had its share to less than one sample: of k
-    sources to 1 - 1/(2k - 2) at most, which is the least that is always possible (Tijdeman, "The
-    chairman assignment problem", 1980). Any stretch of positions deviates by twice that at most, so
-    with two sources by one sample.
+    After any number of positions each of k sources has had its share to 1 - 1/(2k - 2) samples at
+    most, the least that is always possible (Tijdeman, "The chairman assignment problem", 1980).
 
     Turn j of a source may come when its share has grown to j + margin, and must before its share
     exceeds j + 1 - margin. Among those that may, the one that must first is taken.
@@ -151,7 +139,7 @@ def mix(weights: Sequence[int]) -> np.ndarray:
 class Mixture:
     """Which source each position takes, and which place in the order of that source.
 
-    Positions count from 0, where each source stands at its place.
+    Positions count from 0, where each source stands at its place in `places`.
     """
 
     def __init__(self, weights: Sequence[int], places: Sequence[int]):
@@ -183,21 +171,20 @@ def first_mixture(weights: dict[str, int]) -> dict:
     longer in use; the number that its seed is made with, -1 for the seed of the run; its place.
     """
     weights = weights or {"": 1}
-    first = 0 if len(weights) > 1 else -1
-    return {
-        "first": 0,
-        "sources": {
-            name: [w, number, 0] for number, (name, w) in enumerate(weights.items(), first)
-        },
-    }
+    numbered = enumerate(weights.items(), 0 if len(weights) > 1 else -1)
+    return {"first": 0, "sources": {name: [w, number, 0] for number, (name, w) in numbered}}
 
 
 def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
     """The record of the mixture with these weights, which follows another after so many samples.
 
-    Each source goes on from where it stood, also one that was not in use for a time. With the same
-    weights the record stays the same.
+    Each source goes on from where it stood, also one that was not in use for a time.
     """
+
+    def same_end(one: str, other: str) -> bool:
+        """Sources have short names where these differ: a path may end with the other."""
+        return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
+
     weights, known = weights or {"": 1}, before["sources"]
     alone = len(weights) == sum(weight > 0 for weight, _, _ in known.values()) == 1
     for name in weights.keys() - known.keys():  # is it one of these, by a longer or shorter path?
@@ -217,16 +204,10 @@ def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
     return {"first": samples, "sources": known}
 
 
-def same_end(one: str, other: str) -> bool:
-    """Whether a path ends with the other: sources have short names where these differ."""
-    return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
-
-
 class SampleOrder:
     """The order of one run, computed in blocks: thousands cost little more than one.
 
-    Without sources the rows are one source. Positions are those of the run. They begin with the
-    `mixture`, a record of `next_mixture`; without it, with a new one.
+    Positions are those of the run; they begin with the `mixture`, a record of `next_mixture`.
     """
 
     block = 8192  # positions in a block
@@ -267,13 +248,14 @@ class SampleOrder:
         needed = np.unique(number).tolist() if len(positions) else []
         if len(needed) > 2:
             return self.compute(positions)
-        self.blocks = {n: self.blocks[n] for n in needed if n in self.blocks}
-        for n in needed:
-            if n not in self.blocks:
-                whole = np.arange(self.block, dtype=np.uint64) + np.uint64(n * self.block)
-                self.blocks[n] = self.compute(whole)
+        before, self.blocks = self.blocks, {}
         ids = np.empty(len(positions), np.int64)
         for n in needed:
+            if n in before:
+                self.blocks[n] = before[n]
+            else:
+                whole = np.arange(n * self.block, (n + 1) * self.block, dtype=np.uint64)
+                self.blocks[n] = self.compute(whole)
             ids[number == n] = self.blocks[n][place[number == n]]
         return ids
 

@@ -5,7 +5,6 @@ context parallelism each process has a part of the rows, too.
 """
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,22 +37,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def like(parameters: Tensors, parts: Tensors) -> Tensors:
     """These parts of tensors, sharded as the parameters are."""
-    return [
-        DTensor.from_local(
-            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-        if isinstance(p, DTensor)
-        else part
-        for p, part in zip(parameters, parts, strict=True)
-    ]
+    tensors = []
+    for p, part in zip(parameters, parts, strict=True):
+        if isinstance(p, DTensor):
+            part = DTensor.from_local(
+                part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+            )
+        tensors.append(part)
+    return tensors
 
 
 def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
     """Sets FSDP's precision. Returns a function whose context the model computes in.
 
-    FSDP gathers weights in bf16, and adds up gradients in fp32; accelerate would let it add them in
-    bf16, and round the numbers of a batch, such as targets. If exact, it gathers weights in fp32,
-    as a single process has them. accelerate applies autocast except under FSDP.
+    FSDP gathers weights in bf16, if exact in fp32, and adds up gradients in fp32; accelerate would
+    let it add them in bf16, and round the numbers of a batch, such as targets. It also leaves out
+    autocast under FSDP.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if not plugin or accelerator.mixed_precision == "no":
@@ -67,11 +66,8 @@ def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
 
 
 def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
-    """Splits the matrices of a model over the processes of its tensor-parallel group, if any.
-
-    transformers has a plan for many of its models. `from_pretrained(tp_plan="auto")` applies it
-    while it loads weights; a model from scratch needs the steps behind it.
-    """
+    """Splits the matrices of a model over the processes of its tensor-parallel group, if any, as
+    `from_pretrained(tp_plan="auto")` of transformers does while it loads weights."""
     if layout.tp == 1:
         return
     try:
@@ -91,10 +87,8 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
 
 
 def split_by_kind(groups: list[dict]) -> list[dict]:
-    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it.
-
-    Tensor parallelism splits some weights of a group, and not others. See whole_groups.
-    """
+    """The parameter groups with DTensors and other tensors apart, as fused optimizers need it:
+    tensor parallelism splits some weights of a group, and not others. See whole_groups."""
     split = []
     for group in groups:
         sharded = [p for p in group["params"] if isinstance(p, DTensor)]
@@ -116,29 +110,22 @@ def whole_groups(groups: list[dict]) -> list[list[dict]]:
     return whole
 
 
-def check_weights(model: torch.nn.Module, accelerator: Accelerator) -> None:
-    """Raises UserError for weights that FSDP cannot shard, if it is used."""
-    if not this_layout().fsdp:
-        return
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    kinds = {str(p.dtype).removeprefix("torch."): name for name, p in trained.items()}
-    problem = ""
-    if len(kinds) > 1 and accelerator.mixed_precision == "no":
-        kinds = [f"{kind} ({name})" for kind, name in kinds.items()]
-        problem = f"weights of one data type, and the model has {' and '.join(kinds)}"
-    for name, parameter in model.named_parameters():
-        if not parameter.dim() or parameter.is_complex() or not parameter.is_contiguous():
-            problem = f"real, contiguous weights with at least one dimension, and {name} is not"
-    if problem:
-        raise UserError(f"FSDP needs {problem}; change it in build_model, or use another YAML")
+def check_weights(model: torch.nn.Module) -> None:
+    """Raises UserError for complex weights under FSDP, which would lose a part in bf16 silently.
+
+    It refuses other weights by itself: of several data types, without a dimension, not contiguous.
+    """
+    complex_ones = [name for name, p in model.named_parameters() if p.is_complex()]
+    if complex_ones and this_layout().fsdp:
+        raise UserError(
+            f"FSDP needs real weights, and {complex_ones[0]} is not; change it in build_model, or "
+            "use another YAML"
+        )
 
 
 def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
-    """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process.
-
-    Where a weight has no gradient, FSDP takes zeros: processes exchange the same number of bytes.
-    All processes must call it, once the model has computed something.
-    """
+    """Lets FSDP count in `used`, for each weight that is trained, the gradients on this process,
+    and take zeros where a weight has none. All processes must call it together."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     places = {name: i for i, name in enumerate(trained)}
     for prefix, module in model.named_modules():
@@ -158,25 +145,13 @@ def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
         model.set_reduce_scatter_unused_params(True)
 
 
-class SharedBuffers:
-    """Buffers that training may change, such as codebooks: FSDP lets those of the processes differ.
-
-    Like DDP, `share` gives all processes those of the main process.
-    """
-
-    def __init__(self, module: torch.nn.Module):
-        owners = module.modules() if this_layout().fsdp else ()
-        self.buffers = [
-            buffer
-            for owner in owners
-            for name, buffer in owner.named_buffers(recurse=False)
-            if name not in owner._non_persistent_buffers_set
-        ]
-
-    def share(self) -> None:
-        """All processes must call it, before a step and before an evaluation."""
-        for buffer in self.buffers:
-            dist.broadcast(buffer, 0)
+def share_buffers(module: torch.nn.Module) -> None:
+    """Gives all processes the main one's buffers that training may change, such as codebooks: DDP
+    does so, FSDP does not. All call it before a step and before an evaluation."""
+    for owner in module.modules() if this_layout().fsdp else ():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                dist.broadcast(buffer, 0)
 
 
 @contextlib.contextmanager
@@ -184,8 +159,7 @@ def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator
     """Lets accelerate prepare a model with buffers for FSDP in its body.
 
     With fsdp_cpu_ram_efficient_loading it takes all that a model saves for sharded weights, and
-    fails at buffers. Here it sees none to save. They become those of the main process, which alone
-    has read them from the disk.
+    fails at buffers: here it sees none. The main process, which alone has read them, shares them.
     """
     plugin, hidden = getattr(accelerator.state, "fsdp_plugin", None), []
     if plugin and plugin.cpu_ram_efficient_loading:
@@ -214,9 +188,8 @@ def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator
 def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
     """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
 
-    DeepSpeed clips, skips steps that are not finite, and updates the weights inside `backward`. For
-    bf16 it would cast the weights, also those that are exported. With torch.autocast they stay in
-    fp32 as under DDP. It gathers and reduces in one precision: fp32.
+    It clips, skips and steps inside `backward`. For bf16 it would cast the weights; with
+    torch.autocast they stay in fp32 as under DDP.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return
@@ -228,7 +201,6 @@ def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: floa
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
     accelerator.gradient_accumulation_steps = turns
-    precision = accelerator.mixed_precision
     config.update(
         train_micro_batch_size_per_gpu=plan.micro_batch_size,
         gradient_accumulation_steps=turns,
@@ -238,21 +210,15 @@ def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: floa
         zero_force_ds_cpu_optimizer=False,
     )
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    if precision == "bf16":
+    if accelerator.mixed_precision == "bf16":
         config["bf16"] = {"enabled": False}
-        config["torch_autocast"] = {
-            "enabled": True,
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": [],
-        }
+        options = {"dtype": "bfloat16", "lower_precision_safe_modules": []}
+        config["torch_autocast"] = {"enabled": True, **options}
 
 
 def hand_to_deepspeed(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
-    """Does what DeepSpeed leaves to its callers, if it is used. Call it before `prepare`.
-
-    Parameter groups are numbered, since DeepSpeed drops empty ones. Under ZeRO-3, weights are split
-    one by one; DeepSpeed would first move the whole model to the GPU.
-    """
+    """Numbers the parameter groups for DeepSpeed, if it is used, which drops empty ones. Under
+    ZeRO-3, splits the weights one by one: it would first move the whole model to the GPU."""
     if not this_layout().deepspeed:
         return
     plugin = accelerator.deepspeed_plugin
@@ -268,10 +234,8 @@ def hand_to_deepspeed(module: torch.nn.Module, optimizer: Any, accelerator: Acce
 
 
 def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
-    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`.
-
-    Those of DeepSpeed are for the same ZeRO stage and number of processes.
-    """
+    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`:
+    those of DeepSpeed are for the same ZeRO stage and number of processes."""
     folder = path / "pytorch_model"
     names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
     plugin = accelerator.deepspeed_plugin if this_layout().deepspeed else None
@@ -297,10 +261,8 @@ def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
 
 
 def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
-    """Raises UserError for a model that context parallelism would train wrongly and silently.
-
-    torch computes F.scaled_dot_product_attention over all parts of a row, and nothing else.
-    """
+    """Raises UserError for a model that context parallelism would train wrongly and silently: only
+    F.scaled_dot_product_attention is computed over all parts of a row."""
     if layout.cp == 1:
         return
     problem, name = "", type(model).__name__
@@ -321,10 +283,10 @@ def check_model_shares_rows(model: torch.nn.Module, layout: Layout) -> None:
 def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> Iterator[None]:
     """Under context parallelism, gives this process its part of each row in its body.
 
-    The batches change, and stay changed: what has the shape of `input_ids`, (B, T), becomes (B,
-    T / n) on each of the n processes that share them; `position_ids` has the places in the row.
-    Numbers of a whole row, (B,), stay on the first process, and become 0 on the others: sums over
-    the processes are those over the rows. A backward pass must be inside, too.
+    The batches stay changed: what has the shape of `input_ids`, (B, T), becomes (B, T / n) on each
+    of n processes; `position_ids` has the places in the row. Numbers of a whole row, (B,), become 0
+    on all but the first process: sums over the processes are those over the rows. A backward pass
+    must be inside, too.
     """
     config = accelerator.parallelism_config
     if not config or not config.cp_enabled:
@@ -364,10 +326,8 @@ class Together(torch.autograd.Function):
 
 
 def sum_inside_blocks(module: torch.nn.Module) -> None:
-    """Adds the gradients of an input of a block inside the block, before those of other blocks.
-
-    FSDP does so where it shards by blocks. It shows where blocks share an input and use it more
-    than once, as decoders do with what the encoder returns.
+    """Adds the gradients of an input of a block inside the block, before those of other blocks, as
+    FSDP does. It shows where blocks share an input, as decoders do with what the encoder returns.
     """
 
     def separate(_, positional, named):
@@ -385,11 +345,10 @@ def sum_inside_blocks(module: torch.nn.Module) -> None:
 
 
 class TreeReduceScatter:
-    """FSDP's reduce-scatter, which adds the gradients of the ranks up a binary tree.
+    """FSDP's reduce-scatter, which adds the gradients of the ranks up a binary tree: a node of
+    TreeSum. The copies of an HSDP model in the group `across` hold neighbouring nodes, added too.
 
-    The ranks compute neighbouring micro-batches at the same time: the sum is a node of TreeSum. The
-    copies of an HSDP model in the process group `across` hold neighbouring nodes; these are added,
-    too. It needs twice the memory of the gradients of a block, and computation waits for it.
+    It needs twice the memory of the gradients of a block, and computation waits for it.
     """
 
     def __init__(self, across: dist.ProcessGroup | None):
@@ -428,34 +387,11 @@ def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
             f"exact with FSDP needs torch 2.9 or newer, and this is {torch.__version__}; update "
             "torch, or set exact to false"
         )
-    across = None
-    if layout.dp_replicate > 1:
-        across = accelerator.torch_device_mesh["dp_replicate"].get_group()
+    copies = layout.dp_replicate > 1
+    across = accelerator.torch_device_mesh["dp_replicate"].get_group() if copies else None
     reduce_scatter = TreeReduceScatter(across)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def sum_rows(squares: Tensors, gradients: Tensors) -> torch.Tensor:
-    """The squared norms of all rows of gradients: a float64 vector, the same on every process.
-
-    `squares` has those of the rows that this process holds of each gradient. FSDP cuts a tensor of
-    R rows into blocks of ceil(R / n) for its n processes.
-    """
-    parts, group = [], None
-    for values, gradient in zip(squares, gradients, strict=True):
-        if isinstance(gradient, DTensor):
-            shard = gradient.device_mesh.ndim - 1  # HSDP's first dimension holds copies
-            group = gradient.device_mesh.get_group(shard)
-            block = math.ceil(gradient.shape[0] / group.size())
-            rows = values.new_zeros(gradient.shape[0])
-            rows[block * group.rank() :][: len(values)] = values
-            values = rows
-        parts.append(values)
-    rows = torch.cat(parts)
-    if group:
-        dist.all_reduce(rows, group=group)  # other processes hold zeros, so the order is free
-    return rows

@@ -1,15 +1,9 @@
 """Deals micro-batches to unequal devices in proportion to their speed: `device_shares: auto`.
 
 All processes compute whole micro-batches of one step, whose losses are divided by the loss terms of
-that step. So the gradient is that of the global batch, however the micro-batches are dealt. Two
-other ways are often recommended. Take a step of four micro-batches with the mean gradients 4, 4, 4
-on a fast device and 0 on a slow one; the gradient of the step is 3.
-
-- Other numbers of accumulated micro-batches, with DDP's mean: each device averages its own, and DDP
-  averages 4 and 0 to 2. A sample of the slow device weighs three times as much as one of the fast.
-- A random sampler with a weight for each process: each draws its own samples, with replacement or
-  from its own part of the data. Some samples come twice in an epoch and others never, the step has
-  other samples than on other hardware, and DDP's mean has the same wrong weights.
+that step. So the gradient is that of the global batch, however the micro-batches are dealt. DDP's
+mean over unequal numbers of accumulated micro-batches gives the samples of a slow device more
+weight; a sampler with a weight for each process also repeats some samples and leaves out others.
 """
 
 import dataclasses
@@ -27,8 +21,7 @@ WORTH = 1.05  # speed-up of a step for which it is dealt anew
 class ShareBalancer:
     """Deals the steps by the measured speeds, and anew when these drift.
 
-    All processes see the same times, since each sends its own with what it exchanges before a step.
-    So they decide alike.
+    All processes see the same times, which they exchange before a step: they decide alike.
     """
 
     def __init__(self, plan: StepPlan, stopwatch: Stopwatch):

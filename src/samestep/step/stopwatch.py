@@ -9,7 +9,7 @@ import torch
 
 
 def mark(device: torch.device) -> Any:
-    """This moment: in ns on a CPU, otherwise an event in the device's work."""
+    """This moment: ns on a CPU, otherwise an event in the device's work."""
     if device.type == "cpu":
         return time.perf_counter_ns()
     event = torch.Event(device, enable_timing=True)
@@ -27,8 +27,8 @@ def nanoseconds(begin: Any, end: Any) -> float | None:
 class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
-    DDP averages gradients after the last micro-batch, and the time in which a process waits for
-    others there must not count. So the backward pass itself calls `stop`, before DDP waits.
+    DDP waits for other processes after the last micro-batch, which must not count. So the backward
+    pass itself calls `stop`, before DDP waits.
     """
 
     def __init__(self, device: torch.device):

@@ -1,8 +1,7 @@
 """Adds up the gradients, losses and evaluations of micro-batches, in an order that is fixed.
 
-Floating-point sums depend on their order. A sum over the micro-batches of a step that follows a
-binary tree over their numbers does not depend on which process computes which of them. For each
-node of the tree, all its micro-batches come before those of the next one:
+Floating-point sums depend on their order. A sum that follows a binary tree over the numbers of the
+micro-batches of a step does not depend on which process computes which of them:
 
     [0, 4) = [0, 2) + [2, 4)        [2, 4) = [2, 3) + [3, 4)
 
@@ -13,14 +12,14 @@ these, and add them up the rest of the tree.
 import contextlib
 import functools
 import math
-import os
+from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
@@ -39,9 +38,8 @@ class TreeSum:
     """Sums of lists of tensors over a run of micro-batches, added in ascending order.
 
     `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
-    two, from `first` on, a multiple of `size`. As in a binary counter, two nodes of one size that
-    are the halves of a larger one become it at once. A run of n micro-batches needs log2(n) + 1
-    nodes at most if n is a power of two and the run begins at a multiple of n, else 2 log2(n).
+    two, from `first` on, a multiple of `size`. As in a binary counter, two nodes that are the
+    halves of a larger one become it at once: n micro-batches need about 2 log2(n) nodes at most.
     """
 
     def __init__(self):
@@ -86,55 +84,45 @@ def total_over_ranks(tree: TreeSum, plan: StepPlan, like: Tensors) -> Tensors:
     totals = tree.nodes[0][2] if tree.nodes else [torch.empty_like(each) for each in like]
     targets, nodes = flat_parts(totals), [flat_parts(sums) for _, _, sums in tree.nodes]
     # While one bucket is added, the next is on its way to the ranks, and the last on its way back.
-    sent = added = None
+    waiting: deque[Iterator] = deque()
     for bucket in (*buckets(targets), None, None):
-        sending = Exchange(targets, nodes, bucket, plan) if bucket else None
-        if sent:
-            sent.add()
-        if added:
-            added.copy_back()
-        sent, added = sending, sent
+        if bucket:
+            parts = [[sums[i] for i in bucket] for sums in nodes]
+            waiting.append(exchange([targets[i] for i in bucket], parts, plan))
+        for each in reversed(waiting):  # the same order on all ranks
+            next(each, None)
+        if len(waiting) == 3:
+            waiting.popleft()
     tree.nodes = []
     return totals
 
 
-class Exchange:
-    """Adds one bucket of the vectors of all ranks, of which each has one vector for each node."""
-
-    def __init__(self, targets: Tensors, nodes: list[Tensors], bucket: list[int], plan: StepPlan):
-        ranks = len(plan.shares)
-        self.places = [targets[i] for i in bucket]
-        size = sum(map(len, self.places))
-        part = -(-size // ranks)  # of a vector, for each rank
-        vectors = [self.places[0].new_empty(part * ranks) for _ in nodes or [targets]]
-        for vector, parts in zip(vectors, nodes, strict=False):
-            torch.cat([parts[i] for i in bucket], out=vector[:size])
-            vector[size:] = 0
-        self.total = vectors[0]
-        everywhere = [nodes_of(plan.run(rank)) for rank in range(ranks)]
-        self.nodes = [node for each in everywhere for node in each]
-        sizes = [part * len(each) for each in everywhere]
-        self.sent = self.total if nodes else self.total[:0]
-        if len(nodes) > 1:
-            self.sent = torch.stack([each.view(ranks, part) for each in vectors], 1).flatten()
-        self.received = self.total.new_empty(sum(sizes))
-        self.work = dist.all_to_all_single(
-            self.received, self.sent, sizes, [part * len(nodes)] * ranks, async_op=True
-        )
-
-    def add(self) -> None:
-        """Adds this rank's part of the vectors, and sends it to the others."""
-        self.work.wait()
-        tree, part = TreeSum(), len(self.total) // dist.get_world_size()
-        for (first, size), values in zip(self.nodes, self.received.split(part), strict=True):
-            tree.add(first, [values], size)
-        self.work = all_gather(self.total, tree.total()[0], async_op=True)
-
-    def copy_back(self) -> None:
-        """Copies the total into its places."""
-        self.work.wait()
-        sizes = [len(place) for place in self.places]
-        torch._foreach_copy_(self.places, self.total[: sum(sizes)].split(sizes))
+def exchange(places: Tensors, nodes: list[Tensors], plan: StepPlan) -> Iterator[None]:
+    """Adds the nodes of all ranks into `places`: sends at first, then adds, and at last copies."""
+    ranks, size = len(plan.shares), sum(map(len, places))
+    part = -(-size // ranks)  # of a vector, for each rank
+    vectors = [places[0].new_empty(part * ranks) for _ in nodes or [places]]
+    for vector, parts in zip(vectors, nodes, strict=False):
+        torch.cat(parts, out=vector[:size])
+        vector[size:] = 0
+    total = vectors[0]
+    sent = total if nodes else total[:0]
+    if len(nodes) > 1:
+        sent = torch.stack([each.view(ranks, part) for each in vectors], 1).flatten()
+    everywhere = [nodes_of(plan.run(rank)) for rank in range(ranks)]
+    sizes = [part * len(each) for each in everywhere]
+    received = total.new_empty(sum(sizes))
+    given = [part * len(nodes)] * ranks
+    work = dist.all_to_all_single(received, sent, sizes, given, async_op=True)
+    yield
+    work.wait()
+    tree = TreeSum()
+    for (first, count), values in zip(chain(*everywhere), received.split(part), strict=True):
+        tree.add(first, [values], count)
+    work = all_gather(total, tree.total()[0], async_op=True)
+    yield
+    work.wait()
+    torch._foreach_copy_(places, total[:size].split([len(place) for place in places]))
 
 
 def flat_parts(tensors: Tensors) -> Tensors:
@@ -166,9 +154,9 @@ class StepGradients:
     """The gradient of a step's summed losses, divided by the step's loss terms.
 
     Ordinarily DDP or FSDP averages it over the processes while the last micro-batch is computed. If
-    exact, the gradients of the micro-batches are kept apart until they are added in the order of a
-    tree: a TreeSum has several times the memory of the gradients. FSDP then adds those that the
-    processes compute at the same time, and a process keeps its shards of the sums.
+    exact, the gradients of the micro-batches are added in the order of a tree, which takes several
+    times the memory of the gradients. FSDP then adds those that the processes compute at the same
+    time, and a process keeps its shards of the sums.
     """
 
     def __init__(
@@ -188,31 +176,22 @@ class StepGradients:
         self.problem: UserError | None = None
         self.checking = True  # the first step
         self.guarded = False
-        self.sharded, self.shared_buffers = ranks.layout.sharded, sharding.SharedBuffers(model)
-        self.parameters[0].register_hook(self.stop_after_backward)
-        if isinstance(model, DistributedDataParallel):
-            hear_remark_of_ddp(ranks.group)
+        self.sharded = ranks.layout.sharded
+        # autograd calls what is queued with a weight's gradient when the others are there, too, and
+        # before DDP waits for the other processes, which is queued with the last one.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        self.parameters[0].register_hook(lambda _: queue(stopwatch.stop))
         if exact and self.sharded:
             sharding.reduce_in_tree(model, accelerator, ranks.layout)
 
-    def stop_after_backward(self, _: torch.Tensor) -> None:
-        """Called with a weight's gradient: stops the watch when the others are there, too.
-
-        autograd then calls what is queued, in order. DDP, which waits for the other processes,
-        queues its call with the last gradient.
-        """
-        torch.autograd.Variable._execution_engine.queue_callback(self.stopwatch.stop)
-
     def begin(self, plan: StepPlan) -> None:
-        """Begins a step that is dealt so. `averaged` then is the number by which it is divided.
-
+        """Begins a step that is dealt so. `averaged` then is the number by which it is divided:
         accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
-        the gradients over the processes. If exact, neither does.
-        """
+        the gradients over the processes, unless exact."""
         self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
         if self.checking and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
-        self.shared_buffers.share()
+        sharding.share_buffers(self.model)
         self.stopwatch.start(turns)
         self.averaged = 1
         if not self.exact:
@@ -220,10 +199,7 @@ class StepGradients:
             self.averaged = turns * self.ranks.layout.averaged
 
     def guard(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss; one that is not finite becomes NaN, so that all processes skip the step.
-
-        Raises UserError in the first step if the task gives something else.
-        """
+        """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
         if self.checking and not self.guarded:
             self.guarded = True
             with self.ranks.fail_together(), as_user_error():
@@ -238,7 +214,12 @@ class StepGradients:
             with self.stopwatch.micro_batch(), shared_rows:
                 yield
             return
-        before = self.buffers()
+        # A buffer's version counts its changes. In the first step its values are compared, too:
+        # torch.nn.functional.batch_norm changes them without a new version.
+        before = {
+            name: (buffer, buffer._version, buffer.clone() if self.checking else None)
+            for name, buffer in self.model.named_buffers()
+        }
         alone = contextlib.nullcontext() if self.sharded else self.accelerator.no_sync(self.model)
         with alone, self.stopwatch.micro_batch(), shared_rows:
             yield
@@ -254,27 +235,18 @@ class StepGradients:
                 self.used[i] += parameter.grad is not None
             parameter.grad = None
 
-    def buffers(self) -> dict[str, tuple]:
-        """Each buffer with its version, a counter of changes, and in the first step its values.
-
-        torch.nn.functional.batch_norm changes values without a new version.
-        """
-        named = self.model.named_buffers()
-        return {n: (b, b._version, b.clone() if self.checking else None) for n, b in named}
-
     def check_buffers(self, before: dict[str, tuple]) -> None:
-        """Finds a problem if a micro-batch has changed a buffer, as BatchNorm does."""
+        """Notes a problem if a micro-batch has changed a buffer, as BatchNorm does."""
         for name, buffer in self.model.named_buffers():
             old, version, values = before.get(name, (None, 0, None))
             same = buffer is old and buffer._version == version
             if same and self.checking:  # waits for the device
                 same = torch.equal(buffer.nan_to_num(), values.nan_to_num())
             if not same and not self.problem:
-                name = name.removeprefix("module.").removeprefix("model.")
                 self.problem = UserError(
-                    f"exact: the model changes its buffer {name} while it trains, so the result "
-                    "depends on which process computes what; use GroupNorm or LayerNorm in place "
-                    "of BatchNorm, or set exact to false"
+                    f"exact: the model changes its buffer {own_name(name)} while it trains, so the "
+                    "result depends on which process computes what; use GroupNorm or LayerNorm in "
+                    "place of BatchNorm, or set exact to false"
                 )
 
     def complete(self) -> None:
@@ -302,11 +274,8 @@ class StepGradients:
         self.used[:] = [0] * len(self.used)
 
     def check_used(self) -> None:
-        """Raises UserError unless all processes use the same weights in each step, as FSDP needs.
-
-        Zeros stand for gradients that a process does not have. They would change a weight that no
-        process uses, and which processes use it shows in the first step only.
-        """
+        """Raises UserError unless all processes use the same weights in each step, as FSDP needs:
+        the zeros that stand for other gradients would change weights that no process uses."""
         used = [count > 0 for count in self.used]
         if self.checking:
             counts = self.ranks.sum_over_ranks(*map(int, used))
@@ -314,17 +283,13 @@ class StepGradients:
             self.expected = used
         else:
             agree = [now == before for now, before in zip(used, self.expected, strict=True)]
-        if not all(agree):
+        names = [own_name(name) for name, good in zip(self.names, agree, strict=True) if not good]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
-                f"the model uses {self.name_weights(agree)} for some rows only, and FSDP needs "
+                f"the model uses {', '.join(names[:3])}{more} for some rows only, and FSDP needs "
                 "every weight in each step of each process; change the model, or use multi_gpu.yaml"
             )
-
-    def name_weights(self, fine: list[bool]) -> str:
-        """The names of the weights that are not fine, for an error."""
-        names = [name for name, good in zip(self.names, fine, strict=True) if not good]
-        names = [name.removeprefix("module.").removeprefix("model.") for name in names]
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scales the gradient down to this norm; 0: never. Gives its norm before that.
@@ -344,21 +309,9 @@ class StepGradients:
         return norm
 
 
-def hear_remark_of_ddp(group: dist.ProcessGroup) -> None:
-    """Lets DDP say, where nobody reads it, that a model uses all weights: it says so once.
-
-    The line, which goes to file descriptor 2, advises against find_unused_parameters. Without that
-    a branch for some rows hangs, and sums are added in another order after each start.
-    """
-    with open(os.devnull, "w") as nobody:
-        stderr = os.dup(2)
-        os.dup2(nobody.fileno(), 2)
-        try:
-            options: dict[str, Any] = {"process_group": group, "find_unused_parameters": True}
-            DistributedDataParallel(torch.nn.Linear(1, 1), **options)(torch.ones(1, 1))
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+def own_name(name: str) -> str:
+    """The name that a weight or buffer has in the task's model."""
+    return name.removeprefix("module.").removeprefix("model.")
 
 
 def norm_by_rows(grads: Tensors) -> torch.Tensor:
@@ -369,13 +322,23 @@ def norm_by_rows(grads: Tensors) -> torch.Tensor:
     """
     if not grads:
         return torch.zeros(())
-    rows = []
+    rows, group = [], None
     for grad in grads:
         values = local(grad)
         values = torch.view_as_real(values) if values.is_complex() else values
         values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
-        rows.append(torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square())
-    return sharding.sum_rows(rows, grads).sum().sqrt().float()
+        squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
+        if isinstance(grad, DTensor):  # FSDP cuts R rows into blocks of ceil(R / n)
+            shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
+            group = grad.device_mesh.get_group(shard)
+            first = math.ceil(grad.shape[0] / group.size()) * group.rank()
+            own, squares = squares, squares.new_zeros(grad.shape[0])
+            squares[first : first + len(own)] = own
+        rows.append(squares)
+    everywhere = torch.cat(rows)
+    if group:
+        dist.all_reduce(everywhere, group=group)  # others hold zeros, so the order is free
+    return everywhere.sum().sqrt().float()
 
 
 # ---- Evaluations ---------------------------------------------------------------------------------
@@ -412,9 +375,13 @@ class EvaluationSums:
         first, *others = (each for layouts in ranks.gather(self.layouts) for each in layouts)
         for other in others:
             if other != first:
+                one, another = (
+                    ", ".join(f"{name} {shape}" for name, shape in layout.items())
+                    for layout in (first, other)
+                )
                 raise UserError(
-                    f"task.eval_sums returns {describe(first)} for one batch, and "
-                    f"{describe(other)} for another; return the same for all"
+                    f"task.eval_sums returns {one} for one batch, and {another} for another; "
+                    "return the same for all"
                 )
         totals = []
         for plan, tree in zip(self.plans, self.trees, strict=True):
@@ -428,8 +395,3 @@ class EvaluationSums:
             named = zip(first.items(), parts, strict=True)
             totals.append({name: part.view(shape) for (name, shape), part in named})
         return totals
-
-
-def describe(layout: dict[str, tuple]) -> str:
-    """Names and shapes of sums, for an error."""
-    return ", ".join(f"{name} {shape}" for name, shape in layout.items())

@@ -35,8 +35,7 @@ def prepare_index(cfg: Any) -> Path:
         path.write_text(json.dumps(sorted(names)), encoding="utf-8")
         return [path]
 
-    known = streaming.read_classes(cfg)
-    return streaming.prepare(cfg, columns_of(cfg), known, [], prepare_index, class_of, build)
+    return streaming.prepare(cfg, columns_of(cfg), [], [], class_of, build)
 
 
 class StreamedSquares(streaming.ShardRows):
@@ -44,7 +43,6 @@ class StreamedSquares(streaming.ShardRows):
 
     def __init__(self, folder: Path, part: str, cfg: Any, side: int, view: dict[str, Any]):
         super().__init__(folder, part, cfg, columns_of(cfg))
-        self.arguments = (folder, part, cfg, side, view)
         self.side, self.view, self.damaged = side, view, cfg.corrupt
         names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
         self.classes = {name: i for i, name in enumerate(names)}
@@ -55,5 +53,5 @@ class StreamedSquares(streaming.ShardRows):
         if not isinstance(image, (dict, bytes, Image.Image)):
             raise ValueError(f"the image is {one_line(repr(image), 60)}; shards hold images")
         if label not in self.classes:
-            raise ValueError(f"the label {one_line(label, 60)} is none of task.classes")
+            raise ValueError(f"the label {one_line(label, 60)} is none to train on")
         return images.square(image, self.side, self.cfg.background), self.classes[label], self.view

@@ -1,19 +1,17 @@
 """Shards: large files of rows, on a disk or an object store, read by (shard, row).
 
-A shard is a WebDataset .tar, an .mds of MosaicML's streaming, or a .parquet. A reader takes a local
-file and gives the values of any row by their roles (image, text, label, ...) at the cost of one
-read. A .tar and an .mds are read as they are. A .parquet can only be decoded in row groups, so its
-columns are first unpacked into an Arrow file, and a compressed .mds into a plain one.
+A shard is a WebDataset .tar or a .parquet. A reader takes a local file and gives the values of any
+row by their roles (image, text, label, ...) at the cost of one read. A .tar is read as it is. A
+.parquet can only be decoded in row groups, so its columns are first unpacked into an Arrow file.
 """
 
-import contextlib
 import hashlib
 import io
+import itertools
 import json
 import mmap
 import os
 import re
-import shutil
 import tarfile
 import time
 from collections import Counter
@@ -35,9 +33,8 @@ DIGESTS = ("ETag", "etag", "md5Hash", "content_hash", "blob_id")  # of a file's 
 # The last two are of local files: the time of the last change of any kind, which cannot be set.
 TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created", "ino")
 BLOCK = 2**20
-ENDINGS = {".tar": "tar", ".mds": "mds", ".parquet": "parquet"}
+KINDS = ("tar", "parquet")
 ARCHIVES = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
-COMPRESSIONS = {"zstd": "zstd", "gz": "gzip"}  # of MDS, by pyarrow's names
 # Members of a .tar that have a role where none is named after the column.
 MEMBERS = {
     "image": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
@@ -54,8 +51,7 @@ class Shard(NamedTuple):
     path: str
     size: int  # bytes
     tag: str  # changes with the content, as far as the store tells
-    kind: str  # tar, mds or parquet
-    facts: dict[str, Any]  # of an .mds: its entry of index.json
+    kind: str  # tar or parquet
 
 
 # ---- Stores --------------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ def list_shards(data: str, field: str) -> list[Shard]:
     """The shards at a path or URL, by name: a file, all files below a folder, or a pattern such as
     train-{000..127}.tar.
 
-    Raises ValueError if there are none, if they are of several kinds, or if an MDS lacks one.
+    Raises ValueError if there are none, or if they are of several kinds.
     """
     where = f"task.{field}: {one_line(data, 100)}"
     found: dict[str, dict] = {}
@@ -124,13 +120,11 @@ def list_shards(data: str, field: str) -> list[Shard]:
         store, root = open_store(path)
         root, what = plain_path(root).rstrip("/"), f"task.{field}: {one_line(path, 100)}"
         info = {}
-        if root.endswith(tuple(ENDINGS)):
+        if os.path.splitext(root)[1][1:] in KINDS:
             info = ask_store(what, store.info, with_credentials(root, path))
         if info.get("type", "directory") != "directory":
             found[root] = info
             root = os.path.dirname(root)
-        elif ask_store(what, store.exists, with_credentials(f"{root}/index.json", path)):
-            shards += list_mds(store, root, what, path)
         else:
             listed = list_folder(store, root, what, path)
             if not listed and not ask_store(what, store.exists, with_credentials(root, path)):
@@ -138,10 +132,10 @@ def list_shards(data: str, field: str) -> list[Shard]:
             found |= listed
         roots.append(f"{root}/")
     folder = os.path.commonprefix(roots).rpartition("/")[0]
-    shards = [each._replace(name=each.path.removeprefix(folder).lstrip("/")) for each in shards]
     for path, info in sorted(found.items()):
         name = path.removeprefix(folder).lstrip("/")
         ending = os.path.splitext(path)[1].lower()
+        kind = ending[1:]
         if any(part.startswith((".", "_")) for part in name.split("/")):
             continue  # hidden, or a mark such as _SUCCESS
         if path.endswith(ARCHIVES):
@@ -149,16 +143,16 @@ def list_shards(data: str, field: str) -> list[Shard]:
                 f"task.{field}: {one_line(path, 100)} is compressed as a whole, so that its rows "
                 "cannot be read one by one: unpack it to .tar"
             )
-        if ending in (".tar", ".parquet"):
-            if info.get("size") is None:
-                raise ValueError(f"{where}: the store does not tell the size of {one_line(path)}")
-            shards.append(Shard(name, path, info["size"], tag_of(info), ENDINGS[ending], {}))
-        else:
+        if kind not in KINDS:
             others[ending or "no ending"] += 1
+            continue
+        if info.get("size") is None:
+            raise ValueError(f"{where}: the store does not tell the size of {one_line(path)}")
+        shards.append(Shard(name, path, info["size"], tag_of(info), kind))
     if not shards:
+        skipped = describe_skipped(others)
         raise ValueError(
-            f"{where}: no shards{describe_skipped(others)}; task.streaming reads .tar and .parquet "
-            "files, or a folder with the index.json of MDS"
+            f"{where}: no shards{skipped}; task.streaming reads .tar and .parquet files"
         )
     kinds = sorted({shard.kind for shard in shards})
     if len(kinds) > 1:
@@ -172,40 +166,6 @@ def list_folder(store: Any, root: str, where: str, data: str) -> dict[str, dict]
     listed = ask_store(where, store.find, folder, detail=True)
     # https joins relative links to the whole URL.
     return {plain_path(name.replace(f"{folder}/", f"{root}/")): listed[name] for name in listed}
-
-
-def list_mds(store: Any, root: str, where: str, data: str) -> list[Shard]:
-    """The shards that the index.json of an MDS names. `data`: the URL that names the folder."""
-    content = ask_store(where, store.cat_file, with_credentials(f"{root}/index.json", data))
-    try:
-        entries = json.loads(content)["shards"]
-        facts = [{**entry, **(entry["zip_data"] or entry["raw_data"])} for entry in entries]
-        shards = [
-            Shard(each["basename"], f"{root}/{each['basename']}", each["bytes"], "", "mds", entry)
-            for each, entry in zip(facts, entries, strict=True)
-        ]
-        formats = {entry["format"] for entry in entries}
-        for entry in entries:
-            sizes = [len(entry[f"column_{each}"]) for each in ("names", "encodings", "sizes")]
-            if len({*sizes}) > 1 or not isinstance(entry["samples"], int):
-                raise ValueError
-    except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{where}/index.json is not the index of an MDS: write it anew") from None
-    if formats != {"mds"}:
-        names = one_line(", ".join(map(str, formats)), 60) or "none"
-        raise ValueError(f"{where} has shards of the format {names}, not mds")
-    listed = list_folder(store, root, where, data)
-    for number, shard in enumerate(shards):
-        info = listed.get(shard.path)
-        if listed and not info:
-            raise ValueError(f"{where}: the shard {one_line(shard.name, 60)} is missing")
-        if info and info["size"] != shard.size:
-            raise ValueError(
-                f"{where}: the shard {one_line(shard.name, 60)} has {info['size']:,} bytes, and "
-                f"index.json says {shard.size:,}: copy it again"
-            )
-        shards[number] = shard._replace(tag=tag_of(info or {}))
-    return shards
 
 
 def expand_braces(data: str) -> list[str]:
@@ -240,70 +200,28 @@ def sample_digest(file: BinaryIO) -> str:
 # ---- Bringing a shard here -----------------------------------------------------------------------
 
 
-def is_packed(shard: Shard) -> bool:
-    """Whether a shard must be unpacked before its rows can be read one by one."""
-    return shard.kind == "parquet" or bool(shard.facts.get("zip_data"))
-
-
-def local_size(shard: Shard) -> int:
-    """Bytes of a shard whose rows can be read; of a .parquet, about those."""
-    return shard.facts["raw_data"]["bytes"] if shard.kind == "mds" else shard.size
-
-
 def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
-    """Writes a shard to a local file as its reader needs it: downloaded, unpacked.
+    """Writes a shard to a local file as its reader needs it: downloaded, or unpacked.
 
     `data`: the path or URL that names the store. Raises ValueError and ConnectionError.
     """
-    what = f"cannot read {one_line(shard.path, 150)}"
     store, path = open_store(data)[0], with_credentials(shard.path, data)
-    if shard.kind == "parquet":
-        ask_store(what, unpack_parquet, store, path, shard.size, target, columns)
-        return
-    packed = target.with_suffix(".packed") if is_packed(shard) else target
 
     def download() -> None:
-        store.get_file(path, str(packed))
-        check_size(packed, shard.size)
+        store.get_file(path, str(target))
+        size = target.stat().st_size
+        if size != shard.size:
+            raise OSError(f"it has {size:,} bytes instead of {shard.size:,}")
 
-    try:
-        ask_store(what, download)
-        if packed != target:
-            ask_store(what, unpack_mds, packed, shard, target)
-    finally:
-        if packed != target:
-            packed.unlink(missing_ok=True)
+    def unpack() -> None:
+        unpack_parquet(store, path, shard.size, target, columns)
 
-
-def check_size(path: Path, expected: int) -> None:
-    size = path.stat().st_size
-    if size != expected:
-        raise OSError(f"it has {size:,} bytes instead of {expected:,}")
+    ask_store(f"cannot read {one_line(shard.path, 150)}", unpack if is_packed(shard) else download)
 
 
-@contextlib.contextmanager
-def name_damage() -> Iterator[None]:
-    """Turns what pyarrow raises for damaged content, OSError without a number, into ValueError:
-    reading it again does not help. Those of stores and of the disk have one, or a class."""
-    try:
-        yield
-    except OSError as error:
-        if type(error) is OSError and error.errno is None:
-            raise ValueError(f"it is damaged: {one_line(error)}") from None
-        raise
-
-
-def unpack_mds(packed: Path, shard: Shard, target: Path) -> None:
-    import pyarrow
-
-    algorithm = shard.facts["compression"].partition(":")[0]
-    if algorithm not in COMPRESSIONS:
-        names = " and ".join(COMPRESSIONS)
-        raise ValueError(f"its compression is {one_line(algorithm, 40)}; only {names} are read")
-    with name_damage(), pyarrow.OSFile(str(packed)) as file, open(target, "wb") as out:
-        with pyarrow.CompressedInputStream(file, COMPRESSIONS[algorithm]) as stream:
-            shutil.copyfileobj(stream, out, 2**20)
-    check_size(target, shard.facts["raw_data"]["bytes"])
+def is_packed(shard: Shard) -> bool:
+    """Whether a shard must be unpacked before its rows can be read one by one."""
+    return shard.kind == "parquet"
 
 
 def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Columns) -> None:
@@ -314,11 +232,9 @@ def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Colu
     # Buffers of 4 MB, and batches of about 8: memory must not grow with the groups of rows. fsspec
     # would read ahead for each column in turn.
     with (
-        name_damage(),
         store.open(path, "rb", cache_type="none") as file,
         ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
     ):
-        check_columns(table.schema_arrow.names, columns)
         rows = max(2**23 * table.metadata.num_rows // size, 1)
         schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
         with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
@@ -335,7 +251,7 @@ def read_footer(
     """
     from pyarrow.parquet import ParquetFile
 
-    with name_damage(), store.open(path, "rb") as file, ParquetFile(file) as table:
+    with store.open(path, "rb") as file, ParquetFile(file) as table:
         check_columns(table.schema_arrow.names, columns)
         facts, names = table.metadata, tuple(f"{name}." for name in column_names(columns))
         groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
@@ -362,13 +278,14 @@ def by_role(columns: Columns, value_of: Callable[[str, str], Any]) -> dict[str, 
 # ---- WebDataset ----------------------------------------------------------------------------------
 
 
-def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]]:
-    """For each row of a .tar: its first byte, its key, and the values of these columns.
+def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict[str, bytes]]]:
+    """For each row of a .tar: its first byte, its key, and the members with these columns.
 
     Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
     ValueError for a damaged or truncated archive, and for a row with two members of one name.
     """
-    wanted = {*column_names(columns), "json", *(end for role in columns for end in MEMBERS[role])}
+    endings = (MEMBERS.get(role, ()) for role in columns)
+    wanted = {*column_names(columns), "json", *itertools.chain(*endings)}
     key, begin, names, members = None, 0, set(), {}
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         while member := archive.next():
@@ -379,14 +296,10 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
             row, name = match[1], match[2].lower()
             if row != key:
                 if key is not None:
-                    yield begin, key, read_members(key, members, columns)
+                    yield begin, key, members
                 key, begin, names, members = row, member.offset, set(), {}
             if name in names:
                 raise ValueError(f"the row {one_line(key, 60)} has two members {one_line(name)}")
-            if name == "jsonl":
-                raise ValueError(
-                    f"{one_line(member.name, 60)} holds several rows; write a .json member for each"
-                )
             names.add(name)
             if name in wanted:
                 members[name] = archive.extractfile(member).read()
@@ -398,20 +311,12 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict]
         if mark.strip(b"\0"):
             raise ValueError(f"the header at byte {end:,} is damaged")
     if key is not None:
-        yield begin, key, read_members(key, members, columns)
+        yield begin, key, members
     yield end, "", {}
 
 
-def read_members(key: str, members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
-    """The values of a row; raises ValueError with its key."""
-    try:
-        return by_role(columns, tar_values(members))
-    except ValueError as error:
-        raise ValueError(f"row {one_line(key, 100)}: {one_line(error)}") from None
-
-
-def tar_values(members: dict[str, bytes]) -> Callable[[str, str], Any]:
-    """Looks up the value of a role's column in the members of a row; None: there is none."""
+def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
+    """The values of a row by their roles, from its members; None: there is none."""
     values = json.loads(members["json"]) if "json" in members else {}
     if not isinstance(values, dict):
         raise ValueError("its .json member is not an object")
@@ -425,7 +330,7 @@ def tar_values(members: dict[str, bytes]) -> Callable[[str, str], Any]:
         text = members[name].decode()
         return text if role == "text" else text.strip()
 
-    return value_of
+    return by_role(columns, value_of)
 
 
 class TarReader:
@@ -437,88 +342,21 @@ class TarReader:
     def read(self, row: int) -> dict[str, Any]:
         begin, end = (int(each) for each in self.bounds[row : row + 2])
         content = os.pread(self.file.fileno(), end - begin, begin)
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:
-            named = ((KEY.fullmatch(each.name), each) for each in archive if each.isreg())
-            members = {m[2].lower(): archive.extractfile(each).read() for m, each in named if m}
-        return by_role(self.columns, tar_values(members))
-
-    def close(self) -> None:
-        self.file.close()
-
-
-# ---- MDS -----------------------------------------------------------------------------------------
-
-
-def decode_mds(encoding: str, data: bytes) -> Any:
-    """A value of an MDS. Images stay encoded. Raises ValueError for an encoding that is not read:
-    pickles could run code.
-    """
-    name, _, form = encoding.partition(":")
-    if name in ("bytes", "jpeg", "png"):
-        return data
-    if name in ("str", "str_int", "str_float"):
-        text = data.decode()
-        return text if name == "str" else int(text) if name == "str_int" else float(text)
-    if name == "json":
-        return json.loads(data)
-    if name == "int" or re.fullmatch(r"u?int(8|16|32|64)|float(16|32|64)", name):
-        return np.frombuffer(data, np.int64 if name == "int" else name)[0].item()
-    if name == "pil":
-        from PIL import Image
-
-        width, height, length = np.frombuffer(data, np.uint32, 3).tolist()
-        mode = data[12 : 12 + length].decode()
-        return Image.frombytes(mode, (width, height), data[12 + length :])
-    if name == "ndarray":
-        return decode_array(form, data)
-    raise ValueError(f"the encoding {one_line(encoding, 40)} of MDS is not read")
-
-
-def decode_array(form: str, data: bytes) -> np.ndarray:
-    """An array of an MDS. `form`: its type and shape; those that it leaves out begin the data."""
-    dtype, _, shape = form.partition(":")
-    types = {8 * 2**i + k: f"{kind}{8 * 2**i}" for i in range(4) for k, kind in enumerate(FLAVOURS)}
-    at = 0
-    if not dtype:
-        dtype, at = types[data[0]], 1
-    sizes = [int(each) for each in shape.split(",")] if shape else []
-    if not shape:
-        axes, width = data[at] >> 2, 2 ** (data[at] % 4)
-        sizes = np.frombuffer(data, f"<u{width}", axes, at + 1).tolist()
-        at += 1 + axes * width
-    return np.frombuffer(data, dtype, offset=at).reshape(sizes)
-
-
-FLAVOURS = ("uint", "int", "float")
-
-
-class MdsReader:
-    """Rows of an uncompressed .mds; `facts`: its entry of index.json."""
-
-    def __init__(self, file: BinaryIO, columns: Columns, facts: dict[str, Any]):
-        self.file, self.columns, self.facts = file, columns, facts
-
-    def read(self, row: int) -> dict[str, Any]:
-        file = self.file.fileno()
-        begin, end = np.frombuffer(os.pread(file, 8, 4 * (row + 1)), np.uint32).tolist()
-        data, at = os.pread(file, max(end - begin, 0), begin), 0
-        names, sizes = self.facts["column_names"], list(self.facts["column_sizes"])
-        for i, size in enumerate(sizes):
-            if not size:
-                sizes[i] = int(np.frombuffer(data, np.uint32, 1, at)[0])
-                at += 4
-        ends = np.cumsum([at, *sizes]).tolist()
-        if ends[-1] != len(data):
-            raise ValueError("its sizes do not add up: the shard is damaged")
-        parts = {n: data[ends[i] : ends[i + 1]] for i, n in enumerate(names)}
-        encodings = dict(zip(names, self.facts["column_encodings"], strict=True))
-        return by_role(self.columns, lambda _, name: decode_mds(encodings[name], parts[name]))
+        if len(content) < end - begin:
+            raise ValueError("the archive is truncated")
+        content += bytes(1024)  # an end mark
+        _, _, members = next(walk_tar(io.BytesIO(content), self.columns))
+        return tar_row(members, self.columns)
 
     def close(self) -> None:
         self.file.close()
 
 
 # ---- Parquet -------------------------------------------------------------------------------------
+
+
+def table_row(values: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    return by_role(columns, lambda _, name: values[name])
 
 
 class ArrowReader:
@@ -533,20 +371,19 @@ class ArrowReader:
         self.table = pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all()
 
     def read(self, row: int) -> dict[str, Any]:
-        return by_role(self.columns, lambda _, name: self.table.column(name)[row].as_py())
+        names = column_names(self.columns)
+        return table_row({n: self.table.column(n)[row].as_py() for n in names}, self.columns)
 
     def close(self) -> None:
         self.table = None
 
 
 def open_reader(
-    file: BinaryIO, shard: Shard, columns: Columns, bounds: np.ndarray | None = None
-) -> "TarReader | MdsReader | ArrowReader":
+    file: BinaryIO, shard: Shard, columns: Columns, bounds: np.ndarray | None
+) -> "TarReader | ArrowReader":
     """The reader of a local file that `bring` wrote, or that needs no unpacking."""
     if shard.kind == "tar":
         return TarReader(file, columns, bounds)
-    if shard.kind == "mds":
-        return MdsReader(file, columns, shard.facts)
     return ArrowReader(file, columns)
 
 
@@ -556,11 +393,10 @@ def open_reader(
 class ShardIndex(NamedTuple):
     """What is known of a shard before training."""
 
-    bounds: np.ndarray | None  # of a .tar, int64 (rows + 1,); otherwise empty
+    bounds: np.ndarray  # of a .tar, int64 (rows + 1,); otherwise empty
     rows: int
     names: dict[str, int]  # of labels, with the number of their rows
-    incomplete: int  # rows without a label
-    first: str  # the first of them, and why
+    incomplete: list[str]  # rows without a label, and why
     bytes: int  # of the local file
     digest: str  # of the content, as far as it is known
 
@@ -578,20 +414,17 @@ def index_shard(
     Raises ValueError for a shard that cannot be read, and ConnectionError.
     """
     what = f"cannot read {one_line(shard.path, 150)}"
+    store, path = open_store(data)[0], with_credentials(shard.path, data)
     wanted = {role: names for role, names in columns.items() if role == "label" and label_names}
-    counts, incomplete, first = Counter(), 0, ""
+    counts, incomplete = Counter(), []
 
-    def count(place: object, values: dict) -> None:
-        nonlocal incomplete, first
+    def count(place: object, read_row: Callable[[dict, Columns], dict], row: dict) -> None:
         try:
-            counts.update(label_names(values))
+            counts.update(label_names(read_row(row, wanted)))
         except IncompleteRow as error:
-            incomplete, first = incomplete + 1, first or f"row {place}: {error}"
+            incomplete.append(f"row {place}: {error}")
         except ValueError as error:
             raise ValueError(f"row {place}: {error}") from None
-
-    bounds, size, values, store = [], shard.size, [], open_store(data)[0]
-    path = with_credentials(shard.path, data)
 
     def read_digest() -> str:
         if shard.tag.startswith(DIGESTS):
@@ -600,35 +433,27 @@ def index_shard(
             return sample_digest(open(shard.path, "rb", buffering=0))
         if shard.kind == "parquet":
             return sample_digest(store.open(path, "rb", cache_type="none"))
-        return sample_digest(open_local(shard)) if shard.kind == "tar" or wanted else ""
+        return sample_digest(open_local(shard))
 
+    bounds, size = [], shard.size
     try:
         digest = ask_store(what, read_digest)
         if shard.kind == "tar":
-            for begin, key, value in walk_tar(open_local(shard), wanted):
+            for begin, key, members in walk_tar(open_local(shard), wanted):
                 bounds.append(begin)
                 if key and wanted:
-                    count(one_line(key, 100), value)
+                    count(one_line(key, 100), tar_row, members)
             rows = len(bounds) - 1
-        elif shard.kind == "mds":
-            check_columns(shard.facts["column_names"], columns)
-            rows, size = shard.facts["samples"], shard.facts["raw_data"]["bytes"]
-            if wanted:
-                reader = MdsReader(open_local(shard), wanted, shard.facts)
-                values = [reader.read(row) for row in range(rows)]
-                reader.close()
         else:
             rows, size, listed = ask_store(what, read_footer, store, path, columns, wanted)
-            values = [by_role(wanted, lambda _, name: each[name]) for each in listed]  # noqa: B023
-        for row, value in enumerate(values):
-            count(row, value)
-    except (ValueError, tarfile.TarError, EOFError) as error:
-        text = one_line(error)
-        raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None
+            for i, row in enumerate(listed):
+                count(i, table_row, row)
     except ConnectionError:
         raise
     except OSError as error:  # of the disk or the network that the shard lies on
-        raise ConnectionError(f"{what}: {error.strerror or one_line(error)}") from None
-    return ShardIndex(
-        np.array(bounds, np.int64), rows, dict(counts), incomplete, first, size, digest
-    )
+        kind = ValueError if error.errno in PERMANENT_ERRORS else ConnectionError
+        raise kind(f"{what}: {error.strerror or one_line(error)}") from None
+    except (ValueError, tarfile.TarError, EOFError) as error:
+        text = one_line(error)
+        raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None
+    return ShardIndex(np.array(bounds, np.int64), rows, dict(counts), incomplete, size, digest)

@@ -60,21 +60,18 @@ class StreamFields:
 
     streaming: bool = False
     """Read rows while the model trains, and prepare none: task.data is a folder, or a URL such as
-    s3://bucket/folder, of WebDataset .tar files, of MDS, or of .parquet files."""
+    s3://bucket/folder, of WebDataset .tar files or of .parquet files."""
     shuffle_window: Window = 8  # type: ignore[valid-type]
     """streaming: shards whose rows are shuffled together. More are closer to a full shuffle, and
     take more of shard_cache_gb."""
     shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)  # type: ignore[valid-type]
     """streaming: room for shards of a store, and unpacked ones, in cache_dir; at least two windows.
-    .tar and plain .mds files of a local disk are read where they are."""
-    classes: str = ""
-    """streaming: all classes, with commas between them, or a file with one on each line; empty: a
-    pass over the labels finds them, which takes reading each .tar and .mds once."""
+    .tar files of a local disk are read where they are."""
 
 
 def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     """Raises ValueError for fields that do not go with streaming, or without it."""
-    names = "shuffle_window shard_cache_gb classes"
+    names = "shuffle_window shard_cache_gb"
     check_ignored_fields(cfg, [(names, cfg.streaming, "unless task.streaming is true")])
     if not cfg.streaming:
         return
@@ -87,35 +84,15 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
         )
 
 
-def read_classes(cfg: Any) -> list[str]:
-    """The names in the field `classes`; empty: it is not set."""
-    path = local_path(cfg.classes, "classes")
-    if cfg.classes and path.is_file():
-        try:
-            names = path.read_text(encoding="utf-8-sig").splitlines()
-        except UnicodeDecodeError:
-            shown = one_line(cfg.classes, 100)
-            raise ValueError(f"task.classes: {shown} is not UTF-8; save it as UTF-8") from None
-    else:
-        names = cfg.classes.split(",")
-    names = [name.strip() for name in names if name.strip()]
-    distinct = len({*names}) == len(names) != 1
-    check_fields(cfg, [("classes", distinct, "two or more names, each once")])
-    return names
-
-
 # ---- Index ---------------------------------------------------------------------------------------
 
 
 class Indexed(NamedTuple):
-    """A shard with an index, which stays in a file: of all shards it may be large."""
+    """A shard with an index, whose bounds and names stay in a file: they may be large."""
 
     shard: Shard
     record: Path
-    rows: int
-    bytes: int  # of the local file
-    incomplete: int  # rows without a label
-    first: str  # the first of them, and why
+    index: ShardIndex
 
 
 def prepare(
@@ -123,19 +100,17 @@ def prepare(
     columns: Columns,
     known: list[str],
     settings: list,
-    prepare_index: Callable,
     label_names: Callable[[dict], list[str]],
     build: Callable[[Path, set[str]], list[Path]],
 ) -> Path:
     """The folder with the index of all shards, made once, as `cache.prepare_once` does.
 
-    `known`: the names of the labels; if it is empty, a pass over the shards finds them, with
-    `label_names`, which gives the names in a row's values. `build` gets the folder and the names.
-    It adds files of the task, and returns those that the digest covers. `settings` are those of
-    `cache.cache_folder`, and the code of `prepare_index`, the caller, counts. Raises ValueError and
+    `known`: the names of the labels, where the fields give them; else a pass over the shards finds
+    them, with `label_names`, which gives the names in a row's values. `build` gets the folder and
+    the names. It adds files of the task, and returns those that the digest covers. `settings` are
+    those of `cache.cache_folder`, and the code of `build` counts. Raises ValueError and
     ConnectionError.
     """
-    given = {*known}
     cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
     listed = {name: shards.list_shards(getattr(cfg, name), name) for name in fields}
@@ -148,16 +123,16 @@ def prepare(
             split = splits.choose(own, name, getattr(cfg, name))
             listed[name] = [shard for shard in found if splits.split_of(shard.name) == split]
     settings = [columns, known, *settings]
-    folder = cache.cache_folder(cfg, settings, listed, [prepare_index])
+    folder = cache.cache_folder(cfg, settings, listed, [build])
 
     def build_all(folder: Path) -> dict[str, str]:
-        count = None if given else label_names
         if counts:
             splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+        count = None if known else label_names
         found = {
             name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
         }
-        facts = build_index(cfg, folder, found, given, build)
+        facts = build_index(cfg, folder, found, {*known}, build)
         say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
         return facts
 
@@ -184,15 +159,18 @@ def index_shards(
     def index(shard: Shard) -> Indexed:
         name = json.dumps([shard.path, settings, code])
         record = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.npz"
-        stamp = json.dumps([shard.size, shard.tag, shard.facts])
+        stamp = json.dumps([shard.size, shard.tag])
         known, found = load_record(record)
         if known != stamp:
             if known:
                 path = one_line(shard.path, 150)
                 print(f"Preparing data: {path} has changed: indexing it again", flush=True)
             found = shards.index_shard(shard, data, columns, store.open, label_names)
-            save_record(record, stamp, found)
-        return Indexed(shard, record, found.rows, found.bytes, found.incomplete, found.first)
+            partial = record.with_suffix(f".{os.getpid()}.partial")
+            with open(partial, "wb") as file:
+                np.savez(file, bounds=found.bounds, facts=json.dumps([stamp, *found[1:]]))
+            partial.replace(record)
+        return Indexed(shard, record, found._replace(bounds=None, names={}))
 
     print(f"Preparing data: {len(listed):,} shards of {one_line(data, 100)}", flush=True)
     with ThreadPool(THREADS) as pool:
@@ -201,10 +179,9 @@ def index_shards(
             found = list(tqdm(done, "shards", len(listed), leave=False, disable=None))
         except ValueError as error:
             raise ValueError(f"task.{field}: {error}") from None
-    number = sum(each.incomplete for each in found)
-    if number:
-        first = next(each for each in found if each.incomplete)
-        text = f"{one_line(first.shard.path, 150)}, {first.first}; {number:,} such rows"
+    rows = [(shard.path, row) for shard, _, index in found for row in index.incomplete]
+    if rows:
+        text = f"{one_line(rows[0][0], 150)}, {rows[0][1]}; {len(rows):,} such rows"
         if cfg.incomplete_rows == "refuse":
             hint = "--task.incomplete_rows skip reads the next row of the shard in place of each"
             raise ValueError(f"task.{field}: {text}; {hint}")
@@ -222,33 +199,29 @@ def load_record(path: Path) -> tuple[str, ShardIndex | None]:
         return "", None
 
 
-def save_record(path: Path, stamp: str, index: ShardIndex) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    with open(partial, "wb") as file:
-        np.savez(file, bounds=index.bounds, facts=json.dumps([stamp, *index[1:]]))
-    partial.replace(path)
-
-
 def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
     """Names of the shards that are held out, chosen by their hashes, and how many rows are used.
 
     Whole shards are held out, of which no more rows are used than the fields allow.
     """
-    filled = [each for each in found if each.rows]
-    filled.sort(key=lambda each: hashlib.sha256(each.shard.name.encode()).digest())
-    wanted = max(1, round(cfg.validation_fraction * sum(each.rows for each in filled)))
+    filled = {each.shard.name: each.index.rows for each in found if each.index.rows}
+    wanted = max(1, round(cfg.validation_fraction * sum(filled.values())))
     wanted = min(wanted, cfg.validation_rows)
     held, rows = set(), 0
-    for each in filled[:-1]:
+    for name in sorted(filled, key=hash_name)[:-1]:
         if rows < wanted:
-            held.add(each.shard.name)
-            rows += each.rows
+            held.add(name)
+            rows += filled[name]
     if filled and not held:
         raise ValueError(
             f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "
             "be held out; give --task.validation_data"
         )
     return held, min(wanted, rows)
+
+
+def hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def build_index(
@@ -260,14 +233,14 @@ def build_index(
 ) -> dict[str, str]:
     """Writes the index of both parts, and what `build` adds. Returns the digest of all of it."""
     train, validation = found["data"], found.get("validation_data")
-    used = sum(each.rows for each in validation or [])
+    used = sum(each.index.rows for each in validation or [])
     origin = "validation_data"
     if validation is None:
         held, used = hold_out(cfg, train)
         validation = [each for each in train if each.shard.name in held]
         train = [each for each in train if each.shard.name not in held]
         origin = "data"
-    digest, total = hashlib.sha256(), sum(each.rows for each in train)
+    digest, total = hashlib.sha256(), sum(each.index.rows for each in train)
     for name, rows in (("data", total), (origin, used)):
         if not rows:
             raise ValueError(f"task.{name}: no rows in {one_line(getattr(cfg, name), 100)}")
@@ -295,19 +268,20 @@ def write_part(
     Adds them to the digest. Returns the names of the labels, each with a shard that has it.
     `origin`: the field that names their store, whose URL may hold credentials.
     """
-    columns = {name: [getattr(each, name) for each in own] for name in ("shard", "rows", "bytes")}
-    facts = {"origin": origin, "used": used, **columns}
+    facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
+    facts |= {name: [getattr(each.index, name) for each in own] for name in ("rows", "bytes")}
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
-    count = sum(each.rows + 1 for each in own if each.shard.kind == "tar")
+    count = sum(each.index.rows + 1 for each in own if each.shard.kind == "tar")
     bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
     names: dict[str, str] = {}
     at = 0
-    for shard, record, *_ in own:
+    for shard, record, _ in own:
         index = load_record(record)[1]
         bounds[at : at + len(index.bounds)] = index.bounds
         at += len(index.bounds)
         names |= {name: shard.path for name in index.names}
-        line = [part, shard.name, shard.size, index.digest, shard.facts, *index[1:3]]
+        # {}: digests of finished runs have it.
+        line = [part, shard.name, shard.size, index.digest, {}, index.rows, index.names]
         digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
     bounds.flush()
     return names
@@ -339,16 +313,9 @@ class ShardCache:
 
     def open(self, shard: Shard, size: int = 0) -> BinaryIO:
         """A shard, as its reader needs it. For `size` see `bring`."""
-        for _ in range(10):
-            path = self.bring(shard, size)
-            try:
-                return open(path, "rb", buffering=0)
-            except FileNotFoundError:  # another process needed room
-                if not self.is_copied(shard):
-                    break
-            except PermissionError as error:
-                what = f"cannot read {one_line(path, 150)}"
-                raise ValueError(f"{what}: {error.strerror}") from None
+        for _ in range(10 if self.is_copied(shard) else 1):
+            with contextlib.suppress(FileNotFoundError):  # another process needed room
+                return open(self.bring(shard, size), "rb", buffering=0)
         raise ValueError(f"cannot read {one_line(shard.path, 150)}: it is no longer there")
 
     def bring(self, shard: Shard, size: int = 0) -> Path:
@@ -363,7 +330,7 @@ class ShardCache:
             try:
                 with cache.file_lock(path.with_suffix(".lock")):
                     if not path.exists():
-                        self.copy(shard, path, size or shards.local_size(shard))
+                        self.copy(shard, path, size or shard.size)
             except ConnectionError:
                 raise
             except OSError as error:
@@ -381,7 +348,9 @@ class ShardCache:
             if partial.stat().st_size > size:  # of a repeated text a .parquet tells the size once
                 self.make_room(room, partial.stat().st_size)
             fsync(partial)  # a power cut must not leave half a copy
-            partial.replace(path)
+            with cache.file_lock(self.folder / "room.lock"):  # nobody may miss both of them
+                partial.replace(path)
+                room.unlink()
         finally:
             for each in (room, partial):
                 each.unlink(missing_ok=True)
@@ -392,25 +361,24 @@ class ShardCache:
         False: the places of others leave too little.
         """
         with cache.file_lock(self.folder / "room.lock"):
-            copies, total, others = [], size, False
+            copies, places = [], 0
             for path in self.folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    if path.suffix == ".room" and path != room:
-                        if not cache.is_locked(path.with_suffix(".lock")):  # its process is dead
-                            for suffix in (".partial", ".packed", ".room"):
-                                path.with_suffix(suffix).unlink(missing_ok=True)
-                            continue
-                        others = True
-                        total += path.stat().st_size
-                    elif path.suffix in shards.ENDINGS:
-                        status = path.stat()
-                        total += status.st_size
+                    status = path.stat()
+                    if path.suffix[1:] in shards.KINDS:
                         copies.append((status.st_mtime, status.st_size, path))
+                    elif path.suffix == ".room" and path != room:
+                        if cache.is_locked(path.with_suffix(".lock")):
+                            places += status.st_size
+                        else:  # its process is dead
+                            path.with_suffix(".partial").unlink(missing_ok=True)
+                            path.unlink()
+            excess = sum(freed for _, freed, _ in copies) + places + size - self.limit
             for _, freed, path in sorted(copies):
-                if total > self.limit:
+                if excess > 0:
                     path.unlink(missing_ok=True)
-                    total -= freed
-            if total > self.limit and others:
+                    excess -= freed
+            if excess > 0 and places:
                 return False
             with open(room, "wb") as file:
                 file.truncate(size)
@@ -427,10 +395,19 @@ class ShardRows(torch.utils.data.Dataset):
     `fetch` should be told of them.
     """
 
+    arguments: tuple  # that it was made with
     damaged = "refuse"  # or skip: the next row of the shard is read in place of a damaged one
 
+    def __new__(cls, *arguments: Any) -> "ShardRows":
+        self = super().__new__(cls)
+        self.arguments = arguments
+        return self
+
+    def __reduce__(self):  # without open files
+        return type(self), self.arguments
+
     def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
-        self.arguments, self.part, self.cfg = (folder, part, cfg, columns), part, cfg
+        self.part, self.cfg = part, cfg
         facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
         self.shards = [Shard(*each) for each in facts["shard"]]
         self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
@@ -442,23 +419,16 @@ class ShardRows(torch.utils.data.Dataset):
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
         self.copied = self.cache.is_copied(self.shards[0])
-        self.check_room()
-
-    def __reduce__(self):
-        return type(self), self.arguments
-
-    def __len__(self) -> int:
-        return self.used
-
-    def check_room(self) -> None:
-        """Raises ValueError unless the cache has room for two windows."""
-        window = min(self.cfg.shuffle_window if self.part == "train" else 1, len(self.rows))
+        window = min(cfg.shuffle_window if part == "train" else 1, len(self.rows))
         needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
         if needed > self.cache.limit:
             raise ValueError(
-                f"task.shard_cache_gb is {self.cfg.shard_cache_gb:g}, but two windows of {window} "
+                f"task.shard_cache_gb is {cfg.shard_cache_gb:g}, but two windows of {window} "
                 f"shards take {needed / 1e9:,.3g} GB; give more, or a smaller task.shuffle_window"
             )
+
+    def __len__(self) -> int:
+        return self.used
 
     @property
     def sources(self) -> list[Source]:
@@ -490,11 +460,14 @@ class ShardRows(torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
+    def by_hash(self) -> list[int]:
+        """The numbers of all shards, in an order that their names decide."""
+        return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
+
     def sample(self) -> Iterator[dict[str, Any]]:
         """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
         on this machine, or from those that fill 1 GB where they have to be unpacked."""
-        names = [hashlib.sha256(shard.name.encode()).digest() for shard in self.shards]
-        chosen = sorted(range(len(names)), key=names.__getitem__)
+        chosen = self.by_hash()
         if shards.is_url(self.cache.data):
             chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
         if self.copied:

@@ -1,6 +1,5 @@
 """Labelled texts that are read from shards, and tokenised, while the model trains: streaming.py."""
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,7 +25,6 @@ def check_text_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     rules = [
         ("problem_type", cfg.problem_type != NUMBER, f"another, {wanted}"),
         ("class_weights", cfg.class_weights == "none", f"none, {wanted}"),
-        ("classes", not (cfg.classes and cfg.label_columns), "empty beside task.label_columns"),
     ]
     check_fields(cfg, rules if cfg.streaming else [])
 
@@ -34,7 +32,6 @@ def check_text_streaming(cfg: Any, shipped: Iterable[str]) -> None:
 def prepare_index(cfg: Any) -> Path:
     """The folder of the index, with names.json, scale.json, and the vocabulary of a new model."""
     columns = labels.split_names(cfg.label_columns)
-    known = columns or streaming.read_classes(cfg)
 
     def names_in(row: dict) -> list[str]:
         row = dict(row)
@@ -54,14 +51,13 @@ def prepare_index(cfg: Any) -> Path:
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
     wanted = text_data.columns_of(cfg)
-    return streaming.prepare(cfg, wanted, known, settings, prepare_index, names_in, build)
+    return streaming.prepare(cfg, wanted, columns, settings, names_in, build)
 
 
 def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
     """Rows of shards in order of their names' hashes, as many as a vocabulary is learnt from."""
-    order = [hashlib.sha256(shard.name.encode()).digest() for shard in dataset.shards]
     size = 0
-    for number in np.argsort(order):
+    for number in dataset.by_hash():
         end = int(dataset.ends[number])
         for i in range(end - int(dataset.rows[number]), end):
             row = dataset.read(i)
@@ -76,14 +72,14 @@ class StreamedTexts(streaming.ShardRows):
 
     def __init__(self, folder: Path, part: str, cfg: Any):
         super().__init__(folder, part, cfg, text_data.columns_of(cfg))
-        self.arguments, self.folder = (folder, part, cfg), folder
+        self.folder = folder
         self.names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
         self.known, self.label_columns = {*self.names}, labels.split_names(cfg.label_columns)
 
     def complete(self, values: dict) -> dict:
         text_data.check_row(values, self.label_columns, self.cfg.problem_type)
         if unknown := {*labels.labels_in(values)} - self.known:
-            raise ValueError(f"the label {one_line(min(unknown), 60)} is none of task.classes")
+            raise ValueError(f"the label {one_line(min(unknown), 60)} is none to train on")
         return values
 
     def __getitems__(self, ids: list[int]) -> list[dict]:

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.base import child
+from samestep.base import workers
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.data.sources import IncompleteRow
 from samestep.data.tables import replace_surrogates
 
-MOST_BYTES = 50_000_000  # of a chat as text; a template that gives more is broken
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
 ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
@@ -56,31 +55,25 @@ def normalize_chat(row: dict) -> list[str]:
     tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
         raise IncompleteRow("there are no messages")
-    if not isinstance(messages, list):
-        raise ValueError(
-            f"messages is {shorten(messages)} but must be a list of objects with role and content"
-        )
+    form = "a list of objects with role and content"
+    require(isinstance(messages, list), "messages", messages, form)
     row["messages"] = [normalize_message(m, f"message {n}") for n, m in enumerate(messages, 1)]
     names = [message.get("role") or message["from"] for message in messages]
     answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
     for number, message in answers:
         if message.get("weight", 1) not in (0, 1):
-            raise ValueError(
-                f"weight of message {number} is {message['weight']!r:.60}; give 0 or 1"
-            )
-    if any(n > 1 for n, _ in answers) and not any(map(is_trained_on, row["messages"][1:])):
-        raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
+            weight = f"{message['weight']!r:.60}"
+            raise ValueError(f"weight of message {number} is {weight}; give 0 or 1")
+        if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
+            raise IncompleteRow(f"message {number}, of the assistant, is empty")
     if not any(number > 1 for number, _ in answers):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
-    for number, message in answers:
-        if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
-            raise IncompleteRow(f"message {number}, of the assistant, is empty")
+    if not any(map(is_trained_on, row["messages"][1:])):
+        raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if tools:
-        if not isinstance(tools, list) or not all(map(function_name, tools)):
-            raise ValueError(
-                f"tools is {shorten(tools)} but must be a list of objects, each with a name"
-            )
+        fits = isinstance(tools, list) and all(map(function_name, tools))
+        require(fits, "tools", tools, "a list of objects, each with a name")
         row["tools"] = tools
     spoken = {(m["role"], name) for m, name in zip(row["messages"], names, strict=True)}
     return [f"{one_line(name)} is read as {role}" for role, name in spoken if name != role]
@@ -95,8 +88,7 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
     """The messages of a row of Alpaca, whose columns are taken out of the row."""
     texts = {role: row.pop(role, None) or "" for role in ("instruction", "input", "output")}
     for role, text in texts.items():
-        if not isinstance(text, str):
-            raise ValueError(f"the {role} is {shorten(text)} but must be text")
+        require(isinstance(text, str), f"the {role}", text, "text")
         if role != "input" and not text.strip():
             raise IncompleteRow(f"there is no {role}")
     question = "\n\n".join(texts[role] for role in ("instruction", "input") if texts[role].strip())
@@ -111,10 +103,7 @@ def normalize_message(message: Any, where: str) -> dict:
 
     A message with another role would be context without a word.
     """
-    if not isinstance(message, dict):
-        raise ValueError(
-            f"{where} is {shorten(message)} but must be an object with role and content"
-        )
+    require(isinstance(message, dict), where, message, "an object with role and content")
     result = drop_nulls(message)
     if "from" in result and "role" not in result:
         result["role"] = result.pop("from")
@@ -127,8 +116,8 @@ def normalize_message(message: Any, where: str) -> dict:
         if not has[name]:
             there = one_line(", ".join(map(str, result)) or "nothing", 60)
             raise ValueError(f"{where} has no {name}, only {there}")
-        if not isinstance(result.get(name, ""), str):
-            raise ValueError(f"the {name} of {where} is {shorten(result[name])} but must be text")
+        value = result.get(name, "")
+        require(isinstance(value, str), f"the {name} of {where}", value, "text")
     role = ROLES.get(result["role"].strip().lower())
     if not role:
         known = ", ".join(ROLES)
@@ -136,8 +125,7 @@ def normalize_message(message: Any, where: str) -> dict:
     if result.get("function_call"):
         raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
     if calls:
-        if not isinstance(calls, list):
-            raise ValueError(f"tool_calls of {where} is {shorten(calls)} but must be a list")
+        require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
         result["tool_calls"] = [normalize_call(call, where) for call in calls]
     elif "content" not in result:
         raise IncompleteRow(f"{where} has no content")
@@ -151,8 +139,7 @@ def normalize_call(call: Any, where: str) -> dict:
         raise ValueError(f"{where} has the tool call {shorten(call)}; write {form}")
     function = call.get("function", call)
     arguments = parse_json(function.get("arguments"), f"arguments in {where}") or {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"arguments in {where} is {shorten(arguments)} but must be an object")
+    require(isinstance(arguments, dict), f"arguments in {where}", arguments, "an object")
     call = call if "function" in call else {}
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
@@ -186,11 +173,15 @@ def chat_texts(row: dict) -> Iterator[str]:
     """All text of a chat: contents, and tool calls and tools as JSON."""
     for message in row["messages"]:
         yield message["content"]
-        yield from (
-            json.dumps(call["function"], ensure_ascii=False)
-            for call in message.get("tool_calls", [])
-        )
-    yield from (json.dumps(tool, ensure_ascii=False) for tool in row.get("tools", []))
+        for call in message.get("tool_calls", []):
+            yield json.dumps(call["function"], ensure_ascii=False)
+    for tool in row.get("tools", []):
+        yield json.dumps(tool, ensure_ascii=False)
+
+
+def require(fits: bool, what: str, value: Any, wanted: str) -> None:
+    if not fits:
+        raise ValueError(f"{what} is {shorten(value)} but must be {wanted}")
 
 
 def shorten(value: Any) -> str:
@@ -206,8 +197,6 @@ def template_path(cfg: Any) -> Path | None:
     path = local_path(cfg.chat_template, "chat_template")
     if cfg.chat_template and not path.is_file():
         raise ValueError(f"task.chat_template: there is no file {one_line(path, 100)}")
-    if cfg.chat_template and path.stat().st_size > 1_000_000:
-        raise ValueError(f"task.chat_template: {one_line(path, 100)} has more than 1 MB")
     return path if cfg.chat_template else None
 
 
@@ -260,59 +249,53 @@ def check_nothing_left_out(
     kinds that have passed.
     """
     messages, tools = row["messages"], row.get("tools", [])
-
-    def shows(kind: tuple, words: list[str], text: str, *changed: Any) -> bool:
-        if kind in shown and all(word in text for word in words):
-            return True
-        shown.add(kind)
-        try:
-            other, its_tools = changed
-            return apply_template(other, its_tools, place, tokenizer) != text
-        except ValueError:  # the template reads this part, and refuses another value
-            return True
-
+    # What it is, its kind, its words, the text they are in, and the chat with it changed.
+    parts: list[tuple[str, tuple, list[str], str, list[dict], list[dict]]] = []
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
         words = [text for text in function.values() if isinstance(text, str)]
         other = {**function, "name": f"{function['name']}x"}
-        others = [*tools[:i], {**tool, **({"function": other} if "function" in tool else other)}]
+        other = {**tool, "function": other} if "function" in tool else other
         kind = ("tools", i > 0, messages[0]["role"])
-        if not shows(kind, words, whole, messages, others + tools[i + 1 :]):
-            raise omission("tools", place)
+        parts.append(("tools", kind, words, whole, messages, [*tools[:i], other, *tools[i + 1 :]]))
     for i, message in enumerate(messages):
+        role, calls = message["role"], message.get("tool_calls", [])
         here, text = messages[: i + 1] if i in until else messages, until.get(i, whole)
+        form = (role, bool(message["content"].strip()), "tool_calls" in message)
         around = (messages[i - 1]["role"] if i else "", i + 1 == len(here), bool(tools))
-        form = (message["role"], bool(message["content"].strip()), "tool_calls" in message)
-        for what, number, words, other in message_parts(message):
-            kind = (what, number > 0, *form, *around)
-            if not shows(kind, words, text, [*here[:i], other, *here[i + 1 :]], tools):
-                raise omission(f"{what} of message {i + 1} ({message['role']})", place)
-
-
-def omission(what: str, place: str) -> ValueError:
-    return ValueError(
-        f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
-        "it with --task.chat_template FILE, or take it out of the data"
-    )
-
-
-def message_parts(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
-    """Parts that a template has to show: name, number, words, and the message with it changed."""
-    reasoning = REASONING if message["role"] == "assistant" else ()
-    for name in ("content", *reasoning):
-        text = message.get(name)
-        if isinstance(text, str) and text.strip():
-            yield name, 0, [text.strip()], {**message, name: f"{text.rstrip()}x"}
-    calls = message.get("tool_calls", [])
-    for i, call in enumerate(calls):
-        function, arguments = call["function"], call["function"]["arguments"]
-        words = [text for text in arguments.values() if isinstance(text, str)]
-        for what, texts, other in (
-            ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
-            ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
-        ):
-            changed = {**call, "function": {**function, **other}}
-            yield what, i, texts, {**message, "tool_calls": [*calls[:i], changed, *calls[i + 1 :]]}
+        changes: list[tuple[str, int, list[str], dict]] = []  # name, number, words, the change
+        for name in ("content", *(REASONING if role == "assistant" else ())):
+            value = message.get(name)
+            if isinstance(value, str) and value.strip():
+                changes.append((name, 0, [value.strip()], {name: f"{value.rstrip()}x"}))
+        for n, call in enumerate(calls):
+            function, arguments = call["function"], call["function"]["arguments"]
+            words = [value for value in arguments.values() if isinstance(value, str)]
+            for what, found, other in (
+                ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
+                ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
+            ):
+                changed = {**call, "function": {**function, **other}}
+                others = [*calls[:n], changed, *calls[n + 1 :]]
+                changes.append((what, n, found, {"tool_calls": others}))
+        for what, n, words, change in changes:
+            kind = (what, n > 0, *form, *around)
+            what = f"{what} of message {i + 1} ({role})"
+            others = [*here[:i], {**message, **change}, *here[i + 1 :]]
+            parts.append((what, kind, words, text, others, tools))
+    for what, kind, words, text, *chat in parts:
+        if kind in shown and all(word in text for word in words):
+            continue
+        shown.add(kind)
+        try:
+            if apply_template(chat[0], chat[1], place, tokenizer) != text:
+                continue
+        except ValueError:  # the template reads this part, and refuses another value
+            continue
+        raise ValueError(
+            f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
+            "it with --task.chat_template FILE, or take it out of the data"
+        )
 
 
 def apply_template(
@@ -320,18 +303,12 @@ def apply_template(
 ) -> str:
     """Messages as text, by the tokenizer's chat template.
 
-    A template is a program: it may fail or never end. Raises ValueError with the place of the row
-    if it does, or if its text has more than MOST_BYTES.
+    A template is a program: it may fail or never end. Raises ValueError with the place of the row.
     """
     try:
-        with child.time_limit(10):
-            text = tokenizer.apply_chat_template(
+        with workers.time_limit(10):
+            return tokenizer.apply_chat_template(
                 messages, tools=tools or None, tokenize=False, **options
             )
-        if not isinstance(text, str):
-            raise TypeError(f"it gives no text, but {type(text).__name__}")
-        if len(text.encode()) > MOST_BYTES:
-            raise ValueError(f"it gives {len(text):,} characters")
     except Exception as error:
         raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None
-    return text

@@ -5,27 +5,25 @@ little-endian arrays: a file for each column, and for a column of varying length
 place where each row's values end.
 """
 
-import hashlib
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from samestep.base.files import remove
-from samestep.base.workers import Tell, do_units
-from samestep.data import hub, sources
-from samestep.data.sources import DataConfig, Source, WeightedData
+from samestep.base.console import one_line
+from samestep.data import sources
+from samestep.data.sources import Source, WeightedData
 from samestep.data.tables import Columns, Row
 from samestep.text import units
-from samestep.text.token_rows import FACTS, UnitWriter, read_facts
-from samestep.text.units import Notes, Unit, read_unit
+from samestep.text.unit_files import UnitWriter, finish_folder, map_file, read_facts
+from samestep.text.units import Batch, Input, Reader
 
-BATCH_SIZE = 1_000_000  # characters that are encoded in one call
+BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
 MOST_MAPS = 200  # units that a process has open, of some eight files each, of 4,096 at most
+PARTS = ("train", "validation")
 Arrays = dict[str, Any]  # for each column an array (N, ...), or a list of N arrays (T,)
 # Rows to their columns, and how many rows each column of varying length was cut in.
 Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]
@@ -34,169 +32,130 @@ Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]
 # ---- Reading the input ---------------------------------------------------------------------------
 
 
-class RowReader(NamedTuple):
-    """The rows of a source: where they are, and what they are used for."""
+def list_readers(
+    cfg: Any,
+    endings: Iterable[str],
+    columns: Columns,
+    shipped: dict[str, Callable[[], Iterator[Row]]],
+    key: Callable[[dict], str],
+    group_key: Callable[[dict], str],
+    **how: Any,
+) -> list[Reader]:
+    """A Reader of each source of cfg. `shipped` gives the rows of data that the task brings along.
 
-    name: str
-    cfg: DataConfig  # with `data` of this source
-    columns: Columns
-    endings: tuple[str, ...]
-    check: Callable[[dict], None]  # changes a row to what the task uses, or raises ValueError
-    key: Callable[[dict], str]  # rows of one key are all held out, or none
-    texts: Callable[[dict], Iterable[str]] | None  # a vocabulary is learnt from them
-    label: Callable[[dict], str | float] | None = None
-    shipped: list[Row] | None = None  # the rows, if cfg.data names data that the task brings along
-
-    @property
-    def fields(self) -> list[str]:
-        """The fields of cfg that name training rows and, if they are given, validation rows."""
-        on_hub = self.shipped is None and hub.is_hub_name(self.cfg.data)
-        fields = ["data_split" if on_hub else "data"]
-        if self.cfg.validation_data:
-            return [*fields, "validation_data"]
-        return fields + ["validation_split"] * bool(on_hub and self.cfg.validation_split)
-
-
-class Input(NamedTuple):
-    """The rows to train on of a source, or rows to evaluate on."""
-
-    name: str  # for metrics
-    reader: RowReader
-    notes: Notes
+    `how`: other fields of a Reader. Rows of one `group_key` are all held out, or none. Where
+    validation rows are given, `key` says which rows are equal.
+    """
+    readers = []
+    for each, own in sources.by_source(cfg, endings):
+        rows = [*shipped[each.data]()] if each.data in shipped else None
+        sources.print_skipped_files(own, endings, rows is not None)
+        readers.append(Reader(each.name, own, endings, columns, key=key, shipped=rows, **how))
+    if any(reader.fields[1:] for reader in readers):
+        return readers
+    return [each._replace(key=group_key) for each in readers]
 
 
-def scan(readers: list[RowReader], folder: Path, purpose: str) -> list[Input]:
-    """Checks rows, the first pass: those of each source to `train` on, or the rows for `validation`
-    that are given. Raises ValueError where there are none."""
-    inputs = []
-    for number, reader in enumerate(readers):
-        for field in reader.fields:
-            if field.startswith("validation") != (purpose == "validation"):
-                continue
-            notes = units.scan_field(
-                reader.cfg,
-                field,
-                folder / f"scan-{field}-{number}",
-                reader.endings,
-                reader.columns,
-                reader.check,
-                reader.key,
-                reader.texts,
-                reader.shipped,
-                label=reader.label,
-            )
-            is_file = field == "validation_data" and reader.cfg.validation_data != reader.cfg.data
-            name = Path(reader.cfg.validation_data).name if is_file else reader.name
-            inputs.append(Input(name, reader, notes))
-    return inputs
+def scan(readers: list[Reader], folder: Path, part: str) -> list[Input]:
+    """The first pass over the rows to `train` on, or the rows for `validation` that are given."""
+    return [
+        units.scan(reader, field, folder / f"scan-{part}-{number}")
+        for number, reader in enumerate(readers)
+        for field in reader.fields
+        if field.startswith("validation") == (part == "validation")
+    ]
 
 
-def read_sample(folder: Path, held: set[int]) -> Iterator[str]:
-    """The texts of training rows that a vocabulary is learnt from."""
-    return units.read_sample(sorted(folder.glob("scan-data*")), held)
+def hold_out(
+    train: list[Input], cfg: Any, problem: Callable[[Input, str], str], by_label: bool = False
+) -> set[int]:
+    """The hashes of the rows that are held out of each source: see `units.hold_out`.
 
-
-def say_overlap(train: list[Input], given: list[Input]) -> None:
-    """Prints how many of the validation rows are training rows too."""
-    known = units.count_known([each.notes for each in train], [each.notes for each in given])
-    sources.say_overlap(known, sum(each.notes.rows for each in given))
+    Raises ValueError with the words of `problem(source, its name)` where there are none.
+    """
+    held: set[int] = set()
+    most = max(1, cfg.validation_rows // len(train))
+    for each in train:
+        own = units.hold_out(each, cfg.validation_fraction, most, by_label=by_label)
+        if not own:
+            raise ValueError(f"task.data: {problem(each, one_line(each.reader.cfg.data, 100))}")
+        held |= own
+    return held
 
 
 def count_rows(train: list[Input], given: list[Input], held: set[int]) -> tuple[int, int]:
     """The rows to train on, and those to evaluate on."""
-    every = sum(each.notes.rows for each in train)
-    inside = sum(units.count_held(each.notes, held) for each in train)
-    return every - inside, inside + sum(each.notes.rows for each in given)
+    inside = [units.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
+    known, more = (sum(each.rows for each in inputs) for inputs in (train, given))
+    return known - int(sum(inside)), int(sum(inside)) + more
 
 
 # ---- Writing -------------------------------------------------------------------------------------
 
 
-def write(
-    folder: Path, train: list[Input], given: list[Input], held: set[int], encode: Encode
-) -> list[dict]:
-    """Encodes the rows of training and, if they are given, of validation: the second pass.
+def encode_texts(
+    texts: dict[str, list[str]],
+    tokenizer: Any,
+    limit: int,
+    names: Iterable[str] = ("input_ids",),
+) -> tuple[dict[str, list[np.ndarray]], int]:
+    """Columns of tokens, int32 (T,) each, and how many rows were cut.
 
-    `encode(rows, part)` returns the columns; one is `length`, the tokens of each row. Returns the
-    facts of each unit, and its source's name.
+    `texts`: for each argument of the tokenizer those of all rows. Rows of more than `limit` tokens
+    lose their end, but not the special tokens after it.
     """
-    todo = [
-        (each, unit, is_given)
-        for inputs, is_given in ((train, False), (given, True))
-        for each in inputs
-        for unit in each.notes.units
-    ]
-
-    def work(number: int, tell: Tell) -> None:
-        if not read_unit(folder, number, verify=True):
-            source, unit, is_given = todo[number]
-            out = UnitWriter(folder, number)
-            write_unit(out, source.reader, unit, held, is_given, encode, tell)
-
-    do_units(work, [sum(piece.size for piece in unit) for _, unit, _ in todo], "Preparing data")
-    return [read_unit(folder, i) | {"source": each.name} for i, (each, *_) in enumerate(todo)]
-
-
-def write_unit(
-    out: UnitWriter, reader: RowReader, unit: Unit, held: set[int], given: bool, encode: Encode,
-    tell: Tell,
-) -> None:  # fmt: skip
-    """Writes the rows of a unit; `given`: all of them are for evaluation."""
-    facts: dict[str, Any] = {}
-    for rows, hashes, is_held, size in batches_of(reader, unit, held):
-        part = "validation" if given or is_held else "train"
-        columns, cut = encode(rows, part)
-        own = facts.setdefault(part, {"rows": 0, "columns": {}, "values": {}})
-        own["rows"] += len(rows)
-        if is_held:
-            out.append(f"{part}.hash", np.array(hashes, "<u8"))
-        for name, values in columns.items():
-            if isinstance(values, list):
-                lengths = np.array([len(each) for each in values])
-                total, longest, cuts = own["values"].get(name, (0, 0, 0))
-                out.append(f"{part}.{name}.ends", (total + lengths.cumsum()).astype("<i8"))
-                most = max(longest, int(lengths.max()))
-                own["values"][name] = total + int(lengths.sum()), most, cuts + cut.get(name, 0)
-                values = np.concatenate(values)
-            values = values.astype(values.dtype.newbyteorder("<"), copy=False)
-            out.append(f"{part}.{name}", values)
-            own["columns"][name] = [values.dtype.str, values.shape[1:]]
-        tell(size)
-    out.commit(facts)
-
-
-def batches_of(
-    reader: RowReader, unit: Unit, held: set[int]
-) -> Iterator[tuple[list[Row], list[int], bool, int]]:
-    """Rows of about BATCH_SIZE characters, their hashes, whether they are held out, their size."""
-    waiting: dict[bool, list[tuple[Row, int]]] = {False: [], True: []}
-    sizes = {False: 0, True: 0}
-
-    def take(is_held: bool) -> tuple[list[Row], list[int], bool, int]:
-        rows, hashes = zip(*waiting[is_held], strict=True)
-        taken = [*rows], [*hashes], is_held, sizes[is_held]
-        waiting[is_held], sizes[is_held] = [], 0
-        return taken
-
-    for piece in unit:
-        for row, place in piece.read(reader.columns, ()):
-            try:
-                reader.check(row)
-            except sources.IncompleteRow:  # the first pass has refused it, or counted it
-                continue
-            hashed = units.hash_of(reader.key(row))
-            waiting[hashed in held].append(((row, place), hashed))
-            sizes[hashed in held] += len(str(row))
-            if sizes[hashed in held] > BATCH_SIZE:
-                yield take(hashed in held)
-    for is_held in (False, True):
-        if waiting[is_held]:
-            yield take(is_held)
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    (first, *_), cut = texts.values(), 0
+    for start in range(0, len(first), BLOCK):
+        block = {name: each[start : start + BLOCK] for name, each in texts.items()}
+        encoded = tokenizer(**block, verbose=False)
+        for i, ids in enumerate(encoded["input_ids"]):
+            tokens = {name: encoded[name][i] for name in columns}
+            if len(ids) > limit:
+                row = {name: each[i] for name, each in block.items()}
+                tokens = tokenizer(**row, truncation=True, max_length=limit)
+                cut += 1
+            for name, values in columns.items():
+                values.append(np.array(tokens[name], np.int32))
+    return columns, cut
 
 
 def token_dtype(tokenizer: Any) -> str:
     """The smallest type for the ids of all tokens."""
     return "<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4"
+
+
+def write(folder: Path, inputs: list[Input], held: set[int], encode: Encode) -> list[dict]:
+    """Encodes the rows, of training and then of validation if they are given: the second pass.
+
+    `encode(rows, part)` returns the columns; one is `length`, the tokens of each row. Returns the
+    facts of each unit, and its source's name.
+    """
+
+    def write_unit(out: UnitWriter, source: Input, batches: Iterator[Batch]) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        for batch in batches:
+            part = PARTS[source.given or batch.is_held]
+            columns, cut = encode(batch.rows, part)
+            own = facts.setdefault(part, {"rows": 0, "columns": {}, "values": {}})
+            own["rows"] += len(batch.rows)
+            if batch.is_held:
+                out.append(f"{part}.hash", np.array(batch.hashes, "<u8"))
+            for name, values in columns.items():
+                if isinstance(values, list):
+                    lengths = np.array([len(each) for each in values])
+                    total, longest, cuts = own["values"].get(name, (0, 0, 0))
+                    out.append(f"{part}.{name}.ends", (total + lengths.cumsum()).astype("<i8"))
+                    most = max(longest, int(lengths.max()))
+                    own["values"][name] = total + int(lengths.sum()), most, cuts + cut.get(name, 0)
+                    values = np.concatenate(values)
+                values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+                out.append(f"{part}.{name}", values)
+                own["columns"][name] = [values.dtype.str, values.shape[1:]]
+        return facts
+
+    done = units.write(folder, inputs, held, write_unit)
+    return [{**facts, "source": source.name} for source, facts in done]
 
 
 def finish(folder: Path, done: list[dict], constants: dict[str, int | float]) -> dict[str, Any]:
@@ -207,39 +166,32 @@ def finish(folder: Path, done: list[dict], constants: dict[str, int | float]) ->
     """
     parts: dict[str, Any] = {}
     named: dict[str, dict[str, int]] = {}  # the rows of each source
-    for part in ("train", "validation"):
+    for part in PARTS:
         own = [(number, facts[part]) for number, facts in enumerate(done) if part in facts]
-        rows = sum(facts["rows"] for _, facts in own)
-        named[part] = dict.fromkeys((each["source"] for each in done if part in each), 0)
+        named[part] = {}
         for each in done:
             if part in each:
-                named[part][each["source"]] += each[part]["rows"]
-        names = own[0][1]["columns"]
-        ragged = [name for name in names if name in own[0][1]["values"]]
-        parts[part] = {"columns": names, "ragged": ragged}
-        parts[part]["units"] = [(number, facts["rows"]) for number, facts in own]
-        lengths = np.lib.format.open_memmap(folder / f"{part}-sizes.npy", "w+", "<i4", (rows,))
-        start = 0
-        for number, facts in own:
-            stop = start + facts["rows"]
-            dtype = names["length"][0]
-            lengths[start:stop] = np.fromfile(folder / f"{number:06}.{part}.length", dtype)
-            start = stop
-        hashes = [folder / f"{number:06}.{part}.hash" for number, _ in own]
-        if hashes[0].exists():
-            all_hashes = np.concatenate([np.fromfile(file, "<u8") for file in hashes])
+                rows = named[part].get(each["source"], 0)
+                named[part][each["source"]] = rows + each[part]["rows"]
+        columns = own[0][1]["columns"]
+        ragged = [name for name in columns if name in own[0][1]["values"]]
+        counts = [(number, facts["rows"]) for number, facts in own]
+        parts[part] = {"columns": columns, "ragged": ragged, "units": counts}
+
+        def read(name: str, dtype: str, part: str = part, counts: list = counts) -> np.ndarray:
+            files = [folder / f"{number:06}.{part}.{name}" for number, _ in counts]
+            return np.concatenate([np.fromfile(file, dtype) for file in files])
+
+        lengths = read("length", columns["length"][0])
+        if (folder / f"{own[0][0]:06}.{part}.hash").exists():
             source = np.repeat(np.arange(len(named[part])), [*named[part].values()])
-            order = np.lexsort((all_hashes, source)).astype("<i8")
-            lengths[:] = lengths[order]
+            order = np.lexsort((read("hash", "<u8"), source)).astype("<i8")
+            lengths = lengths[order]
             np.save(folder / f"{part}-order.npy", order)
-        lengths.flush()
+        np.save(folder / f"{part}-sizes.npy", lengths.astype("<i4"))
     facts = {"parts": parts, "constants": constants}
-    (folder / FACTS).write_text(json.dumps(facts | {"sources": named}), encoding="utf-8")
-    for scanned in folder.glob("scan-*"):
-        remove(scanned)
-    files = {name: value for each in done for name, value in each["files"].items()}
-    content = json.dumps([sorted((n, digest) for n, (_, digest) in files.items()), facts])
-    return {"content": hashlib.sha256(content.encode()).hexdigest(), "hashed": files}
+    files = sorted((name, digest) for each in done for name, (_, digest) in each["files"].items())
+    return finish_folder(folder, done, {**facts, "sources": named}, [files, facts])
 
 
 def describe_lengths(done: list[dict], name: str, parts: Iterable[str]) -> tuple[str, int]:
@@ -324,10 +276,3 @@ class RowFiles(torch.utils.data.Dataset):
     def sizes(self) -> np.ndarray:
         """The `length` of each row, int32 (N,), memory-mapped."""
         return np.load(self.folder / f"{self.part}-sizes.npy", mmap_mode="r")
-
-
-def map_file(path: Path, dtype: str) -> np.ndarray:
-    """The numbers of a file; an empty one cannot be mapped."""
-    if not path.stat().st_size:
-        return np.zeros(0, dtype)
-    return np.asarray(np.memmap(path, dtype, "r"))

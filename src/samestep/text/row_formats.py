@@ -58,10 +58,8 @@ def check_format_fields(cfg: Any) -> None:
     where = f"where task.data is {one_line(cfg.data, 60)}"
     check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
-    check_ignored_fields(
-        cfg,
-        [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()],
-    )
+    read = [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()]
+    check_ignored_fields(cfg, read)
 
 
 def recognize_format(cfg: Any) -> RowFormat:
@@ -98,25 +96,13 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
     forms = ", ".join(" + ".join(columns.values()) for columns in formats)
     fields = "--task.messages_column"
     if cfg.rows == "auto":
-        fields = (
-            f"--task.text_column, {fields}, or --task.prompt_column and --task.completion_column"
-        )
+        pair = "--task.prompt_column and --task.completion_column"
+        fields = f"--task.text_column, {fields}, or {pair}"
     return ValueError(
         f"task.data: {one_line(cfg.data, 100)} has the columns "
         f"{one_line(', '.join(names[:20]), 100)}, but task.rows {cfg.rows} looks for {forms}; name "
         f"yours with {fields}"
     )
-
-
-def describe_columns(row_format: RowFormat) -> str:
-    """The columns that are read, and the others, as the end of a sentence."""
-    columns, names = row_format.columns, row_format.names
-    read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
-    unread = [name for name in names if name not in columns.values()]
-    if not read or names == ["text", "label"]:  # a .txt file has its text, and its folder as label
-        return ""
-    others = f" (not read: {one_line(', '.join(unread), 200)})" * bool(unread)
-    return f", from {one_line(', '.join(read), 200)}{others}"
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -133,20 +119,22 @@ def row_check(kind: str) -> Callable[[dict], list[str]]:
     return check
 
 
-def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) -> None:
-    """Prints the number of rows, which columns are read, and which roles go by other names."""
+def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) -> str:
+    """Lines with the number of rows, the columns that are read, and roles under other names."""
     tools = counts.pop("tools", 0)
     if cfg.tools_column not in ("", "tools") and row_format.kind == "chat" and not tools:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
-    print(
-        f"Preparing data: {rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
-        + f", {tools:,} with tools" * bool(tools)
-        + describe_columns(row_format),
-        *(f"Preparing data: in {counts[each]:,} chats {each}" for each in sorted(counts)),
-        sep="\n",
-        flush=True,
-    )
+    size = f"{rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
+    size += f", {tools:,} with tools" * bool(tools)
+    columns, names = row_format.columns, row_format.names
+    read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
+    unread = [name for name in names if name not in columns.values()]
+    if read and names != ["text", "label"]:  # a .txt file has its text, and its folder as label
+        size += f", from {one_line(', '.join(read), 200)}"
+        size += f" (not read: {one_line(', '.join(unread), 200)})" * bool(unread)
+    lines = [size, *(f"in {counts[each]:,} chats {each}" for each in sorted(counts))]
+    return "\n".join(f"Preparing data: {line}" for line in lines)
 
 
 def key_of(row: dict) -> str:
@@ -156,9 +144,10 @@ def key_of(row: dict) -> str:
 
 
 def check_text(row: dict) -> None:
-    """Raises ValueError for a row without text, or without a completion."""
+    """Raises ValueError for a row in which a text is missing, empty (but for a prompt), or none."""
     for role, value in row.items():
-        if value is None or (role != "prompt" and not str(value).strip()):
+        blank = role != "prompt" and not str(value).strip()
+        if value is None or value != value or blank:  # tables have NaN for null
             raise sources.IncompleteRow(f"the {role} is empty")
         if not isinstance(value, str):
             raise ValueError(f"the {role} is {one_line(repr(value), 60)} but must be text")

@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
-from samestep.data import labels, sources
+from samestep.data import labels
 from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.models import pretrained
 from samestep.text import row_files, tokenizing, units
-from samestep.text.row_files import Input, RowReader
+from samestep.text.units import Input
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -53,16 +54,6 @@ def check_row(row: dict, label_columns: list[str], problem_type: str) -> None:
     labels.parse_row_label(row, label_columns, problem_type)
 
 
-def key_of(row: dict) -> str:
-    """Rows of one key are all held out, or none: equal texts, or functions of one file."""
-    return row.get("file") or "\0".join(texts_of(row))
-
-
-def label_of(row: dict) -> str | float:
-    """The label as one value, which the first pass notes."""
-    return json.dumps(row["label"]) if isinstance(row["label"], list) else row["label"]
-
-
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
@@ -75,16 +66,18 @@ def build(
     from.
     Beside the rows it saves names.json, scale.json, and the vocabulary of a new model.
     """
+    kind = cfg.problem_type
     train, given, held, names = scan_rows(cfg, folder, shipped)
     rows, evaluated = row_files.count_rows(train, given, held)
-    kind = cfg.problem_type
     scale = {"train": Numbers(0.0, 1.0, False)}
     weights, warning = np.ones(len(names), np.float32), ""
     if kind == NUMBER:
         scale["train"] = labels.describe_numbers(lambda: numbers_of(train, held, False))
         part = (given, held, False) if given else (train, held, True)
         scale["validation"] = labels.describe_numbers(lambda: numbers_of(*part))
-        about = describe_scale(scale["train"])
+        mean, std, differ = scale["train"]
+        about = f"mean {mean:.6g}, standard deviation {std:.4g}: such an error is a loss of 1"
+        about = about if differ else f"all numbers are {mean:.6g}: nothing to learn"
     else:
         counts = count_names(train, held, kind)
         about, warning = labels.describe_labels(counts, rows, names, kind)
@@ -96,15 +89,14 @@ def build(
         print(f"Preparing data: {warning}", flush=True)
 
     if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-        learn_vocabulary(row_files.read_sample(folder, held), cfg.vocab_size, folder)
+        learn_vocabulary(units.read_sample(train, held), cfg.vocab_size, folder)
     tokenizer = load_tokenizer(cfg, folder)
-    dtype = row_files.token_dtype(tokenizer)
+    dtypes = {"input_ids": row_files.token_dtype(tokenizer), "token_type_ids": "u1"}
 
     def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
         columns, cut = encode_texts(rows, tokenizer, cfg.max_length)
-        columns["input_ids"] = [ids.astype(dtype) for ids in columns["input_ids"]]
-        if "token_type_ids" in columns:
-            columns["token_type_ids"] = [ids.astype("u1") for ids in columns["token_type_ids"]]
+        for name in dtypes.keys() & columns:
+            columns[name] = [ids.astype(dtypes[name]) for ids in columns[name]]
         columns["labels"] = labels.encode_labels(rows, names, kind)
         columns["weight"] = np.ones(len(rows), np.float32)
         if kind == NUMBER:
@@ -113,8 +105,8 @@ def build(
             columns["weight"] = weights[columns["labels"]]
         return columns, {"input_ids": cut}
 
-    done = row_files.write(folder, train, given, held, encode)
-    size, cut = row_files.describe_lengths(done, "input_ids", ("train", "validation"))
+    done = row_files.write(folder, train + given, held, encode)
+    size, cut = row_files.describe_lengths(done, "input_ids", row_files.PARTS)
     size += f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
     print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
     for name, value in (("names", names), ("scale", scale["train"][:2])):
@@ -130,68 +122,67 @@ def scan_rows(
 ) -> tuple[list[Input], list[Input], set[int], list[str]]:
     """The first pass over training rows and, if they are given, validation rows; the hashes of
     those held out; the labels' names, or of numbers the name of the column."""
-    label_columns = labels.split_names(cfg.label_columns)
+    label_columns, kind = labels.split_names(cfg.label_columns), cfg.problem_type
 
     def check(row: dict) -> None:
-        check_row(row, label_columns, cfg.problem_type)
+        check_row(row, label_columns, kind)
 
-    readers, columns = [], columns_of(cfg)
-    texts = None if cfg.model_name_or_path else texts_of
-    for each, own in sources.by_source(cfg, ENDINGS):
-        rows = list(shipped[each.data]()) if each.data in shipped else None
-        sources.print_skipped_files(own, ENDINGS, rows is not None)
-        reader = RowReader(each.name, own, columns, ENDINGS, check, key_of, texts, label_of, rows)
-        readers.append(reader)
-    are_given = any(reader.fields[1:] for reader in readers)
-    if not are_given:  # functions of one file are alike: they stay together
-        for i, reader in enumerate(readers):
-            rows = reader.shipped and [({**row, "file": at}, at) for row, at in reader.shipped]
-            readers[i] = reader._replace(shipped=rows)
-    train = row_files.scan(readers, folder, "train")
-    held = set() if are_given else hold_out(train, cfg)
+    def mark_files(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+        return (({**row, "file": place}, place) for row, place in read())
+
+    def key(row: dict) -> str:
+        return "\0".join(texts_of(row))
+
+    readers = row_files.list_readers(
+        cfg,
+        ENDINGS,
+        columns_of(cfg),
+        {name: partial(mark_files, read) for name, read in shipped.items()},
+        key=key,
+        group_key=lambda row: row.get("file") or key(row),  # functions of one file are alike
+        check=check,
+        texts=None if cfg.model_name_or_path else texts_of,
+        label=lambda row: row["label"] if kind != MULTI else json.dumps(row["label"]),
+    )
+    train, held = row_files.scan(readers, folder, "train"), set()
+    if not any(reader.fields[1:] for reader in readers):
+        held = row_files.hold_out(train, cfg, why_none_is_held, by_label=kind == SINGLE)
     names = [cfg.label_column]
-    if cfg.problem_type != NUMBER:
-        found = count_names(train, set(), cfg.problem_type)
+    if kind != NUMBER:
+        found = count_names(train, set(), kind)
         names = labels.collect_names(found, label_columns, cfg.data)
     known = {*names}
 
     def check_given(row: dict) -> None:
         check(row)
-        if cfg.problem_type != NUMBER:
+        if kind != NUMBER:
             labels.check_known(row, names, known)
 
-    given = row_files.scan([each._replace(check=check_given) for each in readers], folder,
-                           "validation")  # fmt: skip
+    readers = [each._replace(check=check_given) for each in readers]
+    given = row_files.scan(readers, folder, "validation")
     if given:
-        row_files.say_overlap(train, given)
+        units.say_overlap(train, given)
     return train, given, held, names
 
 
-def hold_out(train: list[Input], cfg: Any) -> set[int]:
-    """The hashes of the rows that are held out, of each class in each source."""
-    held: set[int] = set()
-    single, most = cfg.problem_type == SINGLE, max(1, cfg.validation_rows // len(train))
-    for _, reader, notes in train:
-        own = units.hold_out(notes, cfg.validation_fraction, most, by_label=single)
-        data = one_line(reader.cfg.data, 100)
-        if not own and units.count_repeated(notes) < notes.rows - 1:
-            raise ValueError(
-                f"task.data: each of the {notes.rows:,} rows of {data} is a class of its own, so "
-                "that none can be held out: is task.label_column right? If so, add rows"
-            )
-        if not own:
-            raise ValueError(f"task.data: {data} has no second text to hold out; add rows")
-        held |= own
-    return held
+def why_none_is_held(source: Input, data: str) -> str:
+    rows = source.rows
+    if units.count_repeated(source) == rows - 1:
+        return f"{data} has no second text to hold out; add rows"
+    return (
+        f"each of the {rows:,} rows of {data} is a class of its own, so that none can be held out: "
+        "is task.label_column right? If so, add rows"
+    )
 
 
 def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
     """The rows with each label, without those that are held out."""
     counts: Counter = Counter()
-    for rows, noted in chain.from_iterable(each.notes.labelled() for each in inputs):
+    noted = chain.from_iterable(zip(each.notes(), each.noted, strict=True) for each in inputs)
+    for rows, (_, known) in noted:
         numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
-        for label, number in enumerate(np.bincount(numbers, minlength=len(noted)).tolist()):
-            names = json.loads(noted[label]) if problem_type == MULTI else [noted[label]]
+        for label, number in enumerate(np.bincount(numbers, minlength=len(known)).tolist()):
+            names = json.loads(known[label]) if problem_type == MULTI else [known[label]]
             for name in names:
                 counts[name] += number
     return counts
@@ -199,15 +190,8 @@ def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Count
 
 def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
     """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
-    for rows in chain.from_iterable(each.notes.hashes() for each in inputs):
+    for rows in chain.from_iterable(each.notes() for each in inputs):
         yield rows["label"][units.is_in(rows["hash"], held) == inside]
-
-
-def describe_scale(numbers: Numbers) -> str:
-    if not numbers.differ:
-        return f"all numbers are {numbers.mean:.6g}: nothing to learn"
-    size = f"mean {numbers.mean:.6g}, standard deviation {numbers.std:.4g}"
-    return f"{size}: such an error is a loss of 1"
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
@@ -277,20 +261,10 @@ def encode_texts(rows: list[Row], tokenizer: Any, max_length: int) -> tuple[dict
 
     input_ids, and token_type_ids if pairs have them: lists of int32 (T,). length: int32 (N,).
     """
-    is_pair = "text_pair" in rows[0][0]
-    columns: dict[str, Any] = {"input_ids": []}
-    if is_pair and "token_type_ids" in tokenizer("", "", verbose=False):
-        columns["token_type_ids"] = []
-    names, cut = list(columns), 0
-    for start in range(0, len(rows), 1000):  # bounds the memory of one call
-        chunk = [texts_of(row) for row, _ in rows[start : start + 1000]]
-        encoded = tokenizer(*map(list, zip(*chunk, strict=True)), verbose=False)
-        for i, texts in enumerate(chunk):
-            tokens = {name: encoded[name][i] for name in names}
-            if len(tokens["input_ids"]) > max_length:
-                tokens = tokenizer(*texts, truncation=True, max_length=max_length)
-                cut += 1
-            for name in names:
-                columns[name].append(np.array(tokens[name], np.int32))
+    names = ["input_ids"]
+    if "text_pair" in rows[0][0] and "token_type_ids" in tokenizer("", "", verbose=False):
+        names.append("token_type_ids")
+    texts = {role: [row[role] for row, _ in rows] for role in ROLES if role in rows[0][0]}
+    columns, cut = row_files.encode_texts(texts, tokenizer, max_length, names)
     lengths = [len(tokens) for tokens in columns["input_ids"]]
-    return columns | {"length": np.array(lengths, np.int32)}, cut
+    return {**columns, "length": np.array(lengths, np.int32)}, cut

@@ -1,69 +1,22 @@
-"""Rows of tokens on disk: written by units of the input, read through memory maps.
+"""Rows of tokens on disk, read through memory maps.
 
 Texts one after the other are a stream: a file of token ids, of which row i of L tokens is those
 from i L on, and its labels are the same one token later. Packed rows are files of (rows, 3, L):
 input_ids, labels, position_ids. Files are little-endian uint16, or uint32 where that is too small.
 """
 
-import hashlib
-import json
-import os
 from bisect import bisect_right
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from samestep.base.fields import IGNORE_INDEX
-from samestep.base.files import fsync
 from samestep.data.sources import Source, WeightedData
-from samestep.text.units import write_json
+from samestep.text.unit_files import map_file, read_facts
 
-FACTS = "rows.json"  # of a prepared folder: what its files hold
-
-
-def token_dtype(vocabulary: int, length: int) -> str:
-    """The smallest type for these token ids, for positions in a row, and for IGNORE_INDEX."""
-    return "<u2" if vocabulary < 2**16 and length <= 2**16 else "<u4"
-
-
-# ---- Writing -------------------------------------------------------------------------------------
-
-
-class UnitWriter:
-    """The files of one unit. They count once `commit` has written their sizes and digests."""
-
-    def __init__(self, folder: Path, number: int):
-        self.folder, self.name = folder, f"{number:06}"
-        self.files: dict[str, Any] = {}
-        self.digests: dict[str, Any] = {}
-
-    def append(self, kind: str, values: np.ndarray) -> None:
-        """Adds values to the file UNIT.kind."""
-        if kind not in self.files:
-            path = self.folder / f"{self.name}.{kind}"
-            path.unlink(missing_ok=True)  # another run may have mapped it
-            self.files[kind] = open(path, "wb")
-            self.digests[kind] = hashlib.sha256()
-        data = np.ascontiguousarray(values)
-        self.files[kind].write(data)
-        self.digests[kind].update(data)
-
-    def commit(self, facts: dict) -> None:
-        """Makes the files and these facts last. A crash before leaves nothing that counts."""
-        files = {}
-        for kind, file in self.files.items():
-            files[f"{self.name}.{kind}"] = [file.tell(), self.digests[kind].hexdigest()]
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        write_json(self.folder / f"{self.name}.json", {**facts, "files": files})
-        fsync(self.folder)
-
-
-# ---- Reading -------------------------------------------------------------------------------------
+map_some = lru_cache(1000)(map_file)  # each keeps a file open, and train.py may open 4,096
 
 
 class Flat:
@@ -81,19 +34,9 @@ class Flat:
         number = bisect_right(self.ends, start) - 1
         if stop <= self.ends[number + 1]:
             first = self.ends[number]
-            return map_file(self.files[number][0], self.dtype)[start - first : stop - first]
+            return map_some(self.files[number][0], self.dtype)[start - first : stop - first]
         cut = self.ends[number + 1]
         return np.concatenate([self.read(start, cut), self.read(cut, stop)])
-
-
-@lru_cache(1000)  # each keeps a file open, and train.py may open 4,096
-def map_file(path: Path, dtype: str) -> np.ndarray:
-    return np.memmap(path, dtype, "r")
-
-
-def read_facts(folder: Path) -> dict:
-    """What the files of a prepared folder hold."""
-    return json.loads((folder / FACTS).read_text(encoding="utf-8"))
 
 
 class TokenRows(torch.utils.data.Dataset):

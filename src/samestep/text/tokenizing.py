@@ -6,7 +6,6 @@ token that is a loss term and 0 for context.
 
 import re
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from samestep.base.child import run_in_child
 from samestep.base.console import one_line
 from samestep.base.files import fsync
+from samestep.base.workers import run_in_child
 from samestep.data.sources import break_long_words
 from samestep.models import pretrained
 from samestep.models.pretrained import ModelConfig
@@ -31,9 +30,7 @@ NEEDS = {  # attributes of a tokenizer, and their names in messages
     "is_fast": FILE,
 }
 SHORT = 5_000  # characters of a text that are tokenised at once: long ones take twice the time
-BLOCK = 100_000  # most of them where nothing separates: the tokenizer takes 170 bytes for each
 SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
-MARGIN, CONTEXT = 200, 1000  # characters at a block's end, and before it, that may change tokens
 
 
 # ---- Tokenizers ----------------------------------------------------------------------------------
@@ -84,41 +81,31 @@ def learn_vocabulary(
     those in `last` the highest. The tokenizer puts the special tokens `begin` before and `end`
     after a text, and `end` between the texts of a pair too. Raises ValueError where it fails.
     """
-    # The library does not return to Python for seconds, and a signal would wait for it.
-    run_in_child(train_and_save, texts, size, folder / FILE, first, last, begin, end)
-
-
-def train_and_save(
-    texts: Iterable[str],
-    size: int,
-    path: Path,
-    first: Sequence[str],
-    last: Sequence[str],
-    begin: str,
-    end: str,
-) -> None:
-    """Learns the vocabulary in this process; the arguments are those of learn_vocabulary."""
     from tokenizers import ByteLevelBPETokenizer
     from tokenizers.processors import BertProcessing, TemplateProcessing
 
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
-    )
-    tokenizer.add_special_tokens([*last])
-    if begin and end:  # what checkpoints know as the identity of their data: do not change it
-        pairs = [(name, tokenizer.token_to_id(name)) for name in (end, begin)]
-        tokenizer._tokenizer.post_processor = BertProcessing(*pairs)
-    elif begin or end:
-        tokenizer._tokenizer.post_processor = TemplateProcessing(
-            single=f"{begin} $A {end}".strip(),
-            pair=f"{begin} $A {end} $B:1 {end and f'{end}:1'}".strip(),
-            special_tokens=[(name, tokenizer.token_to_id(name)) for name in {begin, end} - {""}],
+    def train_and_save() -> None:
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(
+            break_long_words(texts), size - len(last), special_tokens=[*first], show_progress=False
         )
-    partial = path.with_suffix(".partial")
-    partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    fsync(partial)
-    partial.rename(path)
+        tokenizer.add_special_tokens([*last])
+        if begin:  # what checkpoints know as the identity of their data: do not change it
+            pairs = [(name, tokenizer.token_to_id(name)) for name in (end, begin)]
+            tokenizer._tokenizer.post_processor = BertProcessing(*pairs)
+        elif end:
+            tokenizer._tokenizer.post_processor = TemplateProcessing(
+                single=f"$A {end}",
+                pair=f"$A {end} $B:1 {end}:1",
+                special_tokens=[(end, tokenizer.token_to_id(end))],
+            )
+        partial = folder / f"{FILE}.partial"
+        partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        fsync(partial)
+        partial.rename(folder / FILE)
+
+    # The library does not return to Python for seconds, and a signal would wait for it.
+    run_in_child(train_and_save)
 
 
 def token_bytes(tokenizer: Any) -> np.ndarray:
@@ -149,79 +136,37 @@ def tokenize_texts(
 ) -> list[list[int]]:
     """The token ids of texts, without special tokens: text that spells one stays text.
 
-    A long text goes through the tokenizer in blocks, and gets the tokens of the whole: a block ends
-    where the tokenizer's own pre-tokenizer separates, and begins with the word before, because some
-    tokenizers write a space before whatever they get. `before` and `after`: what a file has around
-    these texts.
+    `before` and `after`: what a file has around these texts. A long text goes through the tokenizer
+    in parts of at least SHORT characters, or nearly, that end between a word and a space, where
+    tokenizers separate; but whole through one that writes a space before whatever it gets.
     """
     options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     ids = [tokenizer(each, **options).input_ids for each in ("Two words", "Two", " words")]
-    parts, firsts, todo = [], [0], []  # firsts: of each text its first part, and an end
+    separates = ids[0] == ids[1] + ids[2]
+    parts: list[str] = []
+    firsts = [0]  # of each text its first part, and an end
     for each in texts:
-        whole = before + each + after
-        own = split_at_spaces(whole) if ids[0] == ids[1] + ids[2] else [whole]
-        # A part's number, the start of a block, how much of it is tokenised already, its size.
-        todo += [(len(parts) + i, 0, 0 if i else len(before), SHORT) for i in range(len(own))]
-        parts += own
+        rest, start = before + each + after, 0
+        while separates and (match := SPACED.search(rest, start + SHORT - 100)):
+            parts.append(rest[start : match.end()])
+            start = match.end()
+        parts.append(rest[start:])
         firsts.append(len(parts))
-    found: list[list[int]] = [[] for _ in parts]
-    while todo:
-        blocks = [parts[part][start : start + size] for part, start, _, size in todo]
-        encoded = tokenizer(blocks, return_attention_mask=False, **options)
-        waiting = []
-        for i, (part, start, known, size) in enumerate(todo):
-            tokens, ids = encoded[i], encoded.input_ids[i]
-            first, last = 0, len(ids)
-            while known and first < last and tokens.token_to_chars(first)[1] <= known:
+    encoded = tokenizer(parts, return_attention_mask=False, **options)
+    found = encoded.input_ids
+    for i, j in pairwise(firsts):
+        if after:
+            tokens, end = encoded[j - 1], len(parts[j - 1]) - len(after)
+            last = len(found[j - 1])
+            while last and tokens.token_to_chars(last - 1)[0] >= end:
+                last -= 1
+            found[j - 1] = found[j - 1][:last]
+        if before:
+            tokens, first = encoded[i], 0
+            while first < len(found[i]) and tokens.token_to_chars(first)[1] <= len(before):
                 first += 1
-            if start + size < len(parts[part]):
-                last, again = find_cut(tokens, first, size)
-                if not last:
-                    waiting.append((part, start, known, max(4 * size, BLOCK)))
-                    continue
-                end = tokens.token_to_chars(last - 1)[1]
-                waiting.append((part, start + again, end - again, size))
-            elif after and part + 1 in firsts:
-                end = len(blocks[i]) - len(after)
-                while last > first and tokens.token_to_chars(last - 1)[0] >= end:
-                    last -= 1
-            found[part] += ids[first:last]
-        todo = waiting
+            found[i] = found[i][first:]
     return [[*chain(*found[i:j])] for i, j in pairwise(firsts)]
-
-
-def split_at_spaces(text: str) -> list[str]:
-    """A text in parts of at least SHORT characters, or nearly, that end between a word and a space.
-
-    Tokenizers separate there, so that all parts are tokenised at once.
-    """
-    parts, start = [], 0
-    while match := SPACED.search(text, start + SHORT - 100):
-        parts.append(text[start : match.end()])
-        start = match.end()
-    return [*parts, text[start:]]
-
-
-def find_cut(tokens: Any, first: int, size: int) -> tuple[int, int]:
-    """How many tokens of a block of `size` characters are those of the whole text, and where the
-    next block begins; 0: a larger block is needed.
-
-    The block's end is not the text's, so that its last tokens may be other ones. Where nothing
-    separates in a large block it ends with a token: those of BPE do not depend on what is far away.
-    """
-    starts = lambda i: tokens.token_to_chars(i)[0]  # noqa: E731
-    last = bisect_left(range(len(tokens) - 1), size - MARGIN, lo=first, key=starts)
-    if last <= first:  # white space can be no token at all
-        return 0, 0
-    word, begin = tokens.word_to_tokens(tokens.token_to_word(last))[0], 0
-    if word > first:
-        last, begin = word, tokens.word_to_tokens(tokens.token_to_word(word - 1))[0]
-    elif size < BLOCK:
-        return 0, 0
-    while starts(last) < tokens.token_to_chars(last - 1)[1]:  # amid the bytes of a character
-        last -= 1
-    near = bisect_left(range(last), starts(last) - CONTEXT, key=starts)
-    return last, starts(max(near, begin))
 
 
 def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> Tokens:

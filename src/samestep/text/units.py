@@ -2,31 +2,61 @@
 
 Units follow from the input alone, so the result is the same on any number of cores. A first pass,
 `scan`, checks every row and notes its hash and size. From the notes follow the rows that are held
-out, and the texts that a vocabulary is learnt from.
+out, and the texts that a vocabulary is learnt from. A second pass, `write`, makes files of them.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from samestep.base.console import one_line
-from samestep.base.files import fsync, read_json_object
+from samestep.base.files import read_json_object
 from samestep.base.workers import Tell, do_units
 from samestep.data import hub, sources, tables
 from samestep.data.tables import Columns, Cursor, Row, Span
+from samestep.text.unit_files import UnitWriter, map_file, read_unit
 
 SMALLEST, LARGEST = 4_000_000, 32_000_000  # bytes of a unit
 SAMPLE = 50_000_000  # bytes of text that a vocabulary is learnt from
 SPARE = 4  # times as many bytes of files are kept, as files hold more than text
 LOOKED_AT = 200_000  # rows, at first, to find those to hold out
+BATCH = 1_000_000  # characters that are encoded in one call
 CUT_BY_BYTES = (".jsonl", ".txt")
-NOTED, LABEL = [("hash", "<u8"), ("size", "<i8")], [("label", "<f8")]  # of a row; size in bytes
+# Of a row; size in bytes; label: a number, or the place of a text among the unit's labels.
+NOTED = np.dtype([("hash", "<u8"), ("size", "<i8"), ("label", "<f8")])
+
+
+class Reader(NamedTuple):
+    """How the rows of a source are read."""
+
+    name: str  # for metrics
+    cfg: sources.DataConfig  # with `data` of this source
+    endings: Iterable[str]
+    columns: Columns
+    # Changes a row to what the task uses, or raises ValueError; what it returns is counted.
+    check: Callable[[dict], list[str] | None]
+    key: Callable[[dict], str]  # rows of one key are all held out, or none
+    texts: Callable[[dict], Iterable[str]] | None = None  # a vocabulary is learnt from them
+    label: Callable[[dict], str | float] | None = None
+    shipped: list[Row] | None = None  # the rows, if cfg.data names data that the task brings along
+    optional: Container[str] = ()  # roles
+    long_texts: bool = False  # a .txt file may be cut
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of cfg that name training rows and, if they are given, validation rows."""
+        on_hub = self.shipped is None and hub.is_hub_name(self.cfg.data)
+        fields = ["data_split" if on_hub else "data"]
+        if self.cfg.validation_data:
+            return [*fields, "validation_data"]
+        return fields + ["validation_split"] * bool(on_hub and self.cfg.validation_split)
 
 
 # ---- Pieces --------------------------------------------------------------------------------------
@@ -52,7 +82,7 @@ class Piece(NamedTuple):
         return hash_of(next(tables.read_text(self.path, self.field, Span(0, tables.BLOCK)), ""))
 
     def read(
-        self, columns: Columns, optional: Container[str], cursor: Cursor | None = None
+        self, columns: Columns, optional: Container[str] = (), cursor: Cursor | None = None
     ) -> Iterator[Row]:
         """The rows; of a long text, the blocks of this part."""
         if self.rows:
@@ -70,6 +100,11 @@ Unit = list[Piece]
 
 def ends_txt(path: Path) -> bool:
     return tables.file_ending(path) == ".txt"
+
+
+def hash_of(text: str) -> int:
+    """64 bits for a text, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def unit_size(total: int) -> int:
@@ -115,11 +150,24 @@ def split_parquet(whole: Piece, size: int) -> list[Piece]:
     return pieces or [whole]
 
 
-def split_rows(
-    read: Callable[[int, int], Iterator[Row]], rows: int, total: int, name: str, size: int
-) -> list[Piece]:
-    """Rows that are found by their numbers, in pieces of about `size` of their `total` bytes."""
-    bounds = np.linspace(0, rows, max(total // size, 1) + 1).astype(int).tolist()
+def list_pieces(reader: Reader, name: str) -> list[Piece]:
+    """The pieces of the data that a field names: data, data_split, validation_data or _split."""
+    cfg, shipped, columns = reader.cfg, reader.shipped, reader.columns
+    if name == "data" and shipped is not None:
+        rows, total = len(shipped), sum(len(str(row)) for row, _ in shipped)
+        read = lambda start, stop: iter(shipped[start:stop])  # noqa: E731
+    elif name in ("data_split", "validation_split"):
+        split = getattr(cfg, name)
+        dataset = hub.open_columns(cfg, split, columns, name, reader.optional)
+        rows, total, place = len(dataset), dataset.data.nbytes, f"{cfg.data}, split {split}"
+        read = lambda start, stop: hub.read_range(dataset, columns, place, start, stop)  # noqa: E731
+    else:
+        files = sources.list_files(getattr(cfg, name), reader.endings, name)
+        size = unit_size(sum(file.stat().st_size for file in files))
+        return [
+            piece for file in files for piece in split_file(file, name, size, reader.long_texts)
+        ]
+    bounds = np.linspace(0, rows, max(total // unit_size(total), 1) + 1).astype(int).tolist()
     return [
         Piece(name, total * (stop - start) // max(rows, 1), None, Span(start, stop), read)
         for start, stop in zip(bounds, bounds[1:], strict=False)
@@ -139,229 +187,133 @@ def group(pieces: Iterable[Piece], size: int) -> list[Unit]:
     return units
 
 
-def list_pieces(
-    cfg: sources.DataConfig,
-    name: str,
-    endings: Iterable[str],
-    columns: Columns,
-    shipped: list[Row] | None,
-    optional: Container[str],
-    long_texts: bool,
-) -> list[Piece]:
-    """The pieces of the data that a field names: data, data_split, validation_data or _split."""
-    if shipped is not None:
-        total = sum(len(str(row)) for row, _ in shipped)
-        read = lambda start, stop: iter(shipped[start:stop])  # noqa: E731
-        return split_rows(read, len(shipped), total, name, unit_size(total))
-    if name in ("data_split", "validation_split"):
-        split = getattr(cfg, name)
-        dataset = hub.open_columns(cfg, split, columns, name, optional)
-        read = lambda start, stop: hub.read_range(  # noqa: E731
-            dataset, columns, f"{cfg.data}, split {split}", start, stop
-        )
-        total = dataset.data.nbytes
-        return split_rows(read, len(dataset), total, name, unit_size(total))
-    files = sources.list_files(getattr(cfg, name), endings, name)
-    size = unit_size(sum(file.stat().st_size for file in files))
-    return [piece for file in files for piece in split_file(file, name, size, long_texts)]
-
-
 # ---- The first pass ------------------------------------------------------------------------------
 
 
 @dataclass
-class Notes:
-    """What the first pass found in a number of units."""
+class Input:
+    """The rows to train on of a source, or rows to evaluate on, and what the first pass found."""
 
+    name: str  # for metrics
+    reader: Reader
+    field: str  # of the config, names them
     units: list[Unit]  # for the second pass: a file that was one piece may now be several
     rows: int = 0  # that can be used
-    skipped: int = 0
-    first: str = ""  # that was skipped
     size: int = 0  # bytes of text
-    counts: Counter = field(default_factory=Counter)  # what `check` returned
-    files: list[Path] = field(default_factory=list)  # hashes and sizes of the rows
+    counts: Counter = dataclasses.field(default_factory=Counter)  # what `check` returned
+    # Of each unit: what is noted of its rows, and the texts of their labels.
+    noted: list[tuple[Path, list[str]]] = dataclasses.field(default_factory=list)
+    share: float = 1.0  # of a single text, that is trained on
 
-    def hashes(self) -> Iterator[np.ndarray]:
-        """Arrays with the fields hash, uint64, and size, in bytes; and label, where there is one:
-        a number, or the place of a text among those of `labelled`."""
-        for file in self.files:
-            yield np.load(file, mmap_mode="r")
+    @property
+    def given(self) -> bool:
+        """Whether all rows are for evaluation."""
+        return self.field.startswith("validation")
 
-    def labelled(self) -> Iterator[tuple[np.ndarray, list[str]]]:
-        """The arrays of `hashes`, each with the texts of its labels."""
-        for file, rows in zip(self.files, self.hashes(), strict=True):
-            yield rows, read_json_object(file.with_suffix(".json")).get("labels", [])
-
-
-def hash_of(text: str) -> int:
-    """64 bits for a text, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    def notes(self) -> Iterator[np.ndarray]:
+        """For each unit an array of NOTED."""
+        return (map_file(file, NOTED) for file, _ in self.noted)
 
 
-def scan(
-    units: list[Unit],
-    folder: Path,
-    columns: Columns,
-    optional: Container[str],
-    check: Callable[[dict], list[str] | None],
-    key: Callable[[dict], str],
-    texts: Callable[[dict], Iterable[str]] | None,
-    skip: bool,
-    what: str,
-    label: Callable[[dict], str | float] | None = None,
-) -> Notes:
-    """Reads all rows once and checks them; the notes are in `folder`.
+def scan(reader: Reader, name: str, folder: Path) -> Input:
+    """Reads all rows that a field names once and checks them; the notes are in `folder`.
 
-    `check` changes a row to what the task uses, or raises ValueError; what it returns is counted.
-    `key`: equal rows have equal keys. `texts`: those of a row, from which a vocabulary is learnt;
-    samples of them are kept. `skip`: leave out rows that raise IncompleteRow. `label`: what is
-    noted of a row besides, a text or a number.
+    Prints the number of rows that are left out. Validation rows teach no vocabulary. Raises
+    ValueError for a row that cannot be used, and if there is none.
     """
     folder.mkdir(exist_ok=True)
-    sizes = [sum(piece.size for piece in unit) for unit in units]
-    share = min(1, SPARE * SAMPLE / max(sum(sizes), 1))  # of the rows, by their hash
-    cut_at = unit_size(sum(sizes))
+    pieces = list_pieces(reader, name)
+    total = sum(piece.size for piece in pieces)
+    share = min(1, SPARE * SAMPLE / max(total, 1))  # of the rows, by their hash
+    least = 2**64 if name.startswith("validation") else (1 - share) * 2**64
+    cut_at = unit_size(total)
+    units = group(pieces, cut_at)
 
     def work(number: int, tell: Tell) -> None:
-        if read_unit(folder, number, verify=True):
-            return
-        facts: dict = {"skipped": 0, "first": "", "size": 0, "cuts": []}
-        counts: Counter = Counter()
-        noted: list[tuple] = []
-        labels: dict[str, int] = {}  # and their numbers
-        path, kind = folder / f"{number:06}", NOTED + LABEL * bool(label)
-        with open(f"{path}.sample", "w", encoding="utf-8") as sample, open(path, "wb") as notes:
+        if not read_unit(folder, number, verify=True):
+            scan_unit(UnitWriter(folder, number), reader, units[number], least, cut_at, tell)
 
-            def write_notes() -> None:
-                np.array(noted, kind).tofile(notes)
-                noted.clear()
-
-            for index, piece in enumerate(units[number]):
-                cursor = Cursor(piece.path, piece.span) if piece.path else None
-                cuts = cursor and piece.span == tables.WHOLE and not ends_txt(piece.path)
-                begun, seen, before = Span(), 0, facts["size"]
-                for row, place in piece.read(columns, optional, cursor):
-                    try:
-                        counts.update([] if piece.is_text else check(row) or [])
-                    except ValueError as error:
-                        incomplete = isinstance(error, sources.IncompleteRow)
-                        if not (incomplete and skip):
-                            hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
-                            message = f"task.{piece.field}: {place}: {error}{hint}"
-                            raise ValueError(message) from None
-                        facts["skipped"] += 1
-                        facts["first"] = facts["first"] or f"{place}: {error}"
-                        continue
-                    text = key(row)
-                    size, hashed = len(text.encode()), hash_of(text)
-                    if not piece.is_text:
-                        value = label(row) if label else 0
-                        if isinstance(value, str):
-                            value = labels.setdefault(value, len(labels))
-                        noted.append((hashed, size, *[value] * bool(label)))
-                        if len(noted) == 10_000:  # a file that is read whole has many more
-                            write_notes()
-                    facts["size"] += size
-                    if texts and hashed >= (1 - share) * 2**64:
-                        line = json.dumps([hashed, [*texts(row)]], ensure_ascii=False)
-                        sample.write(line + "\n")
-                    position = cursor.offset - cursor.span.start if cursor else seen + size
-                    tell(position - seen)
-                    seen = position
-                    if cuts and cursor.offset - begun.start >= cut_at:
-                        facts["cuts"].append([index, begun.start, cursor.offset, begun.lines])
-                        begun = Span(cursor.offset, None, cursor.lines)
-                if begun.start:
-                    facts["cuts"].append([index, begun.start, None, begun.lines])
-                if piece.is_text and not piece.span.start:
-                    whole = piece.span.stop is None  # compressed: its size is known now
-                    size = facts["size"] - before if whole else piece.path.stat().st_size
-                    noted.append((piece.hash_of_text(), size))
-            write_notes()
-        rows = np.memmap(path, kind, "r") if path.stat().st_size else np.zeros(0, kind)
-        np.save(f"{path}.npy", rows)
-        path.unlink()
-        facts |= {"rows": len(rows), "labels": [*labels], "files": {}}
-        for file in (path.with_suffix(".npy"), path.with_suffix(".sample")):
-            fsync(file)
-            facts["files"][file.name] = [file.stat().st_size, hash_of_file(file)]
-        facts["counts"] = counts
-        write_json(path.with_suffix(".json"), facts)
-
-    do_units(work, sizes, what)
-    notes = Notes([])
+    sizes = [sum(piece.size for piece in unit) for unit in units]
+    do_units(work, sizes, "Preparing data, first pass")
+    data, skipped, first = getattr(reader.cfg, name), 0, ""
+    is_file = name == "validation_data" and data != reader.cfg.data
+    found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
         facts = read_json_object(folder / f"{number:06}.json")
-        notes.rows, notes.skipped = notes.rows + facts["rows"], notes.skipped + facts["skipped"]
-        notes.first, notes.size = notes.first or facts["first"], notes.size + facts["size"]
-        notes.counts.update(facts["counts"])
-        notes.files.append(folder / f"{number:06}.npy")
-        notes.units += cut_unit(unit, facts["cuts"])
-    return notes
+        found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
+        skipped, first = skipped + facts["skipped"], first or facts["first"]
+        found.counts.update(facts["counts"])
+        found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
+        found.units += cut_unit(unit, facts["cuts"])
+    if skipped:
+        text = f"{skipped:,} incomplete rows of {skipped + found.rows:,}, the first: {first}"
+        print(f"Preparing data: left out {text}", flush=True)
+    if not found.rows:
+        nothing = "there is no text" if reader.long_texts else "there are no rows"
+        raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
+    return found
 
 
-def scan_field(
-    cfg: sources.DataConfig,
-    name: str,
-    folder: Path,
-    endings: Iterable[str],
-    columns: Columns,
-    check: Callable[[dict], list[str] | None],
-    key: Callable[[dict], str],
-    texts: Callable[[dict], Iterable[str]] | None,
-    shipped: list[Row] | None = None,
-    optional: Container[str] = (),
-    label: Callable[[dict], str | float] | None = None,
-    long_texts: bool = False,
-    nothing: str = "there are no rows",
-) -> Notes:
-    """`scan` of the rows that a field names. Prints the number of rows that are left out.
+def scan_unit(
+    out: UnitWriter, reader: Reader, unit: Unit, least: float, cut_at: int, tell: Tell
+) -> None:
+    """Notes the rows of a unit, and the texts of those with a hash of at least `least`.
 
-    `shipped`: training rows that the task brings along. Validation rows teach no vocabulary. Raises
-    ValueError if there is no row, with the words of `nothing`.
+    `cut_at`: bytes after which a file may be cut for the second pass.
     """
-    held = name.startswith("validation")
-    pieces = list_pieces(
-        cfg, name, endings, columns, None if held else shipped, optional, long_texts
-    )
-    units = group(pieces, unit_size(sum(piece.size for piece in pieces)))
-    texts, skip = None if held else texts, cfg.incomplete_rows == "skip"
-    what = "Preparing data, first pass"
-    notes = scan(units, folder, columns, optional, check, key, texts, skip, what, label)
-    if notes.skipped:
-        number = f"{notes.skipped:,} incomplete rows of {notes.skipped + notes.rows:,}"
-        print(f"Preparing data: left out {number}, the first: {notes.first}", flush=True)
-    if not notes.rows:
-        raise ValueError(f"task.{name}: {nothing} in {one_line(getattr(cfg, name), 100)}")
-    return notes
+    facts: dict = {"rows": 0, "skipped": 0, "first": "", "size": 0, "cuts": []}
+    counts: Counter = Counter()
+    noted: list[tuple] = []
+    labels: dict[str, int] = {}  # and their numbers
 
+    def write_notes() -> None:
+        out.append("rows", np.array(noted, NOTED))
+        facts["rows"] += len(noted)
+        noted.clear()
 
-def write_json(path: Path, value: dict) -> None:
-    """A JSON file that is there whole, or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value), encoding="utf-8")
-    fsync(partial)
-    partial.rename(path)
-
-
-def hash_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
-
-
-def read_unit(folder: Path, number: int, verify: bool = False) -> dict:
-    """The facts of a unit; empty: it is not done, or, to `verify`, its bytes are other ones."""
-    facts = read_json_object(folder / f"{number:06}.json")
-    for name, (size, digest) in facts.get("files", {}).items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return {}
-        if verify and hash_of_file(path) != digest:
-            return {}
-    return facts
+    out.append("sample", b"")
+    for index, piece in enumerate(unit):
+        cursor = Cursor(piece.path, piece.span) if piece.path else None
+        cuts = cursor and piece.span == tables.WHOLE and not ends_txt(piece.path)
+        begun, seen, before = Span(), 0, facts["size"]
+        for row, place in piece.read(reader.columns, reader.optional, cursor):
+            try:
+                counts.update([] if piece.is_text else reader.check(row) or [])
+            except ValueError as error:
+                incomplete = isinstance(error, sources.IncompleteRow)
+                if not (incomplete and reader.cfg.incomplete_rows == "skip"):
+                    hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+                    raise ValueError(f"task.{piece.field}: {place}: {error}{hint}") from None
+                facts["skipped"] += 1
+                facts["first"] = facts["first"] or f"{place}: {error}"
+                continue
+            text = reader.key(row)
+            size, hashed = len(text.encode()), hash_of(text)
+            if not piece.is_text:
+                value = reader.label(row) if reader.label else 0
+                if isinstance(value, str):
+                    value = labels.setdefault(value, len(labels))
+                noted.append((hashed, size, value))
+                if len(noted) == 10_000:  # a file that is read whole has many more
+                    write_notes()
+            facts["size"] += size
+            if reader.texts and hashed >= least:
+                line = json.dumps([hashed, [*reader.texts(row)]], ensure_ascii=False)
+                out.append("sample", f"{line}\n".encode())
+            position = cursor.offset - cursor.span.start if cursor else seen + size
+            tell(position - seen)
+            seen = position
+            if cuts and cursor.offset - begun.start >= cut_at:
+                facts["cuts"].append([index, begun.start, cursor.offset, begun.lines])
+                begun = Span(cursor.offset, None, cursor.lines)
+        if begun.start:
+            facts["cuts"].append([index, begun.start, None, begun.lines])
+        if piece.is_text and not piece.span.start:
+            whole = piece.span.stop is None  # compressed: its size is known now
+            size = facts["size"] - before if whole else piece.path.stat().st_size
+            noted.append((piece.hash_of_text(), size, 0))
+    write_notes()
+    out.commit({**facts, "labels": [*labels], "counts": counts})
 
 
 def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
@@ -378,11 +330,98 @@ def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
     return units + [rest] * bool(rest)
 
 
+# ---- The second pass -----------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """Rows of about BATCH characters, all held out or none."""
+
+    rows: list[Row]
+    hashes: list[int]
+    is_held: bool
+    size: int  # about the bytes of the input
+    begins: bool = True  # whether the text begins with it, and ends: only a part of a long one
+    ends: bool = True  # does not
+
+
+def batches_of(source: Input, unit: Unit, held: Container[int]) -> Iterator[Batch]:
+    """The rows of a unit; `held`: the hashes of those that are held out."""
+    reader = source.reader
+    waiting: dict[bool, list[tuple[Row, int]]] = {False: [], True: []}
+    sizes = {False: 0, True: 0}
+
+    def take(is_held: bool) -> Batch:
+        rows, hashes = zip(*waiting[is_held], strict=True)
+        batch = Batch([*rows], [*hashes], is_held, sizes[is_held])
+        waiting[is_held], sizes[is_held] = [], 0
+        return batch
+
+    for piece in unit:
+        if piece.is_text:
+            hashed, begins = piece.hash_of_text(), not piece.span.start
+            blocks = piece.read({"text": "text"})
+            block = next(blocks, None)
+            while block:
+                text, block = block, next(blocks, None)
+                ends, size = not block and piece.span.stop is None, len(text[0]["text"].encode())
+                yield Batch([text], [hashed], piece.held or hashed in held, size, begins, ends)
+                begins = False
+            continue
+        for row, place in piece.read(reader.columns, reader.optional):
+            try:
+                reader.check(row)
+            except sources.IncompleteRow:  # the first pass has refused it, or counted it
+                continue
+            key = reader.key(row)
+            hashed = hash_of(key)
+            parts: list[tuple[dict, bool]] = [(row, hashed in held)]
+            if source.share < 1:
+                end = int(len(key) * source.share)
+                parts = [({"text": key[:end]}, False), ({"text": key[end:]}, True)]
+            for part, is_held in parts:
+                waiting[is_held].append(((part, place), hashed))
+                sizes[is_held] += len(key)
+                if sizes[is_held] > BATCH:
+                    yield take(is_held)
+    for is_held in (False, True):
+        if waiting[is_held]:
+            yield take(is_held)
+
+
+def write(
+    folder: Path,
+    inputs: list[Input],
+    held: Container[int],
+    encode: Callable[[UnitWriter, Input, Iterator[Batch]], dict],
+) -> list[tuple[Input, dict]]:
+    """`encode` writes the batches of each unit and returns what is to be known of them.
+
+    Returns these facts of each unit, and whose they are.
+    """
+    todo = [(each, unit) for each in inputs for unit in each.units]
+
+    def work(number: int, tell: Tell) -> None:
+        if read_unit(folder, number, verify=True):
+            return
+        source, unit = todo[number]
+        out = UnitWriter(folder, number)
+
+        def told() -> Iterator[Batch]:
+            for batch in batches_of(source, unit, held):
+                yield batch
+                tell(batch.size)
+
+        out.commit(encode(out, source, told()))
+
+    do_units(work, [sum(piece.size for piece in unit) for _, unit in todo], "Preparing data")
+    return [(each, read_unit(folder, number)) for number, (each, _) in enumerate(todo)]
+
+
 # ---- What is held out ----------------------------------------------------------------------------
 
 
 def hold_out(
-    notes: Notes, fraction: float, most: float, size_of_row: bool = False, by_label: bool = False
+    source: Input, fraction: float, most: float, size_of_row: bool = False, by_label: bool = False
 ) -> set[int]:
     """The hashes of the rows that are held out: the smallest ones, `by_label` of each label.
 
@@ -390,8 +429,18 @@ def hold_out(
     `size_of_row`, bytes; at least one group, and of each label not all.
     """
     numbers: dict[str, int] = {}
+
+    def stratified() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The noted rows, and the number of each row's label, int (N,)."""
+        for rows, (_, labels) in zip(source.notes(), source.noted, strict=True):
+            strata = np.zeros(len(rows), int)
+            if by_label:
+                own = [numbers.setdefault(label, len(numbers)) for label in labels]
+                strata = np.array(own, int)[rows["label"].astype(int)]
+            yield rows, strata
+
     totals, lasts = Counter(), {}
-    for rows, strata in stratified(notes, by_label, numbers):
+    for rows, strata in stratified():
         found, inverse, counts = np.unique(strata, return_inverse=True, return_counts=True)
         largest = np.zeros(len(found), np.uint64)
         np.maximum.at(largest, inverse, rows["hash"])
@@ -400,25 +449,24 @@ def hold_out(
             totals[stratum] += count
             lasts[stratum] = max(lasts.get(stratum, 0), last)
     kept = {*lasts.values()}
-    limit = min(1, LOOKED_AT / max(notes.rows, 1))  # the rest might not fit into memory
+    limit = min(1, LOOKED_AT / max(source.rows, 1))  # the rest might not fit into memory
     while True:
-        chosen, chosen_strata = [np.zeros(0, NOTED)], [np.zeros(0, int)]
-        for rows, strata in stratified(notes, by_label, numbers):
+        parts = []
+        for rows, strata in stratified():
             small = rows["hash"] < limit * 2**64
-            chosen.append(rows[["hash", "size"]][small])
-            chosen_strata.append(strata[small])
-        rows = np.concatenate(chosen)
+            parts.append((rows[small], strata[small]))
+        rows, strata = (np.concatenate(each) for each in zip(*parts, strict=True))
         weight = rows["size"].sum() if size_of_row else len(rows)
-        if limit == 1 or weight > most or len(rows) > fraction * notes.rows:
+        if limit == 1 or weight > most or len(rows) > fraction * source.rows:
             break
         limit = min(1, 2 * limit)
     hashes, firsts, inverse, counts = np.unique(
         rows["hash"], return_index=True, return_inverse=True, return_counts=True
     )
     sizes = np.bincount(inverse, rows["size"], len(hashes)) if size_of_row else counts
-    strata = np.concatenate(chosen_strata)[firsts]
-    groups = [*zip(*(each.tolist() for each in (hashes, strata, counts, sizes)), strict=True)]
-    groups = [group for group in groups if group[0] not in kept]
+    columns = (hashes, strata[firsts], counts, sizes)
+    groups = [*zip(*(each.tolist() for each in columns), strict=True)]
+    groups = [each for each in groups if each[0] not in kept]
     held: set[int] = set()
     taken, weight = Counter(), 0
     for value, stratum, count, size in groups:
@@ -435,68 +483,47 @@ def hold_out(
     return held
 
 
-def stratified(
-    notes: Notes, by_label: bool, numbers: dict[str, int]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The noted rows, and the number of each row's label, int (N,); `numbers` grows with them."""
-    for rows, labels in notes.labelled():
-        strata = np.zeros(len(rows), int)
-        if by_label:
-            own = [numbers.setdefault(label, len(numbers)) for label in labels]
-            strata = np.array(own, int)[rows["label"].astype(int)]
-        yield rows, strata
-
-
 def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
     """Whether each row, by its hash, is held out: bool (N,)."""
     return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))
 
 
-def count_held(notes: Notes, held: set[int]) -> int:
-    """The rows that are held out."""
-    return sum(int(is_in(rows["hash"], held).sum()) for rows in notes.hashes())
-
-
-def count_repeated(notes: Notes) -> int:
-    """Rows that are equal to an earlier one."""
-    parts, repeated = max(1, notes.rows >> 22), 0
+def count_repeated(source: Input) -> int:
+    """Rows that are equal to an earlier one; counted in parts, which bounds the memory."""
+    parts, repeated = max(1, source.rows >> 22), 0
     for part in range(parts):
         lower, upper = (part << 64) // parts, ((part + 1) << 64) // parts - 1
         chosen = [
             each["hash"][(each["hash"] >= lower) & (each["hash"] <= upper)]
-            for each in notes.hashes()
+            for each in source.notes()
         ]
-        hashes = np.concatenate([*chosen, np.zeros(0, np.uint64)])
+        hashes = np.concatenate(chosen)
         repeated += len(hashes) - len(np.unique(hashes))
     return repeated
 
 
-def count_known(train: list[Notes], validation: list[Notes]) -> int:
-    """Validation rows that are training rows too."""
-    empty = np.zeros(0, np.uint64)
-    hashes = [each["hash"] for notes in validation for each in notes.hashes()]
-    rows = np.concatenate([*hashes, empty])
-    values = np.unique(rows)
-    known = np.zeros(len(values), bool)
-    for notes in train:
-        for each in notes.hashes():
-            known |= np.isin(values, each["hash"])
-    return int(np.isin(rows, values[known]).sum())
+def say_overlap(train: list[Input], given: list[Input]) -> None:
+    """Prints how many of the validation rows are training rows too."""
+    rows = np.concatenate([each["hash"] for source in given for each in source.notes()])
+    known = np.zeros(len(rows), bool)
+    for source in train:
+        for each in source.notes():
+            known |= np.isin(rows, each["hash"])
+    sources.say_overlap(int(known.sum()), len(rows))
 
 
-def read_sample(folders: list[Path], held: Container[int]) -> Iterator[str]:
+def read_sample(inputs: list[Input], held: Container[int]) -> Iterator[str]:
     """The kept texts of rows that are not held out, about SAMPLE bytes at most."""
 
     def lines() -> Iterator[tuple[int, str]]:
-        for folder in folders:
-            for file in sorted(folder.glob("*.sample")):
-                with open(file, encoding="utf-8") as sample:
-                    for line in sample:
-                        hashed = int(line[1 : line.index(",")])
-                        if hashed not in held:
-                            yield hashed, line
+        for file, _ in (noted for each in inputs for noted in each.noted):
+            with open(file.with_suffix(".sample"), encoding="utf-8") as sample:
+                for line in sample:
+                    hashed = int(line[1 : line.index(",")])
+                    if hashed not in held:
+                        yield hashed, line
 
-    found = np.fromiter(((hashed, len(line)) for hashed, line in lines()), NOTED)
+    found = np.fromiter(((hashed, len(line), 0) for hashed, line in lines()), NOTED)
     found = found[np.argsort(found["hash"])[::-1]]
     number = int(np.searchsorted(np.cumsum(found["size"]), SAMPLE))
     least = int(found["hash"][: number + 1].min(initial=2**64 - 1))

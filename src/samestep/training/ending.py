@@ -21,16 +21,13 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
     Returns the model with all its weights, on the main process. All processes must call it.
     """
     whole = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
-    main = run.accelerator.is_main_process
     if run.cfg.eval_only:
         say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
-        with run.ranks.fail_together(), as_user_error():
-            if main:
-                line = {"step": step, "checkpoint": str(run.point.checkpoint), **scores}
-                tracking.write_json_object(run.output / "evaluation" / "metrics.json", line)
-        return whole
     with run.ranks.fail_together(), as_user_error():
-        if main:
+        if run.accelerator.is_main_process and run.cfg.eval_only:
+            line = {"step": step, "checkpoint": str(run.point.checkpoint), **scores}
+            tracking.write_json_object(run.output / "evaluation" / "metrics.json", line)
+        elif run.accelerator.is_main_process:
             run.start.check_folder()
             folder = run.output / "model"
             about = {"step": step, "steps": run.last_step, "scores": scores, **run.start.manifest}

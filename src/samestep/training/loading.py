@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
 from samestep.base.console import say
 from samestep.processes import device
-from samestep.processes.ranks import as_user_error, catch
+from samestep.processes.ranks import PendingSum, as_user_error, catch
 from samestep.settings import contract
 from samestep.step import batches, sharding
 from samestep.step.batches import Batch, EvaluationSampler, SampleDataset, StepBatchSampler
@@ -25,43 +26,66 @@ def make_loader(run: Run, rows: SampleDataset, sampler: Any) -> torch.utils.data
 
 
 class TrainLoader:
-    """Gives the steps of a run, and fetches the next one while the device computes."""
+    """Gives the steps of a run, and fetches the next one while the device computes.
+
+    The processes exchange what all must know before a step: its loss terms, the hash of its sample
+    ids, requests to stop, the speeds of their devices, and errors.
+    """
 
     def __init__(self, run: Run, data: Any, eval_loader: "EvalLoader"):
-        self.run, self.eval_loader = run, eval_loader
+        self.run, self.eval_loader, self.plan = run, eval_loader, run.plan
         self.rows = SampleDataset(data, run.task, run.cfg.seed, run.point.mixture)
         end = run.samples(run.last_step)
-        sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
-        loader = make_loader(run, self.rows, sampler)
+        self.sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
+        self.loader = make_loader(run, self.rows, self.sampler)
+        self.batches = iter(self.loader)
         automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
-        self.reader = batches.StepReader(
-            loader, run.ranks, run.stop.requested, self.balancer, lambda: run.problem
-        )
-        self.plan, self.dealt = run.plan, {}  # of the step; if the next ones are dealt anew, a note
+        self.dealt: dict = {}  # for the log, if the steps after this one are dealt anew
         self.left = run.last_step - run.first_step  # steps to fetch
+        self.window: list[tuple[Batch, tuple]] = []  # this process's part of the next step
+        self.exchange: PendingSum | None = None
 
     def fetch(self) -> None:
-        """Fetches the next step, if there is one."""
-        if self.left:
-            self.left -= 1
-            with self.run.meter.waiting():
-                self.reader.fetch()
+        """Fetches the next step, if there is one, and starts the exchange."""
+        if not self.left:
+            return
+        self.left -= 1
+        with self.run.meter.waiting():
+            window, problem = catch(self.read_window)
+            self.window = window or []
+            self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
+            counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
+            counts *= self.run.ranks.layout.leads  # its replica counts once
+            times = self.balancer.own_time() if self.balancer else []
+            stop, problem = self.run.stop.requested(), problem or self.run.problem
+            self.exchange = self.run.ranks.start_sum(*counts, stop, *times, problem=problem)
+
+    def read_window(self) -> list[tuple[Batch, tuple]]:
+        """This process's micro-batches of the next step."""
+        if self.dealt:  # drops what worker processes have read ahead
+            self.sampler.plan = self.balancer.plan
+            self.batches = iter(self.loader)
+        return [next(self.batches) for _ in self.sampler.plan.run()]
 
     def take(self) -> tuple[list[tuple[int, Batch]], int]:
         """This process's micro-batches of the step that was fetched, each with its number in the
         step, and the step's number of loss terms over all processes.
+
+        If a process could not fetch its micro-batches, all of them raise its error.
         """
-        self.plan, window, terms, ids_hash = self.reader.take()
+        exchange, self.exchange = self.exchange, None
+        terms, ids_hash, _, _, *times = exchange.result()
         self.run.meter.add(terms, ids_hash)
-        self.dealt = self.reader.dealt
+        self.plan, window = self.sampler.plan, [batch for batch, _ in self.window]
+        self.dealt = self.balancer.update(times) if self.balancer else {}
         if self.dealt:  # new shares, used from the next step on
             self.eval_loader.sampler.step_plan = self.balancer.plan
         return list(zip(self.plan.run(), window, strict=True)), terms
 
     def stop_seen(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return self.reader.stop_seen()
+        return bool(self.exchange and self.exchange.peek()[3])
 
 
 class EvalLoader:
@@ -81,7 +105,7 @@ class EvalLoader:
         """
         run, iterator = self.run, iter(self.loader)
         model.eval()
-        sharding.SharedBuffers(model).share()
+        sharding.share_buffers(model)
         for _ in range(len(self.loader)):
             fetched, problem = catch(next, iterator)
             (stop,) = run.ranks.sum_over_ranks(requested(), problem=problem)
@@ -106,8 +130,12 @@ class EvalLoader:
         run = self.run
         if run.cfg.eval_only:
             return
+        size = min(self.rows.source_sizes[0], run.plan.micro_batch_size)
+        collate = batches.make_collate(run.task)
         with run.ranks.fail_together(), as_user_error():
-            first = batches.first_batches(self.rows, self.sampler, run.task)
+            samples, half = self.rows.__getitems__([*range(size)]), size // 2
+            parts = [samples, samples[:half], samples[half:]] if half else [samples]
+            first = [collate(part)[0] for part in parts]
             first = send_to_device(first, run.accelerator.device)
             with device.eager(model), sharding.split_rows(run.accelerator, *first):
                 for warning in contract.try_evaluation(run.task, model, first):

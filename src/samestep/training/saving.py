@@ -5,6 +5,7 @@ import mmap
 import shutil
 import threading
 import time
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ import torch
 from samestep.base.console import say
 from samestep.checkpoint import checkpoints, tensor_files, weights
 from samestep.checkpoint.weights import TrainingState
-from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error
-from samestep.settings.mesh import this_layout
+from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error, catch
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 
@@ -22,15 +22,12 @@ ALIGNMENT = 64  # bytes, of each tensor in host memory
 
 
 class Saver:
-    """Commits checkpoints of the weights and of the optimizer's state.
-
-    With `async_save`, a save copies this process's share of them to host memory, and a thread
-    writes, hashes and commits it. At most one save is in flight.
-    """
+    """Commits checkpoints of the weights and of the optimizer's state. With `async_save`, a save
+    copies this process's share to host memory, and a thread writes, hashes and commits it."""
 
     def __init__(self, run: Run, model: torch.nn.Module, optimizer: Any):
-        self.run, self.start, self.accelerator = run, run.start, run.accelerator
-        self.ranks, self.main = run.ranks, run.accelerator.is_main_process
+        self.run, self.accelerator, self.ranks = run, run.accelerator, run.ranks
+        self.main = run.accelerator.is_main_process
         self.state = TrainingState(run.accelerator, model, optimizer, run.optimizer_settings)
         self.step = 0  # of the newest checkpoint of this run
         self.scored = False  # whether it holds the scores of its step
@@ -49,7 +46,7 @@ class Saver:
         run, checkpoint, saved = self.run, self.run.point.checkpoint, self.run.point.saved
         with self.ranks.fail_together(), as_user_error():
             if checkpoint:
-                self.state.load(checkpoint, saved, self.start.manifest)
+                self.state.load(checkpoint, saved, run.start.manifest)
             elif self.main:  # AdamW will keep two moments of each weight
                 folder = run.output / "checkpoints"
                 checkpoints.check_disk_space(folder, 3 * run.trained_bytes)
@@ -77,7 +74,7 @@ class Saver:
         numbers = {"samples": run.samples(step), "processes": self.accelerator.num_processes}
         began = time.perf_counter()
         with run.meter.paused():
-            self.commit({**self.start.manifest, "step": step, **numbers, **found})
+            self.commit({**run.start.manifest, "step": step, **numbers, **found})
         self.best_loss = min([self.best_loss, *found.values()])
         self.step, self.scored = step, bool(found)
         log.note(save_seconds=time.perf_counter() - began)
@@ -85,10 +82,10 @@ class Saver:
     def add_scores(self, found: dict) -> None:
         """Adds scores to the newest checkpoint, if it is of this run."""
         point, folder = self.run.point, self.run.output / "checkpoints"
-        goes_on = self.step == self.run.first_step  # nothing was saved since
-        if self.scored or not found or (goes_on and point.changed):
+        if self.scored or not found:
             return
-        if goes_on and point.checkpoint.parent != folder:
+        goes_on = self.step == self.run.first_step  # nothing was saved since
+        if goes_on and (point.changed or point.checkpoint.parent != folder):
             return
         self.wait()
         self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
@@ -97,14 +94,11 @@ class Saver:
                 checkpoints.add_to_manifest(checkpoints.checkpoint_folder(folder, self.step), found)
 
     def commit(self, manifest: dict) -> None:
-        """Commits a checkpoint, or begins to. All processes must call it.
-
-        An error on one process ends all of them; older checkpoints stay. An error in the background
-        is `run.problem`; `wait` and the next save raise it.
-        """
+        """Commits a checkpoint, or begins to, once the last one is done. All processes must call
+        it. An error in the background is `run.problem`; `wait` and the next save raise it."""
         self.wait()
         share = None
-        if not this_layout().deepspeed:
+        if not self.ranks.layout.deepspeed:
             with self.ranks.fail_together(), as_user_error():
                 tensors = self.state.collect()
             share = tensor_files.take_share(tensors, self.ranks)
@@ -113,28 +107,25 @@ class Saver:
             return
         with self.ranks.fail_together(), as_user_error():
             share.parts = self.host.copy(share.parts)
-        target, arguments = self.write_in_background, (share, manifest)
-        self.thread = threading.Thread(target=target, args=arguments, name=SAVE_THREAD, daemon=True)
-        self.thread.start()
 
-    def write_in_background(self, share: tensor_files.Share, manifest: dict) -> None:
-        """The body of the thread."""
-        began = time.perf_counter()
-        try:
-            self.write(self.thread_ranks, share, manifest)
-            self.done.append((manifest["step"], time.perf_counter() - began))
-        except Exception as error:
-            self.run.problem = error
+        def write_in_background() -> None:
+            began = time.perf_counter()
+            _, self.run.problem = catch(self.write, self.thread_ranks, share, manifest)
+            if not self.run.problem:
+                self.done.append((manifest["step"], time.perf_counter() - began))
+
+        self.thread = threading.Thread(target=write_in_background, name=SAVE_THREAD, daemon=True)
+        self.thread.start()
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""
-        partial = checkpoints.partial_folder(self.start.output / "checkpoints", manifest["step"])
+        partial = checkpoints.partial_folder(self.run.output / "checkpoints", manifest["step"])
         with ranks.fail_together(), as_user_error():
             self.state.check_finite(share.parts if share else self.state.partitions())
         try:
             with ranks.fail_together(), as_user_error():
                 if self.main:
-                    self.start.check_folder()
+                    self.run.start.check_folder()
                     checkpoints.make_partial_folder(partial)
             with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
                 if share:
@@ -142,15 +133,13 @@ class Saver:
                 else:
                     self.accelerator.save_state(partial, exclude_frozen_parameters=True)
             with ranks.fail_together():
-                layout = this_layout()
+                layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            digests = {
-                name: digest for each in ranks.gather(hashed) for name, digest in each.items()
-            }
+            digests = dict(chain(*(each.items() for each in ranks.gather(hashed))))
             with ranks.fail_together(), as_user_error():
                 if self.main:
                     committed = checkpoints.commit(partial, manifest, digests)
-                    checkpoints.prune(committed, self.start.cfg.keep_checkpoints)
+                    checkpoints.prune(committed, self.run.cfg.keep_checkpoints)
         finally:
             if self.main:  # frees the space of what did not become a checkpoint
                 shutil.rmtree(partial, ignore_errors=True)
@@ -177,29 +166,26 @@ class Saver:
 
     def load_best(self) -> int | None:
         """Loads the weights with the smallest eval_loss; their step, None if there are none."""
-        return weights.load_best(self.state, self.ranks, self.start)
+        return weights.load_best(self.state, self.ranks, self.run.start)
 
 
 class HostCopies:
     """Copies of tensors in one piece of host memory, which later copies of the same shapes reuse.
 
-    For a GPU it is pinned: such memory is fast to copy to, and slow to allocate. torch would round
-    its size up to a power of two (pytorch#150517).
+    For a GPU it is pinned; torch would round its size up to a power of two (pytorch#150517).
     """
 
     def __init__(self):
         self.memory = np.empty(0, np.uint8)
         self.copies: dict[str, torch.Tensor] = {}
-        self.shapes: dict[str, tuple] = {}  # and dtypes, by name
         self.pinned = False
 
     def copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies that are valid until the next call."""
         on_gpu = any(part.is_cuda for part in parts.values())
         shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
-        if shapes != self.shapes:
+        if shapes != {name: (copy.shape, copy.dtype) for name, copy in self.copies.items()}:
             self.allocate(parts, on_gpu)
-            self.shapes = shapes
         for name, part in parts.items():
             self.copies[name].copy_(part, non_blocking=part.is_cuda)
         if on_gpu:
@@ -221,13 +207,8 @@ class HostCopies:
             start += size
         if on_gpu:
             pages.madvise(mmap.MADV_DONTFORK)  # copy-on-write would part them from the GPU
-            self.pinned = pin(self.memory)
-
-
-def pin(memory: np.ndarray) -> bool:
-    """Pins memory; False where the system does not allow it, and copies to it are slower."""
-    if int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 1)) == 0:
-        return True
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device="cuda")  # takes CUDA's error, which the next kernel would raise
-    return False
+            register = torch.cuda.cudart().cudaHostRegister
+            self.pinned = not int(register(self.memory.ctypes.data, self.memory.nbytes, 1))
+            if not self.pinned:  # the system does not allow it, and copies are slower
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device="cuda")  # takes CUDA's error, or the next kernel raises it

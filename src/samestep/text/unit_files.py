@@ -1,0 +1,94 @@
+"""The files that a unit of the input leaves: they count once all of them are on the disk."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from samestep.base.files import fsync, read_json_object, remove
+
+FACTS = "rows.json"  # of a prepared folder: what its files hold
+
+
+class UnitWriter:
+    """The files of one unit. They count once `commit` has written their sizes and digests."""
+
+    def __init__(self, folder: Path, number: int):
+        self.folder, self.name = folder, f"{number:06}"
+        self.files: dict[str, Any] = {}
+        self.digests: dict[str, Any] = {}
+
+    def append(self, kind: str, values: np.ndarray | bytes) -> None:
+        """Adds values to the file UNIT.kind."""
+        if kind not in self.files:
+            path = self.folder / f"{self.name}.{kind}"
+            path.unlink(missing_ok=True)  # another run may have mapped it
+            self.files[kind] = open(path, "wb")
+            self.digests[kind] = hashlib.sha256()
+        data = values if isinstance(values, bytes) else np.ascontiguousarray(values)
+        self.files[kind].write(data)
+        self.digests[kind].update(data)
+
+    def commit(self, facts: dict) -> None:
+        """Makes the files and these facts last. A crash before leaves nothing that counts."""
+        files = {}
+        for kind, file in self.files.items():
+            files[f"{self.name}.{kind}"] = [file.tell(), self.digests[kind].hexdigest()]
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        path = self.folder / f"{self.name}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({**facts, "files": files}), encoding="utf-8")
+        fsync(partial)
+        partial.rename(path)
+        fsync(self.folder)
+
+
+def read_unit(folder: Path, number: int, verify: bool = False) -> dict:
+    """The facts of a unit; empty: it is not done, or, to `verify`, its bytes are other ones."""
+    facts = read_json_object(folder / f"{number:06}.json")
+    for name, (size, digest) in facts.get("files", {}).items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return {}
+        if verify and hash_of_file(path) != digest:
+            return {}
+    return facts
+
+
+def hash_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return digest.hexdigest()
+
+
+def map_file(path: Path, dtype: Any) -> np.ndarray:
+    """The numbers of a file; an empty one cannot be mapped."""
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r"))
+
+
+def finish_folder(folder: Path, done: list[dict], facts: dict, content: list) -> dict[str, Any]:
+    """Writes the facts that the units have in common and removes the notes of the first pass.
+
+    Returns the facts for the index of the prepared folder. `content`, as JSON, is the identity of
+    the rows.
+    """
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    for scanned in [*folder.glob("scan-*"), *folder.glob(".*.trash")]:
+        remove(scanned)
+    written = {name: value for each in done for name, value in each["files"].items()}
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return {"content": digest, "hashed": written}
+
+
+def read_facts(folder: Path) -> dict:
+    """What the files of a prepared folder hold."""
+    return json.loads((folder / FACTS).read_text(encoding="utf-8"))

@@ -1,0 +1,504 @@
+"""The contract of a task, for all four: what holds whatever is trained.
+
+A kit has what the tests need of one task: rows of a small data set, settings of a tiny model, and
+how a prepared row is told from others.
+"""
+
+import json
+import math
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import bake, lines, load_task, parse_error, write_table
+
+NUMBERS = "zero one two three four five six seven eight nine".split()
+SPELLED = [" ".join(NUMBERS[int(digit)] for digit in str(n)) for n in range(100, 160)]
+COLORS = {"blue": (30, 60, 200), "green": (40, 180, 60), "red": (220, 40, 30)}
+SMALL = {"hidden_size": 16, "num_heads": 2, "num_layers": 1}
+STEPS = ["--max_steps", 6, "--eval_every", 3, "--save_every", 3, "--log_every", 1]
+STEPS += ["--global_batch_size", 8, "--micro_batch_size", 2, "--keep_checkpoints", 0]
+
+
+def decode(load: Callable, name="input_ids"):
+    """Tells the rows of a task by the text of a column."""
+
+    def keys(task, cfg, prepared, part):
+        tokenizer = load(task)(cfg, prepared)
+        return [tokenizer.decode(row[name], skip_special_tokens=True) for row in part]
+
+    return keys
+
+
+def documents(task, cfg, prepared, part):
+    """The documents of packed rows; the first token of a part is the label of none."""
+    batch = task.collate([*part])
+    tokens = torch.cat([batch["input_ids"][0, :1], batch["labels"][batch["labels"] >= 0]])
+    text = task.corpus.load_tokenizer(cfg, prepared).decode(tokens)
+    return [each for each in text.split("<|endoftext|>") if each]
+
+
+def pixels(task, cfg, prepared, part):
+    return [image.tobytes() for image, *_ in part]
+
+
+@dataclass
+class Kit:
+    """One task, and a small data set for it."""
+
+    name: str
+    rows: list[dict]
+    settings: dict
+    keys: Callable  # of (task, cfg, prepared, part): what tells each row of a part
+    empty: tuple[str, str]  # a column that may be empty, and what is said then
+    other: dict  # a setting that changes prepared rows
+    noise: dict = field(default_factory=dict)  # settings that make training draw random numbers
+
+    @cached_property
+    def task(self):
+        return load_task(self.name)
+
+    def config(self, folder, data, **fields):
+        """Settings for a file or folder, or for rows, which are written."""
+        data = self.write(folder, data) if isinstance(data, list) else data
+        if isinstance(fields.get("validation_data"), list):
+            (folder / "more").mkdir()
+            more = self.write(folder / "more", fields["validation_data"])
+            fields["validation_data"] = str(more)
+        small = {**SMALL, **self.settings, "cache_dir": str(folder / "cache")}
+        return self.task.TaskConfig(data=str(data), **{**small, **fields})
+
+    def prepare(self, folder, data, **fields):
+        """Settings, the prepared folder, and both parts."""
+        cfg = self.config(folder, data, **fields)
+        prepared = self.task.prepare_data(cfg)
+        return cfg, prepared, self.task.datasets(cfg, prepared)
+
+    def write(self, folder, rows=None, kind="jsonl", names=None):
+        """Rows as a table of this kind; a tuple has the values of the columns of the kit, or of
+        these. Images whose names are numbers lie beside it.
+        """
+        names = names or [*self.rows[0]]
+        rows = self.rows if rows is None else rows
+        rows = [
+            row if isinstance(row, dict) else dict(zip(names, row, strict=True)) for row in rows
+        ]
+        for row in rows:
+            if number := re.fullmatch(r"i(\d+)\.png", str(row.get("image"))):
+                noise = np.random.default_rng(int(number[1])).integers(0, 20, (12, 12, 3))
+                color = np.array(COLORS.get(row["label"], (0, 0, 0)))
+                Image.fromarray((color + noise).astype(np.uint8)).save(folder / row["image"])
+        return write_table(folder, rows, kind)
+
+    def flags(self, **fields):
+        settings = {**SMALL, **self.settings, **fields}
+        return [word for name, value in settings.items() for word in (f"--task.{name}", value)]
+
+
+KITS = [
+    Kit(
+        "causal_lm",
+        [{"text": f"{text}.\n"} for text in SPELLED],
+        {"context_length": 16, "vocab_size": 300},
+        documents,
+        ("text", "the text is empty"),
+        {"context_length": 12},
+        {"dropout": 0.1},
+    ),
+    Kit(
+        "text_classification",
+        [{"text": text, "label": ["odd", "even"][i % 2]} for i, text in enumerate(SPELLED)],
+        {"max_length": 32, "vocab_size": 300, "dropout": 0.0},
+        decode(lambda task: task.text_data.load_tokenizer),
+        ("label", "the label is empty"),
+        {"max_length": 4},
+        {"token_dropout": 0.5},
+    ),
+    Kit(
+        "image_classification",
+        [{"image": f"i{i}.png", "label": [*COLORS][i % 3]} for i in range(60)],
+        {"image_size": 8, "patch_size": 4, "min_crop": 1.0},
+        pixels,
+        ("image", "the image is empty"),
+        {"stored_size": 6},
+        {"flip": True, "min_crop": 0.5},
+    ),
+    Kit(
+        "seq2seq",
+        [{"source": text, "target": str(n)} for n, text in enumerate(SPELLED, 100)],
+        {"vocab_size": 300, "dropout": 0.0},
+        decode(lambda task: task.pairs.load_tokenizer),
+        ("target", "the target is empty"),
+        {"max_source_length": 3},
+        {"dropout": 0.1},
+    ),
+]
+
+
+BY_NAME = {kit.name: kit for kit in KITS}
+
+
+@pytest.fixture(params=KITS, ids=BY_NAME)
+def kit(request):
+    return request.param
+
+
+def cases(tables):
+    """The kit, and what stands in each row of the tables of a task."""
+    return [(BY_NAME[name], *case) for name, table in tables.items() for case in table]
+
+
+def refusal(kit, cfg):
+    """The one line with which a task refuses to prepare data."""
+    with pytest.raises(ValueError) as error:
+        kit.task.prepare_data(cfg)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- Data ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
+def test_every_row_is_in_one_part_the_same_from_every_kind_of_file(kit, tmp_path, kind):
+    found = []
+    for each in ("jsonl", kind):
+        data = kit.write(tmp_path, kind=each)
+        cfg, prepared, parts = kit.prepare(tmp_path, data, validation_fraction=0.2)
+        packed = pickle.dumps(parts)  # as for worker processes: names of files
+        keys = [kit.keys(kit.task, cfg, prepared, part) for part in pickle.loads(packed)]
+        assert len(packed) < 20_000 and 10 <= len(keys[1]) <= 14
+        assert len({*keys[0], *keys[1]}) == len(keys[0]) + len(keys[1]) == 60
+        found.append([sorted(each) for each in keys])
+    assert found[0] == found[1]
+    if kit.name != "image_classification":
+        expected = sorted(str([*row.values()][0]) for row in kit.rows)
+        assert sorted(found[0][0] + found[0][1]) == expected
+
+
+def test_equal_rows_are_on_one_side(kit, tmp_path):
+    cfg, prepared, parts = kit.prepare(tmp_path, kit.rows * 3)
+    train, held_out = ({*kit.keys(kit.task, cfg, prepared, part)} for part in parts)
+    assert train and held_out and not train & held_out and len(train | held_out) == 60
+
+
+def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsys):
+    given = {"validation_data": kit.rows[40:]}
+    cfg, prepared, parts = kit.prepare(tmp_path, kit.rows[:50], **given)
+    assert [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts] == [50, 20]
+    said = capsys.readouterr().out
+    assert "10 of 20 validation " in said and "are training" in said
+
+
+def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, tmp_path, capsys):
+    data = kit.write(tmp_path)
+    first = kit.task.prepare_data(kit.config(tmp_path, data))
+    assert capsys.readouterr().out.startswith("Preparing data: ")
+    assert kit.task.prepare_data(kit.config(tmp_path, data)) == first
+    assert capsys.readouterr().out == ""
+    share = kit.task.prepare_data(kit.config(tmp_path, data, validation_fraction=0.3))
+    other = kit.task.prepare_data(kit.config(tmp_path, data, **kit.other))
+    kit.write(tmp_path, kit.rows[:59])
+    fewer = kit.task.prepare_data(kit.config(tmp_path, data))
+    assert capsys.readouterr().out and len({first, share, other, fewer}) == 4
+    digests = {kit.task.cache.content_digest(each) for each in (first, share, other, fewer)}
+    assert len(digests) == 4
+
+
+def chat(*texts):
+    turns = zip(["user", "assistant"] * len(texts), texts, strict=False)
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+NUMBERED = {"problem_type": "regression"}
+LABELLED = [(text, i % 2) for i, text in enumerate(SPELLED)]
+
+
+def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, capsys):
+    column, said = kit.empty
+    bad = [{**kit.rows[i], column: empty} for i, empty in enumerate([None, "", " "])]
+    rows = [*kit.rows[:1], *bad, *kit.rows[1:]]
+    text = refusal(kit, kit.config(tmp_path, rows))
+    assert text.startswith("task.data: ") and ", line 2: " in text
+    assert f"{said}; --task.incomplete_rows skip leaves such rows out" in text
+    cfg, prepared, parts = kit.prepare(tmp_path, rows, incomplete_rows="skip")
+    assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
+    assert "left out 3 incomplete rows of 63, the first: " in capsys.readouterr().out
+
+
+# ---- Loss ----------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_a_sum_however_rows_are_batched_and_padded(kit, tmp_path):
+    cfg, prepared, parts = kit.prepare(tmp_path, kit.rows, validation_fraction=0.5)
+    task = kit.task
+    torch.manual_seed(0)
+    model = task.build_model(cfg, prepared).eval()
+    rows = [parts[1][i] for i in range(7)]
+    batch = task.collate(rows)
+    for parts in ([rows[:3], rows[3:]], [[row] for row in rows]):
+        cut = [task.collate(part) for part in parts]
+        with torch.no_grad():
+            losses = [task.loss_sum(model, each) for each in [batch, *cut]]
+            sums = [task.eval_sums(model, each) for each in [batch, *cut]]
+        assert {(loss.dtype, loss.shape) for loss in losses} == {(torch.float32, ())}
+        assert float(losses[0]) == pytest.approx(float(sum(losses[1:])), rel=1e-5)
+        assert int(task.count(batch)) == sum(int(task.count(each)) for each in cut) > 0
+        for name, whole in sums[0].items():
+            added = sum(each[name].double() for each in sums[1:])
+            assert torch.allclose(whole.double(), added, rtol=1e-5), name
+    scores = task.metrics({name: value.double() for name, value in sums[0].items()})
+    assert scores["loss"] == pytest.approx(float(losses[0]) / int(task.count(batch)), rel=1e-5)
+    assert all(math.isfinite(score) for score in scores.values())
+
+
+@pytest.mark.parametrize("kit", [BY_NAME["image_classification"], BY_NAME["text_classification"]])
+def test_augmentation_depends_on_the_row_and_its_generator_alone(kit, tmp_path):
+    _, _, (train, _) = kit.prepare(tmp_path, kit.rows, **kit.noise)
+
+    def augmented(rows, seed):
+        torch.rand(3)  # what others draw
+        draws = [torch.Generator().manual_seed(seed + i) for i in range(8)]
+        rows = [kit.task.augment(rows[i], draw) for i, draw in enumerate(draws)]
+        return [[value.tolist() for value in kit.task.collate([row]).values()] for row in rows]
+
+    once = augmented(train, 5)
+    assert once == augmented(pickle.loads(pickle.dumps(train)), 5)
+    assert sum(a != b for a, b in zip(once, augmented(train, 500), strict=True)) > 5
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+
+RANGES = {
+    "causal_lm": [
+        ("context_length", "1", "a whole number from 2 to 1,048,576"),
+        ("vocab_size", "256", "a whole number from 257 to 1,048,576"),
+        ("lora_alpha", "-1", "a number from 0 to 1,000,000"),
+        ("dropout", "1.0", "a number, at least 0 and below 1"),
+    ],
+    "text_classification": [("max_length", "2", "a whole number from 3 to 1,048,576")],
+    "image_classification": [("min_crop", "0.0", "a number from 0.01 to 1")],
+    "seq2seq": [("validation_fraction", "1.0", "a number, above 0 and below 1")],
+}
+
+
+@pytest.mark.parametrize("kit, name, value, expected", cases(RANGES))
+def test_values_out_of_range_are_refused_where_fields_are_parsed(kit, name, value, expected):
+    assert parse_error(kit.task, name, value) == f"{name}: expected {expected}; got {value!r}"
+
+
+BAD_FILES = [
+    ("missing", None, "nothing to read at"), ("empty", (), "nothing to read at"),
+    ("a.md", b"text", "nothing to read at"), ("a.jsonl", b"\n", "no"),
+    ("a.jsonl", b'{"odd": 1}\n{"odd": ', "odd"), ("a.parquet", b"PAR1", "cannot read"),
+]  # fmt: skip
+BAD_TEXTS = [
+    ("a.txt", b"", "the text is empty; --task.incomplete_rows skip leaves such rows out"),
+    ("a.txt", b"short", "which do not fill a row of 17"),
+    ("a.txt", b"a b c " * 20, "fill a row of 17; add text, raise task.validation_fraction or"),
+]
+
+
+@pytest.mark.parametrize(
+    "kit, name, content, said",
+    cases({name: BAD_FILES + BAD_TEXTS * (name == "causal_lm") for name in BY_NAME}),
+)
+def test_bad_files_are_answered_in_one_line(kit, tmp_path, name, content, said):
+    path = tmp_path / name
+    if content == ():
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    text = refusal(kit, kit.config(tmp_path, path))
+    assert text.startswith("task.data") and said in text and name in text
+
+
+NO_ROLE = "no message after the first has the role assistant (roles: "
+BAD_MESSAGES = [
+    ([], "there are no messages; --task.incomplete_rows skip"), ({}, "there are no messages"),
+    ({"role": "user"}, "messages is {'role': 'user'} but must be a list of"),
+    (["hi"], "message 1 is 'hi' but must be an object with role and content"),
+    ("[{", "messages is '[{', which is not JSON (Expecting"),
+    ([{"role": "user", "content": "a"}], NO_ROLE),
+    ([{"role": "assistant", "content": "a"}], NO_ROLE),
+    ([{"role": "user"}], "message 1 has no content, only role"),
+    ([{"content": "a"}], "message 1 has no role, only content"),
+    ([{"from": "bot", "value": "a"}], "message 1 is from 'bot' but must be from user, assistant"),
+    ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
+]  # fmt: skip
+BAD_CALLS = [
+    ({"tool_calls": ["a"]}, "message 1 has the tool call 'a'; write {"),
+    ({"tool_calls": {"a": 1}}, "tool_calls of message 1 is {'a': 1} but"),
+    ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "is '{', which is not JSON"),
+    ({"tool_calls": [{"name": "f", "arguments": [1]}]}, "is [1] but must be an object"),
+    ({"content": "a", "function_call": {"name": "f"}}, "function_call, the old form of tool_"),
+]
+BAD_MESSAGES += [([{"role": "assistant", **call}], said) for call, said in BAD_CALLS]
+TOOL_WITHOUT_NAME = {**chat("a", "b"), "tools": [{"description": "a"}]}
+INCOMPLETE = [
+    ({"prompt": "a", "completion": " "}, "the completion is empty"),
+    ({"prompt": None, "completion": "b"}, "the prompt is empty"),
+    (chat("a", None), "message 2 has no content"),
+    ({"instruction": "a", "output": ""}, "there is no output"),
+    ({"instruction": None, "output": "a"}, "there is no instruction"),
+]
+SEVERAL = {"problem_type": "multi_label_classification"}
+COLUMNS = {**SEVERAL, "label_columns": "rude,odd"}
+GOOD, PICTURES = ("a", "x"), [(f"i{i}.png", "ab"[i % 2]) for i in range(8)]
+FLASH = {"packing": "best_fit", "attn_implementation": "flash_attention_2"}
+REFUSED = {  # rows or a file, settings, and what is said
+    "causal_lm": [
+        ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
+        ([{"text": "a"}, {"body": "b"}], {}, "line 2: no column text among body"),
+        ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
+        ([{"ask": "a", "say": "b"}], {}, "has the columns ask, say, but task.rows auto looks for"),
+        ([{"prompt": "a"}], {"rows": "prompt"}, "no column completion among prompt; name the"),
+        *(([row], {}, f"line 1: {said}; --task.incomplete_rows skip") for row, said in INCOMPLETE),
+        ([{"prompt": 1, "completion": "b"}], {"rows": "prompt"}, "line 1: the prompt is 1 but"),
+        ([{"talk": []}], {"rows": "chat"}, "name yours with --task.messages_column"),
+        ([TOOL_WITHOUT_NAME], {}, "must be a list of objects, each with a na"),
+        *(([{"messages": each}], {"rows": "chat"}, said) for each, said in BAD_MESSAGES),
+        ("pydoc", {"rows": "prompt"}, "rows is 'prompt' but must be text where task.data"),
+        ("docstrings", {"rows": "text"}, "rows is 'text' but must be prompt or chat where"),
+        ("docstrings", {"rows": "chat", "packing": "stream"}, "best_fit for prompts"),
+        ("no.csv", FLASH, "sdpa or eager"),
+        ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
+    ],
+    "text_classification": [
+        ([GOOD, (" ", "y")], {}, "line 2: the text is empty"),
+        ([GOOD, (3, "y")], {}, "line 2: the text is 3"),
+        ([GOOD, ("b", 1.5)], {}, "line 2: the label is 1.5, not text or a whole number"),
+        ([GOOD, ("b", "x")], {}, "only the label x"),
+        ([GOOD], {}, "no second text"),
+        ([], {}, "no rows"),
+        ([("a", ["x"]), ("b", [1.5])], SEVERAL, "line 2: the label is [1.5], not a list of names"),
+        ([("a", ["x"]), ("b", "[x, y]")], SEVERAL, "line 2: the label is '[x, y]', not a list of"),
+        ([GOOD, ("b", "['x' 'y']")], {}, "is a list: --task.problem_type multi_label"),
+        ([("a", []), ("b", [])], SEVERAL, "has no label"),
+        ([{"text": "a", "rude": 2, "odd": 0}], COLUMNS, "the label rude is 2 but must be 0 or 1"),
+        ([{"text": "a", "rude": 1}], COLUMNS, "no column odd among text, rude; name the"),
+        ([("a", 1), ("b", None)], NUMBERED, "line 2: the label is empty; --task.incomplete_rows"),
+        ([("a", 1), ("b", math.nan)], NUMBERED, "the label is NaN; --task.incomplete_rows skip"),
+        ([("a", 1), ("b", "many")], NUMBERED, "the label is 'many', not a finite number"),
+        ([GOOD], {"label_column": "kind"}, "line 1: no column kind among text, label"),
+        (LABELLED, {"validation_data": [("b", "bird")]}, "class 'bird' is not in the training"),
+        (LABELLED, {"validation_data": [("b", 0.5)]}, "line 1: the label is 0.5"),
+        ("stdlib", NUMBERED, "task.problem_type is 'regression' but must be"),
+        ("no.csv", {"text_pair_column": "text"}, "text_pair_column is 'text' but must be another"),
+        ("no.csv", {"label_columns": "a,b"}, "task.label_columns is "),
+        *(("no.csv", {**SEVERAL, "label_columns": names}, "must be names with commas")
+          for names in ("a", "a,a", "a,,b")),
+        ("no.csv", {**SEVERAL, "label_columns": "a,b", "label_column": "c"}, "nothing reads it be"),
+        ("no.csv", {"text_pair_column": "b", "max_length": 5}, "is 5 but must be at least 6"),
+        ("no.csv", {**NUMBERED, "class_weights": "balanced"}, "task.class_weights is 'balanced' b"),
+    ],
+    "image_classification": [
+        ([("1.png", None)], {}, "line 1: 1.png: the label is empty; --task.incomplete_rows"),
+        ([(5, 1.5)], {}, "line 1: the label is 1.5; give text"),
+        ([(5, "a")], {}, "line 1: the image is 5; give a path"),
+        ([{"file": "1.png", "label": "a"}], {}, "--task.image_column"),
+        ([("no.png", label) for label in "ab" * 600], {}, "line 1: no.png: [Errno 2]"),
+        (PICTURES, {"validation_data": [("i1.png", "c")]}, "class 'c' is not in the training data"),
+        ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
+        ("digits", {"validation_data": "x"}, "task.validation_data is 'x' but must be"),
+        ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
+        *(("no.csv", {"background": color}, f"task.background is {color!r} but must be")
+          for color in ("no such", "#ffffff80", "", "rgb(300, 0, 0)")),
+    ],
+    "seq2seq": [
+        ([("a", "1"), (" ", "2")], {}, "line 2: the source is empty; --task.incomplete_rows skip"),
+        ([("a", "1"), ("b", 2)], {}, "line 2: the target is 2 but must be text"),
+        ([("a", "1"), ("a", "2")], {}, "all sources of"),
+        ([("a", "1")], {"target_column": "german"}, "no column german among source, target"),
+        ([("", "1")], {"incomplete_rows": "skip"}, "there are no rows in"),
+        ([("a", "1")], {"validation_data": [("a", 2)]}, "line 1: the target is 2 but must be text"),
+        ("no.csv", {"target_column": "source"}, "target_column is 'source' but must be another"),
+        ("no.csv", {"hidden_size": 2**16, "num_layers": 999}, "num_layers: a model of"),
+    ],
+}  # fmt: skip
+for each in KITS:
+    REFUSED[each.name] += [
+        ("no.csv", {"hidden_size": 15}, "task.hidden_size is 15 but must be a multiple of "),
+        ("owner/name", {}, "task.data: owner/name is neither here nor on the Hub"),
+        (each.rows, {"validation_data": "no.csv"}, "task.validation_data: nothing to read at no"),
+    ]
+
+
+@pytest.mark.parametrize("kit, data, fields, said", cases(REFUSED))
+def test_what_is_refused_is_answered_in_one_line(kit, tmp_path, monkeypatch, data, fields, said):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    text = refusal(kit, kit.config(tmp_path, data, **fields))
+    assert text.startswith("task.") and said in text
+    if isinstance(data, list):
+        name = "validation_data" if "validation_data" in fields else "data"
+        assert text.startswith(f"task.{name}: ") and ("rows.jsonl" in text or "no.csv" in text)
+    elif data == "no.csv":
+        assert not (tmp_path / "cache").exists()
+
+
+MISSING_MODELS = [
+    ("runs/default/model", "there is no folder runs/default/model; run make train first"),
+    ("runs/mine", "there is no folder runs/mine; give an existing one, or OWNER/NAME of the"),
+    ("owner/", "there is no folder owner/; "), ("here/x", "there is no folder here/x; "),
+    ("two words", "there is no folder two words; "),
+    ("here/file", "here/file is a file; give the folder that it is in"),
+    ("owner/x", "owner/x (revision main) is not in the local cache, and HF_HUB_OFFLINE f"),
+    ("owner/there", "owner/there (revision main) is neither"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, said", MISSING_MODELS)
+def test_one_request_at_most_is_made_for_a_model_that_is_missing(
+    kit, tmp_path, monkeypatch, name, said
+):
+    asked = []
+
+    def unreachable(_, name, revision, timeout):
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").touch()
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: name == "owner/x")
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("a request was made"))
+    text = refusal(kit, kit.config(tmp_path, kit.rows, model_name_or_path=name))
+    assert text.startswith(f"task.model_name_or_path: {said}")
+    assert asked == ([name] if name == "owner/there" else []) and len(asked) == text.count("no net")
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kit", [pytest.param(k, marks=pytest.mark.slow if k.name != "seq2seq" else []) for k in KITS]
+)
+def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(kit, tmp_path):
+    project = bake(tmp_path, task=kit.name, tracker="none")
+    data = ["--task.data", kit.write(tmp_path), *kit.flags(**kit.noise), *STEPS]
+    one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
+    printed = project.train(2, *data, "--num_workers", 1, "--output_dir", two)
+    said = [line for line in printed.splitlines() if line.startswith("Preparing data: ")]
+    assert said and len(said) == len({*said})  # prepared by one of them
+    assert "Preparing" not in project.train(1, *data, "--output_dir", one)
+    for key in ("loss", "eval_loss"):
+        for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
+            assert mine.get("batch_hash") == theirs.get("batch_hash")
+    shutil.copytree(one / "checkpoints", again / "checkpoints")
+    shutil.rmtree(again / "checkpoints" / "step-00000006")
+    assert "continuing from" in project.train(1, *data, "--output_dir", again)
+    for name in ("checkpoints/step-00000006/rank-00000.safetensors", "model/model.safetensors"):
+        assert (one / name).read_bytes() == (again / name).read_bytes()
+    assert json.loads((one / "status.json").read_text())["state"] == "finished"
