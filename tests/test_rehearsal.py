@@ -154,10 +154,9 @@ def test_a_card_trains(small, tmp_path, card):
     hardware = "single_gpu_fp16" if card == "T4" else "single_gpu_bf16"
     flags = ["--task.packing", "best_fit", "--max_steps", 4, "--output_dir", tmp_path / "run"]
     rehearse(small, hardware, 1, *flags, card=card)
-    for yaml, said in (("single_gpu_bf16", "only emulates bf16"), ("fp8", "8.9")):
-        flags = ["--check", "--config_file", f"configs/accelerate/{yaml}.yaml"]
-        printed = rehearse(small, "single_gpu", 1, *flags, card=card, codes=[0, 2])
-        assert (said in printed) == (card == "T4" or (yaml, card) == ("fp8", "A100"))
+    flags = ["--check", "--config_file", "configs/accelerate/single_gpu_bf16.yaml"]
+    printed = rehearse(small, "single_gpu", 1, *flags, card=card, codes=[0, 2])
+    assert ("only emulates bf16" in printed) == (card == "T4")
 
 
 # ---- samestep hardware ---------------------------------------------------------------------------
