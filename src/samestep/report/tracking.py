@@ -163,14 +163,14 @@ def show_rate(name: str, line: dict) -> str:
     return f"{line[name]:,.0f} {name.removesuffix('_per_second')}/s"
 
 
-def check_tracker(tracker: str) -> None:
+def check_tracker(tracker: str, offline: bool) -> None:
     """Raises ValueError if the tracker is not installed, or W&B refuses its key."""
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
             f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
             "--tracker none"
         )
-    if tracker == "wandb" and IS_MAIN:
+    if tracker == "wandb" and IS_MAIN and not offline:
         log_in_to_wandb()
 
 
@@ -230,8 +230,9 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
             say(f"{file} holds no W&B id, so W&B starts a new run")
         known = secrets.token_hex(4).encode()
         file.write_bytes(known)
+    online = not config["offline"] and log_in_to_wandb()
     options = {
-        "mode": os.environ.get("WANDB_MODE") or ("online" if log_in_to_wandb() else "offline"),
+        "mode": os.environ.get("WANDB_MODE") or ("online" if online else "offline"),
         "id": known.decode(),
         "resume": "allow",
         "name": one_line(output.name, 100),
