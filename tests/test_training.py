@@ -182,7 +182,7 @@ def test_the_exported_model_loads_with_from_pretrained_and_has_the_loss_that_was
     program = """
 import sys, torch, task
 from transformers import AutoModelForCausalLM, AutoTokenizer
-cfg = task.TaskConfig(num_layers=2, hidden_size=64, dropout=0.1)
+cfg = task.TaskConfig(data="manual", num_layers=2, hidden_size=64, dropout=0.1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = 'The "with" statement\\n'
