@@ -32,30 +32,6 @@ MAX_NUMBER = 100_000  # classes, tokens, inputs at once
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("inputs", nargs="*", help="texts or paths of images; default: --file")
-    add("--model", type=Path, help="folder; default: the newest runs/*/model")
-    add("--file", help="file with one input a line; -: standard input")
-    add("--json", action="store_true", help="print a JSON object a line")
-    add("--top", type=int, help="classes to name (default: 3)")
-    add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
-    add("--temperature", type=float, help="0, the default: the likeliest token")
-    add("--chat", action="store_true", help="inputs are user messages")
-    add("--batch", type=int, default=16, help="inputs at once (default: 16)")
-
-
-def check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("top", "tokens", "batch"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= MAX_NUMBER:
-            raise ValueError(f"--{name} is {value}; give a number from 1 to {MAX_NUMBER:,}")
-    # Logits may overflow when divided by less; divided by more, they are all the same.
-    heat = arguments.temperature
-    if heat and not 0.01 <= heat <= 100:
-        raise ValueError(f"--temperature is {heat:g}; give 0, or a number from 0.01 to 100")
-
-
 # ---- Input ---------------------------------------------------------------------------------------
 
 
@@ -83,8 +59,6 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
         return arguments.inputs
     is_piped = arguments.file in (None, "-")
     name = "standard input" if is_piped else arguments.file
-    if is_piped and sys.stdin.isatty():
-        print("One input a line; Ctrl-D ends the input.", file=sys.stderr)
     try:
         with open(0 if is_piped else name, "rb") as stream:
             content = stream.read()
@@ -102,26 +76,21 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
-def load_image(path: str, background: str) -> Any:
-    """The decoded Pillow image of a file, on a background as in training; raises ValueError."""
-    from PIL import ImageOps
-
-    from samestep.images.images import flatten, open_image
-
-    try:
-        with open_image(path) as image:
-            image.load()
-    except Exception as error:  # each decoder has errors of its own
-        raise ValueError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    return flatten(ImageOps.exif_transpose(image), background) if background else image
-
-
 def model_input(text: str, pipe: Any, is_chat: bool) -> Any:
     """What the pipeline takes for an input. Raises ValueError for one that it cannot take."""
     if pipe.task == "image-classification":  # given paths, it would fetch URLs and read any format
-        return load_image(text, getattr(pipe.model.config, "background", ""))
+        from PIL import ImageOps
+
+        from samestep.images.images import flatten, open_image
+
+        try:
+            with open_image(text) as image:
+                image.load()
+        except Exception as error:  # each decoder has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot read {text}: {reason}") from None
+        background = getattr(pipe.model.config, "background", "")  # as in training
+        return flatten(ImageOps.exif_transpose(image), background) if background else image
     if is_chat:
         return [{"role": "user", "content": text}]
     if getattr(pipe.model.config, "text_pair", False):
@@ -179,8 +148,8 @@ def pipeline_options(task: str, arguments: argparse.Namespace, model: Any) -> di
     return {"generation_config": settings} | ({"return_full_text": False} if continues else {})
 
 
-def load_model(folder: Path) -> Any:
-    """The model in a folder; an adapter is loaded together with its base model.
+def load_pipeline(folder: Path, task: str) -> Any:
+    """A pipeline with the model in a folder; an adapter is loaded together with its base model.
 
     Raises ValueError if weights are missing: transformers would fill them with random numbers.
     """
@@ -188,34 +157,26 @@ def load_model(folder: Path) -> Any:
 
     from samestep.data.hub import is_local_name
 
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # Without trust_remote_code, transformers asks whether to run code that came with the model.
+    options: dict[str, Any] = {"trust_remote_code": False}
+    auto: Any = transformers.AutoModelForCausalLM
+    if (folder / "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(str(folder), **options)
+        auto = getattr(transformers, config.architectures[0], auto)
+    else:
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         base = str(adapter.get("base_model_name_or_path"))
         if is_local_name(base) and not os.path.isdir(base):
             raise ValueError(f"the model that its adapters belong to is gone: no folder {base}")
-    auto: Any = transformers.AutoModelForCausalLM
-    options: dict[str, Any] = {"trust_remote_code": False}
-    if (folder / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(str(folder), **options)
-        auto = getattr(transformers, config.architectures[0], auto)
     model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
-    return model
-
-
-def load_pipeline(folder: Path, task: str) -> Any:
-    from transformers import pipeline
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     # For an adapter, transformers would take the processor of the base model.
     processor = "image_processor" if task == "image-classification" else "tokenizer"
-    # Without trust_remote_code, transformers asks whether to run code that came with the model.
-    options: dict[str, Any] = {processor: str(folder), "trust_remote_code": False}
-    make: Any = SourceToTarget if task == TEXT_TO_TEXT else pipeline
-    return make(task, load_model(folder), **options)
+    make: Any = SourceToTarget if task == TEXT_TO_TEXT else transformers.pipeline
+    return make(task, model, **{processor: str(folder)}, **options)
 
 
 def format_answer(given: str, pipe: Any, result: list[dict], as_json: bool) -> str:
@@ -243,7 +204,14 @@ def format_answer(given: str, pipe: Any, result: list[dict], as_json: bool) -> s
 
 def predict(arguments: argparse.Namespace) -> None:
     """Reads the inputs, loads the model, prints the answers; raises ValueError."""
-    check_numbers(arguments)
+    for name in ("top", "tokens", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= MAX_NUMBER:
+            raise ValueError(f"--{name} is {value}; give a number from 1 to {MAX_NUMBER:,}")
+    # Logits may overflow when divided by less; divided by more, they are all the same.
+    heat = arguments.temperature
+    if heat and not 0.01 <= heat <= 100:
+        raise ValueError(f"--temperature is {heat:g}; give 0, or a number from 0.01 to 100")
     folder, task = find_model(arguments.model)
     writes = task in ("text-generation", TEXT_TO_TEXT)
     for name in ["top"] if writes else ["tokens", "temperature"]:
@@ -269,27 +237,30 @@ def predict(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{folder} cannot answer: {problem}") from None
         for text in batch:  # a blank input stays blank
             result = next(results) if text.strip() else None
-            line = format_answer(text, pipe, result, arguments.json)
-            try:
-                print(line, flush=True)
-            except OSError as error:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it at exit
-                raise ValueError(f"cannot write to standard output: {error.strerror}") from None
+            print(format_answer(text, pipe, result, arguments.json), flush=True)
 
 
 def main() -> None:
     """Runs the program; bad input is one line and exit code 2."""
     # Ctrl-C, and a reader that has seen enough, as `head` has, end it at once, without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
-        if number == signal.SIGPIPE or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.simplefilter("ignore")
     parser = make_parser("predict", __doc__)
-    add_arguments(parser)
+    add = parser.add_argument
+    add("inputs", nargs="*", help="texts or paths of images; default: --file")
+    add("--model", type=Path, help="folder; default: the newest runs/*/model")
+    add("--file", help="file with one input a line; -: standard input")
+    add("--json", action="store_true", help="print a JSON object a line")
+    add("--top", type=int, help="classes to name (default: 3)")
+    add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
+    add("--temperature", type=float, help="0, the default: the likeliest token")
+    add("--chat", action="store_true", help="inputs are user messages")
+    add("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     try:
         predict(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
