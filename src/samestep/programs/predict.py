@@ -5,7 +5,8 @@
     python -m samestep predict --file texts.txt                   reads one input a line
     cat texts.txt | python -m samestep predict --json             prints a JSON object a line
     printf 'a text\\tits pair\\n' | python -m samestep predict     takes two texts, with a tab
-    python -m samestep predict --model runs/mine/model --chat "Hi"    asks a model trained on chats
+    python -m samestep predict --chat                             talks with a model of chats
+    python -m samestep predict --chat --file chats.jsonl          answers the last message of each
     python -m samestep predict "3 March 1999"                     writes the target text (seq2seq)
 
 train.py saves the model in runs/NAME/model; its config.json names the task. Line n of the output
@@ -29,6 +30,7 @@ from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 # transformers takes 4 s to import. It is imported once the arguments have been checked.
 
 MAX_NUMBER = 100_000  # classes, tokens, inputs at once
+EMPTY = "(empty: the model ends its answer at once)"
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 
 
@@ -59,6 +61,8 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
         return arguments.inputs
     is_piped = arguments.file in (None, "-")
     name = "standard input" if is_piped else arguments.file
+    if is_piped and sys.stdin.isatty():
+        print("One input a line; Ctrl-D ends the input.", file=sys.stderr)
     try:
         with open(0 if is_piped else name, "rb") as stream:
             content = stream.read()
@@ -76,7 +80,22 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
-def model_input(text: str, pipe: Any, is_chat: bool) -> Any:
+def read_chat(text: str, arguments: argparse.Namespace) -> list[dict]:
+    """The messages up to the one to answer: of a line of a .jsonl file, or the text alone."""
+    messages: Any = [{"role": "user", "content": text}]
+    if (arguments.file or "").endswith(".jsonl"):
+        row = json.loads(text)
+        messages = row.get("messages") if isinstance(row, dict) else row
+        fields = [(m["role"], m["content"]) for m in messages]
+        if not all(isinstance(each, str) for field in fields for each in field):
+            raise TypeError
+        if fields[-1][0] == "assistant":  # a chat to train on: the model writes its own
+            messages = messages[:-1]
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return system + messages
+
+
+def model_input(text: str, pipe: Any, arguments: argparse.Namespace) -> Any:
     """What the pipeline takes for an input. Raises ValueError for one that it cannot take."""
     if pipe.task == "image-classification":  # given paths, it would fetch URLs and read any format
         from PIL import ImageOps
@@ -91,8 +110,12 @@ def model_input(text: str, pipe: Any, is_chat: bool) -> Any:
             raise ValueError(f"cannot read {text}: {reason}") from None
         background = getattr(pipe.model.config, "background", "")  # as in training
         return flatten(ImageOps.exif_transpose(image), background) if background else image
-    if is_chat:
-        return [{"role": "user", "content": text}]
+    if arguments.chat:
+        try:
+            return read_chat(text, arguments)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            form = '{"messages": [{"role": "user", "content": "..."}]}'
+            raise ValueError(f"{one_line(text, 60)} is no chat; write {form}") from None
     if getattr(pipe.model.config, "text_pair", False):
         first, tab, second = text.partition("\t")
         if not tab:
@@ -179,20 +202,23 @@ def load_pipeline(folder: Path, task: str) -> Any:
     return make(task, model, **{processor: str(folder)}, **options)
 
 
-def format_answer(given: str, pipe: Any, result: list[dict], as_json: bool) -> str:
+def format_answer(given: str, pipe: Any, result: list[dict], arguments: argparse.Namespace) -> str:
     """The line for an input and what a pipeline answers: a text, a number, or classes."""
-    config, kind, answer = pipe.model.config, "classes", result
+    config, kind = pipe.model.config, "classes"
+    answer: Any = result
     if pipe.task in ("text-generation", TEXT_TO_TEXT):
         kind, answer = "text", result and result[0]["generated_text"]
     elif config.problem_type == "regression":
         scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
         kind, answer = "value", result and result[0]["score"] * scale + mean
-    if as_json:
+    if arguments.json:
         return json.dumps({"input": given, kind: answer}, allow_nan=False)
     if answer is None:
         return ""
+    if kind == "text" and not answer.strip():
+        answer = EMPTY
     if pipe.task == "text-generation":
-        return escaped(f"{given}{answer}", KEPT)
+        return escaped(answer if arguments.chat else f"{given}{answer}", KEPT)
     if pipe.task == "image-classification":
         given = escaped(given)  # a path is not shortened
     elif len(given := one_line(given[:1000], 10_000)) > 60:
@@ -200,6 +226,30 @@ def format_answer(given: str, pipe: Any, result: list[dict], as_json: bool) -> s
     if kind == "classes":
         answer = "  ".join(f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer)
     return f"{given}: {answer:.6g}" if kind == "value" else f"{given}: {one_line(answer, 100_000)}"
+
+
+def ask(pipe: Any, given: list, options: dict) -> list:
+    """What the pipeline answers to these inputs, or to a chat. Raises ValueError."""
+    try:
+        return pipe(given, **options)
+    except Exception as error:
+        advice = "; give shorter texts or fewer --tokens" * pipe.task.endswith("generation")
+        problem = f"{type(error).__name__}: {error}{advice}"
+        raise ValueError(f"{pipe.model.name_or_path} cannot answer: {problem}") from None
+
+
+def talk(pipe: Any, options: dict, arguments: argparse.Namespace) -> None:
+    """Answers message after message at a terminal; each answer knows those before."""
+    print("A message a line; an empty line begins a new chat, Ctrl-D ends it.", file=sys.stderr)
+    chat: list[dict] = []
+    for line in sys.stdin:
+        if not line.strip():
+            chat = []
+            continue
+        chat += read_chat(line.strip(), arguments)[1 if chat and arguments.system else 0 :]
+        result = ask(pipe, chat, options)
+        chat.append({"role": "assistant", "content": result[0]["generated_text"]})
+        print(format_answer(line.strip(), pipe, result, arguments), flush=True)
 
 
 def predict(arguments: argparse.Namespace) -> None:
@@ -218,7 +268,10 @@ def predict(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name):
             what = "writes text" if writes else "names classes or a number"
             raise ValueError(f"{folder} {what}, and --{name} is not read; leave it out")
-    inputs = read_inputs(arguments)
+    if arguments.system and not arguments.chat:
+        raise ValueError("--system is a message of a chat; give --chat too")
+    talks = arguments.chat and not (arguments.inputs or arguments.file) and sys.stdin.isatty()
+    inputs = [] if talks else read_inputs(arguments)
     try:
         pipe = load_pipeline(folder, task)
         options = pipeline_options(task, arguments, pipe.model)
@@ -226,18 +279,15 @@ def predict(arguments: argparse.Namespace) -> None:
         raise ValueError(f"cannot load {folder}: {error}") from None
     if arguments.chat and not (task == "text-generation" and pipe.tokenizer.chat_template):
         raise ValueError(f"{folder} has no chat template; leave out --chat")
+    if talks:
+        talk(pipe, options, arguments)
     for start in range(0, len(inputs), arguments.batch):
         batch = inputs[start : start + arguments.batch]
-        given = [model_input(text, pipe, arguments.chat) for text in batch if text.strip()]
-        try:
-            results = iter(pipe(given, **options) if given else [])
-        except Exception as error:
-            advice = "; give shorter texts or fewer --tokens" * task.endswith("generation")
-            problem = f"{type(error).__name__}: {error}{advice}"
-            raise ValueError(f"{folder} cannot answer: {problem}") from None
+        given = [model_input(text, pipe, arguments) for text in batch if text.strip()]
+        results = iter(ask(pipe, given, options) if given else [])
         for text in batch:  # a blank input stays blank
             result = next(results) if text.strip() else None
-            print(format_answer(text, pipe, result, arguments.json), flush=True)
+            print(format_answer(text, pipe, result, arguments), flush=True)
 
 
 def main() -> None:
@@ -257,7 +307,8 @@ def main() -> None:
     add("--top", type=int, help="classes to name (default: 3)")
     add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
     add("--temperature", type=float, help="0, the default: the likeliest token")
-    add("--chat", action="store_true", help="inputs are user messages")
+    add("--chat", action="store_true", help="inputs are messages; lines of a .jsonl file, chats")
+    add("--system", help="--chat: a system message before each chat")
     add("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     try:
