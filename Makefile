@@ -16,6 +16,8 @@ EXTRAS = dev,trackio,tensorboard
 # imports it in each run. Nothing is compiled.
 ZERO = .venv/deepspeed
 ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
+# So do Jupyter and Optuna, which one test each needs.
+ADDED = .venv/extra
 # Processes that share the tests: two, on four cores or more three.
 WORKERS ?= $(shell if [ "$$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then echo 3; else echo 2; fi)
 # Benchmarks take the library from its sources, as the tests do; the demo has a wheel.
@@ -47,7 +49,7 @@ test: $(TESTS)  ## check the style, run the quick tests (WORKERS=3; one: ARGS="-
 	.venv/bin/ruff format --check --config pyproject.toml .
 	$(PYTEST) $(if $(findstring -k,$(ARGS))$(findstring ::,$(ARGS)),,-m "not slow") $(ARGS)
 
-test-all: $(TESTS)  ## check the types, run the slow tests, which `make test` leaves out
+test-all: $(TESTS) $(ADDED)/.installed  ## check the types, run the slow tests, which `make test` leaves out
 	$(if $(ARGS),,.venv/bin/mypy)
 	$(PYTEST) -m slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) --no-print-directory test-zero)
@@ -87,10 +89,18 @@ $(TESTS): $(DEMO) tests/requirements.txt
 	@for task in $(TASKS); do $(call setup,$$task,$(EXTRAS)) || exit; done
 	@touch $@
 
+# $(call add,FOLDER,PACKAGES): into a folder of its own.
+add = python=.venv/bin/python; install=$$(command -v uv >/dev/null && \
+	echo "uv pip install --python $$python" || echo "$$python -m pip install") && \
+	$$install --quiet --target $(1) $(2)
+
 $(ZERO)/.installed: $(TESTS)
-	@python=.venv/bin/python; install=$$(command -v uv >/dev/null && \
-		echo "uv pip install --python $$python" || echo "$$python -m pip install") && \
-		DS_BUILD_OPS=0 $$install --quiet --no-deps --target $(ZERO) $(ZERO_PACKAGES)
+	@export DS_BUILD_OPS=0; $(call add,$(ZERO),--no-deps $(ZERO_PACKAGES))
+	@touch $@
+
+$(ADDED)/.installed: $(TESTS)
+	@$(call add,$(ADDED),'nbclient>=0.10' 'ipykernel>=6.29')
+	@$(call add,$(ADDED),--no-deps 'optuna>=4.0' colorlog)
 	@touch $@
 
 $(BENCH): VENV = .venv/bench

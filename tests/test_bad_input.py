@@ -45,6 +45,9 @@ FLAGS = {  # what is written, and what the line says
     "--output_dir /proc/x": "give another",
     "--learning_rat 3": "no field learning_rat; did you mean learning_rate?",
     "--dropout 0": "did you mean task.dropout?",
+    "--lr 1": "no field lr; it is learning_rate here",
+    "--per_device_train_batch_size 8": "global_batch_size decides the result, micro_batch_size the",
+    "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
     "--seed 1 --seed=1": "--seed is given twice",
     "faster": "there is no field faster",
@@ -437,7 +440,7 @@ def test_good_input_is_one_line_too_and_a_check_trains_nothing(project, tmp_path
     flags = ["--output_dir", tmp_path / "run", "--tracker", "none"]
     checked = project.run("python", "train.py", *flags, "--check", "--config_file", CPU)
     assert checked.stderr == "" and checked.stdout.endswith("\n")
-    assert "starts from the beginning; 400 steps" in checked.stdout.splitlines()[-1]
+    assert "starts from the beginning; 800 steps" in checked.stdout.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

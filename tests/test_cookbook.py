@@ -164,7 +164,7 @@ def eval_loss(project, state, dataset=None):
 
 
 def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
-    assert len(recipes()) == 6
+    assert len(recipes()) == 7
     for number, heading in enumerate(recipes()):
         project = cook(base, heading, tmp_path / str(number))
         assert (project.path / "train.py").read_bytes() != (base.path / "train.py").read_bytes()
@@ -330,6 +330,28 @@ def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
 
     manifest = json.loads((checkpoint(whole, 6) / "manifest.json").read_text())
     assert {group["class"] for group in manifest["optimizer"]} == {"'SGD'"}
+
+
+@pytest.mark.slow
+@recipe("Muon")
+def test_muon_makes_orthogonal_updates_continues_and_is_exact(cooked, train, train_two, tmp_path):
+    whole, half, two, sharded = (tmp_path / name for name in ("whole", "half", "two", "sharded"))
+    flags = ["--exact", "true", "--micro_batch_size", 2, "--save_every", 6, "--keep_checkpoints", 0]
+    train("--output_dir", whole, *flags)
+    moments = optimizer(whole, 12)
+    matrices = {name for name, state in moments.items() if "momentum" in state}
+    assert matrices and all("classifier" not in name for name in matrices)
+    assert {*weights(whole, 12)} - matrices == {n for n, s in moments.items() if "exp_avg" in s}
+    (name,) = matrices
+    train("--output_dir", tmp_path / "one", *flags, "--max_steps", 1, "--weight_decay", 0)
+    train("--output_dir", tmp_path / "none", *flags, "--max_steps", 1, "--learning_rate", 0)
+    step = weights(tmp_path / "one", 1)[name] - weights(tmp_path / "none", 1)[name]
+    sizes = torch.linalg.svdvals(step.double()) / max(step.shape) ** 0.5 / 0.2
+    rate = lines(tmp_path / "one", "lr")[0]["lr"]
+    assert (0.5 < sizes / rate).all() and (sizes / rate < 1.5).all()
+    train("--output_dir", continued(whole, 6, half), *flags)
+    train_two("--output_dir", two, *flags)
+    assert final(half) == final(whole) == final(two)
 
 
 @pytest.mark.slow

@@ -6,46 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import ROOT, bake, lines, load_task, wait_until
-
-# Counts what a GPU would be waited for in a step. The next step's batches are on the CPU, and so
-# is what the processes exchange in `sum_over_ranks`.
-COUNTED = f"""
-import sys
-sys.path.append({str(ROOT / "tests")!r})
-from waits import host_waits
-from samestep.step import monitor
-from samestep.training.loading import TrainLoader
-from samestep.processes import ranks
-take, fetch, add = TrainLoader.take, TrainLoader.fetch, monitor.StepMonitor.add
-exchange = ranks.Ranks.sum_over_ranks
-found, block = [], None
-def begin(*arguments):
-    global block
-    taken, block = take(*arguments), host_waits()
-    found.append([block.__enter__()])
-    return taken
-def uncounted(function):
-    def called(*arguments, **named):
-        global block
-        if block:
-            block.__exit__(None, None, None)
-        result = function(*arguments, **named)
-        if block:
-            block = host_waits()
-            found[-1].append(block.__enter__())
-        return result
-    return called
-def end(*arguments):
-    global block
-    block.__exit__(None, None, None)
-    block = None
-    print("waits:", *sum(found[-1], []), flush=True)
-    return add(*arguments)
-TrainLoader.take, TrainLoader.fetch = begin, uncounted(fetch)
-ranks.Ranks.sum_over_ranks = uncounted(exchange)
-monitor.StepMonitor.add = end
-"""
+from conftest import bake, lines, load_task, wait_until
 
 
 @pytest.mark.slow
@@ -179,39 +140,6 @@ def test_a_signal_is_seen_at_the_end_of_the_step_in_which_it_came(tiny, tmp_path
     assert "stopped after step 3;" in printed
     assert [f.name for f in (output / "checkpoints").glob("step-*")] == ["step-00000003"]
     assert lines(output, "loss")[-1]["step"] == 3
-
-
-WAYS = {
-    "plain": [],
-    "recomputed": ["--gradient_checkpointing", "true", "--micro_batch_size", 2],
-    "exact": ["--exact", "true", "--micro_batch_size", 2, "--task.loss_chunk", 64],
-}
-
-
-UNFUSED = """
-import torch, train
-train.build_optimizer = lambda model, cfg: torch.optim.SGD(model.parameters(), lr=0.0)
-"""
-
-
-@pytest.mark.slow
-def test_a_step_waits_for_no_gpu(project, tmp_path):
-    """An optimizer that is not fused does, which shows that a wait would be seen. The first exact
-    step compares the buffers of the model."""
-    fixed = ["--config", "configs/train/smoke.yaml", "--task.num_layers", 1, "--max_steps", 3]
-    fixed += ["--eval_every", 0, "--tracker", "none"]
-    cases = {
-        way: {"flags": [*fixed, *flags, "--output_dir", tmp_path / way], "before": COUNTED}
-        for way, flags in WAYS.items()
-    }
-    unfused = {"flags": [*fixed, "--output_dir", tmp_path / "sgd"], "before": COUNTED + UNFUSED}
-    *ended, (code, printed, errors) = project.forked([*cases.values(), unfused])
-    assert code == 0 and printed.count("waits: aten") == 3, errors
-    for way, (code, printed, errors) in zip(cases, ended, strict=True):
-        assert code == 0, errors
-        waits = [line for line in printed.splitlines() if line.startswith("waits:")]
-        first = waits[0].replace(" aten.equal.default", "") if way == "exact" else waits[0]
-        assert [first, *waits[1:]] == ["waits:"] * 3, way
 
 
 def test_repeated_blocks_are_compiled_once_and_keep_their_names(tiny):

@@ -149,15 +149,6 @@ def test_fp16_keeps_its_scaler_and_continues_bit_by_bit(tiny, tmp_path):
     assert early != mine == theirs  # it counts steps, so it would show where it is not restored
 
 
-def test_recomputed_activations_train_the_same(project, tmp_path):
-    """Dropout is on: its masks are drawn twice, and are the same."""
-    flags = [*MODEL, "--task.dropout", 0.1]
-    for value in ("false", "true"):
-        flags = [*flags, "--gradient_checkpointing", value]
-        train(project, "single_gpu", tmp_path / value, *flags)
-    check_close(tmp_path / "false", tmp_path / "true", rel=1e-5)
-
-
 def test_a_killed_run_ends_with_the_same_bytes(tiny, tmp_path):
     flags = ["--deterministic", "true", "--task.dropout", 0.2, "--task.row_seconds", 0.003]
     flags += ["--max_steps", 60, "--save_every", 5]

@@ -7,7 +7,9 @@ import torch
 import transformers
 
 from conftest import load_task
+from samestep.base import pictures
 from samestep.data import labels
+from samestep.models import classification
 
 OWN = ["cat", "Dog", "emu"]
 
@@ -75,3 +77,18 @@ def test_decimals_are_numbers():
     assert labels.parse_label(labels.Decimal("3.0"), labels.SINGLE) == "3"
     with pytest.raises(ValueError, match="not a finite number"):
         labels.parse_label(labels.Decimal("NaN"), labels.NUMBER)
+
+
+def test_the_picture_of_many_classes_holds_all_answers(monkeypatch, tmp_path):
+    """Those that are not shown are one row and one column."""
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    table = torch.diag(torch.arange(1.0, 41)).double()
+    table[0, 39], table[39, 1] = 7, 5
+    classification.report_table(table, [str(i) for i in range(40)], tmp_path)
+    axes, bar = figures[0].axes
+    rows, columns = axes.get_yticklabels(), axes.get_xticklabels()
+    assert [len(rows), len(columns)] == [classification.SHOWN + 1] * 2
+    assert rows[-1].get_text() == columns[-1].get_text() == "other"
+    assert sum(int(text.get_text()) for text in axes.texts) == int(table.sum())
+    assert bar.get_ylabel() == "share of the row"

@@ -1,9 +1,12 @@
 """What comes from outside: predict's input, images of any kind, and names in what is shown."""
 
+import io
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -55,6 +58,13 @@ def models(tmp_path_factory):
     for name, model in made.items():
         model.save_pretrained(folder / name)
         words.save_pretrained(folder / name)
+    words.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
+    made["lm"].save_pretrained(folder / "chats")
+    words.save_pretrained(folder / "chats")
+    asked = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    chats = [asked, asked["messages"][:1], {"messages": []}]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats[:2]))
+    (folder / "none.jsonl").write_text(json.dumps(chats[2]) + "\n")
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     t.BitImageProcessor(**size).save_pretrained(folder / "images")
     (folder / "texts.txt").write_text("one\ntwo\n")
@@ -84,12 +94,38 @@ ARGUMENTS = [
         "names classes or a number, and --tokens is not",
     ),
     (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
+    ([*LM, "--system", "Be brief", "x"], "--system is a message of a chat; give --chat too"),
+    (["--model", "chats", "--chat", "--file", "none.jsonl"], '{"messages": []} is no chat; write'),
+    (["--model", "chats", "--chat", "--file", "texts.txt", "x"], "give inputs or --file, not both"),
 ]
 
 
 @pytest.mark.parametrize("arguments, said", ARGUMENTS)
 def test_wrong_arguments_are_one_line(models, arguments, said):
     assert refused(programs.run(predict, models, *arguments), said)
+
+
+def test_chats_of_a_file_are_answered_up_to_the_last_question(models):
+    flags = ["--model", "chats", "--chat", "--json", "--tokens", 5]
+    of_file = programs.run(predict, models, *flags, "--file", "chats.jsonl").stdout.splitlines()
+    alone = programs.run(predict, models, *flags, "a").stdout.splitlines()
+    first, second, plain = (json.loads(each)["text"] for each in of_file + alone)
+    assert first == second == plain
+
+
+def test_a_talk_keeps_its_chat_and_says_that_an_answer_is_empty(monkeypatch, capsys):
+    seen, answers = [], iter(["one", "", "three"])
+
+    def pipe(chat):
+        seen.append([message["content"] for message in chat])
+        return [{"generated_text": next(answers)}]
+
+    pipe.task, pipe.model = "text-generation", SimpleNamespace(config=None, name_or_path="m")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n\nc\n"))
+    given = SimpleNamespace(file=None, system="Be brief", json=False, chat=True)
+    predict.talk(pipe, {}, given)
+    assert seen == [["Be brief", "a"], ["Be brief", "a", "one", "b"], ["Be brief", "c"]]
+    assert capsys.readouterr().out == f"one\n{predict.EMPTY}\nthree\n"
 
 
 # ---- Its models ----------------------------------------------------------------------------------

@@ -49,15 +49,17 @@ def test_at_a_terminal_the_training_loss_is_in_the_bar_and_in_a_line_with_each_e
     last = written[40]
     assert (step, loss, lr) == ("40", f"{last['loss']:.4g}", f"{last['lr']:.3g}")
     assert speed == f"{last['samples_per_second']:,.0f}"
-    stays = [int(step) for step in re.findall(r"step (\d+)  loss", text)]
+    stays = [int(step) for step in re.findall(r"step (\d+)/40  loss", text)]
     assert {10, 20, 30, 40} <= {*stays} and len(stays) < 10  # not each of the 20 lines
     for step in stays:
-        assert f"step {step}  loss {written[step]['loss']:.5g}  " in text
+        assert f"step {step}/40  loss {written[step]['loss']:.5g}  " in text
 
 
 def test_in_a_log_file_each_line_is_shown_and_no_bar(quick, tmp_path):
     printed = quick("--output_dir", tmp_path / "run")
-    found = [int(step) for step in re.findall(r"^step (\d+)  loss", printed, re.M)]
+    found = [int(step) for step in re.findall(r"^step (\d+)/12  loss .* samples/s", printed, re.M)]
+    left = re.findall(r"^step (\d+)/.* [\d,]+ samples/s  \d\d:\d\d left$", printed, re.M)
+    assert [*map(int, left)] == found[1:-1]
     assert found == list(range(1, 13)) and "\r" not in printed and "%|" not in printed
 
 

@@ -182,7 +182,7 @@ def test_the_exported_model_loads_with_from_pretrained_and_has_the_loss_that_was
     program = """
 import sys, torch, task
 from transformers import AutoModelForCausalLM, AutoTokenizer
-cfg = task.TaskConfig(num_layers=2, hidden_size=64, dropout=0.1)
+cfg = task.TaskConfig(data="manual", num_layers=2, hidden_size=64, dropout=0.1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 text = 'The "with" statement\\n'
@@ -236,6 +236,9 @@ def test_a_wrong_wandb_key_is_answered_in_one_line(project, tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("train.py: W&B: ") and result.stderr.count("\n") == 1
     assert not (tmp_path / "run" / "status.json").exists()  # no run began
+    flags += ["--offline", "true"]  # nobody asks for the key
+    printed = project.run("python", "train.py", *flags, WANDB_API_KEY="short").stdout
+    assert "W&B is offline" in printed
 
 
 @pytest.mark.slow

@@ -61,10 +61,10 @@ LossChunk = number_type("LossChunk", int, 16, 2**30)
 class TaskConfig(DataConfig, LoraFields, ModelConfig):
     data: str | list[dict[str, Any]] = "pydoc"
     """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
-    text, a folder of such files, or a data set on the Hub. Or data that every machine has: pydoc
-    (Python's manual, 0.4 MB), stdlib (Python's own source, 5 MB), docstrings (prompts or chats:
-    what does this function do?). Several with their weights: a.jsonl:2,b.jsonl:1, or a list of
-    {path: a.jsonl, weight: 2}."""
+    text, a folder of such files, or a data set on the Hub. Or data that every machine has: manual
+    (of Python and its library, 1.7 MB), pydoc (of the language alone, 0.4 MB), stdlib (Python's own
+    source, 5 MB), docstrings (prompts or chats: what does this function do?). Several with their
+    weights: a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
     """What a row is. text: a text. prompt: a prompt and its completion; the loss is that of the
     completion. chat: messages with role and content (ShareGPT: from and value), or instruction,

@@ -1,9 +1,10 @@
 """Data that every machine has, with which a new project trains at once and offline.
 
-Texts for language models come from Python itself: pydoc is its manual, stdlib the source of its
-library, docstrings pairs of a function's head and the first line of its docstring. Sources and
-targets are dates as people write them in five languages, and their ISO form. Texts with a class are
-the functions of Python's library, images with a class the digits of scikit-learn.
+Texts for language models come from Python itself: pydoc is the manual of the language, manual has
+the docstrings of the library too, stdlib is the library's source, docstrings are pairs of a
+function's head and the first line of its docstring. Sources and targets are dates as people write
+them in five languages, and their ISO form. Texts with a class are the functions of Python's
+library, images with a class the digits of scikit-learn.
 """
 
 import ast
@@ -20,31 +21,52 @@ from samestep.data.tables import Row
 # ---- Texts for language models -------------------------------------------------------------------
 
 # Names of the texts, and their files below Python's library.
-TEXTS = {"pydoc": "pydoc_data/topics.py", "stdlib": "*.py", "docstrings": "*.py"}
+TEXTS = {
+    "manual": ["*.py", "*/*.py"],
+    "pydoc": ["pydoc_data/topics.py"],
+    "stdlib": ["*.py"],
+    "docstrings": ["*.py"],
+}
+NOT_DOCUMENTED = {"site-packages", "dist-packages", "idlelib", "lib2to3", "test"}
 
 
 def text_files(name: str) -> list[Path] | None:
     """The files of these texts, sorted; None for a name that is not in TEXTS."""
     if name not in TEXTS:
         return None
-    return sorted(Path(sysconfig.get_path("stdlib")).glob(TEXTS[name]))
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [file for pattern in TEXTS[name] for file in library.glob(pattern)]
+    return sorted(file for file in files if file.parent.name not in NOT_DOCUMENTED)
+
+
+def read_source(file: Path) -> str:
+    with tokenize.open(file) as source:  # decodes files that declare another encoding
+        return source.read()
 
 
 def text_rows(name: str, kind: str) -> Iterator[Row]:
     """The rows of texts in TEXTS; `kind` is text, of docstrings prompt or chat."""
-    if name == "pydoc":
-        yield from manual_rows()
-        return
-    for file in text_files(name):
-        with tokenize.open(file) as source:  # decodes files that declare another encoding
-            text = source.read()
-        if name == "docstrings":
-            yield from ((row, str(file)) for row in docstring_rows(text, kind))
-        elif text.strip():
-            yield {"text": text}, str(file)
+    if name in ("manual", "pydoc"):
+        yield from topic_rows()
+    for file in text_files(name) if name != "pydoc" else []:
+        text = read_source(file)
+        if name == "stdlib":
+            yield from [({"text": text}, str(file))] if text.strip() else []
+        else:
+            rows = library_rows(text) if name == "manual" else docstring_rows(text, kind)
+            yield from ((row, str(file)) for row in rows)
 
 
-def manual_rows() -> Iterator[Row]:
+def library_rows(source: str) -> Iterator[dict]:
+    """The docstrings of a module, its classes and functions, without those of a line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node) or ""
+            if len(text) > 80:
+                yield {"text": text}
+
+
+def topic_rows() -> Iterator[Row]:
     """The topics of Python's manual, longest first, without those that a longer one contains."""
     from pydoc_data.topics import topics
 
@@ -170,8 +192,7 @@ def area_rows() -> Iterator[Row]:
     """
     groups: dict[str, list[Row]] = {}
     for area, place, file in area_files():
-        with tokenize.open(file) as source:  # heeds the coding line of files that are not UTF-8
-            text = source.read()
+        text = read_source(file)
         for function, owner in functions_in(ast.parse(text), text.split("\n")):
             row = {"text": f"{owner}\n{function}".lstrip(), "label": area}
             same = re.sub(r"'[^'\n]*'|\"[^\"\n]*\"|\d+", "", function)

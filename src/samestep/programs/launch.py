@@ -124,35 +124,10 @@ def run_check(
     return STOPPED if signals else check.returncode
 
 
-def find_training_processes(launcher: subprocess.Popen, program: list[str]) -> list[psutil.Process]:
-    """The processes that the launcher has started with the program."""
-    try:
-        children = psutil.Process(launcher.pid).children()
-        return [child for child in children if program[0] in child.cmdline()]
-    except psutil.Error:
-        return []
-
-
-def request_stop(launcher: subprocess.Popen, training: list[psutil.Process]) -> None:
-    """Asks the training processes to save and stop.
-
-    torchelastic runs several of them, and forwards the signal; they may have ended, and be about to
-    be restarted. A single one gets the signal itself: accelerate would die of it and leave the
-    process behind.
-    """
-    single = []
-    for process in training:
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            single += [process] if "LOCAL_RANK" not in process.environ() else []
-    for target in single or [launcher]:
-        with contextlib.suppress(psutil.Error):
-            target.send_signal(signal.SIGTERM)
-
-
 def wait_for_end(
     run: subprocess.Popen, program: list[str], code_file: Path, signals: list[int], restarts: bool
 ) -> str:
-    """Waits until all processes have ended, and asks them to stop after a signal.
+    """Waits until all processes have ended, and asks them to save and stop after a signal.
 
     Returns the exit code that train.py has written; empty if it was killed, or the disk is full.
     """
@@ -160,13 +135,23 @@ def wait_for_end(
     def read_code() -> str:
         return code_file.read_text() if code_file.exists() else ""
 
-    training, stopping, refused = [], False, False
+    training: list[psutil.Process] = []
+    stopping, refused = False, False
     while run.poll() is None:
-        training = find_training_processes(run, program) or training
+        with contextlib.suppress(psutil.Error):  # one has just ended
+            children = psutil.Process(run.pid).children()
+            training = [each for each in children if program[0] in each.cmdline()] or training
         # torchelastic would restart the processes after an error that will come again.
         refused = refused or (restarts and read_code() == "2")
         if (signals or refused) and training and not stopping:
-            request_stop(run, training)
+            # torchelastic runs several processes, and forwards the signal; they may have ended, and
+            # be about to be restarted. A single one gets the signal itself: accelerate would die of
+            # it and leave the process behind.
+            target: psutil.Process | subprocess.Popen = run
+            with contextlib.suppress(psutil.Error):
+                target = run if "LOCAL_RANK" in training[0].environ() else training[0]
+            with contextlib.suppress(psutil.Error):
+                target.send_signal(signal.SIGTERM)
             stopping = True
         time.sleep(0.2)
     psutil.wait_procs(training)  # a signal to the group may end the launcher while they save

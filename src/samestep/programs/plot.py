@@ -28,8 +28,6 @@ def main() -> None:
             raise ValueError(f"--output {output}: there is no folder {output.parent}")
         if output.is_dir():
             raise ValueError(f"--output {output} is a folder; name a file: {output / 'curves.png'}")
-        if output.exists() and not output.is_file():
-            raise ValueError(f"--output {output} is a pipe or a device; name a regular file")
         if output.suffix and output.suffix.lower() not in FORMATS:
             raise ValueError(f"--output {output}: its name must end with {', '.join(FORMATS)}")
         picture = draw(args.runs, output)

@@ -5,7 +5,8 @@
     python -m samestep predict --file texts.txt                   reads one input a line
     cat texts.txt | python -m samestep predict --json             prints a JSON object a line
     printf 'a text\\tits pair\\n' | python -m samestep predict     takes two texts, with a tab
-    python -m samestep predict --model runs/mine/model --chat "Hi"    asks a model trained on chats
+    python -m samestep predict --chat                             talks with a model of chats
+    python -m samestep predict --chat --file chats.jsonl          answers the last message of each
     python -m samestep predict "3 March 1999"                     writes the target text (seq2seq)
 
 train.py saves the model in runs/NAME/model; its config.json names the task. Line n of the output
@@ -29,31 +30,8 @@ from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 # transformers takes 4 s to import. It is imported once the arguments have been checked.
 
 MAX_NUMBER = 100_000  # classes, tokens, inputs at once
+EMPTY = "(empty: the model ends its answer at once)"
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("inputs", nargs="*", help="texts or paths of images; default: --file")
-    add("--model", type=Path, help="folder; default: the newest runs/*/model")
-    add("--file", help="file with one input a line; -: standard input")
-    add("--json", action="store_true", help="print a JSON object a line")
-    add("--top", type=int, help="classes to name (default: 3)")
-    add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
-    add("--temperature", type=float, help="0, the default: the likeliest token")
-    add("--chat", action="store_true", help="inputs are user messages")
-    add("--batch", type=int, default=16, help="inputs at once (default: 16)")
-
-
-def check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("top", "tokens", "batch"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= MAX_NUMBER:
-            raise ValueError(f"--{name} is {value}; give a number from 1 to {MAX_NUMBER:,}")
-    # Logits may overflow when divided by less; divided by more, they are all the same.
-    heat = arguments.temperature
-    if heat and not 0.01 <= heat <= 100:
-        raise ValueError(f"--temperature is {heat:g}; give 0, or a number from 0.01 to 100")
 
 
 # ---- Input ---------------------------------------------------------------------------------------
@@ -102,28 +80,42 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
-def load_image(path: str, background: str) -> Any:
-    """The decoded Pillow image of a file, on a background as in training; raises ValueError."""
-    from PIL import ImageOps
+def read_chat(text: str, arguments: argparse.Namespace) -> list[dict]:
+    """The messages up to the one to answer: of a line of a .jsonl file, or the text alone."""
+    messages: Any = [{"role": "user", "content": text}]
+    if (arguments.file or "").endswith(".jsonl"):
+        row = json.loads(text)
+        messages = row.get("messages") if isinstance(row, dict) else row
+        fields = [(m["role"], m["content"]) for m in messages]
+        if not all(isinstance(each, str) for field in fields for each in field):
+            raise TypeError
+        if fields[-1][0] == "assistant":  # a chat to train on: the model writes its own
+            messages = messages[:-1]
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return system + messages
 
-    from samestep.images.images import flatten, open_image
 
-    try:
-        with open_image(path) as image:
-            image.load()
-    except Exception as error:  # each decoder has errors of its own
-        raise ValueError(
-            f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    return flatten(ImageOps.exif_transpose(image), background) if background else image
-
-
-def model_input(text: str, pipe: Any, is_chat: bool) -> Any:
+def model_input(text: str, pipe: Any, arguments: argparse.Namespace) -> Any:
     """What the pipeline takes for an input. Raises ValueError for one that it cannot take."""
     if pipe.task == "image-classification":  # given paths, it would fetch URLs and read any format
-        return load_image(text, getattr(pipe.model.config, "background", ""))
-    if is_chat:
-        return [{"role": "user", "content": text}]
+        from PIL import ImageOps
+
+        from samestep.images.images import flatten, open_image
+
+        try:
+            with open_image(text) as image:
+                image.load()
+        except Exception as error:  # each decoder has errors of its own
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot read {text}: {reason}") from None
+        background = getattr(pipe.model.config, "background", "")  # as in training
+        return flatten(ImageOps.exif_transpose(image), background) if background else image
+    if arguments.chat:
+        try:
+            return read_chat(text, arguments)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            form = '{"messages": [{"role": "user", "content": "..."}]}'
+            raise ValueError(f"{one_line(text, 60)} is no chat; write {form}") from None
     if getattr(pipe.model.config, "text_pair", False):
         first, tab, second = text.partition("\t")
         if not tab:
@@ -179,8 +171,8 @@ def pipeline_options(task: str, arguments: argparse.Namespace, model: Any) -> di
     return {"generation_config": settings} | ({"return_full_text": False} if continues else {})
 
 
-def load_model(folder: Path) -> Any:
-    """The model in a folder; an adapter is loaded together with its base model.
+def load_pipeline(folder: Path, task: str) -> Any:
+    """A pipeline with the model in a folder; an adapter is loaded together with its base model.
 
     Raises ValueError if weights are missing: transformers would fill them with random numbers.
     """
@@ -188,50 +180,45 @@ def load_model(folder: Path) -> Any:
 
     from samestep.data.hub import is_local_name
 
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    # Without trust_remote_code, transformers asks whether to run code that came with the model.
+    options: dict[str, Any] = {"trust_remote_code": False}
+    auto: Any = transformers.AutoModelForCausalLM
+    if (folder / "config.json").is_file():
+        config = transformers.AutoConfig.from_pretrained(str(folder), **options)
+        auto = getattr(transformers, config.architectures[0], auto)
+    else:
         adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         base = str(adapter.get("base_model_name_or_path"))
         if is_local_name(base) and not os.path.isdir(base):
             raise ValueError(f"the model that its adapters belong to is gone: no folder {base}")
-    auto: Any = transformers.AutoModelForCausalLM
-    options: dict[str, Any] = {"trust_remote_code": False}
-    if (folder / "config.json").is_file():
-        config = transformers.AutoConfig.from_pretrained(str(folder), **options)
-        auto = getattr(transformers, config.architectures[0], auto)
     model, info = auto.from_pretrained(str(folder), output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"its files lack {len(missing)} of its weights: {missing[0]}, ...")
-    return model
-
-
-def load_pipeline(folder: Path, task: str) -> Any:
-    from transformers import pipeline
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     # For an adapter, transformers would take the processor of the base model.
     processor = "image_processor" if task == "image-classification" else "tokenizer"
-    # Without trust_remote_code, transformers asks whether to run code that came with the model.
-    options: dict[str, Any] = {processor: str(folder), "trust_remote_code": False}
-    make: Any = SourceToTarget if task == TEXT_TO_TEXT else pipeline
-    return make(task, load_model(folder), **options)
+    make: Any = SourceToTarget if task == TEXT_TO_TEXT else transformers.pipeline
+    return make(task, model, **{processor: str(folder)}, **options)
 
 
-def format_answer(given: str, pipe: Any, result: list[dict], as_json: bool) -> str:
+def format_answer(given: str, pipe: Any, result: list[dict], arguments: argparse.Namespace) -> str:
     """The line for an input and what a pipeline answers: a text, a number, or classes."""
-    config, kind, answer = pipe.model.config, "classes", result
+    config, kind = pipe.model.config, "classes"
+    answer: Any = result
     if pipe.task in ("text-generation", TEXT_TO_TEXT):
         kind, answer = "text", result and result[0]["generated_text"]
     elif config.problem_type == "regression":
         scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
         kind, answer = "value", result and result[0]["score"] * scale + mean
-    if as_json:
+    if arguments.json:
         return json.dumps({"input": given, kind: answer}, allow_nan=False)
     if answer is None:
         return ""
+    if kind == "text" and not answer.strip():
+        answer = EMPTY
     if pipe.task == "text-generation":
-        return escaped(f"{given}{answer}", KEPT)
+        return escaped(answer if arguments.chat else f"{given}{answer}", KEPT)
     if pipe.task == "image-classification":
         given = escaped(given)  # a path is not shortened
     elif len(given := one_line(given[:1000], 10_000)) > 60:
@@ -241,16 +228,50 @@ def format_answer(given: str, pipe: Any, result: list[dict], as_json: bool) -> s
     return f"{given}: {answer:.6g}" if kind == "value" else f"{given}: {one_line(answer, 100_000)}"
 
 
+def ask(pipe: Any, given: list, options: dict) -> list:
+    """What the pipeline answers to these inputs, or to a chat. Raises ValueError."""
+    try:
+        return pipe(given, **options)
+    except Exception as error:
+        advice = "; give shorter texts or fewer --tokens" * pipe.task.endswith("generation")
+        problem = f"{type(error).__name__}: {error}{advice}"
+        raise ValueError(f"{pipe.model.name_or_path} cannot answer: {problem}") from None
+
+
+def talk(pipe: Any, options: dict, arguments: argparse.Namespace) -> None:
+    """Answers message after message at a terminal; each answer knows those before."""
+    print("A message a line; an empty line begins a new chat, Ctrl-D ends it.", file=sys.stderr)
+    chat: list[dict] = []
+    for line in sys.stdin:
+        if not line.strip():
+            chat = []
+            continue
+        chat += read_chat(line.strip(), arguments)[1 if chat and arguments.system else 0 :]
+        result = ask(pipe, chat, options)
+        chat.append({"role": "assistant", "content": result[0]["generated_text"]})
+        print(format_answer(line.strip(), pipe, result, arguments), flush=True)
+
+
 def predict(arguments: argparse.Namespace) -> None:
     """Reads the inputs, loads the model, prints the answers; raises ValueError."""
-    check_numbers(arguments)
+    for name in ("top", "tokens", "batch"):
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= MAX_NUMBER:
+            raise ValueError(f"--{name} is {value}; give a number from 1 to {MAX_NUMBER:,}")
+    # Logits may overflow when divided by less; divided by more, they are all the same.
+    heat = arguments.temperature
+    if heat and not 0.01 <= heat <= 100:
+        raise ValueError(f"--temperature is {heat:g}; give 0, or a number from 0.01 to 100")
     folder, task = find_model(arguments.model)
     writes = task in ("text-generation", TEXT_TO_TEXT)
     for name in ["top"] if writes else ["tokens", "temperature"]:
         if getattr(arguments, name):
             what = "writes text" if writes else "names classes or a number"
             raise ValueError(f"{folder} {what}, and --{name} is not read; leave it out")
-    inputs = read_inputs(arguments)
+    if arguments.system and not arguments.chat:
+        raise ValueError("--system is a message of a chat; give --chat too")
+    talks = arguments.chat and not (arguments.inputs or arguments.file) and sys.stdin.isatty()
+    inputs = [] if talks else read_inputs(arguments)
     try:
         pipe = load_pipeline(folder, task)
         options = pipeline_options(task, arguments, pipe.model)
@@ -258,38 +279,39 @@ def predict(arguments: argparse.Namespace) -> None:
         raise ValueError(f"cannot load {folder}: {error}") from None
     if arguments.chat and not (task == "text-generation" and pipe.tokenizer.chat_template):
         raise ValueError(f"{folder} has no chat template; leave out --chat")
+    if talks:
+        talk(pipe, options, arguments)
     for start in range(0, len(inputs), arguments.batch):
         batch = inputs[start : start + arguments.batch]
-        given = [model_input(text, pipe, arguments.chat) for text in batch if text.strip()]
-        try:
-            results = iter(pipe(given, **options) if given else [])
-        except Exception as error:
-            advice = "; give shorter texts or fewer --tokens" * task.endswith("generation")
-            problem = f"{type(error).__name__}: {error}{advice}"
-            raise ValueError(f"{folder} cannot answer: {problem}") from None
+        given = [model_input(text, pipe, arguments) for text in batch if text.strip()]
+        results = iter(ask(pipe, given, options) if given else [])
         for text in batch:  # a blank input stays blank
             result = next(results) if text.strip() else None
-            line = format_answer(text, pipe, result, arguments.json)
-            try:
-                print(line, flush=True)
-            except OSError as error:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes it at exit
-                raise ValueError(f"cannot write to standard output: {error.strerror}") from None
+            print(format_answer(text, pipe, result, arguments), flush=True)
 
 
 def main() -> None:
     """Runs the program; bad input is one line and exit code 2."""
     # Ctrl-C, and a reader that has seen enough, as `head` has, end it at once, without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
-        if number == signal.SIGPIPE or signal.getsignal(number) != signal.SIG_IGN:  # by nohup
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.simplefilter("ignore")
     parser = make_parser("predict", __doc__)
-    add_arguments(parser)
+    add = parser.add_argument
+    add("inputs", nargs="*", help="texts or paths of images; default: --file")
+    add("--model", type=Path, help="folder; default: the newest runs/*/model")
+    add("--file", help="file with one input a line; -: standard input")
+    add("--json", action="store_true", help="print a JSON object a line")
+    add("--top", type=int, help="classes to name (default: 3)")
+    add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
+    add("--temperature", type=float, help="0, the default: the likeliest token")
+    add("--chat", action="store_true", help="inputs are messages; lines of a .jsonl file, chats")
+    add("--system", help="--chat: a system message before each chat")
+    add("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()
     try:
         predict(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -223,6 +223,7 @@ def draw_scores(axes: Axes, keys: list[str], evaluations: list[Rows]) -> None:
             end, final = max(known.items())
             name, shown = f"{name} {final:#.4g}", color
         handles.append(Line2D([], [], color=shown, linestyle=dashes, label=name))
+    axes.margins(y=0.08)  # for the dots
     label = "scores" if len(keys) > 1 else one_line(keys[0].replace("_", " "), 16)
     axes.set_ylabel(f"validation\n{label}")
     if len(keys) > 1:
@@ -304,11 +305,14 @@ def draw(runs: list[Path], output: Path) -> Path:
                 baselines.add((one_line(key.replace("_", " "), 50), column(evals, key)[-1]))
 
     # Draw the baselines, then title and legends: above the panels, where they hide no curve.
+    ends = [column(evals, "eval_loss")[-1] for _, evals in data if evals]
     for label, value in sorted(baselines)[:MAX_LABELS]:
         if not math.isnan(value):
+            side = -1 if any(end > value for end in ends) else 1  # away from the curves' ends
             loss_axes.axhline(value, color=GREY, linewidth=0.8, linestyle=(0, (5, 4)), zorder=1)
             right = {"xycoords": loss_axes.get_yaxis_transform(), "ha": "right", "color": GREY}
-            annotate(loss_axes, f"{label} {value:#.4g}", (1, value), (-4, 3), **right)
+            right["va"] = "bottom" if side > 0 else "top"
+            annotate(loss_axes, f"{label} {value:#.4g}", (1, value), (-4, 3 * side), **right)
     loss_axes.margins(y=0.09)  # room for the labels of the baselines
     if single:  # the title is above the legend, since it may be long
         loss_axes.set_title(short_names(runs)[0], loc="left", pad=22, weight="bold")

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,8 +58,7 @@ class Log:
         )
         self.pending: list[dict] = []  # the newest training line, if it is not on the screen yet
         self.shown_at = -math.inf  # time of the last line on the screen
-        # For `advance`: steps with marks (see speed.py), seconds until the first, what is told.
-        self.marks, self.first_seconds, self.estimated = [], 0.0, False
+        self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if IS_MAIN:
             path = Path(config["output_dir"]) / "metrics.jsonl"
             self.file = open(path, "ab+")
@@ -68,26 +68,12 @@ class Log:
                     self.file.write(b"\n")
 
     def advance(self, step: int, about: str) -> None:
-        """Counts a step. Early in a run, when the device has computed a few steps, it prints
-        `about` and an estimate of the time left, without the first step, which includes warm-up.
-        """
-        from samestep.step.stopwatch import mark, nanoseconds
-
+        """Counts a step. After the first one it prints `about`, and how long the start took."""
         self.bar.update()
-        first, last = self.first_step + 1, self.max_steps
-        if step in (first, min(first + 3, last)):
-            self.marks.append((step, mark(self.accelerator.device)))
-        begin, end = self.marks[0], self.marks[-1]
-        if not self.first_seconds and nanoseconds(begin[1], begin[1]) is not None:
-            self.first_seconds = time.time() - psutil.Process().create_time()
-        if step < min(first + 3, last) or self.estimated:
-            return
-        taken = nanoseconds(begin[1], end[1])
-        if taken is not None:
-            self.estimated = True
-            left = taken / 1e9 / max(end[0] - first, 1) * (last - step)
-            start = f"first step {self.first_seconds:.1f} s after the start"
-            say(f"{about}; {start}; about {left:.0f} s to go")
+        if not self.first:
+            self.first = (step, time.monotonic())
+            seconds = time.time() - psutil.Process().create_time()
+            say(f"{about}; first step {seconds:.1f} s after the start")
 
     def write(self, line: dict) -> None:
         """Writes a line, which includes its step, to the file, the tracker and the screen."""
@@ -111,18 +97,29 @@ class Log:
         """
         due = [line] if {"eval_loss", "event"} & line.keys() else []
         if "loss" in line:
-            rate, number = next((n, v) for n, v in line.items() if n.endswith("_per_second"))
-            speed = f"{number:,.0f} {rate.removesuffix('_per_second')}/s"
-            numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {speed}"
+            rate = next(n for n in line if n.endswith("_per_second"))
+            numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {show_rate(rate, line)}"
             self.bar.set_postfix_str(numbers, refresh=False)
             self.pending = [line]
         waited = time.monotonic() - self.shown_at
         if self.pending and (due or self.bar.disable or waited > self.interval):
             due, self.pending, self.shown_at = self.pending + due, [], time.monotonic()
         for each in due:
-            values = {name: v for name, v in each.items() if self.is_shown(name, each)}
-            texts = {n: v if isinstance(v, str) else f"{v:.5g}" for n, v in values.items()}
-            say("  ".join(f"{name} {text}" for name, text in texts.items()))
+            say("  ".join(self.describe(each)))
+
+    def describe(self, line: dict) -> Iterator[str]:
+        """The words of a line on the screen; that of the training loss tells the time left."""
+        step = line["step"]
+        yield f"step {step}/{self.max_steps}"
+        for name, value in line.items():
+            if name.endswith("_per_second"):
+                yield show_rate(name, line)
+            elif name != "step" and self.is_shown(name, line):
+                yield f"{name} {value}" if isinstance(value, str) else f"{name} {value:.5g}"
+        if "loss" in line and self.first and self.first[0] < step < self.max_steps:
+            first, began = self.first
+            left = (time.monotonic() - began) / (step - first) * (self.max_steps - step)
+            yield f"{tqdm.format_interval(left)} left"
 
     def is_shown(self, name: str, line: dict) -> bool:
         """Whether the screen shows this value of a line; of a single source it shows the loss."""
@@ -162,14 +159,18 @@ class Log:
             self.file.close()
 
 
-def check_tracker(tracker: str) -> None:
+def show_rate(name: str, line: dict) -> str:
+    return f"{line[name]:,.0f} {name.removesuffix('_per_second')}/s"
+
+
+def check_tracker(tracker: str, offline: bool) -> None:
     """Raises ValueError if the tracker is not installed, or W&B refuses its key."""
     if tracker != "none" and not importlib.util.find_spec(tracker):
         raise ValueError(
             f"tracker is {tracker}, which is not installed; run pip install {tracker}, or give "
             "--tracker none"
         )
-    if tracker == "wandb" and IS_MAIN:
+    if tracker == "wandb" and IS_MAIN and not offline:
         log_in_to_wandb()
 
 
@@ -229,8 +230,9 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
             say(f"{file} holds no W&B id, so W&B starts a new run")
         known = secrets.token_hex(4).encode()
         file.write_bytes(known)
+    online = not config["offline"] and log_in_to_wandb()
     options = {
-        "mode": os.environ.get("WANDB_MODE") or ("online" if log_in_to_wandb() else "offline"),
+        "mode": os.environ.get("WANDB_MODE") or ("online" if online else "offline"),
         "id": known.decode(),
         "resume": "allow",
         "name": one_line(output.name, 100),

@@ -24,6 +24,7 @@ import yaml
 
 from samestep.base.console import one_line
 from samestep.base.fields import EXPORT, NOTHING, ROUNDING, number_type  # noqa: F401  for train.py
+from samestep.settings.other_names import hint_of
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
@@ -267,7 +268,8 @@ def unknown_field(wrong: str, fields: dict) -> str:
     group = [name for name in fields if name.startswith(f"{wrong}.")]
     if group:
         return f"{wrong} is a group of fields; give them one by one, as --{group[0]}"
-    hint = suggestion(wrong, fields, "python train.py --help lists them")
+    hint = hint_of(wrong, fields)
+    hint = hint or suggestion(wrong, fields, "python train.py --help lists them")
     return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
 
 

@@ -58,6 +58,8 @@ class RunConfig:
     """Where metrics go besides metrics.jsonl."""
     project: str = field(default="accelerate", metadata=NOTHING)
     """The tracker's project."""
+    offline: bool = field(default=False, metadata=NOTHING)
+    """W&B: send nothing; `wandb sync` uploads the run later. (Without a key, nothing is sent.)"""
     upload_code: bool = field(default=False, metadata=NOTHING)
     """W&B: also upload the code, the git commit and the uncommitted changes."""
     profile_steps: list[PositiveInt] | None = field(default=None, metadata=NOTHING)

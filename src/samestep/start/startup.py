@@ -283,7 +283,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
-        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker)
+        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.offline)
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             find_saved(point, cfg)
