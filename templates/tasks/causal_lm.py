@@ -42,7 +42,6 @@ from samestep.models.attention import restored
 from samestep.models.lora import LoraFields, add_adapters, check_adapters
 from samestep.models.pretrained import ModelConfig
 from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing, unit_files
-from samestep.text.row_formats import ENDINGS
 from samestep.text.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
@@ -70,6 +69,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     completion. chat: messages with role and content (ShareGPT: from and value), or instruction,
     input and output (Alpaca); the loss is that of the assistant's messages. auto: decided by the
     names of the columns; docstrings are prompts."""
+    endings: str = ""
+    """Endings of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
     """Column of the text."""
     prompt_column: str = "prompt"
@@ -156,7 +157,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
         cfg,
         "context_length packing too_long vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
-        ENDINGS,
+        row_formats.endings_of(cfg),
         more=[(own.data, each.kind, each.columns) for _, own, each in data],
         files=filter(None, [chats.template_path(cfg)]),
         shipped=demo_data.text_files,
