@@ -82,6 +82,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     tools_column: str = "tools"
     """Column of the tools that a chat may call, a list of JSON schemas, if there is one; empty:
     tools are not read."""
+    train_on: Literal["all", "last"] = "all"
+    """Answers of a chat that are learnt. (A message with weight 0 or train: false never is.)"""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64
@@ -155,7 +157,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     longest = corpus.max_text_length(cfg, best_fit)
     return cache.prepare(
         cfg,
-        "context_length packing too_long vocab_size model_name_or_path revision",
+        "context_length packing too_long train_on vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
         row_formats.endings_of(cfg),
         more=[(own.data, each.kind, each.columns) for _, own, each in data],
