@@ -27,6 +27,7 @@ from samestep.base import fields
 from samestep.base.fields import (
     EXPORT,
     IGNORE_INDEX,
+    NOTHING,
     ROUNDING,
     SHAPE,
     Dropout,
@@ -98,6 +99,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts;
     256 bytes and the end of text are the least."""
+    vocabulary: str = field(default="", metadata=NOTHING)
+    """New model: the model folder of a run, whose vocabulary is kept; empty: it is learnt."""
     hidden_size: Width = field(default=128, metadata=SHAPE)
     """New model: its width, a multiple of 2 x num_heads."""
     num_layers: Layers = field(default=3, metadata=SHAPE)
@@ -161,7 +164,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
         row_formats.endings_of(cfg),
         more=[(own.data, each.kind, each.columns) for _, own, each in data],
-        files=filter(None, [chats.template_path(cfg)]),
+        files=filter(None, [chats.template_path(cfg), tokenizing.vocabulary_path(cfg)]),
         shipped=demo_data.text_files,
     )
 

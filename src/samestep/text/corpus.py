@@ -14,6 +14,7 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
+from samestep.base.files import replace_text
 from samestep.data import demo_data, sources, tables
 from samestep.data.cache import once_per_folder
 from samestep.models import pretrained
@@ -92,7 +93,9 @@ def build(
     inputs = scan_inputs(cfg, by_source, folder)
     train, given = ([each for each in inputs if each.given == value] for value in (False, True))
     held = choose_held(cfg, train, given)
-    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
+    if kept := tokenizing.vocabulary_path(cfg):
+        replace_text(folder / tokenizing.FILE, kept.read_text(encoding="utf-8"))
+    elif not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
         size = sum(each.size for each in train) / 1e6
         part = f"{units.SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > units.SAMPLE)
         print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
