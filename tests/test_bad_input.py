@@ -440,7 +440,7 @@ def test_good_input_is_one_line_too_and_a_check_trains_nothing(project, tmp_path
     flags = ["--output_dir", tmp_path / "run", "--tracker", "none"]
     checked = project.run("python", "train.py", *flags, "--check", "--config_file", CPU)
     assert checked.stderr == "" and checked.stdout.endswith("\n")
-    assert "starts from the beginning; 800 steps" in checked.stdout.splitlines()[-1]
+    assert "starts from the beginning; 600 steps" in checked.stdout.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 
 

@@ -371,18 +371,20 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
 
 
 def test_an_answer_of_weight_zero_is_not_learnt(kit, config, pack):
-    """The form in which OpenAI takes chats: 0 for an answer that is context alone."""
+    """The form in which OpenAI takes chats: 0 for an answer that is context alone. Or axolotl's."""
 
-    def chats(*weights):
+    def chats(*weights, name="weight"):
         rows = [chat(f"Weather of {i}?", "Bad.", "No?", "Sun.") for i in range(20)]
         for row in rows:
             for answer, weight in zip(row["messages"][1::2], weights, strict=False):
-                answer["weight"] = weight
+                answer[name] = weight
         return rows
 
-    found = learnt_by_number(*pack(chats(0), context_length=200))
-    assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
-    assert all("Bad." in text for text, _ in found.values())
+    cases = [(chats(0), {}), (chats(False, name="train"), {}), (chats(), {"train_on": "last"})]
+    for rows, fields in cases:
+        found = learnt_by_number(*pack(rows, context_length=200, **fields))
+        assert {learnt for _, learnt in found.values()} == {" Sun.<|endoftext|>\n"}
+        assert all("Bad." in text for text, _ in found.values())
     said = refusal(kit, config(chats(0, 0)))
     assert "line 1: no message of the assistant is trained on" in said
     assert "is 2; give 0 or 1" in refusal(kit, config(chats(1, 2)))

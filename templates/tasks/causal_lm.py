@@ -27,6 +27,7 @@ from samestep.base import fields
 from samestep.base.fields import (
     EXPORT,
     IGNORE_INDEX,
+    NOTHING,
     ROUNDING,
     SHAPE,
     Dropout,
@@ -42,7 +43,6 @@ from samestep.models.attention import restored
 from samestep.models.lora import LoraFields, add_adapters, check_adapters
 from samestep.models.pretrained import ModelConfig
 from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing, unit_files
-from samestep.text.row_formats import ENDINGS
 from samestep.text.token_rows import TokenRows
 
 # transformers takes 4 s to import and datasets 1 s: both wait for the function that needs them.
@@ -70,6 +70,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     completion. chat: messages with role and content (ShareGPT: from and value), or instruction,
     input and output (Alpaca); the loss is that of the assistant's messages. auto: decided by the
     names of the columns; docstrings are prompts."""
+    endings: str = ""
+    """Endings of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
     """Column of the text."""
     prompt_column: str = "prompt"
@@ -81,6 +83,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     tools_column: str = "tools"
     """Column of the tools that a chat may call, a list of JSON schemas, if there is one; empty:
     tools are not read."""
+    train_on: Literal["all", "last"] = "all"
+    """Answers of a chat that are learnt. (A message with weight 0 or train: false never is.)"""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64
@@ -95,6 +99,8 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts;
     256 bytes and the end of text are the least."""
+    vocabulary: str = field(default="", metadata=NOTHING)
+    """New model: the model folder of a run, whose vocabulary is kept; empty: it is learnt."""
     hidden_size: Width = field(default=128, metadata=SHAPE)
     """New model: its width, a multiple of 2 x num_heads."""
     num_layers: Layers = field(default=3, metadata=SHAPE)
@@ -154,11 +160,11 @@ def prepare_data(cfg: TaskConfig) -> Path:
     longest = corpus.max_text_length(cfg, best_fit)
     return cache.prepare(
         cfg,
-        "context_length packing too_long vocab_size model_name_or_path revision",
+        "context_length packing too_long train_on vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
-        ENDINGS,
+        row_formats.endings_of(cfg),
         more=[(own.data, each.kind, each.columns) for _, own, each in data],
-        files=filter(None, [chats.template_path(cfg)]),
+        files=filter(None, [chats.template_path(cfg), tokenizing.vocabulary_path(cfg)]),
         shipped=demo_data.text_files,
     )
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from samestep.base.console import one_line
+from samestep.base.console import one_line, say
 from samestep.base.fields import (
     NOTHING,
     Fraction,
@@ -246,6 +246,11 @@ def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -
     return splits.count(chain.from_iterable(splits_of(data, *each[:2]) for each in listed))
 
 
+@functools.cache
+def say_once(text: str) -> None:
+    say(text)
+
+
 def walk_all(
     data: str, endings: Iterable[str], field: str
 ) -> Iterator[tuple[str, list[str], Counter]]:
@@ -274,7 +279,8 @@ def walk_all(
             raise ValueError(f"{shown} {problem}") from None
         first = folders.setdefault((status.st_dev, status.st_ino), path)
         if first != path:
-            raise ValueError(f"{shown} is the same folder as {one_line(first, 100)}: remove one")
+            say_once(f"{shown} is the same folder as {one_line(first, 100)}: read once")
+            continue
         to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
         yield path, *choose_files(path, sorted(files), endings, field)
 

@@ -86,7 +86,7 @@ def file_ending(path: Path | str) -> str:
     """A file's ending in lower case. A compressed file has the inner one: .csv for rows.CSV.GZ."""
     stem, ending = os.path.splitext(str(path).lower())
     inner = os.path.splitext(stem)[1] if ending in COMPRESSIONS else ""
-    return inner if inner in (".txt", *TABLES[:-1]) else ending
+    return inner if inner and inner != ".parquet" else ending
 
 
 # The compressed file that was read last, and how far: the next part may begin where it ended.
@@ -148,9 +148,9 @@ def read_rows(
     """The rows of one file, or of a part of it. `columns` maps each role to its column.
 
     A role with several columns gets a dict of their values; an optional role without its column
-    gets None. If `columns` is None, all columns are read under their own names. A .txt file is one
-    row: its text, and the name of its folder as the label. A `cursor` of the caller tells where the
-    next row begins. Raises ValueError with the place.
+    gets None. If `columns` is None, all columns are read under their own names. A file that is no
+    table is one row: its text, and the name of its folder as the label. A `cursor` of the caller
+    tells where the next row begins. Raises ValueError with the place.
     """
     cursor, ending = cursor or Cursor(path, span), file_ending(path)
     with _errors_as_lines(field, cursor):
@@ -158,7 +158,7 @@ def read_rows(
             yield from _read_parquet(columns, optional, cursor)
         elif ending in SEPARATORS:
             yield from _read_csv(SEPARATORS[ending], columns, optional, cursor)
-        elif ending == ".txt":
+        elif ending not in TABLES:
             with open_at(path) as file:
                 row = {"text": file.read().decode(), "label": path.absolute().parent.name}
             yield {role: replace_surrogates(row.get(role)) for role in columns or row}, cursor.where
@@ -324,7 +324,7 @@ def first_columns(path: Path) -> list[str]:
 
     A .json file that begins with a list of small objects is not read to the end.
     """
-    if file_ending(path) == ".txt":
+    if file_ending(path) not in TABLES:
         return ["text", "label"]
     if file_ending(path) == ".json":
         with contextlib.suppress(ValueError), open_at(path) as file:

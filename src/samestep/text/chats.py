@@ -43,8 +43,10 @@ CHAT_TEMPLATE = """\
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize_chat(row: dict) -> list[str]:
+def normalize_chat(row: dict, train_on: str = "all") -> list[str]:
     """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles.
+
+    `train_on`: all answers, or the last alone; the others are context then.
 
     Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
@@ -66,6 +68,8 @@ def normalize_chat(row: dict) -> list[str]:
             raise ValueError(f"weight of message {number} is {weight}; give 0 or 1")
         if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
             raise IncompleteRow(f"message {number}, of the assistant, is empty")
+    for _, message in answers[:-1] if train_on == "last" else []:
+        message["weight"] = 0
     if not any(number > 1 for number, _ in answers):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
@@ -80,7 +84,7 @@ def normalize_chat(row: dict) -> list[str]:
 
 
 def is_trained_on(message: dict) -> bool:
-    """Whether a message is an answer. OpenAI's weight 0 makes it context."""
+    """Whether a message is an answer. The weight 0, or train: false, makes it context."""
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
@@ -105,6 +109,8 @@ def normalize_message(message: Any, where: str) -> dict:
     """
     require(isinstance(message, dict), where, message, "an object with role and content")
     result = drop_nulls(message)
+    if "train" in result:  # axolotl's name
+        result["weight"] = result.pop("train")
     if "from" in result and "role" not in result:
         result["role"] = result.pop("from")
         if "value" in message:

@@ -14,11 +14,12 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
+from samestep.base.files import replace_text
 from samestep.data import demo_data, sources, tables
 from samestep.data.cache import once_per_folder
 from samestep.models import pretrained
 from samestep.text import chats, packing, row_formats, tokenizing, units
-from samestep.text.row_formats import ENDINGS, OPTIONAL, RowFormat
+from samestep.text.row_formats import OPTIONAL, RowFormat
 from samestep.text.unit_files import UnitWriter, finish_folder
 from samestep.text.units import Batch, Input, Reader
 
@@ -67,7 +68,8 @@ def recognize(cfg: Any) -> list[tuple[sources.WeightedData, Any, RowFormat]]:
     Replaces `rows` auto by their kind. Raises ValueError if the sources have rows of more kinds.
     """
     data = [
-        (*each, row_formats.recognize_format(each[1])) for each in sources.by_source(cfg, ENDINGS)
+        (*each, row_formats.recognize_format(each[1]))
+        for each in sources.by_source(cfg, row_formats.endings_of(cfg))
     ]
     kinds = {row_format.kind: own.data for _, own, row_format in data}
     if len(kinds) > 1:
@@ -91,7 +93,9 @@ def build(
     inputs = scan_inputs(cfg, by_source, folder)
     train, given = ([each for each in inputs if each.given == value] for value in (False, True))
     held = choose_held(cfg, train, given)
-    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
+    if kept := tokenizing.vocabulary_path(cfg):
+        replace_text(folder / tokenizing.FILE, kept.read_text(encoding="utf-8"))
+    elif not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
         size = sum(each.size for each in train) / 1e6
         part = f"{units.SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > units.SAMPLE)
         print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
@@ -112,18 +116,18 @@ def build(
 def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
     """The first pass over each source, and over the rows to evaluate on."""
     inputs: list[Input] = []
-    lines = []
+    lines, endings = [], row_formats.endings_of(cfg)
     for each, own, row_format in by_source:
         shipped = None
         if own.data in demo_data.TEXTS:
             shipped = [*demo_data.text_rows(own.data, row_format.kind)]
-        sources.print_skipped_files(own, ENDINGS, shipped is not None)
+        sources.print_skipped_files(own, endings, shipped is not None)
         reader = Reader(
             each.name,
             own,
-            ENDINGS,
+            endings,
             row_format.columns,
-            row_formats.row_check(row_format.kind),
+            row_formats.row_check(row_format.kind, cfg.train_on),
             row_formats.key_of,
             None if cfg.model_name_or_path else row_formats.texts_of,
             shipped=shipped,

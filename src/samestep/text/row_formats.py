@@ -4,6 +4,7 @@ They are recognised by their columns, read, checked, divided, and tokenised.
 """
 
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
-from samestep.data import demo_data, sources
+from samestep.data import demo_data, sources, tables
 from samestep.data.tables import TABLES, Row
 from samestep.text import chats, tokenizing
 from samestep.text.tokenizing import Tokens
@@ -58,8 +59,19 @@ def check_format_fields(cfg: Any) -> None:
     where = f"where task.data is {one_line(cfg.data, 60)}"
     check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
+    columns["chat"] += " train_on"
     read = [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()]
     check_ignored_fields(cfg, read)
+
+
+def endings_of(cfg: Any) -> tuple[str, ...]:
+    """The endings of files that are read: of tables, .txt, and those in cfg.endings, as texts."""
+    own = [each.strip().lower() for each in cfg.endings.split(",") if each.strip()]
+    for each in own:
+        if not re.fullmatch(r"(\.[\w+-]+)+", each) or tables.file_ending(f"x{each}") in TABLES:
+            problem = f"{one_line(each, 30)!r} cannot be read as text"
+            raise ValueError(f"task.endings: {problem}; write for example .md,.py")
+    return (*ENDINGS, *own)
 
 
 def recognize_format(cfg: Any) -> RowFormat:
@@ -77,7 +89,7 @@ def recognize_format(cfg: Any) -> RowFormat:
     if kind in ("text", "prompt", *named):
         columns = {role: fields[role] for role in kinds if kinds[role] == kind}
     else:
-        names = sources.read_column_names(cfg, ENDINGS)
+        names = sources.read_column_names(cfg, endings_of(cfg))
         formats = [each for each in KNOWN if kind in ("auto", each[0])]
         fitting = [each for each in formats if {*each[1].values()} <= {*names}]
         if not fitting:
@@ -108,12 +120,15 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str) -> Callable[[dict], list[str]]:
+def row_check(kind: str, train_on: str) -> Callable[[dict], list[str]]:
     """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
     "tools", if it has some, and what to say of its roles."""
 
     def check(row: dict) -> list[str]:
-        found = (chats.normalize_chat if kind == "chat" else check_text)(row) or []
+        if kind != "chat":
+            check_text(row)
+            return []
+        found = chats.normalize_chat(row, train_on)
         return [*found, "tools"] if "tools" in row else found
 
     return check

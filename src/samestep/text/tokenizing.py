@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from samestep.base.console import one_line
+from samestep.base.fields import local_path
 from samestep.base.files import fsync
 from samestep.base.workers import run_in_child
 from samestep.data.sources import break_long_words
@@ -63,6 +64,19 @@ def load_tokenizer(
                 "another model"
             )
     return tokenizer
+
+
+def vocabulary_path(cfg: Any) -> Path | None:
+    """The file in the folder that cfg.vocabulary names; None: it names none. Raises ValueError."""
+    path = local_path(cfg.vocabulary, "vocabulary") / FILE
+    if not cfg.vocabulary:
+        return None
+    if cfg.model_name_or_path:
+        raise ValueError("task.vocabulary: task.model_name_or_path has its own; leave it out")
+    if not path.is_file():
+        folder = one_line(cfg.vocabulary, 100)
+        raise ValueError(f"task.vocabulary: {folder} has no {FILE}; give runs/NAME/model")
+    return path
 
 
 def learn_vocabulary(

@@ -28,7 +28,6 @@ SAMPLE = 50_000_000  # bytes of text that a vocabulary is learnt from
 SPARE = 4  # times as many bytes of files are kept, as files hold more than text
 LOOKED_AT = 200_000  # rows, at first, to find those to hold out
 BATCH = 1_000_000  # characters that are encoded in one call
-CUT_BY_BYTES = (".jsonl", ".txt")
 # Of a row; size in bytes; label: a number, or the place of a text among the unit's labels.
 NOTED = np.dtype([("hash", "<u8"), ("size", "<i8"), ("label", "<f8")])
 
@@ -75,7 +74,7 @@ class Piece(NamedTuple):
     @property
     def is_text(self) -> bool:
         """Whether it is a part of one long text."""
-        return self.path is not None and self.span != tables.WHOLE and ends_txt(self.path)
+        return self.path is not None and self.span != tables.WHOLE and is_text(self.path)
 
     def hash_of_text(self) -> int:
         """Of a long text, which counts by its beginning."""
@@ -98,8 +97,9 @@ class Piece(NamedTuple):
 Unit = list[Piece]
 
 
-def ends_txt(path: Path) -> bool:
-    return tables.file_ending(path) == ".txt"
+def is_text(path: Path) -> bool:
+    """Whether the whole file is one text."""
+    return tables.file_ending(path) not in tables.TABLES
 
 
 def hash_of(text: str) -> int:
@@ -117,14 +117,16 @@ def split_file(path: Path, name: str, size: int, long_texts: bool) -> list[Piece
     total = path.stat().st_size
     whole = Piece(name, total, path)
     ending = path.suffix.lower()
-    if total > 1.5 * size and ending in CUT_BY_BYTES and (long_texts or ending != ".txt"):
+    packed = ending in tables.COMPRESSIONS
+    cut_by_bytes = ending == ".jsonl" or (long_texts and is_text(path) and not packed)
+    if total > 1.5 * size and cut_by_bytes:
         bounds = np.linspace(0, total, -(-total // size) + 1).astype(int).tolist()
         spans = [
             Span(start, stop if stop < total else None, None if start else 0)
             for start, stop in zip(bounds, bounds[1:], strict=False)
         ]
         return [Piece(name, total // len(spans), path, span) for span in spans]
-    if long_texts and ending in tables.COMPRESSIONS and ends_txt(path) and 10 * total > size:
+    if long_texts and packed and is_text(path) and 10 * total > size:
         return [whole._replace(span=Span(lines=None))]
     if total > size and ending == ".parquet":
         return split_parquet(whole, size)
@@ -274,7 +276,7 @@ def scan_unit(
     out.append("sample", b"")
     for index, piece in enumerate(unit):
         cursor = Cursor(piece.path, piece.span) if piece.path else None
-        cuts = cursor and piece.span == tables.WHOLE and not ends_txt(piece.path)
+        cuts = cursor and piece.span == tables.WHOLE and not is_text(piece.path)
         begun, seen, before = Span(), 0, facts["size"]
         for row, place in piece.read(reader.columns, reader.optional, cursor):
             try:
