@@ -113,12 +113,13 @@ def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it(monkeypatch):
     loader = loading.TrainLoader(run, range(12), None)
     assert not loader.stop_seen()
     loader.fetch()
-    assert loader.take() == ([(0, {"number": 0}), (1, {"number": 1})], 12) and added == [(12, 1)]
+    assert loader.take() == ([(0, {"number": 0}), (1, {"number": 1})], 12) and added == [(12, 1, 0)]
     asked = 1
     assert not loader.stop_seen()  # nothing has been fetched since
     loader.fetch()
     assert loader.stop_seen() and loader.stop_seen()
-    assert loader.take() == ([(0, {"number": 2}), (1, {"number": 3})], 52) and added[1] == (52, 5)
+    assert loader.take() == ([(0, {"number": 2}), (1, {"number": 3})], 52)
+    assert added[1] == (52, 5, 0)
     loader.fetch()
     assert loader.stop_seen()  # the step before can still be saved
     with pytest.raises(ValueError, match="no more"):

@@ -46,7 +46,7 @@ def test_eject_overwrites_nothing(ejected, tmp_path):
 @pytest.mark.slow
 def test_what_was_ejected_is_what_runs(ejected):
     flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 3, "--output_dir", "runs/a"]
-    assert "mine: step 3  eval_loss" in ejected.train(1, *flags)
+    assert "mine: step 3/3  eval_loss" in ejected.train(1, *flags)
     launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/cpu.yaml"]
     assert "mine: runs/a is finished" in ejected.run(*launch, "train.py", *flags).stdout
     prepared = ejected.run(*SAMESTEP, "prepare", *flags[:2]).stdout

@@ -121,18 +121,20 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path):
 
     saved = {"step": 3, "files": {"model.safetensors": {}, "optimizer.bin": {}}}
     with pytest.raises(ValueError, match="older version of this project; finish or evaluate"):
-        checkpoints.check_settings(tmp_path, saved, {}, {}, accept=True)
+        checkpoints.check_settings(tmp_path, saved, {}, {}, True, {})
 
 
-def test_a_field_that_is_gone_and_was_empty_is_no_change(tmp_path):
+def test_a_field_that_is_gone_and_was_empty_or_is_new_with_its_default_is_no_change(tmp_path):
     from samestep.checkpoint import checkpoints
 
-    def compare(value):
+    def compare(value, new="all"):
         saved = {"files": {}, "config": {"seed": 1, "task": {"classes": value}}}
-        now = {"config": {"seed": 1, "task": {}}}
-        return checkpoints.check_settings(tmp_path, saved, now, {}, accept=True)
+        now = {"config": {"seed": 1, "task": {"train_on": new}}}
+        defaults = {"seed": 0, "task.train_on": "all"}
+        return checkpoints.check_settings(tmp_path, saved, now, {}, True, defaults)
 
     assert compare("") == [] and compare("a,b") == ["task.classes: a,b -> None"]
+    assert compare("", "last") == ["task.train_on: None -> last"]
 
 
 # ---- In the background ---------------------------------------------------------------------------

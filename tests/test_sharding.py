@@ -209,6 +209,28 @@ def test_a_run_moves_between_all_layouts(small, tmp_path, exact):
         assert model_digest(moved) == model_digest(one) and losses(moved) == losses(one)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer, precision", [("Adagrad", "no"), ("AdamW", "bf16")])
+def test_a_sharded_run_is_continued_to_the_same_bytes(small, tmp_path, optimizer, precision):
+    """Adagrad begins with a state of weights that FSDP has replaced."""
+    project = with_task(small, tmp_path, "")
+    program, whole, half = project.path / "train.py", tmp_path / "whole", tmp_path / "half"
+    given = "torch.optim.AdamW(groups, lr=0.0, betas=(cfg.beta1, cfg.beta2), fused=True)"
+    text = program.read_text()
+    assert given in text
+    if optimizer == "Adagrad":
+        program.write_text(text.replace(given, "torch.optim.Adagrad(groups, lr=0.0)"))
+    flags = ["--save_every", "3", "--output_dir"]
+    train(project, "cpu", 1, *flags, tmp_path / "one", precision=precision)
+    train(project, "fsdp2", 2, *flags, whole, precision=precision)
+    limits = (1e-6, 1e-5) if precision == "no" else (1e-2, 5e-2)
+    agree(whole, tmp_path / "one", *limits)
+    shutil.copytree(whole / "checkpoints" / "step-00000003", half / "checkpoints" / "step-00000003")
+    train(project, "fsdp2", 2, *flags, half, precision=precision)
+    last = [digest(output / "checkpoints" / "step-00000006") for output in (whole, half)]
+    assert last[0] == last[1]
+
+
 # ---- What may go wrong ---------------------------------------------------------------------------
 
 SPOIL = """

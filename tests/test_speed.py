@@ -61,7 +61,7 @@ def clock(monkeypatch):
 
 def take_step(clock, meter, stopwatch, compute, fetch, rest=0.0):
     """A step that takes so many seconds."""
-    meter.add(1000, 1)
+    meter.add(1000, 1, computed=3000)
     stopwatch.start(4)
     with stopwatch.micro_batch():
         clock(compute)
@@ -83,6 +83,7 @@ def test_shares_are_those_of_the_clock(clock):
         clock(1000)
     line = meter.read()
     assert line["tokens_per_second"] == pytest.approx(2000 / 10)
+    assert line["computed_tokens_per_second"] == pytest.approx(6000 / 10)
     assert line["data_wait"] == pytest.approx(0.25) and line["compute"] == pytest.approx(0.6)
     assert line["peak_memory_gb"] > 0.05 and not {"mfu", "peer_wait"} & {*line}
     assert stopwatch.read() == round(3e9 / 4) and stopwatch.read() == 0
@@ -112,8 +113,8 @@ def test_the_whole_backward_pass_counts(clock):
 
 def test_processes_wait_for_the_slowest_of_each_step(clock):
     """Two processes are slow in turn: each waits in every other step, though the sums are equal."""
-    other = np.zeros((2, 5))
-    other[1] = [1.0, 3.0, 0.0, 0.0, 7.0]  # computes 1 s and 3 s, fetches for 0 s, has 7 GB
+    other = np.zeros((2, 6))
+    other[1] = [1.0, 3.0, 0.0, 0.0, 7.0, 0]  # computes 1 s and 3 s, fetches for 0 s, has 7 GB
     meter, stopwatch = make_meter(2, [other])
     meter.start()
     take_step(clock, meter, stopwatch, compute=3.0, fetch=0.0)
@@ -128,9 +129,9 @@ def test_processes_wait_for_the_slowest_of_each_step(clock):
 def test_a_straggler_is_named_once_and_after_it_persists(clock, fault):
     """Process 2 takes 0.2 s more than the 1 s of the others, for 10 steps a line."""
     work = {"computing": (1.2, 0.0), "fetching data": (1.0, 0.2)}[fault]
-    slow = np.zeros((3, 21))
-    slow[1], slow[2] = [1.0] * 10 + [0.0] * 11, [work[0]] * 10 + [work[1]] * 10 + [0]
-    even = np.zeros((3, 21))
+    slow = np.zeros((3, 22))
+    slow[1], slow[2] = [1.0] * 10 + [0.0] * 12, [work[0]] * 10 + [work[1]] * 10 + [0, 0]
+    even = np.zeros((3, 22))
     even[1:, :10] = 1.0
     meter, stopwatch = make_meter(3, [slow, slow, even, slow, slow, slow, slow, even, *[slow] * 3])
     meter.start()

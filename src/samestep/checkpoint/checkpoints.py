@@ -492,9 +492,11 @@ def differences(before: dict, after: dict) -> dict[str, str]:
 
 
 def check_settings(
-    path: Path, saved: dict, current: dict, effects: dict, accept: bool
+    path: Path, saved: dict, current: dict, effects: dict, accept: bool, defaults: dict
 ) -> list[str]:
     """Compares a checkpoint's manifest with the current one; returns `name: before -> now` lines.
+
+    `defaults`: of fields; one that older code did not have changes nothing where it has its own.
 
     Raises ValueError if the result would change and `accept` is false, or if the weights would not
     fit. For `effects` see `result_settings`.
@@ -507,6 +509,8 @@ def check_settings(
     before, after = result_settings(saved, effects), result_settings(current, effects)
     # A field that was empty, and that newer code has no more, changed nothing.
     before = {name: value for name, value in before.items() if name in after or value != ""}
+    new = (after.keys() - before.keys()) & defaults.keys()
+    after = {n: v for n, v in after.items() if n not in new or v != defaults[n]}
     changed = differences(before, after)
     if saved.get("identity", "") != current.get("identity", ""):
         named = [text for name, text in changed.items() if name.startswith("task.")]

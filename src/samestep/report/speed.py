@@ -76,6 +76,7 @@ class SpeedMeter:
     def start(self) -> None:
         """Starts to count anew."""
         self.terms, self.ids_hash, self.began = 0, 0, time.perf_counter()
+        self.computed = 0  # tokens of this process's batches, those without a loss included
         self.fetching = [0.0]  # seconds: before the first step since the last line, in each of them
 
     @contextlib.contextmanager
@@ -92,9 +93,9 @@ class SpeedMeter:
         yield
         self.began += time.perf_counter() - began
 
-    def add(self, terms: int, ids_hash: int) -> None:
-        """Begins a step: its loss terms, and the sum of its hashed sample ids."""
-        self.terms += terms
+    def add(self, terms: int, ids_hash: int, computed: int = 0) -> None:
+        """Begins a step: its loss terms, the sum of its hashed sample ids, the tokens computed."""
+        self.terms, self.computed = self.terms + terms, self.computed + computed
         self.ids_hash = (self.ids_hash + ids_hash) % 2**64
         self.fetching.append(0.0)
 
@@ -110,10 +111,11 @@ class SpeedMeter:
         before, *fetching = self.fetching
         fetching[0] += before
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        own = np.zeros((processes, 2 * len(fetching) + 1))
-        own[rank] = [*self.stopwatch.take(), *fetching, peak_memory(self.accelerator.device)]
+        own = np.zeros((processes, 2 * len(fetching) + 2))
+        memory = peak_memory(self.accelerator.device)
+        own[rank] = [*self.stopwatch.take(), *fetching, memory, self.computed]
         everywhere = self.ranks.sum_arrays(own)
-        compute, fetch, memory = np.split(everywhere, [len(fetching), 2 * len(fetching)], axis=1)
+        compute, fetch, more = np.split(everywhere, [len(fetching), 2 * len(fetching)], axis=1)
         busy = compute + fetch
         if self.accelerator.device.type != "cpu":
             busy = np.maximum(compute, fetch)
@@ -122,11 +124,13 @@ class SpeedMeter:
             "data_wait": fetch.sum() / processes / seconds,
             "compute": compute.sum() / processes / seconds,
         }
+        if self.unit == "tokens" and more[:, 1].sum() > self.terms:  # as of chats
+            line["computed_tokens_per_second"] = more[:, 1].sum() / seconds
         if processes > 1:
             line["peer_wait"] = (busy.max(0) - busy.mean(0)).sum() / seconds
         if self.peak:
             line["mfu"] = self.flops * self.terms / seconds / self.peak
-        line |= {"peak_memory_gb": memory.max(), "batch_hash": f"{self.ids_hash:016x}"}
+        line |= {"peak_memory_gb": more[:, 0].max(), "batch_hash": f"{self.ids_hash:016x}"}
         self.straggler = self.find_straggler(busy, compute, fetch) if processes > 1 else {}
         self.start()
         return line

@@ -160,7 +160,8 @@ class Log:
 
 
 def show_rate(name: str, line: dict) -> str:
-    return f"{line[name]:,.0f} {name.removesuffix('_per_second')}/s"
+    unit = name.removesuffix("_per_second").replace("_", " ")
+    return f"{line[name]:,.0f} {unit}/s"
 
 
 def check_tracker(tracker: str, offline: bool) -> None:

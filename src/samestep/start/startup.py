@@ -129,6 +129,17 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     return cfg, remarks
 
 
+def default_values(config_class: Any, prefix: str = "") -> dict[str, Any]:
+    """The defaults of all fields that have one, by dotted name."""
+    values = {}
+    for each in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(each.type):
+            values |= default_values(each.type, f"{prefix}{each.name}.")
+        elif each.default is not dataclasses.MISSING:
+            values[prefix + each.name] = each.default
+    return values
+
+
 def change_effects(config_class: Any, prefix: str = "") -> dict[str, str]:
     """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
     effects = {}
@@ -408,7 +419,7 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
     if point.checkpoint:
         accept = cfg.accept_changes
         point.changed = checkpoints.check_settings(
-            point.checkpoint, point.saved, manifest, changes, accept
+            point.checkpoint, point.saved, manifest, changes, accept, default_values(type(cfg))
         )
         before, now = point.saved.get("versions", {}), manifest["versions"]
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]

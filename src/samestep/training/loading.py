@@ -76,8 +76,10 @@ class TrainLoader:
         """
         exchange, self.exchange = self.exchange, None
         terms, ids_hash, _, _, *times = exchange.result()
-        self.run.meter.add(terms, ids_hash)
         self.plan, window = self.sampler.plan, [batch for batch, _ in self.window]
+        inputs = [each.get("input_ids") for each in window if isinstance(each, dict)]
+        tokens = sum(each.numel() for each in inputs if each is not None)
+        self.run.meter.add(terms, ids_hash, tokens * self.run.ranks.layout.leads)
         self.dealt = self.balancer.update(times) if self.balancer else {}
         if self.dealt:  # new shares, used from the next step on
             self.eval_loader.sampler.step_plan = self.balancer.plan
