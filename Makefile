@@ -58,7 +58,7 @@ test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-a
 	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
-	@cd tests && OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
+	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
 
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)
