@@ -21,6 +21,7 @@ import test_checkpoints
 import test_exact
 import test_stopping
 from conftest import bake, lines, make_tiny
+from samestep.checkpoint import checkpoints
 
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
 # A save in the background is nearly always in flight.
@@ -184,7 +185,10 @@ def checkpoint_files(folders):
         test_checkpoints.test_a_damaged_checkpoint_is_passed_over_named_and_kept(
             folders.mktemp("damage"), damage
         )
-    test_checkpoints.test_intact_checkpoints_raise_no_alarm(folders.mktemp("intact"))
+    intact = folders.mktemp("intact")
+    for step in range(100):
+        assert checkpoints.verify(test_checkpoints.save(intact, step))["step"] == step
+    assert checkpoints.find_checkpoint(intact, "auto")[2] == []
     return points, len(test_checkpoints.DAMAGES)
 
 
