@@ -271,22 +271,23 @@ def write_part(
     `origin`: the field that names their store, whose URL may hold credentials.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
-    facts |= {name: [getattr(each.index, name) for each in own] for name in ("rows", "bytes")}
+    names = ("rows", "bytes", "held")
+    facts |= {name: [getattr(each.index, name) for each in own] for name in names}
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
     count = sum(each.index.rows + 1 for each in own if each.shard.kind == "tar")
     bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
-    names: dict[str, str] = {}
+    labels: dict[str, str] = {}
     at = 0
     for shard, record, _ in own:
         index = load_record(record)[1]
         bounds[at : at + len(index.bounds)] = index.bounds
         at += len(index.bounds)
-        names |= {name: shard.path for name in index.names}
+        labels |= {name: shard.path for name in index.names}
         # {}: digests of finished runs have it.
         line = [part, shard.name, shard.size, index.digest, {}, index.rows, index.names]
         digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
     bounds.flush()
-    return names
+    return labels
 
 
 # ---- Shards on this machine ----------------------------------------------------------------------
@@ -543,7 +544,8 @@ class ShardRows(torch.utils.data.Dataset):
         if skips:
             return None
         where = f"{one_line(self.shards[number].path, 150)}, row {place}"
-        raise ValueError(f"cannot read {where}: {one_line(problem)}") from None
+        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
+        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
 
     def complete(self, values: dict[str, Any]) -> Any:
         """The row that the values of its roles give. Raises ValueError for values that cannot."""

@@ -121,6 +121,7 @@ def estimate_rows(texts: "ShardTexts", maker: corpus.RowMaker) -> dict[str, Any]
 
     Raises ValueError for shards that hold less than a row.
     """
+    facts = json.loads((texts.folder / "train.json").read_text(encoding="utf-8"))
     counts, found = np.ones(len(maker.tokenizer), np.int64), []
     chosen = [number for number in texts.by_hash() if texts.rows[number]][:SHARDS]
     for number in chosen:
@@ -131,7 +132,7 @@ def estimate_rows(texts: "ShardTexts", maker: corpus.RowMaker) -> dict[str, Any]
         ids = np.concatenate([*tokenize(cut, maker)])
         counts += np.bincount(ids, minlength=len(counts))
         size = len(ids) * sum(map(len, some)) // max(sum(map(len, cut)), 1)
-        found.append((size * int(texts.rows[number]) // len(places), int(texts.bytes[number])))
+        found.append((size * int(texts.rows[number]) // len(places), facts["held"][number]))
     tokens, size = (sum(each) for each in zip(*found, strict=True))
     if tokens < len(chosen) * maker.length:
         raise ValueError(
@@ -139,18 +140,17 @@ def estimate_rows(texts: "ShardTexts", maker: corpus.RowMaker) -> dict[str, Any]
             f"{tokens // len(chosen):,} tokens, which do not fill a row of {maker.length:,}; lower "
             "it, or write larger shards"
         )
-    sizes = np.where(texts.rows > 0, texts.bytes, 0).tolist()
-    rows = [-(-each * tokens // (size * maker.length)) for each in sizes]
+    held = np.where(texts.rows > 0, facts["held"], 0).tolist()
+    rows = [-(-each * tokens // (size * maker.length)) for each in held]
     width = maker.length * np.dtype(maker.dtype).itemsize
-    facts = json.loads((texts.folder / "train.json").read_text(encoding="utf-8"))
     facts |= {"used": sum(rows), "rows": rows, "bytes": [each * width for each in rows]}
     (texts.folder / "tokens.json").write_text(json.dumps(facts), encoding="utf-8")
     np.save(texts.folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
     off = [own * size / (each * tokens) - 1 for own, each in found]
     print(
         f"Preparing data: about {sum(rows):,} rows of {maker.length:,} tokens to train on, an "
-        f"estimate, from which the shards of its sample differ by {min(off):+.0%} to {max(off):+.0%}"
-        "; a shard with more rows leaves some out, one with fewer gives some twice",
+        f"estimate, from which {len(chosen)} shards differ by {min(off):+.1%} to {max(off):+.1%}; "
+        "a shard with more rows leaves some out, one with fewer gives some twice",
         flush=True,
     )
     return {"tokens": tokens, "bytes": size, "texts": sum(int(texts.rows[n]) for n in chosen)}
