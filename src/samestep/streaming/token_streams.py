@@ -15,14 +15,16 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
 from samestep.base.files import replace_text
+from samestep.base.workers import count_cores
 from samestep.data import cache, demo_data
 from samestep.models import pretrained
 from samestep.streaming import streaming
@@ -33,6 +35,7 @@ from samestep.text.token_rows import row_of_stream
 from samestep.text.unit_files import FACTS, read_facts
 
 SHARDS, TEXTS = 8, 250  # of the sample: shards, and texts of each
+THREADS = 16  # that tokenise a shard: more would wait for Python, which takes a fifth of the time
 CUT = 100_000  # characters of a text in the sample
 
 
@@ -71,13 +74,13 @@ def prepare_index(cfg: Any) -> Path:
             print("Preparing data: learning a vocabulary from a sample", flush=True)
             ends = [corpus.END_OF_TEXT]
             tokenizing.learn_vocabulary(texts.sample_texts(), cfg.vocab_size, folder, last=ends)
-        maker = make_maker(cfg, folder)
-        facts = {"length": maker.length, "dtype": maker.dtype, "packed": False, "most_texts": 0}
-        facts |= estimate_rows(texts, maker)
-        facts["parts"] = {"validation": [write_validation(cfg, folder, maker, facts)]}
-        tokenizer = maker.tokenizer.backend_tokenizer.to_str()
+        encoder = make_encoder(cfg, folder)
+        facts = {"length": cfg.context_length, "dtype": encoder.dtype}
+        facts |= {"packed": False, "most_texts": 0, **estimate_rows(texts, encoder)}
+        facts["parts"] = {"validation": [write_validation(cfg, folder, encoder, facts)]}
+        tokenizer = encoder.tokenizer.backend_tokenizer.to_str()
         facts["tokenizer"] = hashlib.sha256(tokenizer.encode()).hexdigest()
-        np.save(folder / "bytes.npy", tokenizing.token_bytes(maker.tokenizer))
+        np.save(folder / "bytes.npy", tokenizing.token_bytes(encoder.tokenizer))
         (folder / "prompts.json").write_text("{}", encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
         return [folder / FACTS, folder / "validation.tokens"]
@@ -92,63 +95,86 @@ def columns_of(cfg: Any) -> dict:
     return {"text": cfg.text_column}
 
 
-def make_maker(cfg: Any, folder: Path) -> corpus.RowMaker:
-    tokenizer, length = corpus.load_tokenizer(cfg, folder), cfg.context_length
+class Encoder(NamedTuple):
+    """How texts become tokens: as those of `stream` packing in corpus.RowMaker."""
+
+    tokenizer: Any
+    start: list[int]  # tokens before the first text
+    begin: list[int]  # before each
+    end: list[int]  # after each
+    dtype: str
+
+
+def make_encoder(cfg: Any, folder: Path) -> Encoder:
+    # Its threads do not survive a fork; those of `tokenize` need not.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Calls with other options change a tokenizer while others use it: this copy gets none.
+    tokenizer = copy.deepcopy(corpus.load_tokenizer(cfg, folder))
+    end = [tokenizer.eos_token_id]
+    start = tokenizing.begin_tokens(tokenizer) or end
+    tokenizing.tokenize_texts([""], tokenizer)
     dtype = "<u2" if len(tokenizer) < 2**16 else "<u4"
-    return corpus.RowMaker(tokenizer, "text", length, length, cfg.too_long, False, dtype)
+    shared = start == end
+    return Encoder(tokenizer, start * shared, start * (not shared), end, dtype)
 
 
-def tokenize(texts: Iterable[str], maker: corpus.RowMaker) -> Iterator[np.ndarray]:
-    """Token ids of texts, one after the other, in arrays of a few MB."""
-    texts = iter(texts)
-    if maker.shares_ends:
-        yield np.array(maker.start, maker.dtype)
-    while some := [*take(texts)]:
-        found = maker.tokenize(units.Batch(some, [], False, 0))
-        yield np.concatenate([ids for ids, _ in found]).astype(maker.dtype)
+def tokenize(texts: Iterable[str], encoder: Encoder) -> Iterator[np.ndarray]:
+    """Token ids of texts, one after the other, in arrays of a few MB; on all cores."""
+
+    def encode(some: list[str]) -> np.ndarray:
+        found = tokenizing.tokenize_texts(some, encoder.tokenizer)
+        ids = [np.array([*encoder.begin, *each, *encoder.end], encoder.dtype) for each in found]
+        return np.concatenate(ids)
+
+    texts, number = iter(texts), min(count_cores(), THREADS)
+    yield np.array(encoder.start, encoder.dtype)
+    with ThreadPool(number) as pool:
+        while batches := [some for _ in range(number) if (some := [*take(texts)])]:
+            yield from pool.map(encode, batches)
 
 
-def take(texts: Iterator[str]) -> Iterator[tuple[dict, str]]:
-    """The next rows, of about a million characters."""
+def take(texts: Iterator[str]) -> Iterator[str]:
+    """The next texts, of about a million characters."""
     size = 0
     while size < units.BATCH and (text := next(texts, None)):
         size += len(text)
-        yield {"text": text}, ""
+        yield text
 
 
-def estimate_rows(texts: "ShardTexts", maker: corpus.RowMaker) -> dict[str, Any]:
+def estimate_rows(texts: "ShardTexts", encoder: Encoder) -> dict[str, Any]:
     """Writes tokens.json. Returns what the estimate rests on, and saves the unigram losses.
 
     Raises ValueError for shards that hold less than a row.
     """
     facts = json.loads((texts.folder / "train.json").read_text(encoding="utf-8"))
-    counts, found = np.ones(len(maker.tokenizer), np.int64), []
+    length = texts.cfg.context_length
+    counts, found = np.ones(len(encoder.tokenizer), np.int64), []
     chosen = [number for number in texts.by_hash() if texts.rows[number]][:SHARDS]
     for number in chosen:
         places = range(0, int(texts.rows[number]), -(-int(texts.rows[number]) // TEXTS))
         with contextlib.closing(texts.open(number)) as reader:
             some = [*texts.walk(reader, number, places.step)]
         cut = [text[:CUT] for text in some]
-        ids = np.concatenate([*tokenize(cut, maker)])
+        ids = np.concatenate([*tokenize(cut, encoder)])[len(encoder.start) :]
         counts += np.bincount(ids, minlength=len(counts))
         size = len(ids) * sum(map(len, some)) // max(sum(map(len, cut)), 1)
         found.append((size * int(texts.rows[number]) // len(places), facts["held"][number]))
     tokens, size = (sum(each) for each in zip(*found, strict=True))
-    if tokens < len(chosen) * maker.length:
+    if tokens < len(chosen) * length:
         raise ValueError(
             f"task.context_length: a shard of {one_line(texts.cfg.data, 100)} has about "
-            f"{tokens // len(chosen):,} tokens, which do not fill a row of {maker.length:,}; lower "
+            f"{tokens // len(chosen):,} tokens, which do not fill a row of {length:,}; lower "
             "it, or write larger shards"
         )
     held = np.where(texts.rows > 0, facts["held"], 0).tolist()
-    rows = [-(-each * tokens // (size * maker.length)) for each in held]
-    width = maker.length * np.dtype(maker.dtype).itemsize
+    rows = [-(-each * tokens // (size * length)) for each in held]
+    width = length * np.dtype(encoder.dtype).itemsize
     facts |= {"used": sum(rows), "rows": rows, "bytes": [each * width for each in rows]}
     (texts.folder / "tokens.json").write_text(json.dumps(facts), encoding="utf-8")
     np.save(texts.folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
     off = [own * size / (each * tokens) - 1 for own, each in found]
     print(
-        f"Preparing data: about {sum(rows):,} rows of {maker.length:,} tokens to train on, an "
+        f"Preparing data: about {sum(rows):,} rows of {length:,} tokens to train on, an "
         f"estimate, from which {len(chosen)} shards differ by {min(off):+.1%} to {max(off):+.1%}; "
         "a shard with more rows leaves some out, one with fewer gives some twice",
         flush=True,
@@ -156,7 +182,7 @@ def estimate_rows(texts: "ShardTexts", maker: corpus.RowMaker) -> dict[str, Any]
     return {"tokens": tokens, "bytes": size, "texts": sum(int(texts.rows[n]) for n in chosen)}
 
 
-def write_validation(cfg: Any, folder: Path, maker: corpus.RowMaker, facts: dict) -> list:
+def write_validation(cfg: Any, folder: Path, encoder: Encoder, facts: dict) -> list:
     """Writes the tokens of the validation rows: of given shards all; of those that are held out as
     many as the fields allow, of texts that lie evenly in them.
 
@@ -164,7 +190,7 @@ def write_validation(cfg: Any, folder: Path, maker: corpus.RowMaker, facts: dict
     """
     texts = ShardTexts(folder, "validation", cfg)
     is_given, total = texts.field == "validation_data", int(texts.ends[-1])
-    wanted = 1 + maker.length * cfg.validation_rows
+    wanted = 1 + cfg.context_length * cfg.validation_rows
     step = 1 if is_given else max(1, total * facts["tokens"] // facts["texts"] // wanted)
 
     def walk() -> Iterator[str]:
@@ -174,19 +200,21 @@ def write_validation(cfg: Any, folder: Path, maker: corpus.RowMaker, facts: dict
 
     size, target = 0, folder / "validation.tokens"
     with open(target, "wb") as file:
-        for ids in tokenize(walk(), maker):
+        for ids in tokenize(walk(), encoder):
             size += len(ids)
             file.write(ids.tobytes())
             if size >= wanted and not is_given:
                 break
-    rows = -(-(size - 1) // maker.length)
+    rows = -(-(size - 1) // cfg.context_length)
     rows = rows if is_given else min(rows, cfg.validation_rows)
-    if size <= maker.length:
+    if size <= cfg.context_length:
         raise ValueError(
             f"task.{texts.field}: {size:,} tokens to evaluate on do not fill a row of "
-            f"{maker.length + 1:,}; lower task.context_length, or write larger shards"
+            f"{cfg.context_length + 1:,}; lower task.context_length, or write larger shards"
         )
-    print(f"Preparing data: {rows:,} rows of {maker.length:,} tokens to evaluate on", flush=True)
+    print(
+        f"Preparing data: {rows:,} rows of {cfg.context_length:,} tokens to evaluate on", flush=True
+    )
     return ["validation", rows, [[target.name, size]]]
 
 
@@ -263,9 +291,7 @@ class TokenCache(streaming.ShardCache):
         self.texts, self.tokenizer = ShardTexts(folder, "train", cfg), tokenizer
         super().__init__(cfg, self.texts.cache.data, self.texts.columns)
         self.numbers = {shard.name: number for number, shard in enumerate(self.texts.shards)}
-        # Threads that make copies use the tokenizer at once, and its own would not survive a fork.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self.maker = make_maker(cfg, folder)
+        self.encoder = make_encoder(cfg, folder)
 
     def is_copied(self, shard: Shard) -> bool:
         return True
@@ -278,17 +304,15 @@ class TokenCache(streaming.ShardCache):
 
     def copy(self, shard: Shard, path: Path, size: int) -> None:
         number, raw = self.numbers[shard.name], self.texts.cache
-        # Calls from two threads would change the settings of one tokenizer.
-        maker = self.maker._replace(tokenizer=copy.deepcopy(self.maker.tokenizer))
         # Opened first: a copy of the shard itself needs room too.
         with contextlib.closing(self.texts.open(number)) as reader:
 
             def write(to: Path) -> None:
                 with open(to, "wb") as file:
-                    for ids in tokenize(self.texts.walk(reader, number), maker):
+                    for ids in tokenize(self.texts.walk(reader, number), self.encoder):
                         file.write(ids.tobytes())
                     written = file.tell()
-                if written <= np.dtype(maker.dtype).itemsize:  # of a token, no label
+                if written <= np.dtype(self.encoder.dtype).itemsize:  # of a token, no label
                     raise ValueError(f"cannot read {one_line(shard.path, 150)}: it has no text")
 
             self.fill(path, size, write)
