@@ -185,6 +185,16 @@ def tag_of(info: dict) -> str:
     return tags[0] if tags and tags[0].startswith(DIGESTS) else ", ".join(tags)
 
 
+def check_unchanged(shard: Shard, data: str) -> None:
+    """Raises ValueError for a shard of the local disk that is no longer the one in the index."""
+    if is_url(data):  # stores tell less of a single file
+        return
+    what = f"cannot read {one_line(shard.path, 150)}"
+    info = ask_store(what, open_store(data)[0].info, shard.path)
+    if (info["size"], tag_of(info)) != (shard.size, shard.tag):
+        raise ValueError(f"{what}: it has changed since the start; start again")
+
+
 def sample_digest(file: BinaryIO) -> str:
     """SHA-256 of a file of at most 16 MB; of a larger one, of 16 blocks that lie evenly in it."""
     last = max(file.seek(0, os.SEEK_END) - BLOCK, 0)

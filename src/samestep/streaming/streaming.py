@@ -330,8 +330,9 @@ class ShardCache:
         if not self.is_copied(shard):
             return path
         if not path.exists():
+            what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
             try:
-                with cache.file_lock(path.with_suffix(".lock")):
+                with cache.file_lock(path.with_suffix(".lock"), what):
                     if not path.exists():
                         self.copy(shard, path, size or shard.size)
             except ConnectionError:

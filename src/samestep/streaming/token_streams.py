@@ -27,16 +27,16 @@ from samestep.base.files import replace_text
 from samestep.base.workers import count_cores
 from samestep.data import cache, demo_data
 from samestep.models import pretrained
-from samestep.streaming import streaming
+from samestep.streaming import shards, streaming
 from samestep.streaming.shards import Shard
 from samestep.streaming.text_streams import SAMPLE
-from samestep.text import corpus, row_formats, tokenizing, units
+from samestep.text import corpus, row_formats, tokenizing
 from samestep.text.token_rows import row_of_stream
 from samestep.text.unit_files import FACTS, read_facts
 
 SHARDS, TEXTS = 8, 250  # of the sample: shards, and texts of each
 THREADS = 16  # that tokenise a shard: more would wait for Python, which takes a fifth of the time
-CUT = 100_000  # characters of a text in the sample
+BATCH = 100_000  # characters that a thread tokenises at a time, and of a text in the sample
 
 
 def check_token_streaming(cfg: Any) -> None:
@@ -73,7 +73,8 @@ def prepare_index(cfg: Any) -> Path:
         elif not cfg.model_name_or_path:
             print("Preparing data: learning a vocabulary from a sample", flush=True)
             ends = [corpus.END_OF_TEXT]
-            tokenizing.learn_vocabulary(texts.sample_texts(), cfg.vocab_size, folder, last=ends)
+            sample = [*texts.sample_texts()]  # errors of a child have another form
+            tokenizing.learn_vocabulary(sample, cfg.vocab_size, folder, last=ends)
         encoder = make_encoder(cfg, folder)
         facts = {"length": cfg.context_length, "dtype": encoder.dtype}
         facts |= {"packed": False, "most_texts": 0, **estimate_rows(texts, encoder)}
@@ -134,9 +135,9 @@ def tokenize(texts: Iterable[str], encoder: Encoder) -> Iterator[np.ndarray]:
 
 
 def take(texts: Iterator[str]) -> Iterator[str]:
-    """The next texts, of about a million characters."""
+    """The next texts, of BATCH characters or more."""
     size = 0
-    while size < units.BATCH and (text := next(texts, None)):
+    while size < BATCH and (text := next(texts, None)):
         size += len(text)
         yield text
 
@@ -154,7 +155,7 @@ def estimate_rows(texts: "ShardTexts", encoder: Encoder) -> dict[str, Any]:
         places = range(0, int(texts.rows[number]), -(-int(texts.rows[number]) // TEXTS))
         with contextlib.closing(texts.open(number)) as reader:
             some = [*texts.walk(reader, number, places.step)]
-        cut = [text[:CUT] for text in some]
+        cut = [text[:BATCH] for text in some]
         ids = np.concatenate([*tokenize(cut, encoder)])[len(encoder.start) :]
         counts += np.bincount(ids, minlength=len(counts))
         size = len(ids) * sum(map(len, some)) // max(sum(map(len, cut)), 1)
@@ -304,6 +305,7 @@ class TokenCache(streaming.ShardCache):
 
     def copy(self, shard: Shard, path: Path, size: int) -> None:
         number, raw = self.numbers[shard.name], self.texts.cache
+        shards.check_unchanged(shard, self.data)
         # Opened first: a copy of the shard itself needs room too.
         with contextlib.closing(self.texts.open(number)) as reader:
 
