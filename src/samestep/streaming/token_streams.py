@@ -34,7 +34,7 @@ from samestep.text import corpus, row_formats, tokenizing
 from samestep.text.token_rows import row_of_stream
 from samestep.text.unit_files import FACTS, read_facts
 
-SHARDS, TEXTS = 8, 250  # of the sample: shards, and texts of each
+SHARDS, TEXTS = 4, 500  # of the sample: shards, and texts of each
 THREADS = 16  # that tokenise a shard: more would wait for Python, which takes a fifth of the time
 BATCH = 100_000  # characters that a thread tokenises at a time, and of a text in the sample
 
@@ -79,8 +79,8 @@ def prepare_index(cfg: Any) -> Path:
         facts = {"length": cfg.context_length, "dtype": encoder.dtype}
         facts |= {"packed": False, "most_texts": 0, **estimate_rows(texts, encoder)}
         facts["parts"] = {"validation": [write_validation(cfg, folder, encoder, facts)]}
-        tokenizer = encoder.tokenizer.backend_tokenizer.to_str()
-        facts["tokenizer"] = hashlib.sha256(tokenizer.encode()).hexdigest()
+        code = json.dumps([encoder.tokenizer.backend_tokenizer.to_str(), *encoder[1:]])
+        facts["tokenizer"] = hashlib.sha256(code.encode()).hexdigest()
         np.save(folder / "bytes.npy", tokenizing.token_bytes(encoder.tokenizer))
         (folder / "prompts.json").write_text("{}", encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
