@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from conftest import digest, lines, load_task, trained, wait_until
 from samestep.streaming import token_streams
-from samestep.text import corpus
+from samestep.text import corpus, units
 from test_streaming import members, write_tar
 
 lm = load_task("causal_lm")
@@ -100,6 +100,24 @@ def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, kind, scheme):
     assert [*map(numbers, again.__getitems__([5, 0]))] == [numbers(train[5]), numbers(train[0])]
 
 
+@pytest.mark.parametrize("begin", [[], [7]])
+def test_tokens_are_those_of_prepared_texts(config, tmp_path, monkeypatch, begin):
+    """Of a tokenizer with and without a begin-of-text token; a text that spells one stays text."""
+    cfg = config(write(tmp_path / "rows"))
+    prepared = lm.prepare_data(cfg)
+    monkeypatch.setattr(corpus.tokenizing, "begin_tokens", lambda tokenizer: begin)
+    texts = [f"{corpus.END_OF_TEXT} {text}" for part in TEXTS for text in part]
+    encoder = token_streams.make_encoder(cfg, prepared)
+    tokenizer = corpus.load_tokenizer(cfg, prepared)
+    maker = corpus.RowMaker(tokenizer, "text", 16, 16, "split", False, "<u2")
+    rows = [({"text": text}, "") for text in texts]
+    wanted = [ids for ids, _ in maker.tokenize(units.Batch(rows, [], False, 0))]
+    wanted = np.concatenate([*[maker.start] * maker.shares_ends, *wanted])
+    monkeypatch.setattr(token_streams, "BATCH", 100)
+    found = np.concatenate([*token_streams.tokenize(texts, encoder)])
+    assert maker.shares_ends == (not begin) and found.tolist() == wanted.tolist()
+
+
 def test_formats_and_places_are_one_identity_and_lengths_share_tokens(config, tmp_path):
     data, files = write(tmp_path / "a"), tmp_path / "cache" / "shards"
     first = lm.cache.content_digest(lm.prepare_data(config(data)))
@@ -152,6 +170,19 @@ def texts_of(*parts, **fields):
     return lambda folder: (write(folder, "parquet", [[*part] for part in parts]), fields)
 
 
+def changed(folder):
+    """Shards, and what changes one after the index was made."""
+    write(folder)
+    return folder, {"then": lambda: write_tar(folder / "003.tar", [("1.txt", b"other")])}
+
+
+def half(folder):
+    """A shard without its end."""
+    path = write(folder) / "003.tar"
+    path.write_bytes(path.read_bytes()[:30_000])
+    return folder, {}
+
+
 ROWS = ["some words " * 20] * 5
 
 
@@ -177,6 +208,9 @@ ROWS = ["some words " * 20] * 5
             texts_of(ROWS, [*ROWS, " "], ROWS),
             "parquet, row 5: the text is empty; --task.incomplete_r",
         ),
+        (texts_of(ROWS, [b"\xff"] * 5, ROWS), "row 0: the text is b'.xff' but must be text"),
+        (changed, "003.tar: it has changed since the start; start again"),
+        (half, "task.data: cannot read .*003.tar: .*truncated"),
         (texts_of(ROWS, [1, 2], [1, 2]), "row 0: the text is 1 but must be text"),
         (texts_of(ROWS, [], []), "has rows in one shard alone"),
         (texts_of([], []), "task.data: no rows in"),
@@ -184,9 +218,12 @@ ROWS = ["some words " * 20] * 5
 )
 def test_what_cannot_be_streamed_is_one_line(config, tmp_path, make, problem):
     data, fields = make(tmp_path / "rows")
+    then = fields.pop("then", lambda: None)
     cfg = config(**{"data": data, **fields})
     with pytest.raises(ValueError, match=problem) as error:
-        train, _ = lm.datasets(cfg, lm.prepare_data(cfg))
+        prepared = lm.prepare_data(cfg)
+        then()
+        train, _ = lm.datasets(cfg, prepared)
         train.__getitems__(range(len(train)))
     assert "\n" not in str(error.value)
 
