@@ -453,6 +453,30 @@ def test_other_names_of_roles_are_read_as_the_known_ones_and_said(pack, capsys):
     assert said == [f"Preparing data: in {len(CHATS):,} chats {each}" for each in pairs]
 
 
+def test_names_in_messages_are_what_roles_says(kit, config, pack):
+    """Equal batches; and the prepared data of other names is not taken."""
+    names = {"user": "Prompter", "assistant": "bot"}
+    chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
+    named = [
+        {"talk": [{"who": names[m["role"]], "text": m["content"]} for m in row["messages"]]}
+        for row in chats
+    ]
+    fields = {"messages_column": "talk", "roles": "who=role, text=content, Prompter=user,bot=tool"}
+    with pytest.raises(ValueError, match="no message after the first has the role assistant"):
+        pack(named, **fields)
+    fields["roles"] = fields["roles"].replace("tool", "assistant")
+    assert torch.equal(pack(chats)[1]["labels"], pack(named, **fields)[1]["labels"])
+    said = refusal(kit, config(named, messages_column="talk", roles="who=role,text=content"))
+    role = "line 1: message 1 is from 'Prompter' but must be from user, "
+    assert role in said and said.endswith("; give it a role, as in --task.roles Prompter=user")
+    said = refusal(kit, config(named, messages_column="talk"))
+    assert said.endswith("has no role, only who, text; name its key with --task.roles KEY=role")
+    for roles in ("bot", "bot=robot", "=user", "a=user,a=tool"):
+        assert "gives no name a meaning" in refusal(kit, config(named, rows="chat", roles=roles))
+    said = refusal(kit, config([{"text": "a"}], rows="text", roles="a=user"))
+    assert "roles" in said and "where task.rows is text" in said
+
+
 PLAIN = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages if OF %}<{{ m['role'] }}>"
     "{{ m['content'] | trim }}{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}"
