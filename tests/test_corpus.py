@@ -471,7 +471,8 @@ def test_skipped_rows_of_all_units_are_counted_and_the_first_is_named(
     for at in (290, 140, 70):
         texts.insert(at, "")
     found = documents(task, config(write(tmp_path / "a.jsonl", texts), incomplete_rows="skip"))
-    assert "left out 3 incomplete rows of 303, the first: " in (out := capsys.readouterr().out)
+    assert f"303 documents read, {len(found[0])} to " in (out := capsys.readouterr().out)
+    assert "; left out: 3 incomplete (the first: " in out
     assert "a.jsonl, line 71: the text is empty" in out
     assert sorted(itertools.chain(*found)) == sorted(TEXTS)
 
@@ -482,7 +483,7 @@ def test_skipped_rows_of_all_units_are_counted_and_the_first_is_named(
 def test_equal_texts_are_on_one_side(task, config, tmp_path, capsys):
     texts = TEXTS[:150] + TEXTS[50:200]
     train, validation = documents(task, config(write(tmp_path / "a.jsonl", texts)))
-    assert "100 of 300 rows are equal to others" in capsys.readouterr().out
+    assert "; 100 are equal to others" in capsys.readouterr().out
     assert sorted(train + validation) == sorted(texts)
     assert not {*train} & {*validation} and 20 <= len(validation) <= 40
 

@@ -327,14 +327,24 @@ def describe_skipped(others: Counter) -> str:
 
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
     """Prints the splits of the data, and the files beside it that are not read, for example with a
-    misspelt ending."""
+    misspelt ending. Of .json files among others, which may be notes of tools, it says that they are
+    read.
+    """
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     if counts := count_splits(local, endings):
         splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
-        if others := sum((each for *_, each in walk(data, endings, name)), Counter()):
-            print(f"Preparing data: {one_line(data, 100)}{describe_skipped(others)}", flush=True)
+        read: Counter = Counter()
+        others: Counter = Counter()
+        for _, names, skipped in walk(data, endings, name):
+            read.update(map(tables.file_ending, names))
+            others += skipped
+        mixed = ".json" in read and len(read) > 1
+        if mixed or others:
+            counts = ", ".join(f"{number:,} {one_line(each, 20)}" for each, number in read.items())
+            text = f"{one_line(data, 100)}{f': reads {counts}' * mixed}{describe_skipped(others)}"
+            print(f"Preparing data: {text}", flush=True)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -354,29 +364,38 @@ class IncompleteRow(ValueError):
 
 
 def valid_rows(
-    rows: Iterable[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
+    rows: Iterable[Row],
+    cfg: DataConfig,
+    field: str,
+    check_row: Callable[[dict], None],
+    left_out: Counter,
 ) -> Iterator[Row]:
     """The rows that `check_row` accepts, perhaps changed by it. Raises ValueError for another row.
 
-    With cfg.incomplete_rows skip, rows that raise IncompleteRow are counted and left out.
+    With cfg.incomplete_rows skip, rows that raise IncompleteRow are left out and counted.
     """
-    number, skipped, first = 0, 0, ""
     for row, place in rows:
-        number += 1
         try:
             check_row(row)
         except ValueError as error:
-            incomplete = isinstance(error, IncompleteRow)
-            if not incomplete or cfg.incomplete_rows == "refuse":
-                hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+            lacks = isinstance(error, IncompleteRow)
+            if not lacks or cfg.incomplete_rows == "refuse":
+                hint = "; --task.incomplete_rows skip leaves such rows out" * lacks
                 raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
-            skipped += 1
-            first = first or f"{place}: {error}"
+            reason = f"incomplete (the first: {place}: {error})"
+            left_out[next(iter(left_out), reason)] += 1
         else:
             yield row, place
-    if skipped:
-        text = f"{skipped:,} incomplete rows of {number:,}, the first: {first}"
-        print(f"Preparing data: left out {text}", flush=True)
+
+
+def say_prepared(
+    rows: str, read: int, train: int, evaluated: str, left_out: Counter, remark: str = ""
+) -> None:
+    """Prints what became of the `rows` that were read. `left_out`: how many, by the reason."""
+    text = f"{read:,} {rows} read, {train:,} to train on, {evaluated} to evaluate on"
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
+    text += f"; left out: {reasons}" * bool(reasons) + remark
+    print(f"Prepared: {text}", flush=True)
 
 
 def say_overlap(number: int, total: int, least: str = "") -> None:

@@ -202,6 +202,7 @@ class Input:
     units: list[Unit]  # for the second pass: a file that was one piece may now be several
     rows: int = 0  # that can be used
     size: int = 0  # bytes of text
+    left_out: Counter = dataclasses.field(default_factory=Counter)  # rows, by the reason
     counts: Counter = dataclasses.field(default_factory=Counter)  # what `check` returned
     # Of each unit: what is noted of its rows, and the texts of their labels.
     noted: list[tuple[Path, list[str]]] = dataclasses.field(default_factory=list)
@@ -220,8 +221,8 @@ class Input:
 def scan(reader: Reader, name: str, folder: Path) -> Input:
     """Reads all rows that a field names once and checks them; the notes are in `folder`.
 
-    Prints the number of rows that are left out. Validation rows teach no vocabulary. Raises
-    ValueError for a row that cannot be used, and if there is none.
+    Validation rows teach no vocabulary. Raises ValueError for a row that cannot be used, and if
+    there is none.
     """
     folder.mkdir(exist_ok=True)
     pieces = list_pieces(reader, name)
@@ -237,19 +238,18 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
 
     sizes = [sum(piece.size for piece in unit) for unit in units]
     do_units(work, sizes, "Preparing data, first pass")
-    data, skipped, first = getattr(reader.cfg, name), 0, ""
+    data = getattr(reader.cfg, name)
     is_file = name == "validation_data" and data != reader.cfg.data
     found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
         facts = read_json_object(folder / f"{number:06}.json")
         found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
-        skipped, first = skipped + facts["skipped"], first or facts["first"]
+        if facts["skipped"]:
+            reason = f"incomplete (the first: {facts['first']})"
+            found.left_out[next(iter(found.left_out), reason)] += facts["skipped"]
         found.counts.update(facts["counts"])
         found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
         found.units += cut_unit(unit, facts["cuts"])
-    if skipped:
-        text = f"{skipped:,} incomplete rows of {skipped + found.rows:,}, the first: {first}"
-        print(f"Preparing data: left out {text}", flush=True)
     if not found.rows:
         nothing = "there is no text" if reader.long_texts else "there are no rows"
         raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
