@@ -269,7 +269,9 @@ def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, capsys, policy
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     limit = "24 tokens (the most that a row or the model holds)"
     said = f"27 of 27 texts are longer than {limit} and were {policy}"
-    assert said in capsys.readouterr().out
+    assert said in (out := capsys.readouterr().out)
+    held = f"3 ({len(parts[1])} rows of tokens) to evaluate on"
+    assert f"\nPrepared: 30 documents read, 27 to train on, {held}\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
     if policy == "cut":
         assert counts[0] == 27 * 24

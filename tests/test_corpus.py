@@ -186,11 +186,16 @@ def test_every_kind_of_file_gives_the_same_tokens_in_one_unit_or_many(
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst"])
 @pytest.mark.parametrize("size", [700, UNIT])
-def test_a_long_text_in_pieces_is_that_text(task, config, tmp_path, small_units, kind, size):
+def test_a_long_text_in_pieces_is_that_text(
+    task, config, tmp_path, small_units, kind, size, capsys
+):
     small_units(size)
     data = write(tmp_path / f"a.{kind}")
     folder, *found = labels(task, config(data))
     assert number_of_units(folder) > (4 if kind == "txt" else 1)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("Prepared: 1 documents read, 1 to train on, 1 (")
+    assert said.endswith(" to evaluate on; the end of a single text is held out")
     decode = corpus.load_tokenizer(config(data), folder).decode
     text = write(tmp_path / "whole.txt").read_text(encoding="utf-8")
     assert decode(torch.cat(found)).replace("<|endoftext|>", "") == text
