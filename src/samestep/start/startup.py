@@ -331,14 +331,15 @@ def prepare_data(cfg: Any, task: contract.Task) -> Any:
 
     Other data would give another, which the weights do not know.
     """
-    prepared, own = task.prepare_data(cfg.task), Path(cfg.output_dir) / VOCABULARY
+    settings, own = cfg.task, Path(cfg.output_dir) / VOCABULARY
+    prepared = task.prepare_data(settings)
     learnt = learnt_vocabulary(cfg, prepared)
     continues = own.exists() and any((own.parent / "checkpoints").glob("step-*"))
     if not learnt or not continues or learnt.read_bytes() == own.read_bytes():
         return prepared
     print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
-    cfg.task.vocabulary = cfg.output_dir
-    return task.prepare_data(cfg.task)
+    settings.vocabulary = cfg.output_dir
+    return task.prepare_data(settings)
 
 
 def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
@@ -492,13 +493,14 @@ def choose_evaluated(point: StartPoint, cfg: Any, manifest: dict) -> None:
     Raises UserError for a flag of training that is not a setting of the checkpoint: nothing reads
     it. The command that trained is right.
     """
+    newest = point.saved  # a run may have gone on with other settings after its best evaluation
     if cfg.export == "best" and cfg.resume == "auto":
         best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
         if best:
             point.checkpoint, point.saved = best, checkpoints.verify(best)
         else:
             point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
-    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (point.saved, manifest))
+    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (newest, manifest))
     for name in config.given_flags(type(cfg), sys.argv[1:]):
         unread = name in (*config.RUN, *config.TRAINING) and name in now
         if unread and now[name] != saved.get(name, now[name]):
