@@ -498,7 +498,7 @@ def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypa
     for number in (200_000, 2000):
         monkeypatch.setattr(units, "LOOKED_AT", number)
         tracemalloc.start()
-        found.append(units.hold_out(notes, 0.1, 400_000, size_of_row=True))
+        found.append(units.hold_out(notes, 0.9, 400_000, size_of_row=True))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert found[0] == found[1] and len(found[0]) == 400
