@@ -250,6 +250,37 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
 
 
+def test_roles_under_other_names_are_read_as_those_that_the_field_gives(pack):
+    names = {"system": "narrator", "user": "customer", "assistant": "Agent 7"}
+    rows = [
+        {"messages": [{"from": names[m["role"]], "value": m["content"]} for m in row["messages"]]}
+        for row in CHATS
+    ]
+    given = "narrator=system,customer=user, agent 7 = assistant"
+    with pytest.raises(ValueError, match="--task.roles 'Agent 7'=user"):
+        pack(rows, roles="narrator=system,customer=user")
+    for wrong in ("customer", "customer=boss", "=user"):
+        with pytest.raises(ValueError, match=r"task.roles: .* is not NAME=ROLE with one of user, "):
+            pack(rows, roles=wrong)
+    assert texts_and_learnt(*pack(rows, roles=given)) == texts_and_learnt(*pack(CHATS))
+
+
+def test_rows_that_are_left_out_are_counted_by_reason(prepare, capsys, tmp_path):
+    data = tmp_path / "folder"
+    data.mkdir()
+    rows = [*CHATS, {"messages": CHATS[0]["messages"][:1]}, {"messages": []}, {"messages": []}]
+    (data / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "b.json").write_text(json.dumps([*CHATS[:1], {"messages": []}]))
+    (data / "notes.xyz").write_text("")
+    prepare(str(data), incomplete_rows="skip", vocab_size=300)
+    said = capsys.readouterr().out
+    assert f"left out 4 incomplete rows of {len(rows) + 2}, the first: " in said
+    assert (
+        "(3: there are no messages, 1: no message after the first has the role assistant)" in said
+    )
+    assert f"{data}: 1 .json, 1 .jsonl (skipped 1 other file: 1 .xyz)" in said
+
+
 def test_best_fit_wastes_less_than_a_hundredth(pack):
     draw = random.Random(0).randint
     rows = [

@@ -333,7 +333,7 @@ BAD_MESSAGES = [
     ([{"role": "assistant", "content": "a"}], NO_ROLE),
     ([{"role": "user"}], "message 1 has no content, only role"),
     ([{"content": "a"}], "message 1 has no role, only content"),
-    ([{"from": "bot", "value": "a"}], "message 1 is from 'bot' but must be from user, assistant"),
+    ([{"from": "npc a", "value": "a"}], "message 1 is from 'npc a', none of user, assistant"),
     ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
 ]  # fmt: skip
 BAD_CALLS = [

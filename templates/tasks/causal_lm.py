@@ -81,10 +81,11 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     messages_column: str = "messages"
     """Column of the messages. The default also finds conversations, and the columns of Alpaca."""
     tools_column: str = "tools"
-    """Column of the tools that a chat may call, a list of JSON schemas, if there is one; empty:
-    tools are not read."""
+    """Column of the tools of a chat, a list of JSON schemas, if there is one; empty: not read."""
     train_on: Literal["all", "last"] = "all"
     """Answers of a chat that are learnt. (A message with weight 0 or train: false never is.)"""
+    roles: str = ""
+    """Roles of a chat under other names, such as customer=user,agent=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64
@@ -97,8 +98,7 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     too_long: Literal["split", "cut"] = "split"
     """best_fit: a text that is too long continues in another row, or its end is cut off."""
     vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
-    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts;
-    256 bytes and the end of text are the least."""
+    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
     vocabulary: str = field(default="", metadata=NOTHING)
     """New model: the model folder of a run, whose vocabulary is kept; empty: it is learnt."""
     hidden_size: Width = field(default=128, metadata=SHAPE)
@@ -160,7 +160,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     longest = corpus.max_text_length(cfg, best_fit)
     return cache.prepare(
         cfg,
-        "context_length packing too_long train_on vocab_size model_name_or_path revision",
+        "context_length packing too_long train_on roles vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
         row_formats.endings_of(cfg),
         more=[(own.data, each.kind, each.columns) for _, own, each in data],

@@ -327,15 +327,20 @@ def describe_skipped(others: Counter) -> str:
 
 
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
-    """Prints the splits of the data, and the files beside it that are not read, for example with a
-    misspelt ending."""
+    """Prints the splits of the data, the endings of its files, and those that are not read."""
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     if counts := count_splits(local, endings):
         splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
-        if others := sum((each for *_, each in walk(data, endings, name)), Counter()):
-            print(f"Preparing data: {one_line(data, 100)}{describe_skipped(others)}", flush=True)
+        read, others = Counter(), Counter()
+        for _, chosen, more in walk(data, endings, name):
+            read.update(tables.file_ending(each) for each in chosen)
+            others += more
+        if others or len(read) > 1:  # one of them may describe the data
+            found = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in sorted(read.items()))
+            text = f"{one_line(data, 100)}: {found}{describe_skipped(others)}"
+            print(f"Preparing data: {text}", flush=True)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -361,9 +366,9 @@ def valid_rows(
 
     With cfg.incomplete_rows skip, rows that raise IncompleteRow are counted and left out.
     """
-    number, skipped, first = 0, 0, ""
+    read, left_out, first = 0, Counter(), ""
     for row, place in rows:
-        number += 1
+        read += 1
         try:
             check_row(row)
         except ValueError as error:
@@ -371,13 +376,23 @@ def valid_rows(
             if not incomplete or cfg.incomplete_rows == "refuse":
                 hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
                 raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
-            skipped += 1
+            left_out[reason_of(error)] += 1
             first = first or f"{place}: {error}"
         else:
             yield row, place
-    if skipped:
-        text = f"{skipped:,} incomplete rows of {number:,}, the first: {first}"
-        print(f"Preparing data: left out {text}", flush=True)
+    say_left_out(left_out, read, first)
+
+
+def reason_of(error: ValueError) -> str:
+    """Why a row is left out, without its numbers and names: the same text for rows alike."""
+    return re.sub(r"\d+", "N", str(error).partition(" (")[0])
+
+
+def say_left_out(reasons: Counter, read: int, first: str) -> None:
+    if reasons:
+        text = f"left out {reasons.total():,} incomplete rows of {read:,}, the first: {first}"
+        counts = ", ".join(f"{n:,}: {reason}" for reason, n in reasons.most_common(5))
+        print(f"Preparing data: {text}" + f" ({counts})" * (len(reasons) > 1), flush=True)
 
 
 def say_overlap(number: int, total: int, least: str = "") -> None:

@@ -6,7 +6,8 @@ none.
 """
 
 import json
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from samestep.data.tables import replace_surrogates
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
 ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
+ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
 REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
 # For tokenizers without a template. It needs no special token but the end of text.
 CHAT_TEMPLATE = """\
@@ -43,10 +45,22 @@ CHAT_TEMPLATE = """\
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize_chat(row: dict, train_on: str = "all") -> list[str]:
+def read_roles(text: str) -> dict[str, str]:
+    """ROLES, and those of `text`, such as "customer=user,agent=assistant". Raises ValueError."""
+    words = [each.lower().partition("=") for each in text.split(",") if each.strip()]
+    pairs = [(name.strip(), role.strip()) for name, _, role in words]
+    for name, role in pairs:
+        if not name or role not in ROLES.values():
+            wanted = f"NAME=ROLE with one of {', '.join(dict.fromkeys(ROLES.values()))}"
+            raise ValueError(f"task.roles: {one_line(name or text, 60)!r} is not {wanted}")
+    return ROLES | dict(pairs)
+
+
+def normalize_chat(row: dict, train_on: str = "all", roles: Mapping[str, str] = ROLES) -> list[str]:
     """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles.
 
-    `train_on`: all answers, or the last alone; the others are context then.
+    `train_on`: all answers, or the last alone; the others are context then. `roles`: those that
+    templates know, by the names of this data.
 
     Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
@@ -59,7 +73,9 @@ def normalize_chat(row: dict, train_on: str = "all") -> list[str]:
         raise IncompleteRow("there are no messages")
     form = "a list of objects with role and content"
     require(isinstance(messages, list), "messages", messages, form)
-    row["messages"] = [normalize_message(m, f"message {n}") for n, m in enumerate(messages, 1)]
+    row["messages"] = [
+        normalize_message(m, f"message {n}", roles) for n, m in enumerate(messages, 1)
+    ]
     names = [message.get("role") or message["from"] for message in messages]
     answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
     for number, message in answers:
@@ -102,10 +118,10 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
     ]
 
 
-def normalize_message(message: Any, where: str) -> dict:
-    """A message with a role of ROLES, content, and tool_calls if there are any. `where` names it.
+def normalize_message(message: Any, where: str, roles: Mapping[str, str]) -> dict:
+    """A message with one of the `roles`, content, and tool_calls if it has some.
 
-    A message with another role would be context without a word.
+    `where` names it. A message with another role would be context without a word.
     """
     require(isinstance(message, dict), where, message, "an object with role and content")
     result = drop_nulls(message)
@@ -124,10 +140,13 @@ def normalize_message(message: Any, where: str) -> dict:
             raise ValueError(f"{where} has no {name}, only {there}")
         value = result.get(name, "")
         require(isinstance(value, str), f"the {name} of {where}", value, "text")
-    role = ROLES.get(result["role"].strip().lower())
+    role = roles.get(result["role"].strip().lower())
     if not role:
-        known = ", ".join(ROLES)
-        raise ValueError(f"{where} is from {shorten(result['role'])} but must be from {known}")
+        known, name = ", ".join(dict.fromkeys(roles.values())), result["role"]
+        raise ValueError(
+            f"{where} is from {shorten(name)}, none of {known}; say which it is: --task.roles "
+            f"{shlex.quote(one_line(name, 60))}=user"
+        )
     if result.get("function_call"):
         raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
     if calls:

@@ -59,7 +59,7 @@ def check_format_fields(cfg: Any) -> None:
     where = f"where task.data is {one_line(cfg.data, 60)}"
     check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
-    columns["chat"] += " train_on"
+    columns["chat"] += " train_on roles"
     read = [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()]
     check_ignored_fields(cfg, read)
 
@@ -120,15 +120,17 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str, train_on: str) -> Callable[[dict], list[str]]:
+def row_check(kind: str, cfg: Any) -> Callable[[dict], list[str]]:
     """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
     "tools", if it has some, and what to say of its roles."""
+
+    roles = chats.read_roles(cfg.roles)
 
     def check(row: dict) -> list[str]:
         if kind != "chat":
             check_text(row)
             return []
-        found = chats.normalize_chat(row, train_on)
+        found = chats.normalize_chat(row, cfg.train_on, roles)
         return [*found, "tools"] if "tools" in row else found
 
     return check

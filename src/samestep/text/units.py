@@ -237,19 +237,17 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
 
     sizes = [sum(piece.size for piece in unit) for unit in units]
     do_units(work, sizes, "Preparing data, first pass")
-    data, skipped, first = getattr(reader.cfg, name), 0, ""
+    data, left_out, first = getattr(reader.cfg, name), Counter(), ""
     is_file = name == "validation_data" and data != reader.cfg.data
     found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
         facts = read_json_object(folder / f"{number:06}.json")
         found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
-        skipped, first = skipped + facts["skipped"], first or facts["first"]
+        left_out, first = left_out + Counter(facts["left_out"]), first or facts["first"]
         found.counts.update(facts["counts"])
         found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
         found.units += cut_unit(unit, facts["cuts"])
-    if skipped:
-        text = f"{skipped:,} incomplete rows of {skipped + found.rows:,}, the first: {first}"
-        print(f"Preparing data: left out {text}", flush=True)
+    sources.say_left_out(left_out, left_out.total() + found.rows, first)
     if not found.rows:
         nothing = "there is no text" if reader.long_texts else "there are no rows"
         raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
@@ -263,8 +261,8 @@ def scan_unit(
 
     `cut_at`: bytes after which a file may be cut for the second pass.
     """
-    facts: dict = {"rows": 0, "skipped": 0, "first": "", "size": 0, "cuts": []}
-    counts: Counter = Counter()
+    facts: dict = {"rows": 0, "first": "", "size": 0, "cuts": []}
+    counts, left_out = Counter(), Counter()
     noted: list[tuple] = []
     labels: dict[str, int] = {}  # and their numbers
 
@@ -286,7 +284,7 @@ def scan_unit(
                 if not (incomplete and reader.cfg.incomplete_rows == "skip"):
                     hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
                     raise ValueError(f"task.{piece.field}: {place}: {error}{hint}") from None
-                facts["skipped"] += 1
+                left_out[sources.reason_of(error)] += 1
                 facts["first"] = facts["first"] or f"{place}: {error}"
                 continue
             text = reader.key(row)
@@ -315,7 +313,7 @@ def scan_unit(
             size = facts["size"] - before if whole else piece.path.stat().st_size
             noted.append((piece.hash_of_text(), size, 0))
     write_notes()
-    out.commit({**facts, "labels": [*labels], "counts": counts})
+    out.commit({**facts, "labels": [*labels], "counts": counts, "left_out": left_out})
 
 
 def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
