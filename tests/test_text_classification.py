@@ -303,14 +303,14 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     flags = ["--task.problem_type", "regression", "--task.data", data]
     flags += ["--task.text_pair_column", "pair", "--output_dir", "runs/numbers"]
     flags += ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
-    flags += [*STEPS, "--max_steps", 20, "--warmup_steps", 2]
+    flags += [*STEPS, "--max_steps", 80, "--warmup_steps", 2]
     flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
     assert "new weights for classifier" in baked.train(1, *flags)
     command = ["python", "-m", "samestep", "predict", "--json", "--model", "runs/numbers/model"]
     given = ["the oak\tand the elm", "the carp\tand the eel"]
     said = baked.run(*command, *given).stdout.splitlines()
     high, low = (json.loads(line)["value"] for line in said)
-    assert 1030 > high > low + 1.5 > 970
+    assert 1020 > high > low + 1.5 > 980
     card = (baked.path / "runs/numbers/model/README.md").read_text()
     code = card.partition("```python\n")[2].partition("```")[0].replace("a text", "the oak")
     code = f"{code.replace('its pair', 'and the elm')}\nprint(number)"

@@ -74,7 +74,7 @@ def say(counts: Counter, data: str, evaluates: bool) -> None:
 def extremes(parts: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """The smallest hash of each label, and the largest: uint64 (labels,).
 
-    `parts`: the hashes of rows, uint64 (N,), and their labels, int (N,), or one for all.
+    `parts`: the hashes of rows, uint64 (N,), and their labels, int (N,).
     """
     smallest: dict[int, int] = {}
     largest: dict[int, int] = {}
@@ -120,3 +120,8 @@ def hold_out(
         elif held:
             break
     return held or {*values[order][:1].tolist()}
+
+
+def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
+    """Whether each row, by its hash, is held out: bool (N,)."""
+    return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))

@@ -252,7 +252,7 @@ def choose_parts(
         limits = splits.extremes([(keys, images.classes[parts[0]])])
         most = cfg.validation_rows
         held = splits.hold_out(keys, np.ones(len(keys)), limits, cfg.validation_fraction, most)
-        held_out = np.isin(keys, np.fromiter(held, np.uint64))
+        held_out = splits.is_in(keys, held)
         parts = [parts[0][~held_out], parts[0][held_out]]
     else:
         known = {row.tobytes() for row in hashes[parts[0]]}

@@ -209,7 +209,7 @@ def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
     rows = np.array([each.index.rows for each in filled.values()])
     limits = splits.extremes([(keys, np.zeros(len(keys), int))])
     held = splits.hold_out(keys, rows, limits, cfg.validation_fraction, cfg.validation_rows)
-    chosen = np.isin(keys, np.fromiter(held, np.uint64))
+    chosen = splits.is_in(keys, held)
     if len(keys) and not held:
         raise ValueError(
             f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.data import sources
+from samestep.data import sources, splits
 from samestep.data.sources import Source, WeightedData
 from samestep.data.tables import Columns, Row
 from samestep.text import units
@@ -85,7 +85,7 @@ def hold_out(
 
 def count_rows(train: list[Input], given: list[Input], held: set[int]) -> tuple[int, int]:
     """The rows to train on, and those to evaluate on."""
-    inside = [units.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
+    inside = [splits.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
     known, more = (sum(each.rows for each in inputs) for inputs in (train, given))
     return known - int(sum(inside)), int(sum(inside)) + more
 

@@ -450,11 +450,6 @@ def hold_out(
         looked_at = min(fraction, 2 * looked_at)
 
 
-def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
-    """Whether each row, by its hash, is held out: bool (N,)."""
-    return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))
-
-
 def count_repeated(source: Input) -> int:
     """Rows that are equal to an earlier one; counted in parts, which bounds the memory."""
     parts, repeated = max(1, source.rows >> 22), 0
