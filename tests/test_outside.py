@@ -65,7 +65,7 @@ def models(tmp_path_factory):
     chats = [asked, asked["messages"][:1], {"messages": []}]
     (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats[:2]))
     (folder / "none.jsonl").write_text(json.dumps(chats[2]) + "\n")
-    named = {"conversations": [{"who": "Prompter", "value": "a"}, {"who": "bot", "value": "b"}]}
+    named = {"conversations": [{"who": "Patron", "value": "a"}, {"who": "bot", "value": "b"}]}
     (folder / "named.jsonl").write_text(json.dumps(named) + "\n")
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     t.BitImageProcessor(**size).save_pretrained(folder / "images")
@@ -99,7 +99,7 @@ ARGUMENTS = [
     (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
     ([*LM, "--system", "Be brief", "x"], "--system is a message of a chat; give --chat too"),
     (["--model", "chats", "--chat", "--file", "none.jsonl"], '{"messages": []} is no chat; write'),
-    ([*NAMED, "who=role,value=content"], "is no chat: message 1 is from 'Prompter' but must be"),
+    ([*NAMED, "who=role,value=content"], "is no chat: message 1 is from 'Patron', none of"),
     ([*NAMED, "bot"], "task.roles: 'bot' gives no name a meaning; write each once, as"),
     (["--model", "chats", "--chat", "--file", "texts.txt", "x"], "give inputs or --file, not both"),
 ]
@@ -113,7 +113,7 @@ def test_wrong_arguments_are_one_line(models, arguments, said):
 def test_chats_of_a_file_are_answered_up_to_the_last_question(models):
     flags = ["--model", "chats", "--chat", "--json", "--tokens", 5]
     of_file = programs.run(predict, models, *flags, "--file", "chats.jsonl").stdout.splitlines()
-    roles = "who=role,value=content,Prompter=user,bot=assistant"
+    roles = "who=role,value=content,Patron=user,bot=assistant"
     of_file += programs.run(predict, models, *flags, *NAMED[3:], roles).stdout.splitlines()
     alone = programs.run(predict, models, *flags, "a").stdout.splitlines()
     first, second, named, plain = (json.loads(each)["text"] for each in of_file + alone)

@@ -176,7 +176,8 @@ def test_every_row_is_in_one_part_the_same_from_every_kind_of_file(kit, tmp_path
         cfg, prepared, parts = kit.prepare(tmp_path, data, validation_fraction=0.2)
         packed = pickle.dumps(parts)  # as for worker processes: names of files
         keys = [kit.keys(kit.task, cfg, prepared, part) for part in pickle.loads(packed)]
-        assert len(packed) < 20_000 and 10 <= len(keys[1]) <= 14
+        held = {"causal_lm": 9, "image_classification": 14}.get(kit.name, 13)
+        assert len(packed) < 20_000 and len(keys[1]) == held
         assert len({*keys[0], *keys[1]}) == len(keys[0]) + len(keys[1]) == 60
         found.append([sorted(each) for each in keys])
     assert found[0] == found[1]
@@ -234,7 +235,7 @@ def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, caps
     assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
     sizes = [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts]
     (said,) = re.findall("^Prepared: 63 .* read, .*$", capsys.readouterr().out, re.M)
-    assert re.search("left out: 3 incomplete .the first: .*, line 2: ", said)
+    assert re.search("left out: 3 incomplete: [^,]* .the first: .*, line 2.", said)
     if kit.name != "causal_lm":
         assert f" read, {sizes[0]} to train on, {sizes[1]} to evaluate on;" in said
 
@@ -337,7 +338,7 @@ BAD_MESSAGES = [
     ([{"role": "assistant", "content": "a"}], NO_ROLE),
     ([{"role": "user"}], "message 1 has no content, only role"),
     ([{"content": "a"}], "message 1 has no role, only content"),
-    ([{"from": "bot", "value": "a"}], "message 1 is from 'bot' but must be from user, assistant"),
+    ([{"from": "npc a", "value": "a"}], "message 1 is from 'npc a', none of user, assistant"),
     ([{"role": "user", "content": [{"text": "a"}]}], "the content of message 1 is [{'text': 'a'}]"),
 ]  # fmt: skip
 BAD_CALLS = [

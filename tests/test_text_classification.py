@@ -304,7 +304,7 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     flags = ["--task.problem_type", "regression", "--task.data", data]
     flags += ["--task.text_pair_column", "pair", "--output_dir", "runs/numbers"]
     flags += ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
-    flags += [*STEPS, "--max_steps", 20, "--warmup_steps", 2]
+    flags += [*STEPS, "--max_steps", 80, "--warmup_steps", 2]
     flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
     flags += ["--task.token_dropout", 0]
     assert "new weights for classifier" in baked.train(1, *flags)

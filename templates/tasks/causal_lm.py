@@ -97,8 +97,7 @@ class TaskConfig(DataConfig, LoraFields, ModelConfig):
     too_long: Literal["split", "cut"] = "split"
     """best_fit: a text that is too long continues in another row, or its end is cut off."""
     vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
-    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts;
-    256 bytes and the end of text are the least."""
+    """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
     vocabulary: str = field(default="", metadata=NOTHING)
     """New model: the model folder of a run, whose vocabulary is kept; empty: it is learnt."""
     hidden_size: Width = field(default=128, metadata=SHAPE)

@@ -69,8 +69,9 @@ class DataConfig:
     validation_split: str = ""
     """Data set on the Hub: the validation split; empty: as for validation_data."""
     validation_fraction: Fraction = 0.1
-    """Fraction of the training rows held out for evaluation. A hash of each row's content decides,
-    so the choice is the same on every machine, and equal rows stay on one side."""
+    """Fraction of the training rows held out for evaluation, about. A hash of each row's content
+    decides: the choice is the same on every machine, equal rows stay on one side, and no row is
+    held out of more data that was trained on before."""
     validation_rows: ValidationRows = 1000  # type: ignore[valid-type]
     """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
     a tenth of the time of 100 steps of 32 samples."""
@@ -326,24 +327,19 @@ def describe_skipped(others: Counter) -> str:
 
 
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
-    """Prints the splits of the data, and the files beside it that are not read, for example with a
-    misspelt ending. Of .json files among others, which may be notes of tools, it says that they are
-    read.
-    """
+    """Prints the splits of the data, the endings of its files, and those that are not read."""
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     if counts := count_splits(local, endings):
         splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
-        read: Counter = Counter()
-        others: Counter = Counter()
-        for _, names, skipped in walk(data, endings, name):
-            read.update(map(tables.file_ending, names))
-            others += skipped
-        mixed = ".json" in read and len(read) > 1
-        if mixed or others:
-            counts = ", ".join(f"{number:,} {one_line(each, 20)}" for each, number in read.items())
-            text = f"{one_line(data, 100)}{f': reads {counts}' * mixed}{describe_skipped(others)}"
+        read, others = Counter(), Counter()
+        for _, chosen, more in walk(data, endings, name):
+            read.update(tables.file_ending(each) for each in chosen)
+            others += more
+        if others or len(read) > 1:  # one of them may describe the data
+            found = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in sorted(read.items()))
+            text = f"{one_line(data, 100)}: {found}{describe_skipped(others)}"
             print(f"Preparing data: {text}", flush=True)
 
 
@@ -378,14 +374,28 @@ def valid_rows(
         try:
             check_row(row)
         except ValueError as error:
-            lacks = isinstance(error, IncompleteRow)
-            if not lacks or cfg.incomplete_rows == "refuse":
-                hint = "; --task.incomplete_rows skip leaves such rows out" * lacks
-                raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
-            reason = f"incomplete (the first: {place}: {error})"
-            left_out[next(iter(left_out), reason)] += 1
+            leave_out(error, place, cfg, field, left_out)
         else:
             yield row, place
+
+
+def leave_out(
+    error: ValueError, place: str, cfg: DataConfig, field: str, left_out: Counter
+) -> None:
+    """Counts a row that is left out, by its reason; raises ValueError if it must not be."""
+    incomplete = isinstance(error, IncompleteRow)
+    if not incomplete or cfg.incomplete_rows == "refuse":
+        hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+        raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
+    reason = re.sub(r"\d+", "N", str(error).partition(" (")[0])  # the same for rows alike
+    add_left_out(left_out, {f"incomplete: {reason} (the first: {place})": 1})
+
+
+def add_left_out(left_out: Counter, more: dict[str, int]) -> None:
+    """Adds numbers of rows by their reasons; of two places of a reason the first stays."""
+    known = {text.partition(" (the first: ")[0]: text for text in left_out}
+    for text, number in more.items():
+        left_out[known.get(text.partition(" (the first: ")[0], text)] += number
 
 
 def say_prepared(

@@ -6,6 +6,7 @@ none.
 """
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from samestep.data.tables import replace_surrogates
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
 ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
+ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
 KEYS = ("role", "content")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
 # For tokenizers without a template. It needs no special token but the end of text.
@@ -161,10 +163,10 @@ def normalize_message(message: Any, where: str, names: dict[str, str]) -> dict:
     given = result["role"].strip()
     role = names.get(given) or ROLES.get(given.lower())
     if role not in ROLES:
-        known = ", ".join(ROLES)
+        known = ", ".join(dict.fromkeys(ROLES.values()))
         raise ValueError(
-            f"{where} is from {shorten(given)} but must be from {known}; give it a role, as in "
-            f"--task.roles {one_line(given, 30)}=user"
+            f"{where} is from {shorten(given)}, none of {known}; say which it is: --task.roles "
+            f"{shlex.quote(one_line(given, 60))}=user"
         )
     if result.get("function_call"):
         raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")

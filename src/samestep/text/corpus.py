@@ -127,7 +127,7 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
             own,
             endings,
             row_format.columns,
-            row_formats.row_check(row_format.kind, cfg.train_on, cfg.roles),
+            row_formats.row_check(row_format.kind, cfg),
             row_formats.key_of,
             None if cfg.model_name_or_path else row_formats.texts_of,
             shipped=shipped,

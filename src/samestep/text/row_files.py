@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.data import sources
+from samestep.data import sources, splits
 from samestep.data.sources import Source, WeightedData
 from samestep.data.tables import Columns, Row
 from samestep.text import units
@@ -86,7 +86,7 @@ def hold_out(
 
 def count_rows(train: list[Input], held: set[int]) -> int:
     """The rows to train on."""
-    inside = [units.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
+    inside = [splits.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
     return sum(each.rows for each in train) - int(sum(inside))
 
 

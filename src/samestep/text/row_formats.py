@@ -121,16 +121,16 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str, train_on: str, roles: str) -> Callable[[dict], list[str]]:
+def row_check(kind: str, cfg: Any) -> Callable[[dict], list[str]]:
     """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
     "tools", if it has some, and what to say of its roles."""
-    names = chats.read_names(roles)
+    names = chats.read_names(cfg.roles)
 
     def check(row: dict) -> list[str]:
         if kind != "chat":
             check_text(row)
             return []
-        found = chats.normalize_chat(row, train_on, names)
+        found = chats.normalize_chat(row, cfg.train_on, names)
         return [*found, "tools"] if "tools" in row else found
 
     return check

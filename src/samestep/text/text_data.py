@@ -14,7 +14,7 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
-from samestep.data import labels
+from samestep.data import labels, splits
 from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
@@ -180,7 +180,7 @@ def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Count
     counts: Counter = Counter()
     noted = chain.from_iterable(zip(each.notes(), each.noted, strict=True) for each in inputs)
     for rows, (_, known) in noted:
-        numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
+        numbers = rows["label"][~splits.is_in(rows["hash"], held)].astype(int)
         for label, number in enumerate(np.bincount(numbers, minlength=len(known)).tolist()):
             names = json.loads(known[label]) if problem_type == MULTI else [known[label]]
             for name in names:
@@ -191,7 +191,7 @@ def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Count
 def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
     """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
     for rows in chain.from_iterable(each.notes() for each in inputs):
-        yield rows["label"][units.is_in(rows["hash"], held) == inside]
+        yield rows["label"][splits.is_in(rows["hash"], held) == inside]
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------
