@@ -250,21 +250,6 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
 
 
-def test_roles_under_other_names_are_read_as_those_that_the_field_gives(pack):
-    names = {"system": "narrator", "user": "customer", "assistant": "Agent 7"}
-    rows = [
-        {"messages": [{"from": names[m["role"]], "value": m["content"]} for m in row["messages"]]}
-        for row in CHATS
-    ]
-    given = "narrator=system,customer=user, agent 7 = assistant"
-    with pytest.raises(ValueError, match="--task.roles 'Agent 7'=user"):
-        pack(rows, roles="narrator=system,customer=user")
-    for wrong in ("customer", "customer=boss", "=user"):
-        with pytest.raises(ValueError, match=r"task.roles: .* is not NAME=ROLE with one of user, "):
-            pack(rows, roles=wrong)
-    assert texts_and_learnt(*pack(rows, roles=given)) == texts_and_learnt(*pack(CHATS))
-
-
 def test_rows_that_are_left_out_are_counted_by_reason(prepare, capsys, tmp_path):
     data = tmp_path / "folder"
     data.mkdir()
@@ -274,10 +259,12 @@ def test_rows_that_are_left_out_are_counted_by_reason(prepare, capsys, tmp_path)
     (data / "notes.xyz").write_text("")
     prepare(str(data), incomplete_rows="skip", vocab_size=300)
     said = capsys.readouterr().out
-    assert f"left out 4 incomplete rows of {len(rows) + 2}, the first: " in said
-    assert (
-        "(3: there are no messages, 1: no message after the first has the role assistant)" in said
-    )
+    assert f"Prepared: {len(rows) + 2} chats read, " in said
+    for reason in (
+        "1 incomplete: no message after the first has the role assistant (the first: ",
+        "3 incomplete: there are no messages (the first: ",
+    ):
+        assert reason in said
     assert f"{data}: 1 .json, 1 .jsonl (skipped 1 other file: 1 .xyz)" in said
 
 
@@ -300,7 +287,9 @@ def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, capsys, policy
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     limit = "24 tokens (the most that a row or the model holds)"
     said = f"28 of 28 texts are longer than {limit} and were {policy}"
-    assert said in capsys.readouterr().out
+    assert said in (out := capsys.readouterr().out)
+    held = f"2 ({len(parts[1])} rows of tokens) to evaluate on"
+    assert f"\nPrepared: 30 documents read, 28 to train on, {held}\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
     if policy == "cut":
         assert counts[0] == 28 * 24
@@ -482,6 +471,30 @@ def test_other_names_of_roles_are_read_as_the_known_ones_and_said(pack, capsys):
     said = [line for line in capsys.readouterr().out.splitlines() if "is read as" in line]
     pairs = ("System is read as system", "human is read as user", "model is read as assistant")
     assert said == [f"Preparing data: in {len(CHATS):,} chats {each}" for each in pairs]
+
+
+def test_names_in_messages_are_what_roles_says(kit, config, pack):
+    """Equal batches; and the prepared data of other names is not taken."""
+    names = {"user": "Agent 7", "assistant": "clerk"}
+    chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
+    named = [
+        {"talk": [{"who": names[m["role"]], "text": m["content"]} for m in row["messages"]]}
+        for row in chats
+    ]
+    fields = {"messages_column": "talk", "roles": "who=role, text=content, Agent 7=user,clerk=tool"}
+    with pytest.raises(ValueError, match="no message after the first has the role assistant"):
+        pack(named, **fields)
+    fields["roles"] = fields["roles"].replace("tool", "assistant")
+    assert torch.equal(pack(chats)[1]["labels"], pack(named, **fields)[1]["labels"])
+    said = refusal(kit, config(named, messages_column="talk", roles="who=role,text=content"))
+    role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
+    assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
+    said = refusal(kit, config(named, messages_column="talk"))
+    assert said.endswith("has no role, only who, text; name its key with --task.roles KEY=role")
+    for roles in ("bot", "bot=robot", "=user", "a=user,a=tool"):
+        assert "gives no name a meaning" in refusal(kit, config(named, rows="chat", roles=roles))
+    said = refusal(kit, config([{"text": "a"}], rows="text", roles="a=user"))
+    assert "roles" in said and "where task.rows is text" in said
 
 
 PLAIN = (

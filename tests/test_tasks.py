@@ -203,7 +203,7 @@ def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsy
 def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, tmp_path, capsys):
     data = kit.write(tmp_path)
     first = kit.task.prepare_data(kit.config(tmp_path, data))
-    assert capsys.readouterr().out.startswith("Preparing data: ")
+    assert capsys.readouterr().out.startswith("Prepar")
     assert kit.task.prepare_data(kit.config(tmp_path, data)) == first
     assert capsys.readouterr().out == ""
     share = kit.task.prepare_data(kit.config(tmp_path, data, validation_fraction=0.3))
@@ -233,7 +233,11 @@ def test_incomplete_rows_are_refused_or_left_out_and_counted(kit, tmp_path, caps
     assert f"{said}; --task.incomplete_rows skip leaves such rows out" in text
     cfg, prepared, parts = kit.prepare(tmp_path, rows, incomplete_rows="skip")
     assert sum(len(kit.keys(kit.task, cfg, prepared, part)) for part in parts) == 60
-    assert "left out 3 incomplete rows of 63, the first: " in capsys.readouterr().out
+    sizes = [len(kit.keys(kit.task, cfg, prepared, part)) for part in parts]
+    (said,) = re.findall("^Prepared: 63 .* read, .*$", capsys.readouterr().out, re.M)
+    assert re.search("left out: 3 incomplete: [^,]* .the first: .*, line 2.", said)
+    if kit.name != "causal_lm":
+        assert f" read, {sizes[0]} to train on, {sizes[1]} to evaluate on;" in said
 
 
 # ---- Loss ----------------------------------------------------------------------------------------
@@ -490,9 +494,9 @@ def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(kit
     data = ["--task.data", kit.write(tmp_path), *kit.flags(**kit.noise), *STEPS]
     one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
     printed = project.train(2, *data, "--num_workers", 1, "--output_dir", two)
-    said = [line for line in printed.splitlines() if line.startswith("Preparing data: ")]
+    said = [line for line in printed.splitlines() if line.startswith("Prepar")]
     assert said and len(said) == len({*said})  # prepared by one of them
-    assert "Preparing" not in project.train(1, *data, "--output_dir", one)
+    assert "Prepar" not in project.train(1, *data, "--output_dir", one)
     for key in ("loss", "eval_loss"):
         for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6)

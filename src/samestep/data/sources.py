@@ -360,39 +360,52 @@ class IncompleteRow(ValueError):
 
 
 def valid_rows(
-    rows: Iterable[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
+    rows: Iterable[Row],
+    cfg: DataConfig,
+    field: str,
+    check_row: Callable[[dict], None],
+    left_out: Counter,
 ) -> Iterator[Row]:
     """The rows that `check_row` accepts, perhaps changed by it. Raises ValueError for another row.
 
-    With cfg.incomplete_rows skip, rows that raise IncompleteRow are counted and left out.
+    With cfg.incomplete_rows skip, rows that raise IncompleteRow are left out and counted.
     """
-    read, left_out, first = 0, Counter(), ""
     for row, place in rows:
-        read += 1
         try:
             check_row(row)
         except ValueError as error:
-            incomplete = isinstance(error, IncompleteRow)
-            if not incomplete or cfg.incomplete_rows == "refuse":
-                hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
-                raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
-            left_out[reason_of(error)] += 1
-            first = first or f"{place}: {error}"
+            leave_out(error, place, cfg, field, left_out)
         else:
             yield row, place
-    say_left_out(left_out, read, first)
 
 
-def reason_of(error: ValueError) -> str:
-    """Why a row is left out, without its numbers and names: the same text for rows alike."""
-    return re.sub(r"\d+", "N", str(error).partition(" (")[0])
+def leave_out(
+    error: ValueError, place: str, cfg: DataConfig, field: str, left_out: Counter
+) -> None:
+    """Counts a row that is left out, by its reason; raises ValueError if it must not be."""
+    incomplete = isinstance(error, IncompleteRow)
+    if not incomplete or cfg.incomplete_rows == "refuse":
+        hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+        raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
+    reason = re.sub(r"\d+", "N", str(error).partition(" (")[0])  # the same for rows alike
+    add_left_out(left_out, {f"incomplete: {reason} (the first: {place})": 1})
 
 
-def say_left_out(reasons: Counter, read: int, first: str) -> None:
-    if reasons:
-        text = f"left out {reasons.total():,} incomplete rows of {read:,}, the first: {first}"
-        counts = ", ".join(f"{n:,}: {reason}" for reason, n in reasons.most_common(5))
-        print(f"Preparing data: {text}" + f" ({counts})" * (len(reasons) > 1), flush=True)
+def add_left_out(left_out: Counter, more: dict[str, int]) -> None:
+    """Adds numbers of rows by their reasons; of two places of a reason the first stays."""
+    known = {text.partition(" (the first: ")[0]: text for text in left_out}
+    for text, number in more.items():
+        left_out[known.get(text.partition(" (the first: ")[0], text)] += number
+
+
+def say_prepared(
+    rows: str, read: int, train: int, evaluated: str, left_out: Counter, remark: str = ""
+) -> None:
+    """Prints what became of the `rows` that were read. `left_out`: how many, by the reason."""
+    text = f"{read:,} {rows} read, {train:,} to train on, {evaluated} to evaluate on"
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
+    text += f"; left out: {reasons}" * bool(reasons) + remark
+    print(f"Prepared: {text}", flush=True)
 
 
 def say_overlap(number: int, total: int, least: str = "") -> None:

@@ -197,11 +197,16 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
     Returns the digest of these, and those of the images that tables name, for `cache.prepare`.
     `shipped`: rows in place of those of cfg.data.
     """
-    train, given = image_data.read_rows(cfg, shipped)
+    left_out: Counter = Counter()
+    train, given = image_data.read_rows(cfg, left_out, shipped)
     found = ImageList(folder, train, given or [], cfg)
     named = image_data.hash_named_images(cfg, found.places, found.paths())
     hashes = store_images(found, side, cfg)
     arrays, names = choose_parts(found, hashes, given is None, cfg)
+    read = len(found) + left_out.total()
+    left_out["unreadable"] = int((~hashes.any(1)).sum())
+    sizes = (len(arrays["train"]), f"{len(arrays['validation']):,}")
+    sources.say_prepared("images", read, *sizes, left_out)
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
     (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
@@ -222,9 +227,7 @@ def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> No
             "cannot be read; --task.corrupt skip leaves them out"
         )
     for problem in shown:
-        print(f"left out: {one_line(problem)}")
-    if len(problems) > SHOWN:
-        print(f"and {len(problems) - SHOWN:,} more", flush=True)
+        print(f"left out: {one_line(problem)}", flush=True)
 
 
 # ---- Parts ---------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def build(
     """
     kind = cfg.problem_type
     train, given, held, names = scan_rows(cfg, folder, shipped)
-    rows, evaluated = row_files.count_rows(train, given, held)
+    rows = row_files.count_rows(train, held)
     scale = {"train": Numbers(0.0, 1.0, False)}
     weights, warning = np.ones(len(names), np.float32), ""
     if kind == NUMBER:
@@ -83,8 +83,8 @@ def build(
         about, warning = labels.describe_labels(counts, rows, names, kind)
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
-    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train"
-    print(f"Preparing data: {size} and {evaluated:,} to evaluate on; {about}", flush=True)
+    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train on"
+    print(f"Preparing data: {size}; {about}", flush=True)
     if warning:
         print(f"Preparing data: {warning}", flush=True)
 
@@ -114,7 +114,7 @@ def build(
     constants: dict[str, int | float] = {**marks_of(tokenizer, bool(cfg.text_pair_column))}
     if kind == NUMBER:
         constants["deviation"] = scale["train"].std
-    return row_files.finish(folder, done, constants)
+    return row_files.finish(folder, train + given, done, constants)
 
 
 def scan_rows(

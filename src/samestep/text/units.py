@@ -202,6 +202,7 @@ class Input:
     units: list[Unit]  # for the second pass: a file that was one piece may now be several
     rows: int = 0  # that can be used
     size: int = 0  # bytes of text
+    left_out: Counter = dataclasses.field(default_factory=Counter)  # rows, by the reason
     counts: Counter = dataclasses.field(default_factory=Counter)  # what `check` returned
     # Of each unit: what is noted of its rows, and the texts of their labels.
     noted: list[tuple[Path, list[str]]] = dataclasses.field(default_factory=list)
@@ -220,8 +221,8 @@ class Input:
 def scan(reader: Reader, name: str, folder: Path) -> Input:
     """Reads all rows that a field names once and checks them; the notes are in `folder`.
 
-    Prints the number of rows that are left out. Validation rows teach no vocabulary. Raises
-    ValueError for a row that cannot be used, and if there is none.
+    Validation rows teach no vocabulary. Raises ValueError for a row that cannot be used, and if
+    there is none.
     """
     folder.mkdir(exist_ok=True)
     pieces = list_pieces(reader, name)
@@ -237,17 +238,16 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
 
     sizes = [sum(piece.size for piece in unit) for unit in units]
     do_units(work, sizes, "Preparing data, first pass")
-    data, left_out, first = getattr(reader.cfg, name), Counter(), ""
+    data = getattr(reader.cfg, name)
     is_file = name == "validation_data" and data != reader.cfg.data
     found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
         facts = read_json_object(folder / f"{number:06}.json")
         found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
-        left_out, first = left_out + Counter(facts["left_out"]), first or facts["first"]
+        sources.add_left_out(found.left_out, facts["left_out"])
         found.counts.update(facts["counts"])
         found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
         found.units += cut_unit(unit, facts["cuts"])
-    sources.say_left_out(left_out, left_out.total() + found.rows, first)
     if not found.rows:
         nothing = "there is no text" if reader.long_texts else "there are no rows"
         raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
@@ -261,7 +261,7 @@ def scan_unit(
 
     `cut_at`: bytes after which a file may be cut for the second pass.
     """
-    facts: dict = {"rows": 0, "first": "", "size": 0, "cuts": []}
+    facts: dict = {"rows": 0, "size": 0, "cuts": []}
     counts, left_out = Counter(), Counter()
     noted: list[tuple] = []
     labels: dict[str, int] = {}  # and their numbers
@@ -280,12 +280,7 @@ def scan_unit(
             try:
                 counts.update([] if piece.is_text else reader.check(row) or [])
             except ValueError as error:
-                incomplete = isinstance(error, sources.IncompleteRow)
-                if not (incomplete and reader.cfg.incomplete_rows == "skip"):
-                    hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
-                    raise ValueError(f"task.{piece.field}: {place}: {error}{hint}") from None
-                left_out[sources.reason_of(error)] += 1
-                facts["first"] = facts["first"] or f"{place}: {error}"
+                sources.leave_out(error, place, reader.cfg, piece.field, left_out)
                 continue
             text = reader.key(row)
             size, hashed = len(text.encode()), hash_of(text)
