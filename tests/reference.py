@@ -1,30 +1,35 @@
 """What is held out, in a few lines, with which the preparations in units have to agree."""
 
 import hashlib
+import math
 
 
-def hold_out(rows, fraction, key, stratum=lambda row: None):
+def hold_out(rows, fraction, key, stratum=lambda row: None, most=math.inf):
     """Splits rows into training and validation by a hash of their key: the same on every machine.
 
-    Rows with one key stay together. About `fraction` of each stratum is held out, in whole keys;
-    each stratum keeps at least one key for training. Both parts are in the order of the hashes.
+    Rows with one key stay together. Held out are the keys with the smallest hashes, those in the
+    first `fraction` of all, and the first of each stratum, but never the last, and at most `most`
+    rows. Both parts are in the order of the hashes.
     """
-    groups = {}
+    groups, firsts, lasts = {}, {}, {}
     for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    ordered = sorted(groups.items(), key=lambda each: hashlib.sha256(each[0].encode()).digest())
-    strata = {}
-    for name, group in ordered:
-        strata.setdefault(stratum(group[0]), []).append(name)
-    held_out = set()
-    for names in strata.values():
-        wanted, taken = fraction * sum(len(groups[name]) for name in names), 0
-        for name in names[:-1]:
-            if taken + len(groups[name]) / 2 <= wanted:
-                held_out.add(name)
-                taken += len(groups[name])
-    largest = max(strata.values(), key=len)
-    if not held_out and len(largest) > 1:
-        held_out.add(largest[0])
-    train = [row for name, group in ordered if name not in held_out for row in group]
-    return train, [row for name, group in ordered if name in held_out for row in group]
+        hashed = int.from_bytes(hashlib.sha256(key(row).encode()).digest()[:8], "big")
+        groups.setdefault(hashed, []).append(row)
+        own = stratum(row)
+        firsts[own] = min(firsts.get(own, hashed), hashed)
+        lasts[own] = max(lasts.get(own, hashed), hashed)
+    held, taken = set(), 0
+    few = [each for each in sorted(groups) if each in firsts.values()]
+    rest = [each for each in sorted(groups) if each < fraction * 2**64 and each not in few]
+    candidates = [each for each in few + rest if each not in lasts.values()]
+    for each in candidates:
+        if taken + len(groups[each]) <= most:
+            held.add(each)
+            taken += len(groups[each])
+        elif held:
+            break
+    held = held or {*candidates[:1]}
+    parts = [], []
+    for each in sorted(groups):
+        parts[each in held].extend(groups[each])
+    return parts

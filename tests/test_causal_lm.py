@@ -222,7 +222,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, atte
     for inputs, labels in segments(batch):
         assert len(inputs) > 1
         alone.append(task.loss_sum(model, {"input_ids": inputs[None], "labels": labels[None]}))
-    assert len(alone) == 54 and len(batch["labels"]) < 27
+    assert len(alone) == 53 and len(batch["labels"]) < 27
     together = task.loss_sum(model, batch).item()
     assert together == pytest.approx(sum(alone).item(), rel=1e-6)
     # Without positions, texts see those before them, and the loss is another one.
@@ -234,7 +234,7 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, atte
 def test_completions_alone_are_learnt_and_every_one_of_them(pack, kind):
     found = texts_and_learnt(*pack(PROMPTS, kind))
     answers = {row["completion"] + "<|endoftext|>" for row in PROMPTS}
-    assert len(found) == 54 and {learnt for _, learnt in found} < answers
+    assert len(found) == 53 and {learnt for _, learnt in found} < answers
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -242,12 +242,30 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
     chats = [row["messages"] for row in CHATS]
     rows = [{"talk": json.dumps(chat) if kind == "csv" else chat} for chat in chats]
     found = texts_and_learnt(*pack(rows, kind, messages_column="talk"))
-    assert len(found) == 54
+    assert len(found) == 57
     for text, learnt in found:
         assert text.startswith("System: Be brief.\nUser: ")
         number = int(text.split("User: ")[1].split()[0])
         answers = f"that is {number + 1}", f"yes{'!' * (number % 7)}"
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
+
+
+def test_rows_that_are_left_out_are_counted_by_reason(prepare, capsys, tmp_path):
+    data = tmp_path / "folder"
+    data.mkdir()
+    rows = [*CHATS, {"messages": CHATS[0]["messages"][:1]}, {"messages": []}, {"messages": []}]
+    (data / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "b.json").write_text(json.dumps([*CHATS[:1], {"messages": []}]))
+    (data / "notes.xyz").write_text("")
+    prepare(str(data), incomplete_rows="skip", vocab_size=300)
+    said = capsys.readouterr().out
+    assert f"Prepared: {len(rows) + 2} chats read, " in said
+    for reason in (
+        "1 incomplete: no message after the first has the role assistant (the first: ",
+        "3 incomplete: there are no messages (the first: ",
+    ):
+        assert reason in said
+    assert f"{data}: 1 .json, 1 .jsonl (skipped 1 other file: 1 .xyz)" in said
 
 
 def test_best_fit_wastes_less_than_a_hundredth(pack):
@@ -257,7 +275,7 @@ def test_best_fit_wastes_less_than_a_hundredth(pack):
     ]
     _, batch = pack(rows, context_length=256)
     lengths = [len(inputs) for inputs, _ in segments(batch)]
-    assert len(lengths) == 1350
+    assert len(lengths) == 1361
     assert sum(lengths) / batch["labels"].numel() > 0.99
     assert sum(lengths) / (len(lengths) * max(lengths)) < 0.6  # each padded to the longest
 
@@ -268,11 +286,13 @@ def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, capsys, policy
     fields = {"context_length": 24, "packing": "best_fit", "too_long": policy}
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     limit = "24 tokens (the most that a row or the model holds)"
-    said = f"27 of 27 texts are longer than {limit} and were {policy}"
-    assert said in capsys.readouterr().out
+    said = f"28 of 28 texts are longer than {limit} and were {policy}"
+    assert said in (out := capsys.readouterr().out)
+    held = f"2 ({len(parts[1])} rows of tokens) to evaluate on"
+    assert f"\nPrepared: 30 documents read, 28 to train on, {held}\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
     if policy == "cut":
-        assert counts[0] == 27 * 24
+        assert counts[0] == 28 * 24
     else:  # every token of a text, and its end, is the label of one piece
         tokenizer = corpus.load_tokenizer(cfg, prepared)
         assert sum(counts) == sum(len(tokenizer(text).input_ids) + 1 for text in texts)
@@ -299,7 +319,7 @@ def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_
 def test_a_template_that_leaves_out_reasoning_later_gives_each_answer_its_own_text(pack):
     thinks = "{% if loop.last and m['role'] == 'assistant' %}(thinks){% endif %}{{ m['content'] }}"
     found = texts_and_learnt(*pack(CHATS, template=OWN.replace("{{ m['content'] }}", thinks)))
-    assert len(found) == 2 * 54
+    assert len(found) == 2 * 57
     for text, learnt in found:
         assert learnt.startswith("(thinks)") and learnt.count("(thinks)") == 1
         assert text.count("<assistant>") == (2 if "yes" in learnt else 1)
@@ -354,7 +374,7 @@ def test_tool_calls_are_learnt_and_what_tools_answer_is_not(pack, kind, capsys):
     file = {"dicts": "jsonl", "text": "jsonl", "structs": "parquet"}.get(kind, kind)
     found = learnt_by_number(*pack(rows, file, context_length=700, vocab_size=400))
     assert ", 40 with tools, from messages\n" in capsys.readouterr().out
-    assert len(found) == 36
+    assert len(found) == 35
     tools = "".join(f"{json.dumps(tool)}\n" for tool in TOOLS)
     for i, (text, learnt) in found.items():
         asked = f"User: Weather of {i}?\nAssistant:"
@@ -451,6 +471,30 @@ def test_other_names_of_roles_are_read_as_the_known_ones_and_said(pack, capsys):
     said = [line for line in capsys.readouterr().out.splitlines() if "is read as" in line]
     pairs = ("System is read as system", "human is read as user", "model is read as assistant")
     assert said == [f"Preparing data: in {len(CHATS):,} chats {each}" for each in pairs]
+
+
+def test_names_in_messages_are_what_roles_says(kit, config, pack):
+    """Equal batches; and the prepared data of other names is not taken."""
+    names = {"user": "Agent 7", "assistant": "clerk"}
+    chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
+    named = [
+        {"talk": [{"who": names[m["role"]], "text": m["content"]} for m in row["messages"]]}
+        for row in chats
+    ]
+    fields = {"messages_column": "talk", "roles": "who=role, text=content, Agent 7=user,clerk=tool"}
+    with pytest.raises(ValueError, match="no message after the first has the role assistant"):
+        pack(named, **fields)
+    fields["roles"] = fields["roles"].replace("tool", "assistant")
+    assert torch.equal(pack(chats)[1]["labels"], pack(named, **fields)[1]["labels"])
+    said = refusal(kit, config(named, messages_column="talk", roles="who=role,text=content"))
+    role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
+    assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
+    said = refusal(kit, config(named, messages_column="talk"))
+    assert said.endswith("has no role, only who, text; name its key with --task.roles KEY=role")
+    for roles in ("bot", "bot=robot", "=user", "a=user,a=tool"):
+        assert "gives no name a meaning" in refusal(kit, config(named, rows="chat", roles=roles))
+    said = refusal(kit, config([{"text": "a"}], rows="text", roles="a=user"))
+    assert "roles" in said and "where task.rows is text" in said
 
 
 PLAIN = (

@@ -186,11 +186,16 @@ def test_every_kind_of_file_gives_the_same_tokens_in_one_unit_or_many(
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst"])
 @pytest.mark.parametrize("size", [700, UNIT])
-def test_a_long_text_in_pieces_is_that_text(task, config, tmp_path, small_units, kind, size):
+def test_a_long_text_in_pieces_is_that_text(
+    task, config, tmp_path, small_units, kind, size, capsys
+):
     small_units(size)
     data = write(tmp_path / f"a.{kind}")
     folder, *found = labels(task, config(data))
     assert number_of_units(folder) > (4 if kind == "txt" else 1)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("Prepared: 1 documents read, 1 to train on, 1 (")
+    assert said.endswith(" to evaluate on; the end of a single text is held out")
     decode = corpus.load_tokenizer(config(data), folder).decode
     text = write(tmp_path / "whole.txt").read_text(encoding="utf-8")
     assert decode(torch.cat(found)).replace("<|endoftext|>", "") == text
@@ -471,8 +476,9 @@ def test_skipped_rows_of_all_units_are_counted_and_the_first_is_named(
     for at in (290, 140, 70):
         texts.insert(at, "")
     found = documents(task, config(write(tmp_path / "a.jsonl", texts), incomplete_rows="skip"))
-    assert "left out 3 incomplete rows of 303, the first: " in (out := capsys.readouterr().out)
-    assert "a.jsonl, line 71: the text is empty" in out
+    assert f"303 documents read, {len(found[0])} to " in (out := capsys.readouterr().out)
+    assert "; left out: 3 incomplete: the text is empty (the first: " in out
+    assert "a.jsonl, line 71)" in out
     assert sorted(itertools.chain(*found)) == sorted(TEXTS)
 
 
@@ -482,7 +488,7 @@ def test_skipped_rows_of_all_units_are_counted_and_the_first_is_named(
 def test_equal_texts_are_on_one_side(task, config, tmp_path, capsys):
     texts = TEXTS[:150] + TEXTS[50:200]
     train, validation = documents(task, config(write(tmp_path / "a.jsonl", texts)))
-    assert "100 of 300 rows are equal to others" in capsys.readouterr().out
+    assert "; 100 are equal to others" in capsys.readouterr().out
     assert sorted(train + validation) == sorted(texts)
     assert not {*train} & {*validation} and 20 <= len(validation) <= 40
 
@@ -498,7 +504,7 @@ def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypa
     for number in (200_000, 2000):
         monkeypatch.setattr(units, "LOOKED_AT", number)
         tracemalloc.start()
-        found.append(units.hold_out(notes, 0.1, 400_000, size_of_row=True))
+        found.append(units.hold_out(notes, 0.9, 400_000, size_of_row=True))
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert found[0] == found[1] and len(found[0]) == 400

@@ -4,7 +4,6 @@ The pretrained weights are those of a model that the tests train first.
 """
 
 import json
-import re
 import shutil
 import subprocess
 
@@ -288,22 +287,29 @@ def test_a_model_that_cannot_keep_packed_texts_apart_is_refused(project):
     assert code == 2 and "models of the type opt cannot keep packed texts apart" in printed
 
 
-def test_more_data_is_refused_unless_the_vocabulary_is_kept(project):
-    """The weights stand for tokens that would be others; no accepted change makes up for it."""
+def test_a_run_goes_on_with_more_data_and_its_own_vocabulary(project):
     rows = [{"text": f"{i} + {i} = {2 * i}"} for i in range(200)]
     for name, part in (("some", rows[:150]), ("more", rows)):
         (project.path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-    flags = [*recipe_of("base"), "--output_dir", "runs/words", "--max_steps", "3"]
-    project.train(1, *flags, "--task.data", "some.jsonl")
-    cases = [{"flags": [*flags, "--task.data", "more.jsonl", "--accept_changes"]}]
-    [(code, _, printed)] = project.forked(cases)
-    assert code == 2 and printed.count("\n") == 1
-    assert "another vocabulary (task.data: some.jsonl -> more.jsonl), so its weights" in printed
-    assert "--task.model_name_or_path runs/words/model" in printed
-    accepted = re.search("--task.vocabulary runs/words/model --accept_changes", printed)[0].split()
+    flags = [*recipe_of("base"), "--output_dir", "runs/words", "--save_every", "2"]
+    project.train(1, *flags, "--max_steps", "3", "--task.data", "some.jsonl")
     vocabulary = (project.path / "runs/words/model/tokenizer.json").read_bytes()
-    flags = [*flags[:-1], "6", "--task.data", "more.jsonl", *accepted]
-    printed = project.train(1, *flags)
-    assert "continuing from runs/words/checkpoints/step-00000003" in str(printed)
+    more = [*flags, "--max_steps", "6", "--task.data", "more.jsonl"]
+    [(code, _, printed)] = project.forked([{"flags": more}])
+    assert code == 2 and "--accept_changes to continue with the new ones" in printed
+    assert "task.data: some.jsonl -> more.jsonl" in printed and "vocabulary: " not in printed
+    printed = str(project.train(1, *more, "--accept_changes"))
+    assert "continuing from runs/words/checkpoints/step-00000003" in printed
+    assert "the run keeps its vocabulary, runs/words/tokenizer.json" in printed
+    shutil.rmtree(project.path / "runs/words/checkpoints/step-00000006")  # as if it was killed
+    model = project.path / "runs/words/model/model.safetensors"
+    trained = model.read_bytes()
+    printed = str(project.train(1, *more))
+    assert "continuing from runs/words/checkpoints/step-00000004" in printed
     assert (project.path / "runs/words/model/tokenizer.json").read_bytes() == vocabulary
     assert [line["step"] for line in lines(project.path / "runs/words", "loss")][-1] == 6
+    assert model.read_bytes() == trained
+    (project.path / "runs/words/tokenizer.json").unlink()
+    [(code, _, printed)] = project.forked([{"flags": [*more, "--accept_changes"]}])
+    assert code == 2 and "another vocabulary, so its weights" in printed
+    assert "--task.model_name_or_path runs/words/model" in printed

@@ -92,3 +92,12 @@ def test_the_picture_of_many_classes_holds_all_answers(monkeypatch, tmp_path):
     assert rows[-1].get_text() == columns[-1].get_text() == "other"
     assert sum(int(text.get_text()) for text in axes.texts) == int(table.sum())
     assert bar.get_ylabel() == "share of the row"
+    names = [f"a name that is long: {i}, and differs in the middle" for i in range(3)]
+    text = classification.report_table(2000 * torch.eye(3).double(), names, tmp_path)["classes"]
+    axes, _ = figures[1].axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == names
+    assert all(name in text for name in names)
+    assert {text.get_text() for text in axes.texts} == {"2,000"}
+    figures[1].draw_without_rendering()
+    gap = axes.title.get_window_extent().y0 - axes.get_window_extent().y1
+    assert 0 < gap < axes.title.get_window_extent().height

@@ -65,6 +65,8 @@ def models(tmp_path_factory):
     chats = [asked, asked["messages"][:1], {"messages": []}]
     (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats[:2]))
     (folder / "none.jsonl").write_text(json.dumps(chats[2]) + "\n")
+    named = {"conversations": [{"who": "Patron", "value": "a"}, {"who": "bot", "value": "b"}]}
+    (folder / "named.jsonl").write_text(json.dumps(named) + "\n")
     size = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
     t.BitImageProcessor(**size).save_pretrained(folder / "images")
     (folder / "texts.txt").write_text("one\ntwo\n")
@@ -77,6 +79,7 @@ def models(tmp_path_factory):
 
 
 LM = ["--model", "lm"]
+NAMED = "--model chats --chat --file named.jsonl --task.roles".split()
 ARGUMENTS = [
     (["--temperature", "nan", "x"], "--temperature is nan; give 0, or a number from 0.01 to 100"),
     (["--temperature", "1e300", "x"], "--temperature is 1e+300; give 0"),
@@ -96,6 +99,8 @@ ARGUMENTS = [
     (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
     ([*LM, "--system", "Be brief", "x"], "--system is a message of a chat; give --chat too"),
     (["--model", "chats", "--chat", "--file", "none.jsonl"], '{"messages": []} is no chat; write'),
+    ([*NAMED, "who=role,value=content"], "is no chat: message 1 is from 'Patron', none of"),
+    ([*NAMED, "bot"], "task.roles: 'bot' gives no name a meaning; write each once, as"),
     (["--model", "chats", "--chat", "--file", "texts.txt", "x"], "give inputs or --file, not both"),
 ]
 
@@ -108,9 +113,11 @@ def test_wrong_arguments_are_one_line(models, arguments, said):
 def test_chats_of_a_file_are_answered_up_to_the_last_question(models):
     flags = ["--model", "chats", "--chat", "--json", "--tokens", 5]
     of_file = programs.run(predict, models, *flags, "--file", "chats.jsonl").stdout.splitlines()
+    roles = "who=role,value=content,Patron=user,bot=assistant"
+    of_file += programs.run(predict, models, *flags, *NAMED[3:], roles).stdout.splitlines()
     alone = programs.run(predict, models, *flags, "a").stdout.splitlines()
-    first, second, plain = (json.loads(each)["text"] for each in of_file + alone)
-    assert first == second == plain
+    first, second, named, plain = (json.loads(each)["text"] for each in of_file + alone)
+    assert first == second == named == plain
 
 
 def test_a_talk_keeps_its_chat_and_says_that_an_answer_is_empty(monkeypatch, capsys):

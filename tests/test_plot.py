@@ -1,5 +1,6 @@
 """plot.py alone, without training: what it reads, what it draws, what it says about bad input."""
 
+import itertools
 import json
 import math
 import struct
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 import yaml
+from matplotlib.colors import to_rgb
 
 import programs
 from samestep.programs import plot
@@ -131,6 +133,29 @@ def test_the_words_of_a_comparison(tmp_path, monkeypatch):
     assert {"2.000   x/a", "1.500   y/a", "–   y/b", "samples or\ntokens / s"} <= words
     assert "training loss, mean over about 8% of the run" in words
     assert size(tmp_path / "compared.png") == (1600, 1240)  # the run given twice counts once
+
+
+def test_twelve_runs_have_colors_of_their_own_in_every_panel(tmp_path, monkeypatch):
+    """And the legend is above the curves; labels of panels do not reach each other."""
+    figures = []
+    monkeypatch.setattr(curves, "FigureCanvasAgg", lambda figure: figures.append(figure))
+    lines = scored(accuracy=(0.5, 0.9))
+    for line in lines:
+        if "tokens_per_second" in line:
+            line["target_tokens_per_second"] = line.pop("tokens_per_second")
+    runs = [write(tmp_path / f"{i}", lines) for i in range(12)]
+    curves.draw(runs, tmp_path / "a.png")
+    loss, accuracy, _, rate = axes = figures[0].axes
+    for each in axes:
+        shown = {to_rgb(line.get_color()) for line in each.get_lines()}
+        assert len(shown) == 12
+        apart = [math.dist(*pair) for pair in itertools.combinations(shown, 2)]
+        assert min(apart) > 0.2
+    assert loss.get_legend().get_window_extent().y0 >= loss.get_window_extent().y1
+    labels = [each.yaxis.label.get_window_extent() for each in axes]
+    assert all(above.y0 > below.y1 for above, below in itertools.pairwise(labels))
+    assert rate.get_ylabel() == "target\ntokens / s"
+    assert rate.get_ylim()[1] > 1.04 * max(rate.get_lines()[0].get_ydata())
 
 
 def test_what_is_drawn_is_said(tmp_path, monkeypatch):

@@ -178,7 +178,7 @@ def test_pretrained_models_train_and_answer(kit, baked, models, tmp_path, name):
     flags += ["--task.data", kit.write(tmp_path), "--task.max_source_length", 48]
     flags += ["--task.max_target_length", 8, "--task.num_beams", 2, *STEPS, "--max_steps", 2]
     printed = baked.train(1, *flags, "--output_dir", output)
-    assert "generation: BLEU" in printed and "(6 rows, 2 beams)" in printed
+    assert "generation: BLEU" in printed and "(7 rows, 2 beams)" in printed
     assert "new weights" not in printed
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 

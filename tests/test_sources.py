@@ -232,7 +232,11 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert len(sources.list_files(cfg.data, tables.TABLES)) == 2
     sources.print_skipped_files(cfg, tables.TABLES)
     said = "(skipped 4 other files: 2 .jsonl.xz, 1 .JPG.gz, 1 no ending)"
-    assert said in " ".join(sorted(capsys.readouterr().out.split("\n")))
+    assert capsys.readouterr().out.endswith(f": 2 .jsonl {said}\n")
+    (tmp_path / "dataset_info.json").write_text('{"text": "a"}')
+    sources.print_skipped_files(cfg, tables.TABLES)
+    assert f": 1 .json, 2 .jsonl {said}\n" in capsys.readouterr().out
+    (tmp_path / "dataset_info.json").unlink()
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
     assert said in refused(sources.list_files, str(tmp_path), tables.TABLES)

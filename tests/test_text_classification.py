@@ -262,6 +262,7 @@ def learnt(baked):
     """A run on the functions of Python's library, shorter than the default recipe's."""
     short = ["--max_steps", 40, "--warmup_steps", 15, "--eval_every", 0, "--save_every", 0]
     short += ["--task.max_length", 64, "--output_dir", "runs/learnt"]
+    short += ["--learning_rate", 2e-3, "--task.token_dropout", 0.3, "--task.dropout", 0.2]
     baked.train(1, *short)
     return baked.path / "runs" / "learnt"
 
@@ -303,8 +304,9 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     flags = ["--task.problem_type", "regression", "--task.data", data]
     flags += ["--task.text_pair_column", "pair", "--output_dir", "runs/numbers"]
     flags += ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
-    flags += [*STEPS, "--max_steps", 20, "--warmup_steps", 2]
+    flags += [*STEPS, "--max_steps", 80, "--warmup_steps", 2]
     flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
+    flags += ["--task.token_dropout", 0]
     assert "new weights for classifier" in baked.train(1, *flags)
     command = ["python", "-m", "samestep", "predict", "--json", "--model", "runs/numbers/model"]
     given = ["the oak\tand the elm", "the carp\tand the eel"]

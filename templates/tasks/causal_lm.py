@@ -68,10 +68,9 @@ class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
     source, 5 MB), docstrings (prompts or chats: what does this function do?). Several with their
     weights: a.jsonl:2,b.jsonl:1, or a list of {path: a.jsonl, weight: 2}."""
     rows: Literal["auto", "text", "prompt", "chat"] = "auto"
-    """What a row is. text: a text. prompt: a prompt and its completion; the loss is that of the
-    completion. chat: messages with role and content (ShareGPT: from and value), or instruction,
-    input and output (Alpaca); the loss is that of the assistant's messages. auto: decided by the
-    names of the columns; docstrings are prompts."""
+    """What a row is. text: a text. prompt: a prompt and its completion, the loss. chat: messages
+    with role and content (ShareGPT: from and value), or instruction, input and output (Alpaca); the
+    assistant's are the loss. auto: the names of the columns decide; docstrings are prompts."""
     endings: str = ""
     """Endings of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
@@ -83,10 +82,11 @@ class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
     messages_column: str = "messages"
     """Column of the messages. The default also finds conversations, and the columns of Alpaca."""
     tools_column: str = "tools"
-    """Column of the tools that a chat may call, a list of JSON schemas, if there is one; empty:
-    tools are not read."""
+    """Column of the tools that a chat may call, a list of JSON schemas; empty: not read."""
     train_on: Literal["all", "last"] = "all"
     """Answers of a chat that are learnt. (A message with weight 0 or train: false never is.)"""
+    roles: str = ""
+    """Other names in messages: speaker=role,text=content,prompter=user,bot=assistant."""
     chat_template: str = ""
     """A file with a Jinja template for messages; empty: the tokenizer's own, or a plain one."""
     context_length: Length = 64
@@ -163,7 +163,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     longest = corpus.max_text_length(cfg, best_fit)
     return cache.prepare(
         cfg,
-        "context_length packing too_long train_on vocab_size model_name_or_path revision",
+        "context_length packing too_long train_on roles vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
         row_formats.endings_of(cfg),
         more=[(own.data, each.kind, each.columns) for _, own, each in data],

@@ -114,7 +114,7 @@ class RunLock:
                     path.rmdir()
 
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "wandb_run_id", "lock")
+RUN_FILES = "config.yaml metrics.jsonl status.json tokenizer.json wandb_run_id lock".split()
 RUN_FOLDERS = ("checkpoints", "model", "evaluation")
 
 

@@ -518,12 +518,10 @@ def check_settings(
         begin = "task.model_name_or_path" in after and (model / "config.json").exists()
         alone, what = "vocabulary" in current["config"].get("task", {}), "another vocabulary"
         what += ", other classes or another scale of numbers" * (not alone)
-        keeps = alone and (model / "tokenizer.json").exists()
-        more = f", or to go on with more data --task.vocabulary {model} --accept_changes" * keeps
         start = f", and to begin there with this model --task.model_name_or_path {model}" * begin
         raise ValueError(
             f"{path} was made with {what}{why}, so its weights mean something else; give the same "
-            f"data{more}, or another --output_dir{start}"
+            f"data, or another --output_dir{start}"
         )
     both = before.keys() & after.keys()  # newer code may have new fields
     shapes = [name for name in changed if name in both and effects.get(name) == "shape"]

@@ -69,8 +69,9 @@ class DataConfig:
     validation_split: str = ""
     """Data set on the Hub: the validation split; empty: as for validation_data."""
     validation_fraction: Fraction = 0.1
-    """Fraction of the training rows held out for evaluation. A hash of each row's content decides,
-    so the choice is the same on every machine, and equal rows stay on one side."""
+    """Fraction of the training rows held out for evaluation, about. A hash of each row's content
+    decides: the choice is the same on every machine, equal rows stay on one side, and no row is
+    held out of more data that was trained on before."""
     validation_rows: ValidationRows = 1000  # type: ignore[valid-type]
     """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
     a tenth of the time of 100 steps of 32 samples."""
@@ -326,15 +327,20 @@ def describe_skipped(others: Counter) -> str:
 
 
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
-    """Prints the splits of the data, and the files beside it that are not read, for example with a
-    misspelt ending."""
+    """Prints the splits of the data, the endings of its files, and those that are not read."""
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     if counts := count_splits(local, endings):
         splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
-        if others := sum((each for *_, each in walk(data, endings, name)), Counter()):
-            print(f"Preparing data: {one_line(data, 100)}{describe_skipped(others)}", flush=True)
+        read, others = Counter(), Counter()
+        for _, chosen, more in walk(data, endings, name):
+            read.update(tables.file_ending(each) for each in chosen)
+            others += more
+        if others or len(read) > 1:  # one of them may describe the data
+            found = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in sorted(read.items()))
+            text = f"{one_line(data, 100)}: {found}{describe_skipped(others)}"
+            print(f"Preparing data: {text}", flush=True)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -354,29 +360,52 @@ class IncompleteRow(ValueError):
 
 
 def valid_rows(
-    rows: Iterable[Row], cfg: DataConfig, field: str, check_row: Callable[[dict], None]
+    rows: Iterable[Row],
+    cfg: DataConfig,
+    field: str,
+    check_row: Callable[[dict], None],
+    left_out: Counter,
 ) -> Iterator[Row]:
     """The rows that `check_row` accepts, perhaps changed by it. Raises ValueError for another row.
 
-    With cfg.incomplete_rows skip, rows that raise IncompleteRow are counted and left out.
+    With cfg.incomplete_rows skip, rows that raise IncompleteRow are left out and counted.
     """
-    number, skipped, first = 0, 0, ""
     for row, place in rows:
-        number += 1
         try:
             check_row(row)
         except ValueError as error:
-            incomplete = isinstance(error, IncompleteRow)
-            if not incomplete or cfg.incomplete_rows == "refuse":
-                hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
-                raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
-            skipped += 1
-            first = first or f"{place}: {error}"
+            leave_out(error, place, cfg, field, left_out)
         else:
             yield row, place
-    if skipped:
-        text = f"{skipped:,} incomplete rows of {number:,}, the first: {first}"
-        print(f"Preparing data: left out {text}", flush=True)
+
+
+def leave_out(
+    error: ValueError, place: str, cfg: DataConfig, field: str, left_out: Counter
+) -> None:
+    """Counts a row that is left out, by its reason; raises ValueError if it must not be."""
+    incomplete = isinstance(error, IncompleteRow)
+    if not incomplete or cfg.incomplete_rows == "refuse":
+        hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
+        raise ValueError(f"task.{field}: {place}: {error}{hint}") from None
+    reason = re.sub(r"\d+", "N", str(error).partition(" (")[0])  # the same for rows alike
+    add_left_out(left_out, {f"incomplete: {reason} (the first: {place})": 1})
+
+
+def add_left_out(left_out: Counter, more: dict[str, int]) -> None:
+    """Adds numbers of rows by their reasons; of two places of a reason the first stays."""
+    known = {text.partition(" (the first: ")[0]: text for text in left_out}
+    for text, number in more.items():
+        left_out[known.get(text.partition(" (the first: ")[0], text)] += number
+
+
+def say_prepared(
+    rows: str, read: int, train: int, evaluated: str, left_out: Counter, remark: str = ""
+) -> None:
+    """Prints what became of the `rows` that were read. `left_out`: how many, by the reason."""
+    text = f"{read:,} {rows} read, {train:,} to train on, {evaluated} to evaluate on"
+    reasons = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items() if number)
+    text += f"; left out: {reasons}" * bool(reasons) + remark
+    print(f"Prepared: {text}", flush=True)
 
 
 def say_overlap(number: int, total: int, least: str = "") -> None:

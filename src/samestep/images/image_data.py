@@ -3,6 +3,7 @@
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".
 
 
 def read_rows(
-    cfg: Any, shipped: Iterable[Row] | None = None
+    cfg: Any, left_out: Counter, shipped: Iterable[Row] | None = None
 ) -> tuple[Iterator[Row], Iterator[Row] | None]:
     """Rows of an image and a label, to train on and, where some are given, to evaluate on.
 
     They are read one by one: encoded images of all rows may not fit into memory. `shipped`: rows in
     place of those of cfg.data. Raises ValueError for a row without an image or a class, unless
-    cfg.incomplete_rows is skip.
+    cfg.incomplete_rows is skip; then `left_out` counts it.
     """
     columns, field = {"image": cfg.image_column, "label": cfg.label_column}, given_field(cfg)
     sources.print_skipped_files(cfg, readable_endings(cfg.data), shipped=shipped is not None)
@@ -44,8 +45,10 @@ def read_rows(
         validation = read_local_rows(cfg.validation_data, columns, field)
     elif cfg.validation_split and on_hub:
         validation = hub.read_hub_rows(cfg, cfg.validation_split, columns, field)
-    train = sources.valid_rows(train, cfg, "data", check_image_row)
-    return train, validation and sources.valid_rows(validation, cfg, field, check_image_row)
+    train = sources.valid_rows(train, cfg, "data", check_image_row, left_out)
+    if validation:
+        validation = sources.valid_rows(validation, cfg, field, check_image_row, left_out)
+    return train, validation
 
 
 def given_field(cfg: Any) -> str:

@@ -22,7 +22,7 @@ from PIL import UnidentifiedImageError
 from tqdm import tqdm
 
 from samestep.base.console import one_line
-from samestep.data import cache, labels, sources
+from samestep.data import cache, labels, sources, splits
 from samestep.data.tables import Row
 from samestep.images import image_data
 from samestep.images.image_data import encode_image, given_field, place_of
@@ -197,11 +197,16 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
     Returns the digest of these, and those of the images that tables name, for `cache.prepare`.
     `shipped`: rows in place of those of cfg.data.
     """
-    train, given = image_data.read_rows(cfg, shipped)
+    left_out: Counter = Counter()
+    train, given = image_data.read_rows(cfg, left_out, shipped)
     found = ImageList(folder, train, given or [], cfg)
     named = image_data.hash_named_images(cfg, found.places, found.paths())
     hashes = store_images(found, side, cfg)
     arrays, names = choose_parts(found, hashes, given is None, cfg)
+    read = len(found) + left_out.total()
+    left_out["unreadable"] = int((~hashes.any(1)).sum())
+    sizes = (len(arrays["train"]), f"{len(arrays['validation']):,}")
+    sources.say_prepared("images", read, *sizes, left_out)
     for name, values in arrays.items():
         np.save(folder / f"{name}.npy", values)
     (folder / "labels.json").write_text(json.dumps(names), encoding="utf-8")
@@ -222,9 +227,7 @@ def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> No
             "cannot be read; --task.corrupt skip leaves them out"
         )
     for problem in shown:
-        print(f"left out: {one_line(problem)}")
-    if len(problems) > SHOWN:
-        print(f"and {len(problems) - SHOWN:,} more", flush=True)
+        print(f"left out: {one_line(problem)}", flush=True)
 
 
 # ---- Parts ---------------------------------------------------------------------------------------
@@ -248,8 +251,11 @@ def choose_parts(
         )
     images.check_classes(parts[1], parts[0], given_field(cfg))
     if split:
-        fraction = min(cfg.validation_fraction, cfg.validation_rows / max(len(parts[0]), 1))
-        held_out = hold_out(hashes[parts[0]], images.classes[parts[0]], fraction)
+        keys = hashes[parts[0], :8].copy().view("<u8")[:, 0]
+        limits = splits.extremes([(keys, images.classes[parts[0]])])
+        most = cfg.validation_rows
+        held = splits.hold_out(keys, np.ones(len(keys)), limits, cfg.validation_fraction, most)
+        held_out = splits.is_in(keys, held)
         parts = [parts[0][~held_out], parts[0][held_out]]
     else:
         known = {row.tobytes() for row in hashes[parts[0]]}
@@ -264,31 +270,6 @@ def choose_parts(
     numbers = np.array([known_names.get(name, -1) for name in images.names], np.int64)
     labels = numbers[images.classes]
     return {"labels": labels, "train": parts[0], "validation": parts[1]}, names
-
-
-def hold_out(hashes: np.ndarray, classes: np.ndarray, fraction: float) -> np.ndarray:
-    """Whether each image is held out, bool (N,).
-
-    Equal images stay together, and about `fraction` of each class is held out. hashes: uint8
-    (N, 32); classes: (N,).
-    """
-    groups: dict[bytes, list[int]] = {}
-    for i, row in enumerate(hashes):
-        groups.setdefault(row.tobytes(), []).append(i)
-    strata: dict[int, list[list[int]]] = {}
-    for key in sorted(groups, key=lambda each: hashlib.sha256(each.hex().encode()).digest()):
-        strata.setdefault(int(classes[groups[key][0]]), []).append(groups[key])
-    held_out = np.zeros(len(hashes), bool)
-    for parts in strata.values():
-        wanted, taken = fraction * sum(map(len, parts)), 0
-        for group in parts[:-1]:
-            if taken + len(group) / 2 <= wanted:
-                held_out[group] = True
-                taken += len(group)
-    largest = max(strata.values(), key=len)
-    if not held_out.any() and len(largest) > 1:
-        held_out[largest[0]] = True
-    return held_out
 
 
 # ---- Reading -------------------------------------------------------------------------------------

@@ -88,6 +88,8 @@ def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[st
     some = len(names) > SHOWN
     note = f"the {SHOWN} of {len(names)} classes with the most mistakes" if some else ""
     short = [one_line(names[i], 24) for i in shown]
+    if len({*short}) < len(short):  # they differ in the middle
+        short = [one_line(names[i], 60) for i in shown]
     width = max(map(len, short))
     lines = [note, f"{'':{width}}  precision  recall     f1    rows"]
     for i, name in zip(shown, short, strict=True):
@@ -128,7 +130,7 @@ def draw_confusion(
     for (i, j), number in np.ndenumerate(counts):
         if number:
             color = "white" if shares[i, j] > 0.4 else "black"
-            text = f"{number:.0f}" if number < 10_000 else f"{number / 1000:.0f}k"
+            text = f"{number:,.0f}" if number < 10_000 else f"{number / 1000:.0f}k"
             axes.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
     slanted: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(range(len(parts)), names, **(slanted if max(map(len, names)) > 2 else {}))
@@ -138,7 +140,7 @@ def draw_confusion(
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    axes.set_title(title, fontsize=10)
     return save_figure(figure, path)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from samestep.base.console import escaped, one_line
 from samestep.programs import make_parser
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
+from samestep.text import chats
 
 # transformers takes 4 s to import. It is imported once the arguments have been checked.
 
@@ -84,12 +85,13 @@ def read_chat(text: str, arguments: argparse.Namespace) -> list[dict]:
     """The messages up to the one to answer: of a line of a .jsonl file, or the text alone."""
     messages: Any = [{"role": "user", "content": text}]
     if (arguments.file or "").endswith(".jsonl"):
-        row = json.loads(text)
-        messages = row.get("messages") if isinstance(row, dict) else row
-        fields = [(m["role"], m["content"]) for m in messages]
-        if not all(isinstance(each, str) for field in fields for each in field):
-            raise TypeError
-        if fields[-1][0] == "assistant":  # a chat to train on: the model writes its own
+        row, names = json.loads(text), chats.read_names(arguments.roles)
+        given = row.get("messages") or row["conversations"] if isinstance(row, dict) else row
+        messages = [
+            chats.normalize_message(chats.rename_keys(message, names), f"message {number}", names)
+            for number, message in enumerate(given, 1)
+        ]
+        if messages[-1]["role"] == "assistant":  # a chat to train on: the model writes its own
             messages = messages[:-1]
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     return system + messages
@@ -113,9 +115,10 @@ def model_input(text: str, pipe: Any, arguments: argparse.Namespace) -> Any:
     if arguments.chat:
         try:
             return read_chat(text, arguments)
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError) as error:
             form = '{"messages": [{"role": "user", "content": "..."}]}'
-            raise ValueError(f"{one_line(text, 60)} is no chat; write {form}") from None
+            problem = f"is no chat{f': {error}' * isinstance(error, ValueError)}"
+            raise ValueError(f"{one_line(text, 60)} {problem}; write {form}") from None
     if getattr(pipe.model.config, "text_pair", False):
         first, tab, second = text.partition("\t")
         if not tab:
@@ -308,6 +311,7 @@ def main() -> None:
     add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
     add("--temperature", type=float, help="0, the default: the likeliest token")
     add("--chat", action="store_true", help="inputs are messages; lines of a .jsonl file, chats")
+    add("--task.roles", dest="roles", default="", help="--chat: other names, as for train.py")
     add("--system", help="--chat: a system message before each chat")
     add("--batch", type=int, default=16, help="inputs at once (default: 16)")
     arguments = parser.parse_args()

@@ -7,6 +7,7 @@ from collections.abc import Container
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
@@ -25,6 +26,7 @@ from samestep.base.pictures import save_figure, try_picture
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe-Ito
+COLORS += ["#332288", "#7FD42A", "#7B4B2A", "#FF1493", "#999933"]  # far from these in CIELAB
 DASHES = ["-", "--", ":", "-."]  # the next one each time the colors are used up
 GREY = "#555555"
 MARK_TRAINING, MARK_EVALUATIONS = 15, 40  # curves with fewer points get markers
@@ -42,7 +44,7 @@ STYLE: Any = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.xmargin": 0.01,
-    "axes.ymargin": 0.01,
+    "axes.ymargin": 0.05,
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.6,
 }
@@ -268,7 +270,8 @@ def draw(runs: list[Path], output: Path) -> Path:
         draw_curve(lr_axes, train, column(train, "lr"), **style)
         for key in list(train.values())[-1]:
             if key.endswith("_per_second"):
-                units.add(one_line(key.removesuffix("_per_second"), 30))
+                unit = one_line(key.removesuffix("_per_second").replace("_", " "), 30)
+                units.add(fill(unit, 12))  # a longer line would reach the next panel's label
                 draw_curve(rate_axes, train, column(train, key), **style, linewidth=0.9)
 
         # Draw the training loss: if it has many values, their means. A single run shows both.

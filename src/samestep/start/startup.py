@@ -40,6 +40,7 @@ from samestep.step.order import first_mixture, hash64, next_mixture
 TRIAL = 1000  # samples; a shorter run takes no time that is worth a line
 WORTH_A_LINE = 0.1  # share of the time that evaluation takes
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
+VOCABULARY = "tokenizer.json"  # of a run that has learnt one, and of its prepared data
 ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
@@ -298,7 +299,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             find_saved(point, cfg)
-        prepared = task.prepare_data(cfg.task)
+        prepared = prepare_data(cfg, task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
         if layout.cp > 1:  # each process takes a part from the front and one from the back
@@ -316,6 +317,29 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         if lock:
             lock.release()
         raise
+
+
+def learnt_vocabulary(cfg: Any, prepared: Any) -> Path | None:
+    """The file of the vocabulary that the task has learnt from its data, if it has learnt one."""
+    if getattr(cfg.task, "vocabulary", None) == "" and isinstance(prepared, Path):
+        return next(prepared.glob(VOCABULARY), None)
+    return None
+
+
+def prepare_data(cfg: Any, task: contract.Task) -> Any:
+    """What the task prepares, with the vocabulary that the run began with, if it learnt one.
+
+    Other data would give another, which the weights do not know.
+    """
+    settings, own = cfg.task, Path(cfg.output_dir) / VOCABULARY
+    prepared = task.prepare_data(settings)
+    learnt = learnt_vocabulary(cfg, prepared)
+    continues = own.exists() and any((own.parent / "checkpoints").glob("step-*"))
+    if not learnt or not continues or learnt.read_bytes() == own.read_bytes():
+        return prepared
+    print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
+    settings.vocabulary = cfg.output_dir
+    return task.prepare_data(settings)
 
 
 def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
@@ -469,13 +493,14 @@ def choose_evaluated(point: StartPoint, cfg: Any, manifest: dict) -> None:
     Raises UserError for a flag of training that is not a setting of the checkpoint: nothing reads
     it. The command that trained is right.
     """
+    newest = point.saved  # a run may have gone on with other settings after its best evaluation
     if cfg.export == "best" and cfg.resume == "auto":
         best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
         if best:
             point.checkpoint, point.saved = best, checkpoints.verify(best)
         else:
             point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
-    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (point.saved, manifest))
+    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (newest, manifest))
     for name in config.given_flags(type(cfg), sys.argv[1:]):
         unread = name in (*config.RUN, *config.TRAINING) and name in now
         if unread and now[name] != saved.get(name, now[name]):

@@ -206,20 +206,20 @@ def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
 
     Whole shards are held out, of which no more rows are used than the fields allow.
     """
-    filled = {each.shard.name: each.index.rows for each in found if each.index.rows}
-    wanted = max(1, round(cfg.validation_fraction * sum(filled.values())))
-    wanted = min(wanted, cfg.validation_rows)
-    held, rows = set(), 0
-    for name in sorted(filled, key=hash_name)[:-1]:
-        if rows < wanted:
-            held.add(name)
-            rows += filled[name]
-    if filled and not held:
+    filled = {hash_name(each.shard.name): each for each in found if each.index.rows}
+    keys = np.fromiter((int.from_bytes(key[:8], "big") for key in filled), np.uint64, len(filled))
+    rows = np.array([each.index.rows for each in filled.values()])
+    limits = splits.extremes([(keys, np.zeros(len(keys), int))])
+    held = splits.hold_out(keys, rows, limits, cfg.validation_fraction, cfg.validation_rows)
+    chosen = splits.is_in(keys, held)
+    if len(keys) and not held:
         raise ValueError(
             f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "
             "be held out; give --task.validation_data"
         )
-    return held, min(wanted, rows)
+    wanted = max(1, round(cfg.validation_fraction * rows.sum()))
+    names = {each.shard.name for each, one in zip(filled.values(), chosen, strict=True) if one}
+    return names, min(wanted, cfg.validation_rows, int(rows[chosen].sum()))
 
 
 def hash_name(name: str) -> bytes:

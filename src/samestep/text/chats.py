@@ -6,6 +6,7 @@ none.
 """
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from samestep.data.tables import replace_surrogates
 # Roles by their names: those that templates know, and others of ShareGPT, Gemini and old OpenAI.
 ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 ROLES |= {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool"}
+ROLES |= {"prompter": "user", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant"}
+KEYS = ("role", "content")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # templates differ in this name
 # For tokenizers without a template. It needs no special token but the end of text.
 CHAT_TEMPLATE = """\
@@ -43,10 +46,29 @@ CHAT_TEMPLATE = """\
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def normalize_chat(row: dict, train_on: str = "all") -> list[str]:
+def read_names(roles: str) -> dict[str, str]:
+    """The names in messages that task.roles gives, as bot=assistant, and what they mean.
+
+    Raises ValueError for other text.
+    """
+    names: dict[str, str] = {}
+    for part in filter(str.strip, roles.split(",")):
+        name, _, meaning = map(str.strip, part.partition("="))
+        if not name or name in names or meaning not in (*KEYS, *ROLES.values()):
+            known = ", ".join((*KEYS, *dict.fromkeys(ROLES.values())))
+            raise ValueError(
+                f"task.roles: {shorten(part)} gives no name a meaning; write each once, as "
+                f"bot=assistant, with one of {known}"
+            )
+        names[name] = meaning
+    return names
+
+
+def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | None = None) -> list:
     """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles.
 
-    `train_on`: all answers, or the last alone; the others are context then.
+    `train_on`: all answers, or the last alone; the others are context then. `names`: see
+    `read_names`.
 
     Raises IncompleteRow for a chat without an answer, and ValueError for any other mistake.
     """
@@ -59,8 +81,11 @@ def normalize_chat(row: dict, train_on: str = "all") -> list[str]:
         raise IncompleteRow("there are no messages")
     form = "a list of objects with role and content"
     require(isinstance(messages, list), "messages", messages, form)
-    row["messages"] = [normalize_message(m, f"message {n}") for n, m in enumerate(messages, 1)]
-    names = [message.get("role") or message["from"] for message in messages]
+    messages = [rename_keys(message, names or {}) for message in messages]
+    row["messages"] = [
+        normalize_message(message, f"message {number}", names or {})
+        for number, message in enumerate(messages, 1)
+    ]
     answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
     for number, message in answers:
         if message.get("weight", 1) not in (0, 1):
@@ -79,7 +104,8 @@ def normalize_chat(row: dict, train_on: str = "all") -> list[str]:
         fits = isinstance(tools, list) and all(map(function_name, tools))
         require(fits, "tools", tools, "a list of objects, each with a name")
         row["tools"] = tools
-    spoken = {(m["role"], name) for m, name in zip(row["messages"], names, strict=True)}
+    given = [message.get("role") or message["from"] for message in messages]
+    spoken = {(m["role"], name) for m, name in zip(row["messages"], given, strict=True)}
     return [f"{one_line(name)} is read as {role}" for role, name in spoken if name != role]
 
 
@@ -102,10 +128,19 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
     ]
 
 
-def normalize_message(message: Any, where: str) -> dict:
+def rename_keys(message: Any, names: dict[str, str]) -> Any:
+    """The message with the keys role and content in place of those that `names` gives."""
+    if not isinstance(message, dict):
+        return message
+    keys = {key: names[key] for key in names if names[key] in KEYS and key in message}
+    left = {key: value for key, value in message.items() if key not in keys}
+    return left | {meaning: message[key] for key, meaning in keys.items()}
+
+
+def normalize_message(message: Any, where: str, names: dict[str, str]) -> dict:
     """A message with a role of ROLES, content, and tool_calls if there are any. `where` names it.
 
-    A message with another role would be context without a word.
+    `names`: see `read_names`. A message with another role would be context without a word.
     """
     require(isinstance(message, dict), where, message, "an object with role and content")
     result = drop_nulls(message)
@@ -121,13 +156,18 @@ def normalize_message(message: Any, where: str) -> dict:
     for name in has:
         if not has[name]:
             there = one_line(", ".join(map(str, result)) or "nothing", 60)
-            raise ValueError(f"{where} has no {name}, only {there}")
+            hint = f"; name its key with --task.roles KEY={name}"
+            raise ValueError(f"{where} has no {name}, only {there}{hint}")
         value = result.get(name, "")
         require(isinstance(value, str), f"the {name} of {where}", value, "text")
-    role = ROLES.get(result["role"].strip().lower())
-    if not role:
-        known = ", ".join(ROLES)
-        raise ValueError(f"{where} is from {shorten(result['role'])} but must be from {known}")
+    given = result["role"].strip()
+    role = names.get(given) or ROLES.get(given.lower())
+    if role not in ROLES:
+        known = ", ".join(dict.fromkeys(ROLES.values()))
+        raise ValueError(
+            f"{where} is from {shorten(given)}, none of {known}; say which it is: --task.roles "
+            f"{shlex.quote(one_line(given, 60))}=user"
+        )
     if result.get("function_call"):
         raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
     if calls:

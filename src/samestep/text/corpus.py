@@ -127,7 +127,7 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
             own,
             endings,
             row_format.columns,
-            row_formats.row_check(row_format.kind, cfg.train_on),
+            row_formats.row_check(row_format.kind, cfg),
             row_formats.key_of,
             None if cfg.model_name_or_path else row_formats.texts_of,
             shipped=shipped,
@@ -147,10 +147,6 @@ def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
 
 def choose_held(cfg: Any, train: list[Input], given: list[Input]) -> set[int]:
     """The hashes of the rows that are held out, whichever source they are in."""
-    repeated = sum(units.count_repeated(each) for each in train)
-    if repeated:
-        total = sum(each.rows for each in train)
-        print(f"Preparing data: {repeated:,} of {total:,} rows are equal to others", flush=True)
     if given:
         units.say_overlap(train, given)
         return set()
@@ -298,7 +294,11 @@ def finish(
     maker: RowMaker,
     validation_rows: int,
 ) -> dict[str, Any]:
-    """Writes what the units have in common; the facts for the index of the prepared folder."""
+    """Writes what the units have in common; the facts for the index of the prepared folder.
+
+    Prints how many rows of the input were read, and what became of them.
+    """
+    found: Counter = Counter()
     parts: dict[str, list] = {"train": [], "validation": []}
     counts, most_texts = np.ones(len(maker.tokenizer), np.int64), 0
     trains = sum(not each.given for each in inputs)
@@ -309,7 +309,9 @@ def finish(
         files = [(f"{i:06}.tokens", own[i]["tokens"]) for i in own if own[i]["tokens"]]
         rows = list_rows(source, number, files, folder, maker, source.given)
         parts[PART[source.given]].append(rows)
-        say_prepared(source, totals, rows[1], maker)
+        say_packed(source, totals, rows[1], maker)
+        found["held" if source.given else "train"] += totals["texts"]
+        found["empty"] += totals["empty"]
         for i in own if not source.given else ():
             seen, times = np.fromfile(folder / f"{i:06}.counts", "<u4").reshape(2, -1)
             counts[seen] += times
@@ -324,14 +326,14 @@ def finish(
                 block.tofile(folder / files[0][0])
             name, most, files = list_rows(source, number, files, folder, maker, True)
             most = min(most, max(1, validation_rows // trains))
-            of = "" if trains == 1 else f" of {one_line(name, 60)}"
-            held = max(totals["held_texts"], 1)
-            texts = f"{held:,} text{'s' * (held > 1)}"
-            print(f"Preparing data: held out{of} {most:,} rows, from {texts}", flush=True)
+            found["held"] += totals["held_texts"] or 1
+            found["cut"] += source.rows == 1
             parts["validation"].append([name, most, files])
         most_texts = max([most_texts, *(facts["most_texts"] for facts in packed)])
     if not parts["validation"]:
         raise ValueError("task.validation_fraction: nothing is held out; raise it")
+    found["equal"] = sum(units.count_repeated(each) for each in inputs if not each.given)
+    say_prepared(inputs, parts["validation"], maker, found)
     np.save(folder / "bytes.npy", tokenizing.token_bytes(maker.tokenizer))
     np.save(folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
     facts = [each for _, each in done]
@@ -389,14 +391,25 @@ def read_held(path: Path, maker: RowMaker) -> Iterator[tuple[np.ndarray, np.ndar
     yield from zip(np.split(ids, ends), np.split(mask, ends), strict=True)
 
 
-def say_prepared(source: Input, totals: dict, rows: int, maker: RowMaker) -> None:
-    if totals["long"] or totals["empty"]:
+def say_prepared(inputs: list[Input], held: list, maker: RowMaker, found: Counter) -> None:
+    """Prints what became of the rows that were read. `found`: those to train on, held out, equal to
+    others and cut in two, and the pieces that are `empty`, without a loss term."""
+    left_out = sum((each.left_out for each in inputs), Counter())
+    read = sum(each.rows for each in inputs) + left_out.total()
+    left_out["pieces without a loss term"] = found["empty"]
+    evaluated = f"{found['held']:,} ({sum(rows for _, rows, _ in held):,} rows of tokens)"
+    remark = f"; {found['equal']:,} are equal to others" * bool(found["equal"])
+    remark += "; the end of a single text is held out" * bool(found["cut"])
+    plural = row_formats.PLURALS[maker.kind]
+    sources.say_prepared(plural, read, found["train"], evaluated, left_out, remark)
+
+
+def say_packed(source: Input, totals: dict, rows: int, maker: RowMaker) -> None:
+    if totals["long"]:
         print(
             f"Prepared {PART[source.given]}: {totals['long']:,} of {totals['texts']:,} texts are "
             f"longer than {maker.longest} tokens (the most that a row or the model holds) and were "
-            f"{maker.too_long}"
-            + f"; {totals['empty']:,} pieces without a loss term were left out"
-            * bool(totals["empty"]),
+            f"{maker.too_long}",
             flush=True,
         )
     used = totals["used"] if maker.best_fit else totals["tokens"]

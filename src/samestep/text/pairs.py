@@ -51,9 +51,6 @@ def build(
         held = row_files.hold_out(
             train, cfg, lambda _, data: f"all sources of {data} are equal; add others"
         )
-    number, evaluated = row_files.count_rows(train, given, held)
-    size = f"{number:,} rows of {one_line(cfg.data, 100)} to train and {evaluated:,} to evaluate on"
-    print(f"Preparing data: {size}", flush=True)
     if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
         texts, special = units.read_sample(train, held), [PAD, END]
         tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, first=special, end=END)
@@ -83,7 +80,7 @@ def build(
             size += f" ({cut:,} cut to {limits[role]:,})" * bool(cut)
             described.append(f"{role}s of {size}")
         print(f"Prepared {part}: {'; '.join(described)}", flush=True)
-    return row_files.finish(folder, done, {})
+    return row_files.finish(folder, train + given, done, {})
 
 
 def check_model(cfg: Any) -> None:

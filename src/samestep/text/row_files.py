@@ -6,6 +6,7 @@ place where each row's values end.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.data import sources
+from samestep.data import sources, splits
 from samestep.data.sources import Source, WeightedData
 from samestep.data.tables import Columns, Row
 from samestep.text import units
@@ -83,11 +84,10 @@ def hold_out(
     return held
 
 
-def count_rows(train: list[Input], given: list[Input], held: set[int]) -> tuple[int, int]:
-    """The rows to train on, and those to evaluate on."""
-    inside = [units.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
-    known, more = (sum(each.rows for each in inputs) for inputs in (train, given))
-    return known - int(sum(inside)), int(sum(inside)) + more
+def count_rows(train: list[Input], held: set[int]) -> int:
+    """The rows to train on."""
+    inside = [splits.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
+    return sum(each.rows for each in train) - int(sum(inside))
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -158,11 +158,13 @@ def write(folder: Path, inputs: list[Input], held: set[int], encode: Encode) -> 
     return [{**facts, "source": source.name} for source, facts in done]
 
 
-def finish(folder: Path, done: list[dict], constants: dict[str, int | float]) -> dict[str, Any]:
+def finish(
+    folder: Path, inputs: list[Input], done: list[dict], constants: dict[str, int | float]
+) -> dict[str, Any]:
     """Writes what the units have in common; the facts for the index of the prepared folder.
 
-    `constants` are in each row. Rows that are held out get, in each source, the order of their
-    hashes.
+    Prints how many rows of the `inputs` were read, and what became of them. `constants` are in each
+    row. Rows that are held out get, in each source, the order of their hashes.
     """
     parts: dict[str, Any] = {}
     named: dict[str, dict[str, int]] = {}  # the rows of each source
@@ -189,6 +191,10 @@ def finish(folder: Path, done: list[dict], constants: dict[str, int | float]) ->
             lengths = lengths[order]
             np.save(folder / f"{part}-order.npy", order)
         np.save(folder / f"{part}-sizes.npy", lengths.astype("<i4"))
+    left_out = sum((each.left_out for each in inputs), Counter())
+    train, evaluated = (sum(named[part].values()) for part in PARTS)
+    total = train + evaluated + left_out.total()
+    sources.say_prepared("rows", total, train, f"{evaluated:,}", left_out)
     facts = {"parts": parts, "constants": constants}
     files = sorted((name, digest) for each in done for name, (_, digest) in each["files"].items())
     return finish_folder(folder, done, {**facts, "sources": named}, [files, facts])

@@ -47,6 +47,7 @@ class RowFormat(NamedTuple):
 
 def check_format_fields(cfg: Any) -> None:
     """Raises ValueError for `rows` that the data does not have, and for columns nothing reads."""
+    chats.read_names(cfg.roles)
     shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
     fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
     wanted = f"{'prompt or chat' if pairs else 'text'} where task.data is {one_line(cfg.data, 60)}"
@@ -59,7 +60,7 @@ def check_format_fields(cfg: Any) -> None:
     where = f"where task.data is {one_line(cfg.data, 60)}"
     check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
     where = f"where task.rows is {cfg.rows}"
-    columns["chat"] += " train_on"
+    columns["chat"] += " train_on roles"
     read = [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()]
     check_ignored_fields(cfg, read)
 
@@ -120,15 +121,16 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str, train_on: str) -> Callable[[dict], list[str]]:
+def row_check(kind: str, cfg: Any) -> Callable[[dict], list[str]]:
     """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
     "tools", if it has some, and what to say of its roles."""
+    names = chats.read_names(cfg.roles)
 
     def check(row: dict) -> list[str]:
         if kind != "chat":
             check_text(row)
             return []
-        found = chats.normalize_chat(row, train_on)
+        found = chats.normalize_chat(row, cfg.train_on, names)
         return [*found, "tools"] if "tools" in row else found
 
     return check

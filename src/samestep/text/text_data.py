@@ -14,7 +14,7 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
-from samestep.data import labels
+from samestep.data import labels, splits
 from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
@@ -68,7 +68,7 @@ def build(
     """
     kind = cfg.problem_type
     train, given, held, names = scan_rows(cfg, folder, shipped)
-    rows, evaluated = row_files.count_rows(train, given, held)
+    rows = row_files.count_rows(train, held)
     scale = {"train": Numbers(0.0, 1.0, False)}
     weights, warning = np.ones(len(names), np.float32), ""
     if kind == NUMBER:
@@ -83,8 +83,8 @@ def build(
         about, warning = labels.describe_labels(counts, rows, names, kind)
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
-    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train"
-    print(f"Preparing data: {size} and {evaluated:,} to evaluate on; {about}", flush=True)
+    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train on"
+    print(f"Preparing data: {size}; {about}", flush=True)
     if warning:
         print(f"Preparing data: {warning}", flush=True)
 
@@ -114,7 +114,7 @@ def build(
     constants: dict[str, int | float] = {**marks_of(tokenizer, bool(cfg.text_pair_column))}
     if kind == NUMBER:
         constants["deviation"] = scale["train"].std
-    return row_files.finish(folder, done, constants)
+    return row_files.finish(folder, train + given, done, constants)
 
 
 def scan_rows(
@@ -180,7 +180,7 @@ def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Count
     counts: Counter = Counter()
     noted = chain.from_iterable(zip(each.notes(), each.noted, strict=True) for each in inputs)
     for rows, (_, known) in noted:
-        numbers = rows["label"][~units.is_in(rows["hash"], held)].astype(int)
+        numbers = rows["label"][~splits.is_in(rows["hash"], held)].astype(int)
         for label, number in enumerate(np.bincount(numbers, minlength=len(known)).tolist()):
             names = json.loads(known[label]) if problem_type == MULTI else [known[label]]
             for name in names:
@@ -191,7 +191,7 @@ def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Count
 def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
     """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
     for rows in chain.from_iterable(each.notes() for each in inputs):
-        yield rows["label"][units.is_in(rows["hash"], held) == inside]
+        yield rows["label"][splits.is_in(rows["hash"], held) == inside]
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------

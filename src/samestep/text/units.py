@@ -19,7 +19,7 @@ import numpy as np
 from samestep.base.console import one_line
 from samestep.base.files import read_json_object
 from samestep.base.workers import Tell, do_units
-from samestep.data import hub, sources, tables
+from samestep.data import hub, sources, splits, tables
 from samestep.data.tables import Columns, Cursor, Row, Span
 from samestep.text.unit_files import UnitWriter, map_file, read_unit
 
@@ -202,6 +202,7 @@ class Input:
     units: list[Unit]  # for the second pass: a file that was one piece may now be several
     rows: int = 0  # that can be used
     size: int = 0  # bytes of text
+    left_out: Counter = dataclasses.field(default_factory=Counter)  # rows, by the reason
     counts: Counter = dataclasses.field(default_factory=Counter)  # what `check` returned
     # Of each unit: what is noted of its rows, and the texts of their labels.
     noted: list[tuple[Path, list[str]]] = dataclasses.field(default_factory=list)
@@ -220,8 +221,8 @@ class Input:
 def scan(reader: Reader, name: str, folder: Path) -> Input:
     """Reads all rows that a field names once and checks them; the notes are in `folder`.
 
-    Prints the number of rows that are left out. Validation rows teach no vocabulary. Raises
-    ValueError for a row that cannot be used, and if there is none.
+    Validation rows teach no vocabulary. Raises ValueError for a row that cannot be used, and if
+    there is none.
     """
     folder.mkdir(exist_ok=True)
     pieces = list_pieces(reader, name)
@@ -237,19 +238,16 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
 
     sizes = [sum(piece.size for piece in unit) for unit in units]
     do_units(work, sizes, "Preparing data, first pass")
-    data, skipped, first = getattr(reader.cfg, name), 0, ""
+    data = getattr(reader.cfg, name)
     is_file = name == "validation_data" and data != reader.cfg.data
     found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
         facts = read_json_object(folder / f"{number:06}.json")
         found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
-        skipped, first = skipped + facts["skipped"], first or facts["first"]
+        sources.add_left_out(found.left_out, facts["left_out"])
         found.counts.update(facts["counts"])
         found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
         found.units += cut_unit(unit, facts["cuts"])
-    if skipped:
-        text = f"{skipped:,} incomplete rows of {skipped + found.rows:,}, the first: {first}"
-        print(f"Preparing data: left out {text}", flush=True)
     if not found.rows:
         nothing = "there is no text" if reader.long_texts else "there are no rows"
         raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
@@ -263,8 +261,8 @@ def scan_unit(
 
     `cut_at`: bytes after which a file may be cut for the second pass.
     """
-    facts: dict = {"rows": 0, "skipped": 0, "first": "", "size": 0, "cuts": []}
-    counts: Counter = Counter()
+    facts: dict = {"rows": 0, "size": 0, "cuts": []}
+    counts, left_out = Counter(), Counter()
     noted: list[tuple] = []
     labels: dict[str, int] = {}  # and their numbers
 
@@ -282,12 +280,7 @@ def scan_unit(
             try:
                 counts.update([] if piece.is_text else reader.check(row) or [])
             except ValueError as error:
-                incomplete = isinstance(error, sources.IncompleteRow)
-                if not (incomplete and reader.cfg.incomplete_rows == "skip"):
-                    hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
-                    raise ValueError(f"task.{piece.field}: {place}: {error}{hint}") from None
-                facts["skipped"] += 1
-                facts["first"] = facts["first"] or f"{place}: {error}"
+                sources.leave_out(error, place, reader.cfg, piece.field, left_out)
                 continue
             text = reader.key(row)
             size, hashed = len(text.encode()), hash_of(text)
@@ -315,7 +308,7 @@ def scan_unit(
             size = facts["size"] - before if whole else piece.path.stat().st_size
             noted.append((piece.hash_of_text(), size, 0))
     write_notes()
-    out.commit({**facts, "labels": [*labels], "counts": counts})
+    out.commit({**facts, "labels": [*labels], "counts": counts, "left_out": left_out})
 
 
 def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
@@ -425,69 +418,31 @@ def write(
 def hold_out(
     source: Input, fraction: float, most: float, size_of_row: bool = False, by_label: bool = False
 ) -> set[int]:
-    """The hashes of the rows that are held out: the smallest ones, `by_label` of each label.
+    """The hashes of the rows that are held out, at most `most` rows or, if `size_of_row`, bytes.
 
-    About `fraction` of the rows, in whole groups of equal rows, but at most `most` rows or, if
-    `size_of_row`, bytes; at least one group, and of each label not all.
+    See `splits.hold_out`; without `by_label` all rows have one label.
     """
     numbers: dict[str, int] = {}
 
-    def stratified() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The noted rows, and the number of each row's label, int (N,)."""
+    def labelled() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for rows, (_, labels) in zip(source.notes(), source.noted, strict=True):
             strata = np.zeros(len(rows), int)
             if by_label:
                 own = [numbers.setdefault(label, len(numbers)) for label in labels]
                 strata = np.array(own, int)[rows["label"].astype(int)]
-            yield rows, strata
+            yield rows["hash"], strata
 
-    totals, lasts = Counter(), {}
-    for rows, strata in stratified():
-        found, inverse, counts = np.unique(strata, return_inverse=True, return_counts=True)
-        largest = np.zeros(len(found), np.uint64)
-        np.maximum.at(largest, inverse, rows["hash"])
-        facts = (found.tolist(), counts.tolist(), largest.tolist())
-        for stratum, count, last in zip(*facts, strict=True):
-            totals[stratum] += count
-            lasts[stratum] = max(lasts.get(stratum, 0), last)
-    kept = {*lasts.values()}
-    limit = min(1, LOOKED_AT / max(source.rows, 1))  # the rest might not fit into memory
+    limits = splits.extremes(labelled())
+    looked_at = min(fraction, LOOKED_AT / max(source.rows, 1))  # the rest might not fit into memory
     while True:
-        parts = []
-        for rows, strata in stratified():
-            small = rows["hash"] < limit * 2**64
-            parts.append((rows[small], strata[small]))
-        rows, strata = (np.concatenate(each) for each in zip(*parts, strict=True))
-        weight = rows["size"].sum() if size_of_row else len(rows)
-        if limit == 1 or weight > most or len(rows) > fraction * source.rows:
-            break
-        limit = min(1, 2 * limit)
-    hashes, firsts, inverse, counts = np.unique(
-        rows["hash"], return_index=True, return_inverse=True, return_counts=True
-    )
-    sizes = np.bincount(inverse, rows["size"], len(hashes)) if size_of_row else counts
-    columns = (hashes, strata[firsts], counts, sizes)
-    groups = [*zip(*(each.tolist() for each in columns), strict=True)]
-    groups = [each for each in groups if each[0] not in kept]
-    held: set[int] = set()
-    taken, weight = Counter(), 0
-    for value, stratum, count, size in groups:
-        if taken[stratum] + count / 2 > fraction * totals[stratum]:
-            continue
-        if weight + size <= most:
-            held.add(value)
-            taken[stratum], weight = taken[stratum] + count, weight + size
-        elif held:
-            break
-    if groups and not held:
-        known = np.bincount(strata)
-        held.add(max(groups, key=lambda group: known[group[1]])[0])
-    return held
-
-
-def is_in(hashes: np.ndarray, held: set[int]) -> np.ndarray:
-    """Whether each row, by its hash, is held out: bool (N,)."""
-    return np.isin(hashes, np.fromiter(held, np.uint64, len(held)))
+        found = [
+            rows[splits.is_candidate(rows["hash"], limits, looked_at)] for rows in source.notes()
+        ]
+        rows = np.concatenate(found)
+        sizes = rows["size"] if size_of_row else np.ones(len(rows))
+        if looked_at == fraction or sizes.sum() > most:
+            return splits.hold_out(rows["hash"], sizes, limits, looked_at, most)
+        looked_at = min(fraction, 2 * looked_at)
 
 
 def count_repeated(source: Input) -> int:

@@ -14,7 +14,7 @@ from samestep.checkpoint import checkpoints, weights
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
-from samestep.start.startup import RunStart, agree_on_start
+from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
 from samestep.step import sharding
 
 
@@ -68,6 +68,8 @@ class Run:
         settings = self.start.manifest["config"]
         text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
         files.replace_text(self.output / "config.yaml", text)
+        if learnt := learnt_vocabulary(self.cfg, self.start.prepared):
+            files.replace_text(self.output / learnt.name, learnt.read_text(encoding="utf-8"))
         run_folder.write_status(self.output, "running")
         tracking.start_tracker(self.accelerator, settings)
 
