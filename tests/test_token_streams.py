@@ -92,7 +92,7 @@ def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, kind, scheme):
             inputs += [0] * (length - len(inputs))
             assert row == (inputs, labels[start + 1 : start + length + 1])
     assert abs(more) < len(kept)
-    (held,) = {f"{i:03}.{kind}" for i in range(6)} - kept.keys()
+    held = min({f"{i:03}.{kind}" for i in range(6)} - kept.keys())
     tokens = by_hand(TEXTS[int(held[:3])], tokenizer)
     assert numbers(validation[1]) == (tokens[16:32], tokens[17:33])
     assert validation[1]["bytes"] == len(tokenizer.decode(tokens[17:33], skip_special_tokens=True))
@@ -148,7 +148,7 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
     readers = [lm.datasets(cfg, prepared)[0] for _ in range(3)]
     with ThreadPool(3) as pool:
         found = pool.map(lambda each: [numbers(each.read(i)) for i in range(len(each))], readers)
-    assert found[0] == found[1] == found[2] and len(made) == 8
+    assert found[0] == found[1] == found[2] and len(made) == len(readers[0].shards) == 7
     assert not [*files.glob("*.parquet")]
     sizes = [file.stat().st_size for file in files.glob("*.tokens")]
     cfg.shard_cache_gb = 3.5 * max(max(sizes), *readers[0].cache.texts.bytes) / 1e9
@@ -159,7 +159,7 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
         train.read(i)
         used = [file.stat().st_size for file in files.iterdir()]
         assert max(sizes) <= sum(used) <= 1e9 * cfg.shard_cache_gb
-    assert len(made) == 16
+    assert len(made) == 14
 
 
 def reads(**fields):

@@ -137,7 +137,7 @@ def tokenize(texts: Iterable[str], encoder: Encoder) -> Iterator[np.ndarray]:
 def take(texts: Iterator[str]) -> Iterator[str]:
     """The next texts, of BATCH characters or more."""
     size = 0
-    while size < BATCH and (text := next(texts, None)):
+    while size < BATCH and (text := next(texts, None)) is not None:
         size += len(text)
         yield text
 
