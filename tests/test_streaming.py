@@ -282,7 +282,9 @@ def test_whole_shards_are_held_out(config, tmp_path):
 def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, scheme):
     for number, split in enumerate(("train", "val", "test")):
         write_images(tmp_path / "rows" / split, "tar", seed=number)
-    prepared = images.prepare_data(config(f"{scheme}{tmp_path}/rows"))
+    cfg = config(f"{scheme}{tmp_path}/rows")
+    prepared = images.prepare_data(cfg)
+    assert [part.copied for part in images.datasets(cfg, prepared)] == [bool(scheme)] * 2
     for part, split in (("train", "train"), ("validation", "val")):
         names = [name for name, *_ in listed(prepared, part)["shard"]]
         assert names == [f"{split}/part-{i:03}.tar" for i in range(3)]

@@ -42,6 +42,8 @@ from samestep.models import next_token, pretrained
 from samestep.models.attention import restored
 from samestep.models.lora import LoraFields, add_adapters, check_adapters
 from samestep.models.pretrained import ModelConfig
+from samestep.streaming.streaming import StreamFields
+from samestep.streaming.token_streams import StreamedTokens, check_token_streaming, prepare_index
 from samestep.text import chats, corpus, packing, row_formats, token_rows, tokenizing, unit_files
 from samestep.text.token_rows import TokenRows
 
@@ -58,7 +60,7 @@ LossChunk = number_type("LossChunk", int, 16, 2**30)
 
 
 @dataclass
-class TaskConfig(DataConfig, LoraFields, ModelConfig):
+class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
     data: str | list[dict[str, Any]] = "pydoc"
     """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
     text, a folder of such files, or a data set on the Hub. Or data that every machine has: manual
@@ -123,6 +125,7 @@ def uses_best_fit(cfg: TaskConfig) -> bool:
 def check_config(cfg: TaskConfig) -> None:
     """Raises ValueError for fields that do not fit each other; `rows` may still be auto."""
     check_data_config(cfg, demo_data.TEXTS)
+    check_token_streaming(cfg)
     for _, own in by_source(cfg):
         row_formats.check_format_fields(own)
     check_adapters(cfg)
@@ -147,12 +150,13 @@ def check_config(cfg: TaskConfig) -> None:
 
 def prepare_data(cfg: TaskConfig) -> Path:
     """Splits, tokenises and packs the rows, once; the folder of the result.
-
     A field that shapes it is named here; else what was prepared with another value is taken.
     Replaces `rows` auto by the kind that the rows have, so that config.yaml of a run names it.
     """
     check_config(cfg)
     pretrained.check_unread(cfg)
+    if cfg.streaming:
+        return prepare_index(cfg)
     data = corpus.recognize(cfg)
     check_config(cfg)
     best_fit = uses_best_fit(cfg)
@@ -173,17 +177,16 @@ def identity(cfg: TaskConfig, folder: Path) -> str:
     return "" if cfg.model_name_or_path else cache.short_digest(folder / tokenizing.FILE)
 
 
-def datasets(cfg: TaskConfig, folder: Path) -> tuple[TokenRows, TokenRows]:
+def datasets(cfg: TaskConfig, folder: Path) -> tuple[Any, TokenRows]:
     """Memory-mapped rows of context_length tokens; validation rows have two numbers more."""
     data = split_data(cfg.data)
-    return TokenRows(folder, "train", data), TokenRows(folder, "validation", data)
+    train = StreamedTokens(folder, cfg) if cfg.streaming else TokenRows(folder, "train", data)
+    return train, TokenRows(folder, "validation", data)
 
 
 def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
     """Raises ValueError for rows of which GPUs cannot have a part each: see context_parallel.yaml.
-
-    Dropout would draw the same masks for each part.
-    """
+    Dropout would draw the same masks for each part."""
     where = "under context parallelism"
     rules = [
         ("rows", cfg.rows == "text", f"text {where}: rows packed by best_fit hold several texts"),
@@ -197,9 +200,7 @@ def check_shared_rows(cfg: TaskConfig, folder: Path) -> None:
 
 def collate(rows: list[dict]) -> Batch:
     """input_ids and labels, int64 (B, context_length): each label is the token after its input.
-
-    Rows packed by best_fit have position_ids too, which begin again at 0 with each text.
-    """
+    Rows packed by best_fit have position_ids too, which begin again at 0 with each text."""
     return token_rows.stack(rows)
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -270,14 +271,17 @@ def remember(cache: Path, known: dict[str, list]) -> None:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
+def file_lock(
+    path: Path, what: str = "another process, which prepares the same data"
+) -> Iterator[None]:
     """Holds a lock between processes, also those of other machines that share the disk.
 
-    The kernel frees it when its holder ends, however that ends. Whoever waits for longer than some
-    seconds says so once. Raises OSError if the file cannot be written or locked.
+    The kernel frees it when its holder ends, however that ends. A main thread that waits for longer
+    than some seconds says once for `what`. Raises OSError if the file cannot be written or locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     start, said = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    said = said or threading.current_thread() is not threading.main_thread()
     while True:
         with open(path, "a", encoding="utf-8") as file:
             # Without a name somebody has deleted the file, and others lock a new one.
@@ -291,8 +295,7 @@ def file_lock(path: Path) -> Iterator[None]:
             said = True
             # A machine that was switched off keeps its lock on some network disks.
             print(
-                "waiting for another process, which prepares the same data; if its machine is "
-                f"gone, delete {one_line(path, 200)}",
+                f"waiting for {what}; if its machine is gone, delete {one_line(path, 200)}",
                 flush=True,
             )
         time.sleep(min(0.02 + (time.monotonic() - start) / 5, 1))

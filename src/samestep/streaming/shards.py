@@ -185,6 +185,16 @@ def tag_of(info: dict) -> str:
     return tags[0] if tags and tags[0].startswith(DIGESTS) else ", ".join(tags)
 
 
+def check_unchanged(shard: Shard, data: str) -> None:
+    """Raises ValueError for a shard of the local disk that is no longer the one in the index."""
+    if is_url(data):  # stores tell less of a single file
+        return
+    what = f"cannot read {one_line(shard.path, 150)}"
+    info = ask_store(what, open_store(data)[0].info, shard.path)
+    if (info["size"], tag_of(info)) != (shard.size, shard.tag):
+        raise ValueError(f"{what}: it has changed since the start; start again")
+
+
 def sample_digest(file: BinaryIO) -> str:
     """SHA-256 of a file of at most 16 MB; of a larger one, of 16 blocks that lie evenly in it."""
     last = max(file.seek(0, os.SEEK_END) - BLOCK, 0)
@@ -278,15 +288,22 @@ def by_role(columns: Columns, value_of: Callable[[str, str], Any]) -> dict[str, 
 # ---- WebDataset ----------------------------------------------------------------------------------
 
 
-def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict[str, bytes]]]:
-    """For each row of a .tar: its first byte, its key, and the members with these columns.
+def member_names(columns: Columns) -> set[str]:
+    endings = (MEMBERS.get(role, ()) for role in columns)
+    return {*column_names(columns), "json", *itertools.chain(*endings)}
+
+
+def walk_tar(
+    file: BinaryIO, columns: Columns, wanted: Columns
+) -> Iterator[tuple[int, str, int, dict[str, bytes]]]:
+    """For each row of a .tar: its first byte, its key, the bytes of its members with these columns,
+    and the members with the wanted ones.
 
     Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
     ValueError for a damaged or truncated archive, and for a row with two members of one name.
     """
-    endings = (MEMBERS.get(role, ()) for role in columns)
-    wanted = {*column_names(columns), "json", *itertools.chain(*endings)}
-    key, begin, names, members = None, 0, set(), {}
+    counted, read = member_names(columns), member_names(wanted)
+    key, begin, size, names, members = None, 0, 0, set(), {}
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         while member := archive.next():
             archive.members = []  # type: ignore[attr-defined]  # it would keep all
@@ -296,12 +313,13 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict[
             row, name = match[1], match[2].lower()
             if row != key:
                 if key is not None:
-                    yield begin, key, members
-                key, begin, names, members = row, member.offset, set(), {}
+                    yield begin, key, size, members
+                key, begin, size, names, members = row, member.offset, 0, set(), {}
             if name in names:
                 raise ValueError(f"the row {one_line(key, 60)} has two members {one_line(name)}")
             names.add(name)
-            if name in wanted:
+            size += member.size * (name in counted)
+            if name in read:
                 members[name] = archive.extractfile(member).read()
         end = archive.offset
         archive.fileobj.seek(end)
@@ -311,8 +329,8 @@ def walk_tar(file: BinaryIO, columns: Columns) -> Iterator[tuple[int, str, dict[
         if mark.strip(b"\0"):
             raise ValueError(f"the header at byte {end:,} is damaged")
     if key is not None:
-        yield begin, key, members
-    yield end, "", {}
+        yield begin, key, size, members
+    yield end, "", 0, {}
 
 
 def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
@@ -345,7 +363,7 @@ class TarReader:
         if len(content) < end - begin:
             raise ValueError("the archive is truncated")
         content += bytes(1024)  # an end mark
-        _, _, members = next(walk_tar(io.BytesIO(content), self.columns))
+        *_, members = next(walk_tar(io.BytesIO(content), {}, self.columns))
         return tar_row(members, self.columns)
 
     def close(self) -> None:
@@ -399,6 +417,7 @@ class ShardIndex(NamedTuple):
     incomplete: list[str]  # rows without a label, and why
     bytes: int  # of the local file
     digest: str  # of the content, as far as it is known
+    held: int  # bytes of its columns, about
 
 
 def index_shard(
@@ -435,17 +454,19 @@ def index_shard(
             return sample_digest(store.open(path, "rb", cache_type="none"))
         return sample_digest(open_local(shard))
 
-    bounds, size = [], shard.size
+    bounds, size, held = [], shard.size, 0
     try:
         digest = ask_store(what, read_digest)
         if shard.kind == "tar":
-            for begin, key, members in walk_tar(open_local(shard), wanted):
+            for begin, key, own, members in walk_tar(open_local(shard), columns, wanted):
                 bounds.append(begin)
+                held += own
                 if key and wanted:
                     count(one_line(key, 100), tar_row, members)
             rows = len(bounds) - 1
         else:
             rows, size, listed = ask_store(what, read_footer, store, path, columns, wanted)
+            held = size
             for i, row in enumerate(listed):
                 count(i, table_row, row)
     except ConnectionError:
@@ -456,4 +477,5 @@ def index_shard(
     except (ValueError, tarfile.TarError, EOFError) as error:
         text = one_line(error)
         raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None
-    return ShardIndex(np.array(bounds, np.int64), rows, dict(counts), incomplete, size, digest)
+    ends = np.array(bounds, np.int64)
+    return ShardIndex(ends, rows, dict(counts), incomplete, size, digest, held)

@@ -48,6 +48,7 @@ from samestep.streaming.shards import Columns, Shard, ShardIndex
 Window = number_type("Window", int, 1, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
+TOKENS = "tokens"  # ending of a tokenised shard: see token_streams.py
 MOST_OPEN = 256  # shards in a process
 COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
@@ -100,16 +101,16 @@ def prepare(
     columns: Columns,
     known: list[str],
     settings: list,
-    label_names: Callable[[dict], list[str]],
+    label_names: Callable[[dict], list[str]] | None,
     build: Callable[[Path, set[str]], list[Path]],
 ) -> Path:
     """The folder with the index of all shards, made once, as `cache.prepare_once` does.
 
     `known`: the names of the labels, where the fields give them; else a pass over the shards finds
-    them, with `label_names`, which gives the names in a row's values. `build` gets the folder and
-    the names. It adds files of the task, and returns those that the digest covers. `settings` are
-    those of `cache.cache_folder`, and the code of `build` counts. Raises ValueError and
-    ConnectionError.
+    them, with `label_names`, which gives the names in a row's values; None: rows have no labels.
+    `build` gets the folder and the names. It adds files of the task, and returns those that the
+    digest covers. `settings` are those of `cache.cache_folder`, and the code of `build` counts.
+    Raises ValueError and ConnectionError.
     """
     cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
@@ -153,6 +154,7 @@ def index_shards(
     data, columns = getattr(cfg, field), settings[0]
     store = ShardCache(cfg, data, columns)
     code = [own_code([shards.index_shard]), label_names is None]
+    settings = settings if label_names else [columns]  # the others tell what a label is
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -269,22 +271,23 @@ def write_part(
     `origin`: the field that names their store, whose URL may hold credentials.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
-    facts |= {name: [getattr(each.index, name) for each in own] for name in ("rows", "bytes")}
+    names = ("rows", "bytes", "held")
+    facts |= {name: [getattr(each.index, name) for each in own] for name in names}
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
     count = sum(each.index.rows + 1 for each in own if each.shard.kind == "tar")
     bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
-    names: dict[str, str] = {}
+    labels: dict[str, str] = {}
     at = 0
     for shard, record, _ in own:
         index = load_record(record)[1]
         bounds[at : at + len(index.bounds)] = index.bounds
         at += len(index.bounds)
-        names |= {name: shard.path for name in index.names}
+        labels |= {name: shard.path for name in index.names}
         # {}: digests of finished runs have it.
         line = [part, shard.name, shard.size, index.digest, {}, index.rows, index.names]
         digest.update(json.dumps(line, sort_keys=True).encode() + index.bounds.tobytes())
     bounds.flush()
-    return names
+    return labels
 
 
 # ---- Shards on this machine ----------------------------------------------------------------------
@@ -327,8 +330,9 @@ class ShardCache:
         if not self.is_copied(shard):
             return path
         if not path.exists():
+            what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
             try:
-                with cache.file_lock(path.with_suffix(".lock")):
+                with cache.file_lock(path.with_suffix(".lock"), what):
                     if not path.exists():
                         self.copy(shard, path, size or shard.size)
             except ConnectionError:
@@ -340,11 +344,15 @@ class ShardCache:
         return path
 
     def copy(self, shard: Shard, path: Path, size: int) -> None:
+        self.fill(path, size, lambda to: shards.bring(shard, self.data, to, self.columns))
+
+    def fill(self, path: Path, size: int, write: Callable[[Path], None]) -> None:
+        """Makes a file of about `size` bytes, which `write` writes, once there is room for it."""
         room, partial = path.with_suffix(".room"), path.with_suffix(".partial")
         try:
             while not self.make_room(room, size):
                 time.sleep(0.05)  # other copies are under way
-            shards.bring(shard, self.data, partial, self.columns)
+            write(partial)
             if partial.stat().st_size > size:  # of a repeated text a .parquet tells the size once
                 self.make_room(room, partial.stat().st_size)
             fsync(partial)  # a power cut must not leave half a copy
@@ -365,7 +373,7 @@ class ShardCache:
             for path in self.folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    if path.suffix[1:] in shards.KINDS:
+                    if path.suffix[1:] in (*shards.KINDS, TOKENS):
                         copies.append((status.st_mtime, status.st_size, path))
                     elif path.suffix == ".room" and path != room:
                         if cache.is_locked(path.with_suffix(".lock")):
@@ -407,19 +415,19 @@ class ShardRows(torch.utils.data.Dataset):
         return type(self), self.arguments
 
     def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
-        self.part, self.cfg = part, cfg
+        self.folder, self.part, self.cfg, self.columns = folder, part, cfg, columns
         facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
         self.shards = [Shard(*each) for each in facts["shard"]]
         self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
         self.ends, self.used = np.cumsum(self.rows), facts["used"]
-        self.bounds = np.load(folder / f"{part}.npy", mmap_mode="r")
-        data = getattr(cfg, facts["origin"])
-        self.columns, self.cache = columns, ShardCache(cfg, data, columns)
+        # Of shards for validation that their names tell, the field is empty.
+        self.field = facts["origin"]
+        self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
         self.copied = self.cache.is_copied(self.shards[0])
-        window = min(cfg.shuffle_window if part == "train" else 1, len(self.rows))
+        window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
         needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
         if needed > self.cache.limit:
             raise ValueError(
@@ -427,13 +435,16 @@ class ShardRows(torch.utils.data.Dataset):
                 f"shards take {needed / 1e9:,.3g} GB; give more, or a smaller task.shuffle_window"
             )
 
+    def make_cache(self, data: str) -> ShardCache:
+        return ShardCache(self.cfg, data, self.columns)
+
     def __len__(self) -> int:
         return self.used
 
     @property
     def sources(self) -> list[Source]:
         """One source. Its shards are read in windows; evaluation reads rows as they come."""
-        in_order = self.part != "train"
+        in_order = self.part == "validation"
         rows = None if in_order else self.rows
         return [Source(self.part, len(self), 1, rows, self.cfg.shuffle_window)]
 
@@ -489,20 +500,24 @@ class ShardRows(torch.utils.data.Dataset):
         if number in self.readers:
             self.readers.move_to_end(number)
             return self.readers[number]
-        shard, bounds = self.shards[number], None
-        if shard.kind == "tar":
-            first = int(self.ends[number] - self.rows[number]) + number
-            bounds = self.bounds[first : first + int(self.rows[number]) + 1]
-        file = self.cache.open(shard, int(self.bytes[number]))
-        try:
-            reader = shards.open_reader(file, shard, self.columns, bounds)
-        except ValueError as error:  # of a copy: what is read in place is read row by row
-            what = f"cannot read the copy of {one_line(shard.path, 150)}: {one_line(error)}"
-            raise ValueError(f"{what}; delete {one_line(file.name, 150)}") from None
-        self.readers[number] = reader
+        reader = self.readers[number] = self.open(number)
         while len(self.readers) > min(2 * self.cfg.shuffle_window, MOST_OPEN):
             self.readers.popitem(last=False)[1].close()
         return reader
+
+    def open(self, number: int) -> Any:
+        """A new reader of a shard."""
+        shard, bounds = self.shards[number], None
+        if shard.kind == "tar":
+            first = int(self.ends[number] - self.rows[number]) + number
+            bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
+            bounds = bounds[first : first + int(self.rows[number]) + 1]
+        file = self.cache.open(shard, int(self.bytes[number]))
+        try:
+            return shards.open_reader(file, shard, self.columns, bounds)
+        except ValueError as error:  # of a copy: what is read in place is read row by row
+            what = f"cannot read the copy of {one_line(shard.path, 150)}: {one_line(error)}"
+            raise ValueError(f"{what}; delete {one_line(file.name, 150)}") from None
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
@@ -512,18 +527,26 @@ class ShardRows(torch.utils.data.Dataset):
         number, row = self.locate(i)
         reader, rows = self.reader(number), int(self.rows[number])
         for place in ((row + step) % rows for step in range(rows)):
-            try:
-                return self.complete(reader.read(place))
-            except IncompleteRow as error:
-                problem, skips = error, self.cfg.incomplete_rows == "skip"
-            except Exception as error:  # each decoder has its own
-                if isinstance(error, MemoryError) or getattr(error, "errno", None):
-                    raise  # not the row's fault
-                problem, skips = error, self.damaged == "skip"
-            where = f"{one_line(self.shards[number].path, 150)}, row {place}"
-            if not skips:
-                raise ValueError(f"cannot read {where}: {one_line(problem)}") from None
+            found = self.read_row(reader, number, place)
+            if found is not None:
+                return found
         raise ValueError(f"cannot read any row of {one_line(self.shards[number].path, 150)}")
+
+    def read_row(self, reader: Any, number: int, place: int) -> Any:
+        """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
+        try:
+            return self.complete(reader.read(place))
+        except IncompleteRow as error:
+            problem, skips = error, self.cfg.incomplete_rows == "skip"
+        except Exception as error:  # each decoder has its own
+            if isinstance(error, MemoryError) or getattr(error, "errno", None):
+                raise  # not the row's fault
+            problem, skips = error, self.damaged == "skip"
+        if skips:
+            return None
+        where = f"{one_line(self.shards[number].path, 150)}, row {place}"
+        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
+        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
 
     def complete(self, values: dict[str, Any]) -> Any:
         """The row that the values of its roles give. Raises ValueError for values that cannot."""

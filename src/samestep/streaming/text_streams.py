@@ -72,7 +72,6 @@ class StreamedTexts(streaming.ShardRows):
 
     def __init__(self, folder: Path, part: str, cfg: Any):
         super().__init__(folder, part, cfg, text_data.columns_of(cfg))
-        self.folder = folder
         self.names = json.loads((folder / "names.json").read_text(encoding="utf-8"))
         self.known, self.label_columns = {*self.names}, labels.split_names(cfg.label_columns)
 

@@ -80,16 +80,20 @@ class TokenRows(torch.utils.data.Dataset):
             row["labels"] = labels
         else:
             start = place * length
-            tokens = flat.read(start, min(start + length + 1, len(flat)))
-            row = {"input_ids": tokens[:-1], "labels": tokens[1:]}
-            if len(tokens) <= length:  # the last row of a source
-                room = (0, length + 1 - len(tokens))
-                labels = np.pad(tokens[1:].astype(np.int64), room, constant_values=IGNORE_INDEX)
-                row = {"input_ids": np.pad(tokens[:-1], room), "labels": labels}
+            row = row_of_stream(flat.read(start, min(start + length + 1, len(flat))), length)
         if self.tables:
             counted = row["labels"][row["labels"].astype(np.int64) != IGNORE_INDEX]
             row |= {name: table[counted].sum() for name, table in self.tables.items()}
         return row
+
+
+def row_of_stream(tokens: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """The row of these `length` + 1 tokens, or padded, where a stream ends, of fewer."""
+    if len(tokens) > length:
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+    room = (0, length + 1 - len(tokens))
+    labels = np.pad(tokens[1:].astype(np.int64), room, constant_values=IGNORE_INDEX)
+    return {"input_ids": np.pad(tokens[:-1], room), "labels": labels}
 
 
 def stack(rows: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:
