@@ -315,7 +315,8 @@ class TokenCache(streaming.ShardCache):
                         file.write(ids.tobytes())
                     written = file.tell()
                 if written <= np.dtype(self.encoder.dtype).itemsize:  # of a token, no label
-                    raise ValueError(f"cannot read {one_line(shard.path, 150)}: it has no text; leave it out")
+                    name = one_line(shard.path, 150)
+                    raise ValueError(f"cannot read {name}: it has no text; leave it out")
 
             self.fill(path, size, write)
         if raw.is_copied(shard):  # it would take the room of tokens
