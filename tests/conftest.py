@@ -301,7 +301,11 @@ def template():
     """The clean copy that all projects are baked from."""
     folder = tempfile.mkdtemp(prefix="template")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return copy_template(Path(folder, "template"))
+    copied = copy_template(Path(folder, "template"))
+    for recipe in copied.glob("templates/recipes/*/*.yaml"):  # 5 s a run; see test_exported.py
+        text = recipe.read_text(encoding="utf-8")
+        recipe.write_text(text.replace("check_export: true", "check_export: false"), "utf-8")
+    return copied
 
 
 def bake(folder, **answers):

@@ -33,6 +33,8 @@ CASES = {  # task, processes, flags
         2,
         ["--exact", "true", "--micro_batch_size", "4"],
     ),
+    "preference": ("preference", 1, []),
+    "preference-2": ("preference", 2, []),
     "chats": ("causal_lm", 1, CHATS),
     "chats-2": ("causal_lm", 2, CHATS),
     "lora": ("causal_lm", 1, LORA),

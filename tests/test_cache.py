@@ -281,6 +281,7 @@ TASK_EDITS = {  # functions of which an edit prepares the data anew
     "seq2seq": "text.row_files.encode_texts text.row_files.finish data.sources.walk",
     "text_classification": "text.text_data.build data.labels.encode_labels data.splits.hold_out",
     "image_classification": "images.images.square data.splits.hold_out",
+    "preference": "text.preferences.cut text.chats.normalize_chat data.sources.leave_out",
 }
 
 

@@ -31,6 +31,11 @@ CASES = [
     ("loss_sum", "old(*a).item()", "task.loss_sum returns "),
     ("loss_sum", "old(*a).detach()", "a loss without a gradient"),
     ("build_model", "None", "task.build_model returns None, NoneType; give an nn.Module"),
+    (
+        "build_model",
+        "setattr(m := old(*a), 'is_quantized', True) or m",
+        "task.build_model returns a quantised model, whose runs do not continue as they were; give",
+    ),
     ("count", "float(old(*a))", "task.count returns "),
     ("count", "-1", "task.count returns -1, int"),
     ("collate", "a[0]", "task.collate returns [{"),

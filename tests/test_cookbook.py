@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,8 +64,37 @@ def recipes():
     sections = re.split(r"^## (.+)$", COOKBOOK.read_text(encoding="utf-8"), flags=re.M)[1:]
     found = {}
     for heading, text in zip(sections[::2], sections[1::2], strict=True):
-        (found[heading],) = re.findall(r"^```diff\n(.*?)^```$", text, flags=re.M | re.S)
+        for code in re.findall(r"^```diff\n(.*?)^```$", text, flags=re.M | re.S):
+            found[heading] = code
     return found
+
+
+def test_a_model_is_pushed_with_its_card(tmp_path, monkeypatch):
+    """The lines of the last section, on a Hub that notes what it gets."""
+    import huggingface_hub
+
+    *_, code = re.findall(r"^```python\n(.*?)^```$", COOKBOOK.read_text("utf-8"), re.M | re.S)
+    model, pushed = tmp_path / "runs" / "default" / "model", {}
+    model.mkdir(parents=True)
+    (model / "README.md").write_text("---\nlicense: unknown\n---\n\n# a model\n")
+
+    def upload(self, *, repo_id, folder_path):
+        pushed[repo_id] = {path.name: path.read_text() for path in Path(folder_path).iterdir()}
+
+    def update(repo_id, metadata, overwrite):
+        card = huggingface_hub.ModelCard(pushed[repo_id]["README.md"])
+        assert overwrite and card.data.license == "unknown"
+        card.data.license = metadata["license"]
+        pushed[repo_id]["README.md"] = str(card)
+
+    monkeypatch.chdir(tmp_path)
+    made = types.SimpleNamespace(repo_id="OWNER/NAME")
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **options: made)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    monkeypatch.setattr(huggingface_hub, "metadata_update", update)
+    exec(code, {})
+    assert "license: apache-2.0" in pushed["OWNER/NAME"]["README.md"]
+    assert [*pushed["OWNER/NAME"]] == ["README.md"]
 
 
 def apply(project, heading):

@@ -31,7 +31,7 @@ PYTHON = ("python", "python3", ".venv/bin/python", ".venv/bench/bin/python")
 OTHERS = {
     *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git grep hf".split(),
     *"kill kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
-    *"torchrun touch trackio uv wandb".split(),
+    *"tar torchrun touch trackio transformers uv vllm wandb".split(),
 }
 # Of docker and pip, and a field that a recipe of the cookbook adds.
 OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience"}
@@ -215,7 +215,7 @@ class Checker:
             ast.parse(rest[1])
         elif program in PYTHON:
             of_file = rest[0] == "-" or rest[0].startswith("benchmarks/")
-            assert of_file or rest[1] in ("pip", "venv"), words
+            assert of_file or rest[1] in ("pip", "venv", "llama_cpp.server"), words
         else:
             assert program in OTHERS, f"{program} of {words} is not in OTHERS"
 
@@ -297,7 +297,8 @@ def test_commands_name_what_is_there(baked, fields, place):
 
 
 # Run by no test here: they install, take minutes, or need GPUs, machines and services.
-LEFT_OUT = "make (setup|test|demo|torture|bench|gpu)|hardware bench|OWNER/NAME|-m (venv|pip) "
+LEFT_OUT = "make (setup|test|demo|torture|bench|gpu|evaluate)|hardware bench|samestep evaluate|"
+LEFT_OUT += "llama_cpp|OWNER/NAME|-m (venv|pip) "
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
 REMOVE_TASK = r"""#!/bin/sh
 sed -i '/^task:/,$d' "$1"
@@ -337,6 +338,8 @@ def write_data(folder):
         "pairs.jsonl": [{"source": text, "target": text[:12]} for text in texts],
     }
     rows |= {"news.jsonl": rows["pairs.jsonl"], "talks.jsonl": rows["pairs.jsonl"]}
+    preferences = [{"prompt": text, "chosen": " Yes.", "rejected": " No."} for text in texts]
+    rows |= {f"{name}.jsonl": preferences for name in ("preferences", "helpful", "safe")}
     for name, content in rows.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
     labelled = [f'"{text}",{("yes", "no")[i % 2]}\n' for i, text in enumerate(texts)]

@@ -183,7 +183,7 @@ def test_the_card_says_what_the_model_is(tuned):
     card = (folder / "README.md").read_text(encoding="utf-8")
     about = yaml.safe_load(card.split("---")[1])
     assert about == {
-        "library_name": "transformers", "pipeline_tag": "text-generation",
+        "license": "unknown", "library_name": "transformers", "pipeline_tag": "text-generation",
         "base_model": "runs/base/model",
     }  # fmt: skip
     last = lines(tuned["prompts"], "eval_loss")[-1]

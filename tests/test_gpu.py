@@ -201,7 +201,7 @@ TrainLoader.take, monitor.StepMonitor.add = begin, end
 sys.argv[0] = "train.py"
 train.shutdown.run(train.main, train.prepare)
 """
-TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq"]
+TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]
 
 
 @bf16

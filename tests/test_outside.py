@@ -364,7 +364,7 @@ def test_a_model_card_with_hostile_names(tmp_path):
     scores = {"a|b": 1.0, "line\nbreak": 2.0, "eval_loss": 3.0, "z" * 10_000: 4.0}
     data = {"samples": 9, "fingerprint": "f"}
     facts = {"step": 1, "steps": 1, "scores": scores, "config": config, "data": data}
-    facts["versions"] = {"torch": "2.13.0"}
+    facts |= {"versions": {"torch": "2.13.0"}, "hardware": "1 x cpu, fp32"}
     (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"]}')
     place = Path("runs") / 'x"\n```\n\u202e' / "model"
     model_card.write_card(tmp_path, place, facts)
@@ -374,10 +374,10 @@ def test_a_model_card_with_hostile_names(tmp_path):
     assert all(line.isprintable() for line in lines)
     headings = [line for line in lines if line.startswith("#")]
     assert headings[0].startswith("# # a\\`b") and len(headings) == 4
-    assert headings[1:] == ["## Evaluation", "## Settings", "## Versions"]
+    assert headings[1:] == ["## Evaluation", "## Settings", "## Hardware and versions"]
     assert lines[0] == "---" and lines.count("---") == 2
     about = yaml.safe_load(card.split("\n---\n")[0])
-    assert set(about) == {"library_name", "pipeline_tag", "base_model"}
+    assert set(about) == {"license", "library_name", "pipeline_tag", "base_model"}
     rows = [line for line in lines if line.startswith("| ")][2:]
     assert rows[:3] == ["| a\\|b | 1 |", "| line break | 2 |", "| eval_loss | 3 |"]
     assert len(rows) == 4 and len(rows[3]) < 130

@@ -112,7 +112,7 @@ def test_exact_has_the_bytes_of_one_gpu(small, tmp_path, case):
 # ---- Tasks ---------------------------------------------------------------------------------------
 
 INPUTS = {"text_classification": "def f(): pass", "causal_lm": "When", "seq2seq": "f(x)"}
-TASKS = ["causal_lm", "image_classification", "seq2seq"]
+TASKS = ["causal_lm", "image_classification", "seq2seq", "preference"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from test_cache import open_to_all, unprivileged
 TEXTS = [f"text {i}, with a comma\nand two lines" for i in range(20)]
 COLUMNS = {"text": "body", "label": "kind"}
 ROLES = ("user", "assistant")
-TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq"]
+TASKS = ["causal_lm", "text_classification", "image_classification", "seq2seq", "preference"]
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -289,6 +289,9 @@ UNREAD = [
     ("image_classification", {"data": "digits", "corrupt": "skip"}),
     ("image_classification", {"revision": "v1"}),
     ("seq2seq", {"data": "dates", "source_column": "a"}),
+    ("preference", {"data": "docstrings", "roles": "bot=assistant"}),
+    ("preference", {"simpo_gamma": 1.0}),
+    ("preference", {"loss_type": "ipo", "label_smoothing": 0.1}),
 ]  # fmt: skip
 
 

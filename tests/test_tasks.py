@@ -1,4 +1,4 @@
-"""The contract of a task, for all four: what holds whatever is trained.
+"""The contract of a task, for all five: what holds whatever is trained.
 
 A kit has what the tests need of one task: rows of a small data set, settings of a tiny model, and
 how a prepared row is told from others.
@@ -45,6 +45,11 @@ def documents(task, cfg, prepared, part):
     tokens = torch.cat([batch["input_ids"][0, :1], batch["labels"][batch["labels"] >= 0]])
     text = task.corpus.load_tokenizer(cfg, prepared).decode(tokens)
     return [each for each in text.split("<|endoftext|>") if each]
+
+
+def prompts(task, cfg, prepared, part):
+    tokenizer = task.preferences.load_tokenizer(cfg, prepared)
+    return [tokenizer.decode(task.preferences.prompt_of(row)) for row in part]
 
 
 def pixels(task, cfg, prepared, part):
@@ -141,6 +146,14 @@ KITS = [
         {"max_source_length": 3},
         {"dropout": 0.1},
     ),
+    Kit(
+        "preference",
+        [{"prompt": t, "chosen": f" {n}", "rejected": f" {n}?"} for n, t in enumerate(SPELLED)],
+        {"vocab_size": 300, "max_length": 32},
+        prompts,
+        ("chosen", "the chosen is empty"),
+        {"max_length": 5},
+    ),
 ]
 
 
@@ -176,7 +189,7 @@ def test_every_row_is_in_one_part_the_same_from_every_kind_of_file(kit, tmp_path
         cfg, prepared, parts = kit.prepare(tmp_path, data, validation_fraction=0.2)
         packed = pickle.dumps(parts)  # as for worker processes: names of files
         keys = [kit.keys(kit.task, cfg, prepared, part) for part in pickle.loads(packed)]
-        held = {"causal_lm": 9, "image_classification": 14}.get(kit.name, 13)
+        held = {"causal_lm": 9, "image_classification": 14, "preference": 8}.get(kit.name, 13)
         assert len(packed) < 20_000 and len(keys[1]) == held
         assert len({*keys[0], *keys[1]}) == len(keys[0]) + len(keys[1]) == 60
         found.append([sorted(each) for each in keys])
@@ -294,6 +307,7 @@ RANGES = {
     "text_classification": [("max_length", "2", "a whole number from 3 to 1,048,576")],
     "image_classification": [("min_crop", "0.0", "a number from 0.01 to 1")],
     "seq2seq": [("validation_fraction", "1.0", "a number, above 0 and below 1")],
+    "preference": [("beta", "0", "a number from 1e-06 to 1,000")],
 }
 
 
@@ -429,6 +443,17 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("a", "1")], {"validation_data": [("a", 2)]}, "line 1: the target is 2 but must be text"),
         ("no.csv", {"target_column": "source"}, "target_column is 'source' but must be another"),
         ("no.csv", {"hidden_size": 2**16, "num_layers": 999}, "num_layers: a model of"),
+    ],
+    "preference": [
+        ([{"prompt": "a", "chosen": "b"}], {}, "no column rejected among prompt, chosen"),
+        ([("a", "b", "c"), ("a", " ", "c")], {}, "line 2: the chosen is empty; --task.incomplete_"),
+        ([("a", "b", 1)], {}, "line 1: the rejected is 1 but must be text or messages"),
+        ([("a", "b", "c"), ("a", "d", "c")], {}, "all prompts of"),
+        ([("a", "b", "b")], {}, "there are no rows in"),
+        ("no.csv", {"rejected_column": "chosen"}, "task.rejected_column is 'chosen' but must be"),
+        ("no.csv", {"label_smoothing": 0.7}, "task.label_smoothing is 0.7 but must be below 0.5"),
+        ("no.csv", {"roles": "bot"}, "task.roles: 'bot' gives no name a meaning"),
+        ("no.csv", {"lora_rank": 4}, "lora_rank is 4 but must be 0, unless task.model_name"),
     ],
 }  # fmt: skip
 for each in KITS:

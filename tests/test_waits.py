@@ -13,6 +13,7 @@ from waits import host_waits
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
 WORDS = "the quick brown fox jumps over the lazy dog and runs away again".split()
 KINDS = ["causal_lm", "causal_lm packed", "text_classification", "seq2seq", "image_classification"]
+KINDS += ["preference"]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,9 @@ def made(tmp_path_factory):
     tables = {
         "text_classification": [{"text": t, "label": "ab"[i % 2]} for i, t in enumerate(texts)],
         "seq2seq": [{"source": f"{i} {t}", "target": f"{t} {i}"} for i, t in enumerate(texts)],
+        "preference": [
+            {"prompt": f"{i}", "chosen": t, "rejected": f"{t} {i}"} for i, t in enumerate(texts)
+        ],
         "causal_lm": [{"text": f"{i} {t}"} for i, t in enumerate(texts)],
         "causal_lm packed": [
             {"prompt": f"{i} + 1 =", "completion": t} for i, t in enumerate(texts)

@@ -10,7 +10,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, check_shared_rows, report.
+and, if they are there: identity, check_shared_rows, report, questions.
 `prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
@@ -51,6 +51,7 @@ from samestep.text.token_rows import TokenRows
 
 Batch = dict[str, torch.Tensor]
 UNIT = "tokens"
+questions = corpus.questions  # that the check of the export asks
 Length = number_type("Length", int, 2, 2**20)
 Vocabulary = number_type("Vocabulary", int, 257, 2**20)
 LossChunk = number_type("LossChunk", int, 16, 2**30)
@@ -232,8 +233,7 @@ def build_model(cfg: TaskConfig, folder: Path) -> torch.nn.Module:
         )
         model = pretrained.new_model(AutoModelForCausalLM, config, cfg)
         pretrained.suppress_unused(model, tokenizer)
-    most_texts = unit_files.read_facts(folder)["most_texts"]
-    if most_texts:
+    if most_texts := unit_files.read_facts(folder)["most_texts"]:
         packing.check_model_separates_texts(model)
     next_token.prepare(model, cfg.context_length, cfg.loss_chunk, most_texts)
     try:

@@ -10,7 +10,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, augment, report.
+and, if they are there: identity, augment, report, questions.
 `prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
@@ -26,16 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from samestep.base import fields
-from samestep.base.fields import (
-    NOTHING,
-    ROUNDING,
-    SHAPE,
-    Dropout,
-    Heads,
-    Layers,
-    Width,
-    number_type,
-)
+from samestep.base.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width
 from samestep.data import cache
 from samestep.data.demo_data import digit_rows
 from samestep.data.sources import DataConfig, by_source, check_data_config, split_data
@@ -51,9 +42,9 @@ from samestep.streaming.streaming import StreamFields, check_streaming
 Batch = dict[str, torch.Tensor]
 Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and its image_data.load_view
 
-Side = number_type("Side", int, 1, 4096)
-StoredSide = number_type("StoredSide", int, 0, 8192)
-Crop = number_type("Crop", float, 0.01, 1)
+Side = fields.number_type("Side", int, 1, 4096)
+StoredSide = fields.number_type("StoredSide", int, 0, 8192)
+Crop = fields.number_type("Crop", float, 0.01, 1)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -270,7 +261,7 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Pat
     """The scores of each class, a picture of the confusion, and some images with their answers."""
     from samestep.base.pictures import try_picture
 
-    names = [model.config.id2label[i] for i in range(model.config.num_labels)]
+    names = [*model.config.id2label.values()]
     shown = classification.report_table(sums["table"], names, output)
     validation, path = datasets(cfg, prepared)[1], output / "samples.png"
     return shown | {"samples": try_picture(draw_samples, model, validation, names, path)}
@@ -288,6 +279,11 @@ def draw_samples(model: Any, dataset: StoredImages, names: list[str], path: Path
         pairs = zip(part, guesses, strict=True)
         answers += [(image, label, guess) for (image, label, _), guess in pairs]
     return classification.draw_images(answers, names, len(dataset), path)
+
+
+def questions(rows: list[Row], cfg: TaskConfig, prepared: Path) -> list:
+    """Images as the model sees them, and its inputs: what the check of the export asks."""
+    return [image_data.question(row, collate([row])) for row in rows]
 
 
 def export(model: Any, output: Path, cfg: TaskConfig, prepared: Path) -> None:

@@ -10,7 +10,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, report.
+and, if they are there: identity, report, questions.
 `prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
@@ -38,6 +38,7 @@ from samestep.text.row_files import RowFiles
 # transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
+questions = pairs.questions  # that the check of the export asks
 IGNORE_INDEX = -100  # the label of padding, which cross entropy leaves out
 UNIT = "target_tokens"
 

@@ -10,7 +10,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
     export(model, output, cfg, prepared)  saves the trained model
 
-and, if they are there: identity, augment, report.
+and, if they are there: identity, augment, report, questions.
 `prepared` is what prepare_data returned: here, the folder of the prepared data. A whole task around
 a plain nn.Module: python -m samestep example plain_module
 """
@@ -40,6 +40,7 @@ from samestep.text.row_files import RowFiles
 # transformers takes 4 s to import: it waits for the functions that need it.
 
 Batch = dict[str, torch.Tensor]
+questions = text_data.questions  # that the check of the export asks
 TOKENS = ("input_ids", "token_type_ids")  # columns with a value for each token
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
 
@@ -267,8 +268,7 @@ def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def eval_sums(model: torch.nn.Module, batch: Batch) -> Batch:
     """The loss, the rows, and the table of classification.py; of numbers, terms of their errors."""
     logits, labels = logits_of(model, batch), batch["labels"]
-    rows = torch.ones_like(batch["weight"]).sum()
-    sums = {"loss": row_losses(logits, batch).sum(), "rows": rows}
+    sums = {"loss": row_losses(logits, batch).sum(), "rows": torch.ones_like(batch["weight"]).sum()}
     if labels.is_floating_point() and labels.ndim == 1:
         sums["error"] = (logits[:, 0] - labels).abs().sum()
         return sums | {name: batch[name].sum() for name in ("spread", "deviation")}

@@ -22,6 +22,7 @@ from samestep.checkpoint.tensor_files import TensorReader
 PROJECT = Path(__file__).parent.parent
 STEPS = ["--max_steps", "6", "--save_every", "3", "--eval_every", "3", "--log_every", "1"]
 BATCH = ["--global_batch_size", "8", "--warmup_steps", "2", "--keep_checkpoints", "0"]
+BATCH += ["--check_export", "false"]  # it takes seconds
 DROPOUT = "--task.dropout" if hasattr(task.TaskConfig, "dropout") else ""
 
 FILE = "rank-00000.safetensors"  # of the only process, in a checkpoint

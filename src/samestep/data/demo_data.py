@@ -45,7 +45,7 @@ def read_source(file: Path) -> str:
 
 
 def text_rows(name: str, kind: str) -> Iterator[Row]:
-    """The rows of texts in TEXTS; `kind` is text, of docstrings prompt or chat."""
+    """The rows of texts in TEXTS; `kind` is text, of docstrings prompt, chat or pair."""
     if name in ("manual", "pydoc"):
         yield from topic_rows()
     for file in text_files(name) if name != "pydoc" else []:
@@ -79,12 +79,20 @@ def topic_rows() -> Iterator[Row]:
 
 
 def docstring_rows(source: str, kind: str) -> Iterator[dict]:
-    """A prompt or a chat for each function with a docstring: what does this function do?"""
+    """A prompt or a chat for each function with a docstring: what does this function do?
+
+    A pair prefers the first line of a short docstring to all of it.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
             head, answer = f"def {node.name}({ast.unparse(node.args)}):", text.splitlines()[0]
+            prompt = f'{head}\n    """'
             if kind == "prompt":
-                yield {"prompt": f'{head}\n    """', "completion": f'{answer}"""'}
+                yield {"prompt": prompt, "completion": f'{answer}"""'}
+            elif kind == "pair":
+                if answer != text and len(text) < 300:
+                    whole = textwrap.indent(text, "    ").strip() + '\n    """'
+                    yield {"prompt": prompt, "chosen": f'{answer}"""', "rejected": whole}
             else:
                 question = {"role": "user", "content": f"What does this do? {head}"}
                 yield {"messages": [question, {"role": "assistant", "content": answer}]}

@@ -359,6 +359,10 @@ class IncompleteRow(ValueError):
     """A row has no label, no text or no answer."""
 
 
+class UselessRow(IncompleteRow):
+    """A row from which nothing can be learnt: it is counted and left out, whatever the config."""
+
+
 def valid_rows(
     rows: Iterable[Row],
     cfg: DataConfig,
@@ -384,6 +388,9 @@ def leave_out(
 ) -> None:
     """Counts a row that is left out, by its reason; raises ValueError if it must not be."""
     incomplete = isinstance(error, IncompleteRow)
+    if isinstance(error, UselessRow):
+        add_left_out(left_out, {f"{error} (the first: {place})": 1})
+        return
     if not incomplete or cfg.incomplete_rows == "refuse":
         hint = "; --task.incomplete_rows skip leaves such rows out" * incomplete
         raise ValueError(f"task.{field}: {place}: {error}{hint}") from None

@@ -15,6 +15,7 @@ from samestep.base.fields import local_path
 from samestep.data import cache, hub, sources, tables
 from samestep.data.splits import split_of
 from samestep.data.tables import TABLES, Columns, Row
+from samestep.images.images import resize
 from samestep.models import pretrained
 
 ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -218,6 +219,13 @@ def stored_side(cfg: Any, is_small: bool) -> int:
     """Side in pixels of the squares to keep. `is_small`: the images have no more to show."""
     side = load_view(cfg)["side"]
     return cfg.stored_size or (side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7))
+
+
+def question(row: tuple, batch: dict) -> tuple[Any, dict]:
+    """For the check of the export: the square of a row as the model sees it, and its pixel values,
+    out of the batch of this row alone."""
+    image = Image.fromarray(resize(row[0], row[2]["side"]))
+    return image, {"pixel_values": batch["pixel_values"]}
 
 
 def save_processor(view: dict[str, Any], output: Path) -> None:

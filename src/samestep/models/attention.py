@@ -125,6 +125,11 @@ def register() -> None:
     AttentionMaskInterface.register(MASKED, make_mask)
 
 
+def bare(model: Any) -> Any:
+    """The model of transformers, which has its adapters inside."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @dataclass(frozen=True)
 class Adaptation:
     """What a process with the weights of a model has found out about it, for others without them:
@@ -135,7 +140,7 @@ class Adaptation:
 
     def apply(self, model: Any) -> None:
         """Adapts a model of the same kind, perhaps with adapters."""
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = bare(model)
         register()
         model.set_attn_implementation(self.attention)
         model.adaptation, model.loss_plan = self, self.loss_plan

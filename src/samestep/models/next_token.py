@@ -90,8 +90,7 @@ def is_split(model: Any, row: torch.Tensor) -> bool:
 
 def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
     """Cross entropy of the counted tokens of a batch, in nats: float32 ()."""
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()  # with its adapters
+    model = attention.bare(model)
     plan, labels = getattr(model, "loss_plan", UNPREPARED), batch["labels"].flatten()
     inputs = model_inputs(model, plan, batch)
     if not plan.is_split:

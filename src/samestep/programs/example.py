@@ -1,13 +1,13 @@
-"""Lists whole task files, or writes one.
+"""Lists examples, whole task files above all, or writes one.
 
     python -m samestep example                  lists them
     python -m samestep example plain_module     writes plain_module.py into this folder
+    python -m samestep example cloze            writes cloze.yaml, for samestep evaluate
 
-To train it, move it to task.py, and remove the section `task:` of your recipe, whose fields belong
-to the old task. Any task file works in any project.
+To train a task, move it to task.py, and remove the section `task:` of your recipe, whose fields
+belong to the old task. Any task file works in any project.
 """
 
-import ast
 from pathlib import Path
 
 from samestep.base.console import one_line, protect_output
@@ -22,14 +22,16 @@ def main() -> None:
     parser = make_parser("example", __doc__)
     parser.add_argument("name", nargs="?", help="a name of the list")
     name = parser.parse_args().name
-    sources = {path.stem: path.read_text("utf-8") for path in sorted(EXAMPLES.glob("*.py"))}
+    paths = [path for path in sorted(EXAMPLES.iterdir()) if path.suffix in (".py", ".yaml")]
+    sources, files = {p.stem: p.read_text("utf-8") for p in paths}, {p.stem: p.name for p in paths}
     if not name:
         for each, source in sources.items():
-            print(f"{each:24}{ast.get_docstring(ast.parse(source)).splitlines()[0]}")
+            about = source.splitlines()[0].strip('#" ')
+            print(f"{each:24}{about}")
         return
     if name not in sources:
         parser.error(f"there is no example {one_line(name, 60)}; give one of {', '.join(sources)}")
-    file = Path(f"{name}.py")
+    file = Path(files[name])
     try:
         with open(file, "x", encoding="utf-8") as new:
             new.write(sources[name])
@@ -37,4 +39,5 @@ def main() -> None:
         parser.error(f"{file} is there already; move it away")
     except OSError as error:
         parser.error(f"cannot write {file}: {error.strerror}")
-    print(f"{file} is written. To train it: mv {file} task.py, and remove `task:` from the recipe")
+    more = f"To train it: mv {file} task.py, and remove `task:` from the recipe"
+    print(f"{file} is written. {more if file.suffix == '.py' else 'It says how it is used'}")

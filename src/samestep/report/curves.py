@@ -52,8 +52,9 @@ FORMATS = (".png", ".svg", ".pdf")
 NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
 # Settings that do not change the result. (Asking train.Config would import torch.)
 NOT_COMPARED = """output_dir resume timeout num_workers eval_every save_every keep_checkpoints
-    log_every export max_skipped_steps tracker project upload_code async_save profile_steps
-    task.cache_dir task.sample_prompt task.merge_lora task.trust_remote_code""".split()
+    log_every export max_skipped_steps check_export tracker project upload_code
+    async_save profile_steps task.cache_dir
+    task.sample_prompt task.merge_lora task.trust_remote_code""".split()
 
 # ---- Reading the runs ----------------------------------------------------------------------------
 

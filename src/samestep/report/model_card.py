@@ -8,6 +8,7 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from samestep.base.console import one_line
+from samestep.base.files import replace_text
 
 # The pipelines of transformers, by a part of the model's class name in config.json.
 PIPELINES = {
@@ -40,9 +41,9 @@ def pipeline_task(folder: Path) -> str | None:
     return TEXT_TO_TEXT if is_encoder_decoder and generates else task
 
 
-def escape_markdown(text: object) -> str:
+def escape_markdown(text: object, longest: int = 100) -> str:
     """Text from outside as one line without Markdown formatting."""
-    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text, 100))
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text, longest))
 
 
 def example_code(task: str, folder: Path, final: Path) -> str:
@@ -73,23 +74,26 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))"""
     return code
 
 
+def score_table(scores: dict[str, float]) -> str:
+    rows = [f"| {escape_markdown(name)} | {value:.5g} |" for name, value in scores.items()]
+    return "\n".join(["| metric | value |", "| --- | --- |", *rows])
+
+
 def write_card(folder: Path, final: Path, run_info: dict) -> None:
     """Writes the card of the model in a folder that will be renamed to `final`.
 
     `run_info` holds step (of the model), steps (of the run), scores (floats by name), config
-    (resolved), data (samples, fingerprint) and versions.
+    (resolved), data (samples, fingerprint), hardware (a line) and versions.
     """
     config, data = run_info["config"], run_info["data"]
     task, base = pipeline_task(folder), config["task"].get("model_name_or_path")
     library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
     header = ModelCardData(
+        license="unknown",  # its owner's to say, and that of the base model
         library_name=library if task else None,
         pipeline_tag=task,
         base_model=one_line(base) if base else None,
     )
-    rows = [
-        f"| {escape_markdown(name)} | {value:.5g} |" for name, value in run_info["scores"].items()
-    ]
     settings = yaml.safe_dump(config, sort_keys=False).strip()
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
     background = config["task"].get("background") if task == "image-classification" else None
@@ -108,10 +112,19 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
         "does the same; `pipeline` ignores transparency: put such images on that colour first."
         if background
         else "",
-        "## Evaluation\n\n| metric | value |\n| --- | --- |\n" + "\n".join(rows),
+        f"## Evaluation\n\n{score_table(run_info['scores'])}",
         f"## Settings\n\n{fence}yaml\n{settings}\n{fence}",
-        "## Versions\n\n"
+        f"## Hardware and versions\n\n{run_info['hardware']}\n\n"
         + ", ".join(f"{n} {number}" for n, number in run_info["versions"].items()),
     ]
     text = "\n\n".join(part for part in parts if part)
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def set_section(folder: Path, title: str, text: str) -> None:
+    """Adds a section to the end of a model's card, in place of an older one with this title."""
+    card = folder / "README.md"
+    begin, *sections = card.read_text(encoding="utf-8").split("\n## ")
+    kept = [each for each in sections if not each.startswith(f"{title}\n")]
+    parts = [part.rstrip("\n") for part in (begin, *kept)]
+    replace_text(card, "\n\n## ".join([*parts, f"{title}\n\n{text}\n"]))

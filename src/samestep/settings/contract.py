@@ -52,7 +52,8 @@ class Task(Protocol):
     process: all that later functions need, such as the folder of the prepared data. Nothing else is
     passed from one function to the next. Datasets are copied to worker processes.
 
-    Optional are UNIT, identity, digest, sources, augment, sizes, report and check_shared_rows.
+    Optional are UNIT, identity, digest, sources, augment, sizes, report, questions and
+    check_shared_rows.
     """
 
     TaskConfig: type
@@ -142,10 +143,16 @@ class Task(Protocol):
         """Results of an evaluation for people, by name: texts, and paths of pictures that it has
         written in the folder."""
 
+    def questions(self, rows: list, cfg: Any, prepared: Any) -> list[tuple[Any, dict]]:
+        """What the check of the export asks the trained model, and then what it loads from the
+        folder by transformers alone: each question as a pipeline takes it (a text, messages, an
+        image), and as the run gives it to the model, arrays with B = 1. The attention mask of
+        tokens is left out. `rows`: a few validation rows."""
+
 
 REQUIRED = """prepare_data datasets collate count build_model loss_sum eval_sums metrics
     export""".split()
-OPTIONAL = "identity digest sources augment sizes report check_shared_rows".split()
+OPTIONAL = "identity digest sources augment sizes report questions check_shared_rows".split()
 
 
 def check_functions(task: Any) -> None:
@@ -284,6 +291,11 @@ def check_count(count: Any) -> int:
 def check_model(model: Any) -> torch.nn.Module:
     """The model of task.build_model; raises ValueError for anything else."""
     expect(isinstance(model, torch.nn.Module), "build_model returns", model, "an nn.Module")
+    if getattr(model, "is_quantized", False):  # its checkpoints restore other weights, silently
+        raise ValueError(
+            "task.build_model returns a quantised model, whose runs do not continue as they were; "
+            "give the weights in full precision (see LoRA in docs/hardware.md)"
+        )
     return model
 
 

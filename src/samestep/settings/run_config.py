@@ -5,7 +5,15 @@ from typing import Literal
 
 from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-from samestep.settings.config import NOTHING, ONE_COMMAND, ROUNDING, UNSAVED, Seconds, Workers
+from samestep.settings.config import (
+    EXPORT,
+    NOTHING,
+    ONE_COMMAND,
+    ROUNDING,
+    UNSAVED,
+    Seconds,
+    Workers,
+)
 
 
 @dataclass
@@ -50,6 +58,10 @@ class RunConfig:
     async_save: bool = field(default=False, metadata=NOTHING)
     """Write checkpoints in the background: training waits only for a copy to host memory, which
     takes as much memory as the checkpoint. Not with DeepSpeed."""
+
+    check_export: bool = field(default=False, metadata=EXPORT)
+    """Load the exported model in a process of its own, by transformers alone, and compare its
+    answers with those of the trained one: a few seconds, and a line in the model card."""
 
     # Logging
     tracker: Literal["wandb", "trackio", "tensorboard", "none"] = field(

@@ -76,7 +76,7 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
         plan = model._expand_parallel_plan(dict(getattr(model, "tp_plan", None) or {}))
     except (ImportError, AttributeError):
         plan = {}
-    if not plan:
+    if not plan or hasattr(model, "peft_config"):  # the plan has the names of weights without it
         raise UserError(
             f"tensor parallelism needs a model of transformers 5.20 or newer with a tp_plan, and "
             f"{type(model).__name__} has none; use fsdp2.yaml"

@@ -43,6 +43,25 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     return tokenizer
 
 
+def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+    """For the check of the export: the beginnings of texts, or chats of one and two questions."""
+    tokenizer = load_tokenizer(cfg, folder)
+    if cfg.rows == "chat":
+        user = {"role": "user", "content": cfg.sample_prompt}
+        asked: list = [[user], [user, {"role": "assistant", "content": "Yes."}, user]]
+        place, options = "task.sample_prompt", {"add_generation_prompt": True}
+        shown = [chats.apply_template(each, [], place, tokenizer, **options) for each in asked]
+        tokens = [tokenizer(text, add_special_tokens=False).input_ids for text in shown]
+    else:
+        length = min(cfg.context_length // 2, 32)
+        starts = [row["input_ids"][:length] for row in rows]
+        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+        asked = [text for text in [cfg.sample_prompt, *texts] if text.strip()]
+        tokens = [tokenizer(text, verbose=False).input_ids for text in asked]
+    longest, pairs = max_text_length(cfg, True), zip(asked, tokens, strict=True)
+    return [(text, {"input_ids": [ids]}) for text, ids in pairs if 0 < len(ids) < longest]
+
+
 def max_text_length(cfg: Any, best_fit: bool) -> int:
     """Tokens of a text that the model sees at once, at most context_length.
 

@@ -109,6 +109,13 @@ def load_tokenizer(cfg: Any, folder: Path | None) -> Any:
     return tokenizer
 
 
+def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[str, dict]]:
+    """For the check of the export: the sources of rows, each with its tokens."""
+    tokenizer = load_tokenizer(cfg, folder)
+    sources = [cfg.source_prefix + row["source"].tobytes().decode() for row in rows]
+    return [(each, {"input_ids": [tokenizer(each, truncation=True).input_ids]}) for each in sources]
+
+
 def set_generation(model: Any, cfg: Any) -> None:
     """Writes the search of cfg and the prefix of sources into the configs of the exported model."""
     model.config.source_prefix = cfg.source_prefix  # for samestep predict

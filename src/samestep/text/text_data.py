@@ -232,6 +232,19 @@ def load_tokenizer(cfg: Any, folder: Path | None = None) -> Any:
     )
 
 
+def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
+    """For the check of the export: texts or pairs, each with its tokens as they are trained on."""
+    tokenizer = load_tokenizer(cfg, folder)
+    texts = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+    asked = [{"text": text} for text in texts if text.strip()]
+    if cfg.text_pair_column:
+        asked = [{**each, "text_pair": texts[0]} for each in asked]
+    columns, _ = encode_texts([(each, "") for each in asked], tokenizer, cfg.max_length)
+    names = [name for name in columns if name != "length"]
+    inputs = [{name: columns[name][i : i + 1] for name in names} for i in range(len(asked))]
+    return [*zip(asked, inputs, strict=True)]
+
+
 def set_marks(model: Any, cfg: Any, folder: Path) -> None:
     """Writes what samestep predict needs into the config of the model: MARKS."""
     for name in MARKS:  # an earlier training may have left its own

@@ -10,6 +10,7 @@ from samestep.checkpoint import checkpoints, weights
 from samestep.processes.ranks import as_user_error, attempt, catch
 from samestep.processes.shutdown import STOPPED
 from samestep.report import curves, model_card, tracking
+from samestep.training import exported
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 from samestep.training.saving import Saver
@@ -30,7 +31,9 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
         elif run.accelerator.is_main_process:
             run.start.check_folder()
             folder = run.output / "model"
-            about = {"step": step, "steps": run.last_step, "scores": scores, **run.start.manifest}
+            run.asked = exported.ask_trained(run, whole)
+            about = {"step": step, "steps": run.last_step, "scores": scores}
+            about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
                 run.task.export(whole.eval(), fresh, run.cfg.task, run.start.prepared)
                 model_card.write_card(fresh, folder, about)
@@ -56,6 +59,7 @@ def finish(
     if sums:
         shown = attempt("no report", report, run, saver, whole, sums, run.output)
         attempt("the tracker has no report", log.lines.show, shown or {}, step)
+        attempt("the export was not checked", check_export, run)
         picture, problem = catch(curves.try_draw, [run.output], run.output / "curves.png")
         picture = picture or f"no picture: {one_line(problem)}"
         say(f"model: {run.output / 'model'}  curves: {picture}")
@@ -63,6 +67,18 @@ def finish(
         say(f"stopped after step {step}; the same command continues the run")
     attempt("the tracker was not closed", tracking.end_tracker, run.accelerator)
     return code
+
+
+def check_export(run: Run) -> None:
+    """Asks the exported model what the trained one was asked; the card and the status say so."""
+    if not run.asked:
+        return
+    line, same = exported.check(run, run.output / "model", run.asked)
+    say(f"checked: {line}" if same else f"warning: {line}")
+    text = model_card.escape_markdown(line, 400)
+    model_card.set_section(run.output / "model", "Check", text)
+    facts = {"exit_code": 0, "export_check": "passed" if same else line}
+    run_folder.write_status(run.output, "finished", **run.point.facts, **facts)
 
 
 def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: Path) -> dict:

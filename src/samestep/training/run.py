@@ -33,6 +33,7 @@ class Run:
             self.last_step = max(self.first_step, self.point.max_steps)
         self.nothing_to_do = self.cfg.check or bool(self.point.finished)
         self.problem: Exception | None = None  # of work in the background
+        self.asked: dict = {}  # what the trained model answered: see exported.py
 
     def samples(self, step: int) -> int:
         """Samples of the run up to the end of this step."""
@@ -49,12 +50,13 @@ class Run:
         """Checks the accelerator, and prints what runs on what."""
         self.accelerator, cfg = accelerator, self.cfg
         device.check_accelerator(accelerator, cfg)
-        say(
-            f"{self.output}: {accelerator.num_processes} x {accelerator.device.type}, "
+        self.hardware = (
+            f"{accelerator.num_processes} x {accelerator.device.type}, "
             f"{accelerator.mixed_precision.replace('no', 'fp32')}, "
             f"distributed: {accelerator.distributed_type.value}; "
             f"a step of {self.plan.describe(self.ranks.layout.unit)}"
         )
+        say(f"{self.output}: {self.hardware}")
         for remark in self.point.remarks:
             say(remark)
         sharding.configure_deepspeed(accelerator, self.plan, cfg.max_grad_norm)

@@ -1,0 +1,160 @@
+"""Log-probabilities of answers under a language model and under its reference, which stays as the
+model was at the start: a frozen copy inside the model, or, beside adapters, the model without them.
+
+Rafailov et al., "Direct Preference Optimization", 2023.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from samestep.base.fields import IGNORE_INDEX
+from samestep.models import next_token
+from samestep.models.attention import Batch, bare
+
+COPY = "reference"  # the name of the copy inside the model, and so of its weights
+
+
+# ---- The reference -------------------------------------------------------------------------------
+
+
+def add_reference(model: Any) -> None:
+    """Puts a frozen copy of a model into it. Checkpoints hold no more than its digest, and each
+    kind of sharding cuts it as it cuts the model."""
+    # One config for both: what is found out about the model's attention goes for the copy.
+    known: dict[int, Any] = {id(model.config): model.config}
+    for weights in model.parameters():
+        copied = torch.nn.Parameter(weights.detach().clone(), requires_grad=False)
+        known[id(weights)] = copied  # by deepcopy itself, tensors without content cannot be copied
+    known |= {id(values): values.clone() for values in model.buffers()}
+    model.add_module(COPY, copy.deepcopy(model, known))
+
+
+@contextlib.contextmanager
+def without_reference(model: Any) -> Iterator[Any]:
+    """The model as transformers knows it: for export and generation."""
+    frozen = model._modules.pop(COPY, None)
+    try:
+        yield model
+    finally:
+        if frozen is not None:
+            model.add_module(COPY, frozen)
+
+
+@contextlib.contextmanager
+def reference_of(model: Any) -> Iterator[Any]:
+    """The model as it was at the start."""
+    if bare(model) is model:
+        yield model.get_submodule(COPY)
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+    # peft's disable_adapter also stops their gradients, and under FSDP2 these would never return.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield bare(model)
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def before_and_after(model: Any) -> Iterator[tuple[str, Any]]:
+    """The reference, where there is one, and the model: each to be used in its turn."""
+    if bare(model) is not model or COPY in model._modules:
+        with reference_of(model) as reference:
+            yield "before", reference
+    yield "after", model
+
+
+def disable_dropout(model: Any) -> None:
+    """Makes the model the same function in training as its reference, whatever its config says."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+# ---- Log-probabilities ---------------------------------------------------------------------------
+
+
+class States(NamedTuple):
+    """What `head` makes logits of, in chunks (n, H), so that few logits exist at once."""
+
+    head: Any
+    chunks: list[torch.Tensor]
+    labels: list[torch.Tensor]  # of the chunks, (n,) each
+
+
+def states_of(model: Any, batch: Batch, plan: next_token.LossPlan) -> States:
+    """The decoder's output for input_ids and labels (N, T); the logits where it has no such."""
+    labels = batch["labels"].flatten()
+    inputs = next_token.model_inputs(model, plan, batch)
+    if not plan.is_split:
+        return States(torch.nn.Identity(), [model(**inputs).logits.flatten(0, 1)], [labels])
+    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
+    # A sharded head is gathered for each call: of these all processes need as many.
+    simple = type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor)
+    size = plan.chunk if simple else len(labels)
+    return States(head, [*hidden.split(size)], [*labels.split(size)])
+
+
+def log_probabilities(states: States, shape: torch.Size) -> torch.Tensor:
+    """The sums over the counted tokens of each row, in nats: float32 (N,); `shape` is (N, T).
+    The backward pass computes the logits of each chunk again."""
+
+    def losses(hidden, labels):
+        logits = states.head(hidden).float()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+
+    several = len(states.chunks) > 1 and torch.is_grad_enabled()
+    found = [
+        checkpoint(losses, *each, use_reentrant=False) if several else losses(*each)
+        for each in zip(states.chunks, states.labels, strict=True)
+    ]
+    return -torch.cat(found).view(shape).sum(1)
+
+
+def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> list[torch.Tensor]:
+    """Of both answers, under the model and, if it has one, under its reference: float32 (B, 2).
+    A batch has input_ids and labels (B, 2, T)."""
+    rows, plan, found = flatten_pairs(batch), plan_of(model), []
+    shape = rows["labels"].shape
+    if has_reference:  # first, while the model's activations need no memory
+        with torch.no_grad(), reference_of(model) as reference:
+            found.append(log_probabilities(states_of(reference, rows, plan), shape))
+    own = log_probabilities(states_of(bare(model), rows, plan), shape)
+    return [each.view(-1, 2) for each in (own, *found)]
+
+
+@torch.no_grad()
+def divergence(model: Any, batch: Batch) -> torch.Tensor:
+    """KL(model || reference) of the next token, in nats, summed over the answers' tokens: ()."""
+    rows, plan = flatten_pairs(batch), plan_of(model)
+    with reference_of(model) as reference:
+        theirs = states_of(reference, rows, plan)
+    own, total = states_of(bare(model), rows, plan), torch.zeros((), device=batch["labels"].device)
+    for ours, other, labels in zip(own.chunks, theirs.chunks, own.labels, strict=True):
+        logs = own.head(ours).float().log_softmax(1)
+        with reference_of(model):  # a head may have adapters
+            expected = theirs.head(other).float().log_softmax(1)
+        each = F.kl_div(expected, logs, reduction="none", log_target=True).sum(1)
+        total += (each * (labels != IGNORE_INDEX)).sum()
+    return total
+
+
+def flatten_pairs(batch: Batch) -> Batch:
+    """Two rows for each pair: (2B, T)."""
+    return {name: batch[name].flatten(0, 1) for name in ("input_ids", "labels")}
+
+
+def plan_of(model: Any) -> next_token.LossPlan:
+    return getattr(bare(model), "loss_plan", next_token.UNPREPARED)

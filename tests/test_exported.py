@@ -1,0 +1,243 @@
+"""The check of an export: it passes what a run exports, and finds each way to lose something."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from conftest import ROOT, SOURCE, bake, status
+from samestep.report.model_card import pipeline_task
+from samestep.training import exported, from_outside
+from test_tasks import KITS
+
+CHAT = {"rows": "chat", "context_length": 128}
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]}
+    for i in range(60)
+]
+
+
+def export(kit, folder, change=lambda model: None, **fields):
+    """The folder of a model of a kit, with larger weights than new ones have, and its answers.
+
+    `change` is made to the model after it has answered.
+    """
+    rows = CHATS if fields.get("rows") == "chat" else kit.rows
+    cfg, prepared, data = kit.prepare(folder, rows, **{"validation_fraction": 0.2, **fields})
+    torch.manual_seed(1)
+    model = kit.task.build_model(cfg, prepared).eval()
+    with torch.no_grad():
+        for values in model.parameters():
+            values.mul_(4 if values.ndim > 1 else 1)
+    start = SimpleNamespace(data=data, prepared=prepared)
+    config = SimpleNamespace(task=cfg, timeout=100, tf32=False, check_export=True)
+    run = SimpleNamespace(task=kit.task, cfg=config, start=start)
+    asked = exported.ask_trained(run, model)
+    assert "problem" not in asked, asked
+    change(model)
+    output = folder / "model"
+    output.mkdir()
+    kit.task.export(model, output, cfg, prepared)
+    return run, output, asked
+
+
+def check(output, asked):
+    """What from_outside.py finds, here in this process."""
+    facts = {"dtype": asked["dtype"], "rounding": asked["dtype"], "asked": asked["asked"]}
+    task = pipeline_task(output)
+    return from_outside.check(str(output), task, **facts, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.name)
+def test_the_export_of_each_task_answers_as_its_model(kit, tmp_path):
+    _, output, asked = export(kit, tmp_path)
+    found = check(output, asked)
+    assert found["dtype"] == "float32" and found["difference"] < 1e-5
+    assert len(asked["asked"]) >= 3
+    answers = [each.get("tokens") or list(each["logits"].values()) for each in asked["asked"]]
+    assert any(each != answers[0] for each in answers)  # else they would prove little
+
+
+@pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.name)
+def test_a_changed_weight_is_found(kit, tmp_path):
+    def change(model):
+        with torch.no_grad():
+            weights = max(model.parameters(), key=torch.numel)
+            weights.add_(0.05 * torch.randn_like(weights))
+
+    _, output, asked = export(kit, tmp_path, change)
+    with pytest.raises(from_outside.Different, match="differs by|another text"):
+        check(output, asked)
+
+
+def test_a_pair_of_texts_and_its_labels(tmp_path):
+    rows = [{**row, "pair": row["text"][::-1]} for row in KITS[1].rows]
+    kit = SimpleNamespace(task=KITS[1].task, prepare=KITS[1].prepare, rows=rows)
+    _, output, asked = export(kit, tmp_path, text_pair_column="pair")
+    assert check(output, asked)["difference"] < 1e-5
+    file = output / "config.json"
+    text = file.read_text()
+    file.write_text(text.replace('"odd"', '"other"'))
+    with pytest.raises(from_outside.Different, match="its labels are .*other"):
+        check(output, asked)
+    swapped = {"odd": "even", "even": "odd"}
+    file.write_text(re.sub("(odd|even)", lambda name: swapped[name[0]], text))
+    with pytest.raises(from_outside.Different, match="a logit differs by"):
+        check(output, asked)
+
+
+def test_a_chat_template_that_is_lost_or_another_is_found(tmp_path):
+    _, output, asked = export(KITS[0], tmp_path, **CHAT)
+    assert check(output, asked)["difference"] < 1e-5
+    assert [type(each["given"]) for each in asked["asked"]] == [list, list]
+    file = output / "chat_template.jinja"
+    text = file.read_text()
+    file.write_text(text.replace("': '", "':  '"))
+    with pytest.raises(from_outside.Different, match="its chat template makes other tokens"):
+        check(output, asked)
+    file.unlink()
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        check(output, asked)
+
+
+def test_another_dtype_is_found(tmp_path):
+    _, output, asked = export(KITS[0], tmp_path, lambda model: model.to(torch.bfloat16), **CHAT)
+    with pytest.raises(from_outside.Different, match="loaded in bfloat16, .* trained in float32"):
+        check(output, asked)
+
+
+def test_weights_that_were_rounded_are_found(tmp_path):
+    def change(model):
+        model.to(torch.bfloat16).to(torch.float32)
+
+    _, output, asked = export(KITS[0], tmp_path, change, **CHAT)
+    with pytest.raises(from_outside.Different, match="a log-probability differs by"):
+        check(output, asked)
+
+
+def test_another_vocabulary_is_found(tmp_path):
+    _, output, asked = export(KITS[0], tmp_path)
+    file = output / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["merges"] = []
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(from_outside.Different, match="its tokenizer makes other tokens"):
+        check(output, asked)
+
+
+def test_recipes_but_for_the_smoke_test_check_their_export():
+    recipes = [*(ROOT / "templates" / "recipes").glob("*/*.yaml")]
+    checked = {path for path in recipes if "\ncheck_export: true\n" in path.read_text("utf-8")}
+    assert checked == {path for path in recipes if path.stem != "smoke"} and len(checked) >= 6
+
+
+def test_the_program_knows_transformers_and_torch_alone():
+    found = set()
+    for node in ast.walk(ast.parse(open(from_outside.__file__, encoding="utf-8").read())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    assert found == {"json", "sys", "typing", "torch", "transformers"}
+
+
+def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
+    """Of a project with a module that would hide transformers."""
+    kit = next(kit for kit in KITS if kit.name == "image_classification")
+    run, output, asked = export(kit, tmp_path)
+    (tmp_path / "transformers.py").write_text("raise ImportError('a module of the project')")
+    monkeypatch.chdir(tmp_path)
+    line, same = exported.check(run, output, asked)
+    assert same and re.search(r"loads it in float32.* the same logits to 4 inputs", line), line
+    (output / "model.safetensors").write_bytes(b"damaged")
+    line, same = exported.check(run, output, asked)
+    assert not same and "SafetensorError" in line, line
+    asked["bytes"] = 2**60
+    assert "of memory are free" in exported.check(run, output, asked)[0]
+
+
+@pytest.mark.slow
+def test_a_run_says_what_was_checked(tmp_path):
+    """Adapters alone and merged, on chats; and an export that loses its template."""
+    baked = bake(tmp_path, tracker="none")
+    (baked.path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    model = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
+    tune = {"data": "chats.jsonl", "context_length": 64, "model_name_or_path": "runs/base/model"}
+    recipe = {"max_steps": 2, "global_batch_size": 2, "warmup_steps": 1, "check_export": True}
+    for name, fields in {
+        "base": {"data": "pydoc", **model},
+        "lora": {**tune, "lora_rank": 4},
+        "merged": {**tune, "lora_rank": 4, "merge_lora": True},
+    }.items():
+        text = yaml.safe_dump({**recipe, "learning_rate": 0.01, "task": fields})
+        (baked.path / "configs" / "train" / f"{name}.yaml").write_text(text)
+        printed = baked.train(2, "--config", f"configs/train/{name}.yaml")
+        output = baked.path / "runs" / name
+        (line,) = re.findall("^checked: (.*)$", printed, re.M)
+        assert ("chats, by its chat template" in line) == (name != "base"), line
+        assert status(output)["export_check"] == "passed"
+        assert f"## Check\n\n{line}\n" in (output / "model" / "README.md").read_text()
+
+    task = baked.path / "task.py"
+    saved = "save_pretrained(output)\n        if"
+    lost = '(output / "chat_template.jinja").unlink()'
+    task.write_text(task.read_text().replace(saved, saved.replace("if", f"{lost}\n        if")))
+    assert lost in task.read_text()
+    printed = baked.train(1, "--config", "configs/train/lora.yaml", "--output_dir", "runs/lost")
+    (line,) = re.findall("^warning: (the exported model .*)$", printed, re.M)
+    found = status(baked.path / "runs" / "lost")
+    assert found["state"] == "finished" and found["exit_code"] == 0
+    assert found["export_check"] == line and "chat_template is not set" in line
+    card = (baked.path / "runs" / "lost" / "model" / "README.md").read_text()
+    assert "## Check" in card and "could not be confirmed" in card
+    assert (baked.path / "runs" / "lost" / "model" / "adapter_model.safetensors").exists()
+
+
+def test_a_task_without_questions_has_nothing_to_check(quick, tiny, tmp_path):
+    printed = quick("--check_export", "true", "--output_dir", tmp_path / "run")
+    assert "checked" not in printed and "warning" not in printed
+    assert "export_check" not in status(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_page_on_serving_finds_the_answer_that_differs(tmp_path):
+    """Of twenty: its program asks a server that answers as the model does, but for one prompt."""
+    page = (ROOT / SOURCE / "docs" / "serving.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(# same.py.*?)^```$", page, re.M | re.S)
+    _, output, _ = export(KITS[0], tmp_path, context_length=30)
+    own = transformers.pipeline("text-generation", str(output), tokenizer=str(output))
+    prompts = [f"{row['text'].strip()[:-1]} and" for row in KITS[0].rows[:20]]
+
+    class Server(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            settings = {"max_new_tokens": asked["max_tokens"], "do_sample": False}
+            (answer,) = own(asked["prompt"], return_full_text=False, **settings)
+            changed = "x" * (asked["prompt"] == prompts[7])
+            text = json.dumps({"choices": [{"text": changed + answer["generated_text"]}]})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    (tmp_path / "same.py").write_text(program)
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    command = [sys.executable, "same.py", str(output), address, "prompts.txt"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    server.shutdown()
+    assert ended.stdout.splitlines()[-1] == "19 of 20 answers are the same", ended.stderr
+    assert ended.stdout.startswith(f"{prompts[7]!r}\n  here:  "), ended.stdout

@@ -1,0 +1,380 @@
+"""The task preference: which pairs it reads, its losses, its reference, and what it exports."""
+
+import copy
+import json
+import math
+import re
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import digest, lines, read_weights, write_table
+from samestep.base.console import one_line
+from samestep.data.sources import IncompleteRow, UselessRow
+from samestep.models import preferences as references
+from samestep.text import preferences
+from test_exact import check_same
+from test_sharding import agree, train
+from test_tasks import BY_NAME
+
+USER, SYSTEM = {"role": "user", "content": "1 + 1?"}, {"role": "system", "content": "Add."}
+RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("2", "3"))
+SHAREGPT = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}]
+TURNS = [USER, RIGHT, {"role": "user", "content": "And one?"}]
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+# The prompt, the answers, and what becomes of them.
+FORMS = [
+    ("1 + 1?", "2", "3", ("1 + 1?", "2", "3")),
+    (None, "Q: 1 + 1? A: 2", "Q: 1 + 1? A: 3", ("Q: 1 + 1? A:", " 2", " 3")),
+    ("", '[{"role": 1', "3", ("", '[{"role": 1', "3")),
+    ("a", '[{"sum": 2}]', "[]", ("a", '[{"sum": 2}]', "[]")),
+    ([USER], [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
+    ([SYSTEM, USER], "2", "3", ([SYSTEM, USER], [RIGHT], [WRONG])),
+    ("1 + 1?", [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
+    ("1 + 1?", [SYSTEM, USER, RIGHT], [SYSTEM, USER, WRONG], ([SYSTEM, USER], [RIGHT], [WRONG])),
+    ("1 + 1?", [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
+    (None, [USER, RIGHT], [USER, WRONG], ([USER], [RIGHT], [WRONG])),
+    (None, SHAREGPT, [USER, WRONG], ([USER], [RIGHT], [WRONG])),
+    (None, json.dumps(SHAREGPT), json.dumps([USER, WRONG]), ([USER], [RIGHT], [WRONG])),
+    (None, [*TURNS, RIGHT], [*TURNS, WRONG], (TURNS, [RIGHT], [WRONG])),
+    (None, [*TURNS, RIGHT], [USER, RIGHT], ([USER], [RIGHT, TURNS[2], RIGHT], [RIGHT])),
+]
+
+
+@pytest.mark.parametrize("prompt, chosen, rejected, expected", FORMS)
+def test_a_row_has_texts_or_messages_with_a_prompt_or_without(prompt, chosen, rejected, expected):
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    row = copy.deepcopy({name: value for name, value in row.items() if value is not None})
+    for _ in range(2):  # the second pass may see rows that the first has changed
+        preferences.normalize(row, {})
+        assert (row["prompt"], row["chosen"], row["rejected"]) == expected
+
+
+MISTAKES = [
+    ("a", "b", "b", UselessRow, "have equal answers"),
+    (None, "a b", "a b", UselessRow, "have equal answers"),
+    (None, [USER, RIGHT], SHAREGPT, UselessRow, "have equal answers"),
+    ("a", " ", "b", IncompleteRow, "the chosen is empty"),
+    ("a", "b", None, IncompleteRow, "the rejected is empty"),
+    (None, "a b c", "a b", IncompleteRow, "the rejected is empty"),
+    ("a", [USER], [USER, RIGHT], IncompleteRow, "chosen: no message after the first has the role"),
+    ("a", 1, "b", ValueError, "the chosen is 1 but must be text or messages"),
+    (1, "a", "b", ValueError, "the prompt is 1 but must be text or messages"),
+    ("a", "b", [RIGHT], ValueError, "one of chosen and rejected is text, and the other has"),
+    ("other", [USER, RIGHT], [USER, WRONG], ValueError, "chosen: begins with another prompt than"),
+    (None, [USER, RIGHT], [SYSTEM, USER, RIGHT], ValueError, "begin with different messages"),
+    (None, [USER, USER | {"role": "npc"}], [RIGHT], ValueError, "chosen: message 2 is from 'npc'"),
+    ([USER], [RIGHT], [WRONG, TURNS[2]], ValueError, "rejected ends with a message of the user"),
+]
+
+
+@pytest.mark.parametrize("prompt, chosen, rejected, kind, said", MISTAKES)
+def test_a_row_that_cannot_be_used_says_why(prompt, chosen, rejected, kind, said):
+    row = {"chosen": chosen, "rejected": rejected} | ({} if prompt is None else {"prompt": prompt})
+    with pytest.raises(ValueError, match=said.replace("[", ".").replace("(", ".")) as error:
+        preferences.normalize(copy.deepcopy(row), {})
+    assert type(error.value) is kind and "\n" not in str(error.value)
+
+
+def test_equal_answers_are_left_out_and_counted_and_prompts_stay_on_one_side(kit, prepare, capsys):
+    rows = [row | {"chosen": f"{row['chosen']}{more}"} for row in kit.rows for more in "ab"]
+    rows[3]["rejected"] = rows[3]["chosen"]
+    cfg, folder, parts = prepare(rows)
+    train_prompts, held = ({*kit.keys(kit.task, cfg, folder, part)} for part in parts)
+    assert sum(map(len, parts)) == 119 and len(train_prompts | held) == 60
+    assert held and not train_prompts & held
+    said = capsys.readouterr().out
+    assert "Prepared: 120 rows read, " in said
+    assert "left out: 1 have equal answers (the first: " in said and "line 4)" in said
+
+
+COLUMNS = {"prompt_column": "question", "chosen_column": "good", "rejected_column": "bad"}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_columns_have_any_name_and_chats_are_read_from_any_table(prepare, tmp_path, kind):
+    cell = json.dumps if kind == "csv" else list
+    rows = [
+        {
+            "question": row["prompt"],
+            "good": cell([{**USER, "content": row["prompt"]}, RIGHT]),
+            "bad": cell([{**USER, "content": row["prompt"]}, WRONG]),
+            "score": 1,
+        }
+        for row in BY_NAME["preference"].rows
+    ]
+    cfg, folder, (train_rows, _) = prepare(write_table(tmp_path, rows, kind), **COLUMNS)
+    tokenizer = preferences.load_tokenizer(cfg, folder)
+    row = train_rows[0]
+    answer = row["chosen"][row["chosen_is_answer"] == 1]
+    assert tokenizer.decode(answer) == " 2<|endoftext|>\n"
+    prompt = tokenizer.decode(preferences.prompt_of(row))
+    assert prompt.startswith("User: ") and prompt.endswith("\nAssistant:")
+
+
+def test_a_missing_prompt_is_said_and_a_column_that_is_named_must_be_there(kit, prepare, capsys):
+    rows = [dict(row) for row in kit.rows]
+    for row in rows[:3]:
+        row |= {"chosen": row["prompt"] + " yes", "rejected": row["prompt"] + " no"}
+        row["prompt"] = None
+    prepare(rows)
+    said = capsys.readouterr().out
+    assert "3 of 60 pairs of" in said and "have no prompt: it is what both answers begin" in said
+    with pytest.raises(ValueError, match="no column question among prompt, chosen, rejected"):
+        prepare(rows, prompt_column="question")
+    with pytest.raises(ValueError, match="no column functions among"):
+        prepare(rows, tools_column="functions")
+
+
+LIMITS = [
+    (10, 0, 10),
+    (8, 2, 8),
+    (6, 3, 6),
+    (4, 4, 4),
+    (2, 5, 2),
+]  # the limit, tokens lost in front, kept
+
+
+@pytest.mark.parametrize("limit, lost, kept", LIMITS)
+def test_a_long_pair_loses_its_beginning_and_then_its_end(limit, lost, kept):
+    ids, mask = torch.arange(10).numpy(), (torch.arange(10) > 5).numpy()
+    pair = preferences.cut([(ids, mask), (ids[:8], mask[:8])], limit)
+    assert pair[0][0].tolist() == [*range(lost, lost + kept)]
+
+    assert pair[1][0].tolist() == [*range(lost, min(lost + kept, 8))]
+    assert pair[0][1].any() and pair[1][1].any() and not pair[0][1][0]
+
+
+# ---- Losses --------------------------------------------------------------------------------------
+
+
+def by_hand(model, reference, batch, cfg):
+    """The losses of the papers, from the logits of transformers."""
+    sums, lengths = [], []
+    for each in filter(None, (model, reference)):
+        for answer in (0, 1):
+            ids, labels = (batch[name][:, answer] for name in ("input_ids", "labels"))
+            logs = each(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            counted = labels >= 0
+            chosen = logs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+            sums.append((chosen * counted).sum(1))
+            lengths.append(counted.sum(1))
+    (own_w, own_l), (n_w, n_l) = sums[:2], lengths[:2]
+    if cfg.loss_type == "simpo":
+        margin = cfg.beta * (own_w / n_w - own_l / n_l) - cfg.simpo_gamma
+        losses = -F.logsigmoid(margin)
+    else:
+        ratio_w, ratio_l = own_w - sums[2], own_l - sums[3]
+        margin = cfg.beta * (ratio_w - ratio_l)
+        losses = {
+            "sigmoid": -(1 - cfg.label_smoothing) * F.logsigmoid(margin)
+            - cfg.label_smoothing * F.logsigmoid(-margin),
+            "hinge": (1 - margin).clamp(min=0),
+            "ipo": (ratio_w / n_w - ratio_l / n_l - 1 / (2 * cfg.beta)) ** 2,
+        }[cfg.loss_type]
+    return (losses - cfg.rpo_alpha * own_w / n_w).sum()
+
+
+@pytest.fixture
+def moved(task, prepare):
+    """Makes a model that is no longer its reference, and a batch, with these settings."""
+
+    def make(**fields):
+        cfg, folder, (rows, _) = prepare(BY_NAME["preference"].rows, **fields)
+        torch.manual_seed(0)
+        model = task.build_model(cfg, folder)
+        for weights in model.parameters():
+            if weights.requires_grad:
+                weights.data += 0.1 * torch.randn_like(weights)
+        return cfg, folder, model, task.collate([rows[i] for i in range(6)])
+
+    return make
+
+
+TYPES: list[dict] = [
+    {}, {"label_smoothing": 0.2, "beta": 0.3}, {"loss_type": "hinge"}, {"loss_type": "ipo"},
+    {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7}, {"rpo_alpha": 0.5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", TYPES)
+def test_losses_and_gradients_are_those_of_the_papers(task, moved, fields):
+    cfg, _, model, batch = moved(**fields)
+    plain = copy.deepcopy(model)
+    reference = plain._modules.pop("reference", None)
+    assert (reference is None) == (cfg.loss_type == "simpo")
+    losses = [task.loss_sum(model, batch), by_hand(plain, reference, batch, cfg)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    expected = {name: weights.grad for name, weights in plain.named_parameters()}
+    for name, weights in model.named_parameters():
+        if weights.requires_grad:
+            bound = 1e-5 * float(expected[name].abs().max()) + 1e-9
+            assert torch.allclose(weights.grad, expected[name], rtol=0, atol=bound), name
+        else:
+            assert name.startswith("reference.") and weights.grad is None
+
+
+def test_at_the_start_the_model_is_its_reference(task, prepare):
+    cfg, folder, (rows, _) = prepare(BY_NAME["preference"].rows)
+    model = task.build_model(cfg, folder).train()
+    batch = task.collate([rows[i] for i in range(5)])
+    scores = task.metrics({n: v.double() for n, v in task.eval_sums(model, batch).items()})
+    assert scores["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert scores["margin"] == scores["kl"] == scores["accuracy"] == 0
+
+
+def test_scores_are_means_over_pairs_and_tokens(task, moved):
+    cfg, _, model, batch = moved(beta=0.3)
+    scores = task.metrics({n: v.double() for n, v in task.eval_sums(model, batch).items()})
+    plain = copy.deepcopy(model)
+    reference = plain._modules.pop("reference")
+    ids, counted = batch["input_ids"].flatten(0, 1), batch["labels"].flatten(0, 1) >= 0
+    own, other = (each(input_ids=ids).logits.log_softmax(-1) for each in (plain, reference))
+    kl = (own.exp() * (own - other)).sum(-1)[counted].mean()
+    assert scores["kl"] == pytest.approx(kl.item(), rel=1e-4)
+    margin = scores["chosen_reward"] - scores["rejected_reward"]
+    assert scores["margin"] == pytest.approx(margin) and scores["margin"] != 0
+    chosen = own.gather(2, batch["labels"].flatten(0, 1).clamp(min=0)[..., None])[..., 0]
+    means = ((chosen * counted).sum(1) / counted.sum(1)).view(-1, 2).mean(0)
+    for name, mean in zip(("chosen_logp", "rejected_logp"), means, strict=True):
+        assert scores[name] == pytest.approx(mean.item(), rel=1e-5)
+
+
+def test_a_loss_in_chunks_is_the_loss(task, moved):
+    found = []
+    for chunk in (4096, 16):
+        _, _, model, batch = moved(loss_chunk=chunk)
+        loss = task.loss_sum(model, batch)
+        loss.backward()
+        kl = references.divergence(model, batch)
+        found.append([loss.detach(), kl, *(w.grad for w in model.parameters() if w.requires_grad)])
+    assert batch["labels"].numel() > 16
+    for whole, cut in zip(*found, strict=True):
+        assert torch.allclose(whole, cut, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_and_the_other_answer_change_no_pair(task, moved):
+    _, _, model, batch = moved()
+    alone = [{name: values[i : i + 1] for name, values in batch.items()} for i in range(6)]
+    for i, each in enumerate(alone):  # without the columns that are padding here
+        length = int((each["labels"] >= 0).any(1).nonzero()[:, 1].max()) + 1
+        alone[i] = {name: values[..., :length] for name, values in each.items()}
+    whole = task.pair_losses(model, batch)[0]
+    cut = torch.cat([task.pair_losses(model, each)[0] for each in alone])
+    assert torch.allclose(whole, cut, rtol=1e-5)
+
+
+def test_dropout_is_off_in_training(task, prepare, tmp_path):
+    cfg, folder, (rows, _) = prepare(BY_NAME["preference"].rows)
+    model = task.build_model(cfg, folder)
+    with references.without_reference(model):
+        model.config.attention_dropout = 0.5
+        model.save_pretrained(tmp_path / "base")
+        preferences.load_tokenizer(cfg, folder).save_pretrained(tmp_path / "base")
+    cfg, folder, (rows, _) = prepare(
+        BY_NAME["preference"].rows, model_name_or_path=str(tmp_path / "base")
+    )
+    model = task.build_model(cfg, folder).train()
+    batch = task.collate([rows[i] for i in range(4)])
+    assert model.config.attention_dropout == 0.5
+    assert task.loss_sum(model, batch).item() == pytest.approx(4 * math.log(2), rel=1e-6)
+
+
+# ---- Runs ----------------------------------------------------------------------------------------
+
+STEPS = ["--max_steps", 6, "--eval_every", 3, "--save_every", 3, "--log_every", 1]
+STEPS += ["--global_batch_size", 8, "--micro_batch_size", 2, "--keep_checkpoints", 0]
+STEPS += ["--learning_rate", 0.01, "--warmup_steps", 1]
+
+
+@pytest.fixture(scope="module")
+def base(baked, kit):
+    """A project with pairs, and a model in runs/base that was trained on them."""
+    kit.write(baked.path)
+    flags = ["--task.data", "rows.jsonl", *STEPS, "--task.rpo_alpha", 1.0]
+    baked.train(1, *flags, *kit.flags(), "--output_dir", "runs/base")
+    return baked
+
+
+def flags_of(kind):
+    flags = ["--task.data", "rows.jsonl", "--task.rpo_alpha", 0.0, *STEPS]
+    flags += ["--task.model_name_or_path", "runs/base/model", "--task.max_length", 32]
+    return flags + ["--task.lora_rank", 4] * (kind == "lora")
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def tuned(request, base):
+    """A run from that model, on one process: all weights, or adapters."""
+    output = base.path / "runs" / request.param
+    printed = base.train(1, *flags_of(request.param), "--output_dir", output)
+    return request.param, output, printed
+
+
+def test_a_run_begins_at_its_reference_and_exports_no_copy_of_it(base, tuned):
+    kind, output, _ = tuned
+    losses = lines(output, "loss")
+    assert losses[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert losses[-1]["loss"] < losses[0]["loss"]
+    scores = lines(output, "eval_loss")[-1]
+    assert scores["margin"] > 0 and scores["kl"] > 0 and 0 < scores["accuracy"] <= 1
+    (name,) = [path.name for path in (output / "model").glob("*.safetensors")]
+    weights = load_file(output / "model" / name)
+    assert not any("reference" in each for each in weights)
+    assert not any(
+        "reference" in each for each in read_weights(output / "checkpoints/step-00000006")
+    )
+    first = load_file(base.path / "runs/base/model/model.safetensors")
+    assert (kind == "lora") != ({*weights} == {*first})
+
+
+def test_two_processes_continue_and_shard_as_one(base, tuned, tmp_path):
+    kind, output, _ = tuned
+    for hardware, processes in (("cpu_multi", 2), ("fsdp2", 2)):
+        other = tmp_path / hardware
+        train(base, hardware, processes, *flags_of(kind), "--output_dir", other)
+        agree(other, output)
+        for mine, theirs in zip(*(lines(run, "eval_loss") for run in (output, other)), strict=True):
+            for name in ("margin", "kl", "chosen_reward", "rejected_logp"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    half = tmp_path / "half"
+    first, last = (f"checkpoints/step-0000000{step}" for step in (3, 6))
+    shutil.copytree(output / first, half / first)
+    assert "continuing from" in base.train(1, *flags_of(kind), "--output_dir", half)
+    assert digest(half / last) == digest(output / last)
+
+
+@pytest.mark.slow
+def test_exact_has_the_same_bytes_on_any_processes_and_under_fsdp2(base, tuned, tmp_path):
+    flags = [*flags_of(tuned[0]), "--exact", "true", "--micro_batch_size", 1, "--output_dir"]
+    runs = [("cpu", 1), ("cpu_multi", 2), ("cpu_multi", 3), ("fsdp2", 2)]
+    for hardware, processes in runs:
+        train(base, hardware, processes, *flags, tmp_path / f"{hardware}{processes}")
+    check_same(*(tmp_path / f"{hardware}{processes}" for hardware, processes in runs))
+
+
+def test_the_report_has_the_answers_of_the_base_and_of_the_export(base, tuned, monkeypatch):
+    kind, output, printed = tuned
+    shown = dict(re.findall(r"^((?:before|after) \d): (.*)$", printed, re.M))
+    assert {*shown} == {"before 1", "before 2", "after 1", "after 2"}
+    models = {"before": base.path / "runs/base/model", "after": output / "model"}
+    tokenizer = AutoTokenizer.from_pretrained(models["after"])
+    monkeypatch.chdir(base.path)  # an adapter names its base from there
+    for name, folder in models.items():
+        kinds = {"lora": AutoPeftModelForCausalLM} if name == "after" else {}
+        model = kinds.get(kind, AutoModelForCausalLM).from_pretrained(folder)
+        for number in (1, 2):
+            prompt, _, answer = shown[f"{name} {number}"].partition(" -> ")
+            tokens = tokenizer(prompt, return_tensors="pt").input_ids
+            found = model.generate(input_ids=tokens, max_new_tokens=60, do_sample=False)
+            text = tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)
+            assert one_line(text, 200) == answer
