@@ -426,6 +426,7 @@ class ShardRows(torch.utils.data.Dataset):
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
+        self.waiting: set[int] = set()  # of those in the queue, what no reader has opened
         self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
         needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
@@ -458,12 +459,24 @@ class ShardRows(torch.utils.data.Dataset):
         if self.owner != os.getpid():  # a fork has no threads
             self.queue, self.owner = SimpleQueue(), os.getpid()
             for _ in range(COPIES):
-                Thread(target=copy_shards, args=(self.cache, self.queue), daemon=True).start()
+                Thread(target=self.copy_asked, args=(self.queue,), daemon=True).start()
         for number in {self.locate(i)[0] for i in ids} - self.asked.keys():
             self.asked[number] = None
-            self.queue.put((self.shards[number], int(self.bytes[number])))
+            self.waiting.add(number)
+            self.queue.put(number)
         while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
+
+    def copy_asked(self, queue: SimpleQueue) -> None:
+        """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
+
+        What a reader has opened meanwhile is passed over: its copy may be gone again by now.
+        """
+        while True:
+            number = queue.get()
+            if number in self.waiting:
+                with contextlib.suppress(Exception):
+                    self.cache.bring(self.shards[number], int(self.bytes[number]))
 
     def locate(self, i: int) -> tuple[int, int]:
         """The shard of row i, and its place there. Rows that are used lie evenly among all."""
@@ -507,6 +520,7 @@ class ShardRows(torch.utils.data.Dataset):
 
     def open(self, number: int) -> Any:
         """A new reader of a shard."""
+        self.waiting.discard(number)
         shard, bounds = self.shards[number], None
         if shard.kind == "tar":
             first = int(self.ends[number] - self.rows[number]) + number
@@ -559,13 +573,6 @@ class ShardRows(torch.utils.data.Dataset):
         if self.copied:
             self.fetch(ids)
         return [self.read(i) for i in ids]
-
-
-def copy_shards(store: ShardCache, queue: SimpleQueue) -> None:
-    """Copies the shards of a queue, for ever. An error shows when a row of the shard is read."""
-    while True:
-        with contextlib.suppress(Exception):
-            store.bring(*queue.get())
 
 
 def say_overlap(train: ShardRows, validation: ShardRows) -> None:
