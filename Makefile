@@ -26,7 +26,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scale gpu
+.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-scale gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightn
 
 bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)
+
+bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minutes
+	@$(SOURCES) .venv/bin/python benchmarks/scaling.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)

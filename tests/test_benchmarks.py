@@ -17,6 +17,7 @@ import checklist  # noqa: E402
 import clock  # noqa: E402
 import compare  # noqa: E402
 import gpu  # noqa: E402
+import scaling  # noqa: E402
 import steps  # noqa: E402
 import work  # noqa: E402
 
@@ -227,3 +228,17 @@ def test_the_checklist_runs_on_a_cpu(tmp_path):
         assert rows[name]["figure"] > 0
     assert "| no_step_waits_for_the_gpu[seq2seq-true] " in printed
     assert all(name in rows for name in ("check", "recommend"))
+
+
+def test_scaling_compares_within_a_round(tmp_path):
+    """The machine was half as fast in the second round, which changes no speed-up."""
+    found = {"strong": {1: [10.0, 5.0], 2: [15.0, 7.5]}, "weak": {1: [10.0, 5.0], 2: [20.0, 10.0]}}
+    rows = scaling.rows_of(found)
+    assert [(row["speed-up"], row["efficiency"]) for row in rows] == [
+        (1, 1),
+        (1.5, 0.75),
+        (1, 1),
+        (2, 1),
+    ]
+    scaling.draw(rows, tmp_path / "scaling.png", "")
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000

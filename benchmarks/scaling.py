@@ -1,0 +1,159 @@
+"""Measures how a baked project's throughput grows with the number of devices, and draws it.
+
+    make bench-scaling                                           # in the template: CPU processes
+    python benchmarks/scaling.py --hardware multi_gpu_bf16 --processes 1 2 4 8 --micro_batch 32
+
+Strong scaling: the step stays the same, and its micro-batches are dealt to more devices. Weak
+scaling: the step grows with the devices, and the micro-batches of each stay as many. All numbers of
+processes take their turns in each round, and each run is a launch of its own, whose first lines of
+metrics do not count. Efficiency is the speed-up divided by the number of devices.
+
+On a CPU a process computes with one thread; more processes than cores show what that costs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import compare
+from compare import HERE, say
+
+KINDS = {"strong": "the same step", "weak": "a step as large as the devices are many"}
+WARM = 2  # lines of metrics that do not count
+
+
+def throughput(project: Path, asked: argparse.Namespace, kind: str, processes: int) -> float:
+    """Loss terms a second: the median of a run's lines."""
+    batch = asked.batch * (processes if kind == "weak" else 1)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [f"configs/accelerate/{asked.hardware}.yaml", "--num_processes", str(processes)]
+    settings = {
+        "max_steps": asked.steps,
+        "log_every": max(asked.steps // 10, 1),
+        "global_batch_size": batch,
+        "micro_batch_size": asked.micro_batch,
+        "eval_every": 0,
+        "save_every": 0,
+        "warmup_steps": 0,
+        "resume": "never",
+        "check_export": "false",
+        "output_dir": f"runs/{kind}-{processes}",
+    }
+    command += ["train.py", *(f"--{name}={value}" for name, value in settings.items())]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    found = subprocess.run(
+        [*command, *asked.flags], cwd=project, env=env, capture_output=True, text=True
+    )
+    if found.returncode:
+        sys.exit(f"{' '.join(command)}\n{found.stdout[-2000:]}{found.stderr[-2000:]}")
+    text = (project / settings["output_dir"] / "metrics.jsonl").read_text()
+    lines = [
+        each["tokens_per_second"]
+        for each in map(json.loads, text.splitlines())
+        if "tokens_per_second" in each
+    ]
+    shutil.rmtree(project / settings["output_dir"])
+    return median(lines[WARM:])
+
+
+def rows_of(found: dict[str, dict[int, list[float]]]) -> list[dict]:
+    """A row of the table for each kind and number of devices; ratios are those of one round."""
+    rows = []
+    for kind, by_number in found.items():
+        first = min(by_number)
+        for number, speeds in by_number.items():
+            ratios = [a / b * first for a, b in zip(speeds, by_number[first], strict=True)]
+            middle, low, high = compare.middle(ratios)
+            rows.append(
+                {
+                    "scaling": kind,
+                    "devices": number,
+                    "loss terms/s": median(speeds),
+                    "speed-up": middle,
+                    "range": [low, high],
+                    "efficiency": middle / number,
+                }
+            )
+    return rows
+
+
+def describe(report: dict) -> str:
+    """A table in Markdown, and a sentence about the machine."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table("scaling", "devices", "loss terms/s", "speed-up", "efficiency", box=box.MARKDOWN)
+    for row in report["rows"]:
+        low, high = row["range"]
+        speed_up = f"{row['speed-up']:.2f} ({low:.2f} to {high:.2f})"
+        cells = [row["scaling"], str(row["devices"]), f"{row['loss terms/s']:,.0f}", speed_up]
+        shown.add_row(*cells, f"{row['efficiency']:.0%}")
+    return f"{compare.markdown(shown)}\n\n{compare.about(report)}"
+
+
+def draw(rows: list[dict], path: Path, title: str) -> None:
+    """The speed-up of both kinds over the devices, beside the line of an ideal machine."""
+    import matplotlib.pyplot as plt
+
+    numbers = sorted({row["devices"] for row in rows})
+    figure, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    axes.plot(numbers, numbers, color="0.6", linestyle="--", label="ideal")
+    for kind, text in KINDS.items():
+        own = [row for row in rows if row["scaling"] == kind]
+        speed_up = [row["speed-up"] for row in own]
+        low, high = ([abs(row["range"][i] - row["speed-up"]) for row in own] for i in (0, 1))
+        devices = [row["devices"] for row in own]
+        axes.errorbar(
+            devices, speed_up, (low, high), marker="o", capsize=3, label=f"{kind}: {text}"
+        )
+        for row in own[1:]:
+            place = (row["devices"], row["speed-up"])
+            offset = (6, 4 if kind == "weak" else -12)
+            axes.annotate(f"{row['efficiency']:.0%}", place, offset, textcoords="offset points")
+    axes.set(xlabel="devices", ylabel="speed-up", xticks=numbers, title=title)
+    axes.set_ylim(0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="cpu_multi", help="a YAML of configs/accelerate")
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--batch", type=int, default=64, help="samples of a step, on one device")
+    parser.add_argument("--micro_batch", type=int, default=8, help="samples at once")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
+    parser.add_argument("--name", default="scaling", help="name of the files of results")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/")
+    asked, asked.flags = parser.parse_known_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench"))
+    found: dict[str, dict] = {kind: {number: [] for number in asked.processes} for kind in KINDS}
+    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "asked": vars(asked).copy()}
+    report["asked"]["output"] = str(asked.output)
+    try:
+        say("baking a project")
+        project = compare.bake(folder)
+        for number in range(asked.rounds):
+            for kind, processes in ((k, p) for p in asked.processes for k in KINDS):
+                say(f"round {number + 1} of {asked.rounds}: {kind}, {processes}")
+                speed = throughput(project, asked, kind, processes)
+                found[kind][processes].append(speed)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report["rows"] = rows_of(found)
+    compare.publish(report, describe, asked, "make bench-scaling")
+    draw(
+        report["rows"], asked.output / f"{asked.name}.png", f"{asked.hardware}: {report['device']}"
+    )
+
+
+if __name__ == "__main__":
+    main()
