@@ -54,7 +54,9 @@ def test_a_loop_that_saves_before_it_evaluates_scores_the_checkpoint_it_has_save
     text = (path / "train.py").read_text()
     evaluate = "        # Evaluate.\n"
     assert text.count(evaluate) == 1
-    early = "        if step and due(step, 4, last):\n            saver.save(step, None, log)\n"
+    early = (
+        "        if step and due(step, 4, last, run):\n            saver.save(step, None, log)\n"
+    )
     (path / "train.py").write_text(text.replace(evaluate, early + evaluate))
     flags = [*BASE, "--eval_every", 4, *more]
     losses = []
@@ -66,6 +68,20 @@ def test_a_loop_that_saves_before_it_evaluates_scores_the_checkpoint_it_has_save
         losses.append(json_manifest(checkpoint(output, 8))["eval_loss"])
         assert losses[-1] == found[8]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("batch, steps", [(3, 40), (64, 3)])
+def test_evaluations_and_checkpoints_at_the_end_of_each_epoch(quick, tmp_path, batch, steps):
+    """At the first step that completes a pass, and at the last; a step may hold several passes."""
+    flags = ["--eval_every", "epoch", "--save_every", "epoch", "--keep_checkpoints", 0]
+    flags += ["--max_steps", steps, "--global_batch_size", batch, "--log_every", 1000]
+    quick("--output_dir", tmp_path / "run", *flags)
+    samples = json_manifest(checkpoint(tmp_path / "run", steps))["data"]["samples"]
+    ends = {-(-n * samples // batch) for n in range(1, batch * steps // samples + 1)} | {steps}
+    assert len(ends) > 2
+    assert {line["step"] for line in lines(tmp_path / "run", "eval_loss")} == ends
+    saved = {int(each.name[5:]) for each in (tmp_path / "run" / "checkpoints").glob("step-*")}
+    assert saved == ends
 
 
 # ---- Changed settings ----------------------------------------------------------------------------

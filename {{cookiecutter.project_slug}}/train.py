@@ -27,7 +27,7 @@ from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativ
 import task
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
-from samestep.settings.config import EXPORT, NOTHING, ROUNDING, BatchSize, DecayRate
+from samestep.settings.config import EXPORT, NOTHING, ROUNDING, BatchSize, DecayRate, Interval
 from samestep.settings.run_config import RunConfig
 from samestep.start.startup import RunStart, prepare_run
 from samestep.step.batches import seed_micro_batch
@@ -90,10 +90,10 @@ class Config(RunConfig):
     """Global batch size for which learning_rate was chosen; read by lr_scaling."""
 
     # Evaluation and checkpoints
-    eval_every: NonNegativeInt = field(default=100, metadata=NOTHING)
-    """Steps between evaluations; the last step is always evaluated; 0: only the last."""
-    save_every: NonNegativeInt = field(default=200, metadata=NOTHING)
-    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    eval_every: Interval = field(default=100, metadata=NOTHING)
+    """Steps between evaluations, or epoch; the last step is always evaluated; 0: only the last."""
+    save_every: Interval = field(default=200, metadata=NOTHING)
+    """Steps between checkpoints, or epoch; the last step is always saved; 0: only the last."""
     export: Literal["last", "best"] = field(default="last", metadata=EXPORT)
     """Model to export at the end: the last, or the one with the smallest eval_loss. best also saves
     a checkpoint after each evaluation that is the best so far."""
@@ -152,8 +152,10 @@ def lr_at(step: int, cfg: Config, max_steps: int) -> float:
     return peak * (cfg.final_lr_fraction + (1 - cfg.final_lr_fraction) * left)
 
 
-def due(step: int, every: int, last: bool) -> bool:
-    """Whether something that happens every so many steps (0: only at the end) is due now."""
+def due(step: int, every: int | str, last: bool, run: Run) -> bool:
+    """Whether what happens every so many steps, or each epoch (0: only at the end), is due now."""
+    if every == "epoch":
+        return last or run.epochs(step) > run.epochs(step - 1)
     return last or (every > 0 and step % every == 0)
 
 
@@ -223,14 +225,14 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         last = step == run.last_step
 
         # Evaluate.
-        if step and not scores and not stopped and due(step, cfg.eval_every, last):
+        if step and not scores and not stopped and due(step, cfg.eval_every, last, run):
             scores, sums = evaluate(run, model, eval_loader, can_stop=not last)
             stopped = scores is None
             if scores:
                 log.note(**scores)
 
         # Save.
-        if step and (due(step, cfg.save_every, last or stopped) or saver.wants(step, scores)):
+        if step and (due(step, cfg.save_every, last or stopped, run) or saver.wants(step, scores)):
             saver.save(step, scores, log)
         if last or stopped:
             break
@@ -268,7 +270,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         log.add(terms, losses, norm, lr)
         last, stopped = step == run.last_step, train_loader.stop_seen()
         intervals = (cfg.log_every, cfg.eval_every, cfg.save_every)
-        if any(due(step, every, last or stopped) for every in intervals):
+        if any(due(step, every, last or stopped, run) for every in intervals):
             log.write_means()
         saver.log_commits(log)
     saver.finish(log)

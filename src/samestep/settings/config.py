@@ -21,6 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
+from jsonargparse.typing import NonNegativeInt
 
 from samestep.base.console import one_line
 from samestep.base.fields import EXPORT, NOTHING, ROUNDING, number_type  # noqa: F401  for train.py
@@ -100,6 +101,7 @@ LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}
 BatchSize = number_type("BatchSize", int, 1, 10_000_000)
 Workers = number_type("Workers", int, 0, 256)
 Seconds = number_type("Seconds", int, 1, 31_536_000)  # a year
+Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data
 DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # above, float32 rounds to 1
 # Replacements in the descriptions of jsonargparse's own number types, for error messages.
 WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ": "a number, "}

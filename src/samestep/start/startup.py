@@ -310,7 +310,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             if cfg.exact:  # rounding is a part of the result
                 effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
             find_start(point, cfg, manifest, effects)
-            point.remarks += warn_of_evaluation(cfg, point, len(data[1]))
+            point.remarks += warn_of_evaluation(cfg, point, len(data[0]), len(data[1]))
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
@@ -510,13 +510,15 @@ def choose_evaluated(point: StartPoint, cfg: Any, manifest: dict) -> None:
             )
 
 
-def warn_of_evaluation(cfg: Any, point: StartPoint, rows: int) -> list[str]:
-    """A line if evaluating so many rows takes much of the time, else none.
+def warn_of_evaluation(cfg: Any, point: StartPoint, samples: int, rows: int) -> list[str]:
+    """A line if evaluating so many rows, of training on `samples`, takes much time, else none.
 
     The forward pass, which is all of an evaluation, is about a third of the work of a step.
     """
     steps = point.max_steps - point.saved.get("step", 0)
-    interval = max(min(cfg.eval_every or steps, steps), 1)
+    epoch = -(-samples // cfg.global_batch_size)
+    interval = epoch if cfg.eval_every == "epoch" else cfg.eval_every or steps
+    interval = max(min(interval, steps), 1)
     share = rows / (rows + 3 * interval * cfg.global_batch_size)
     trial = steps * cfg.global_batch_size < TRIAL or cfg.eval_only or point.finished
     if trial or share < WORTH_A_LINE:

@@ -39,6 +39,10 @@ class Run:
         """Samples of the run up to the end of this step."""
         return self.first_sample + (step - self.first_step) * self.cfg.global_batch_size
 
+    def epochs(self, step: int) -> int:
+        """Passes over the training data that are complete at the end of this step."""
+        return self.samples(step) // self.start.manifest["data"]["samples"]
+
     def explain(self) -> int:
         """Says why there is nothing to do; the exit code."""
         if self.cfg.check:
