@@ -147,7 +147,7 @@ def test_the_program_knows_transformers_and_torch_alone():
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(node.module)
-    assert found == {"json", "sys", "typing", "torch", "transformers"}
+    assert found == {"json", "sys", "types", "typing", "torch", "transformers"}
 
 
 def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
@@ -161,8 +161,6 @@ def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
     (output / "model.safetensors").write_bytes(b"damaged")
     line, same = exported.check(run, output, asked)
     assert not same and "SafetensorError" in line, line
-    asked["bytes"] = 2**60
-    assert "of memory are free" in exported.check(run, output, asked)[0]
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import math
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
 from samestep.base.console import IS_MAIN, say
-from samestep.checkpoint import checkpoints
 from samestep.checkpoint.optimizers import ContractCheck, restore
 from samestep.checkpoint.tensor_files import TensorReader
 from samestep.processes.device import PROCESSES, compile_blocks
@@ -35,15 +32,13 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
     their shards. These make it on the meta device, and get memory that nobody touches, which takes
     none of the host's. accelerate tells weights apart by their addresses, which meta tensors lack.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if not plugin or not plugin.cpu_ram_efficient_loading:
-        with ranks.fail_together(), as_user_error():
-            model = contract.check_model(make())
-        return model
-    model = None
+    plugin, model = getattr(accelerator.state, "fsdp_plugin", None), None
+    one_builds = plugin and plugin.cpu_ram_efficient_loading
     with ranks.fail_together(), as_user_error():
-        if accelerator.is_main_process:
+        if accelerator.is_main_process or not one_builds:
             model = contract.check_model(make())
+    if not one_builds:
+        return model
     adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
     adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
     with ranks.fail_together(), as_user_error():
@@ -170,24 +165,6 @@ def gather_model(
         if accelerator.is_main_process:  # some modules build their state when they are asked
             model.load_state_dict(whole)
     return model
-
-
-def place_for_report(model: torch.nn.Module, state: "TrainingState") -> None:
-    """Moves a gathered model to the GPU if it fits there; otherwise all cores compute for it.
-
-    Training is over: the optimizer's state makes room, and the other processes leave their cores.
-    """
-    if not this_layout().sharded:
-        return
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device = state.accelerator.device
-    if device.type == "cuda":
-        state.optimizer.state.clear()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        size = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-        if size + total // 10 < free:  # the tenth is for what the report computes
-            model.to(device)
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
@@ -386,24 +363,20 @@ class TrainingState:
         may hold infinities on purpose.
         """
         model = bare_model(self.accelerator, self.module)
-        buffers, good = {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}, {}
+        buffers = {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
         for name, values in tensors.items():
-            if name.startswith(("model.", "state.")):
-                ends = min_and_max(values)
-                good[name] = ~ends.isnan().any() if name in buffers else ends.isfinite().all()
-        devices = {each.device for each in good.values()}
-        if not all(
-            torch.stack([each for each in good.values() if each.device == device]).all()
-            for device in devices
-        ):
-            kind, _, name = next(name for name, each in good.items() if not each).partition(".")
-            if kind == "state":
+            kind, _, name = name.partition(".")
+            if kind not in ("model", "state"):
+                continue
+            ends = min_and_max(values)
+            bad = ends.isnan() if f"{kind}.{name}" in buffers else ~ends.isfinite()
+            if bad.any():
                 weight, _, key = name.rpartition(".")
-                name = f"{key} of {weight}"
-            raise ValueError(
-                f"{name} is not finite, so nothing was saved; check the data, or continue from the "
-                "newest checkpoint with --accept_changes and another learning_rate"
-            )
+                name = f"{key} of {weight}" if kind == "state" else name
+                raise ValueError(
+                    f"{name} is not finite, so nothing was saved; check the data, or continue from "
+                    "the newest checkpoint with --accept_changes and another learning_rate"
+                )
 
     def partitions(self) -> dict[str, torch.Tensor]:
         """DeepSpeed's parts of weights and moments, each of many parameters together."""
@@ -567,24 +540,3 @@ def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
                 f"checkpoint and {now} in the model; give the settings and the task.py that it "
                 "was made with, or another --output_dir"
             )
-
-
-def load_best(state: TrainingState, ranks: Ranks, start: Any) -> int | None:
-    """Loads the weights with the smallest eval_loss; returns their step, or None without any.
-
-    Only losses on the validation data of the run are compared; `start` is its RunStart.
-    """
-    best, loss, saved = None, math.inf, {}
-    with ranks.fail_together():
-        if state.accelerator.is_main_process:
-            best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
-            saved = checkpoints.read_manifest(best) if best else {}
-    best, loss, saved = ranks.from_main((best, loss, saved))
-    if best is None:
-        say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
-        return None
-    with ranks.fail_together(), as_user_error():
-        state.load_weights(best, saved, start.manifest)
-    step = checkpoints.step_of(best)
-    say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
-    return step
