@@ -259,7 +259,7 @@ def test_a_start_and_a_step_take_the_same_memory_for_any_number_of_rows(tmp_path
     train = batches.SampleDataset(data, task, seed=0)
     assert np.shares_memory(train.sizes, lengths)
     sampler = batches.StepBatchSampler(batches.StepPlan(64, 32, (2,)), 64, 10**12, train.sort)
-    loader = iter(batches.make_loader(train, sampler, task, 0, False))
+    loader = iter(batches.make_loader(train, sampler, task, 0, torch.device("cpu")))
     assert len(data.read) <= 65
     data.read.clear()
     assert next(loader)[1][0] == 32 and next(loader)[1][0] == 32 and len(data.read) == 64

@@ -390,6 +390,3 @@ def test_a_model_card_with_hostile_names(tmp_path):
     model_card.write_card(tmp_path, place, facts)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "\nTraining put transparent images on navy, and samestep predict does the same; " in card
-
-
-# ---- Formats that come in disguise ---------------------------------------------------------------

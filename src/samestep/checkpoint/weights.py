@@ -20,9 +20,9 @@ from samestep.processes.device import PROCESSES, compile_blocks
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
-from samestep.step import sharding
+from samestep.step import deepspeed, sharding
 from samestep.step.batches import StepPlan
-from samestep.step.sharding import check_deepspeed, whole_groups
+from samestep.step.sharding import whole_groups
 
 
 def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
@@ -125,7 +125,8 @@ def wrap(
     module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
     if cfg.exact:
         sharding.sum_inside_blocks(module)
-    sharding.hand_to_deepspeed(module, optimizer, accelerator)
+    if this_layout().deepspeed:
+        deepspeed.hand_over(module, optimizer, accelerator)
     if cfg.compile:
         compile_blocks(module)
     return module
@@ -235,7 +236,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
-    """The settings as text for a manifest, since JSON has neither tensors nor tuples."""
+    """For a manifest, since JSON has neither tensors nor tuples."""
     return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
 
 
@@ -378,15 +379,6 @@ class TrainingState:
                     "the newest checkpoint with --accept_changes and another learning_rate"
                 )
 
-    def partitions(self) -> dict[str, torch.Tensor]:
-        """DeepSpeed's parts of weights and moments, each of many parameters together."""
-        parts = {}
-        for number, (part, moments) in enumerate(self.optimizer.state.items()):
-            for key, value in {"fp32 weights": part.detach(), **moments}.items():
-                if torch.is_tensor(value):
-                    parts[f"state.partition {number}.{key}"] = value
-        return parts
-
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restores a checkpoint; raises ValueError if it does not fit.
 
@@ -429,7 +421,7 @@ class TrainingState:
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
-        check_deepspeed(path, saved, self.accelerator)
+        check_kind(path, saved, self.accelerator)
         if this_layout().deepspeed:
             check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
@@ -453,6 +445,25 @@ class TrainingState:
             prefix = f"registered.{i}."
             own = {n.removeprefix(prefix): v for n, v in loaded.items() if n.startswith(prefix)}
             each.load_state_dict(own)
+
+
+def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
+    `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
+    wanted, written = 0, deepspeed.stage_in(path)
+    if this_layout().deepspeed:
+        wanted = deepspeed.stage_of(accelerator)
+    if wanted != written:
+        kind = f"DeepSpeed with zero_stage {written}" if written else "a run without DeepSpeed"
+        raise ValueError(
+            f"{path} is of {kind}; continue with a YAML of that kind, or give another --output_dir"
+        )
+    processes = saved.get("processes")
+    if wanted and processes != accelerator.num_processes:
+        raise ValueError(
+            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
+            f"num_processes to {processes}, or give another --output_dir"
+        )
 
 
 def check_frozen(path: Path, saved: dict, manifest: dict) -> None:

@@ -15,7 +15,7 @@ from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
-from samestep.step import sharding
+from samestep.step import deepspeed, sharding
 
 
 class Run:
@@ -59,7 +59,8 @@ class Run:
         say(f"{self.output}: {self.hardware}")
         for remark in self.point.remarks:
             say(remark)
-        sharding.configure_deepspeed(accelerator, self.plan, cfg.max_grad_norm)
+        if self.ranks.layout.deepspeed:
+            deepspeed.configure(accelerator, self.plan, cfg.max_grad_norm)
         self.unit = getattr(self.task, "UNIT", "samples")
         self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
 

@@ -13,6 +13,7 @@ from samestep.base.console import say
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
 from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error, catch
+from samestep.step import deepspeed
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 
@@ -118,7 +119,8 @@ class Saver:
         partial = checkpoints.partial_folder(self.run.output / "checkpoints", manifest["step"])
         try:
             with ranks.fail_together(), as_user_error():
-                self.state.check_finite(share.parts if share else self.state.partitions())
+                parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
+                self.state.check_finite(parts)
                 if self.main:
                     self.run.start.check_folder()
                     checkpoints.make_partial_folder(partial)
