@@ -70,32 +70,6 @@ def test_each_epoch_is_a_permutation_for_every_small_size():
             assert sorted(ids.tolist()) == list(range(size))
 
 
-def chi_square(counts):
-    """Of counts that are expected to be equal, in standard deviations of the statistic."""
-    counts = np.asarray(counts, float)
-    expected = counts.sum() / len(counts)
-    degrees = len(counts) - 1
-    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 10, 100])
-def test_orders_are_uniform_over_seeds(size):
-    """First places, and differences between neighbours, of 20,000 seeds: below 5 sigma."""
-    seeds, places = 20_000, np.arange(size)
-    all_seeds = np.repeat(np.arange(seeds), size)
-    orders = order.sample_ids(np.tile(places, seeds), size, all_seeds).reshape(seeds, size)
-    assert orders[7].tolist() == order.sample_ids(places, size, 7).tolist()
-    assert chi_square(np.bincount(orders[:, 0], minlength=size)) < 5
-    steps = (orders[:, 1] - orders[:, 0]) % size
-    assert size == 2 or chi_square(np.bincount(steps, minlength=size)[1:]) < 5
-    if size == 4:
-        ranks = orders @ [64, 16, 4, 1]
-        assert (
-            len(set(ranks.tolist())) == 24
-            and chi_square(np.unique(ranks, return_counts=True)[1]) < 5
-        )
-
-
 # ---- Several sources -----------------------------------------------------------------------------
 
 WEIGHTS = [

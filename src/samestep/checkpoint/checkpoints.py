@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from samestep.base.files import (
     apply_umask,
     fsync,
     make_fresh_folder,
-    read_json_object,
     read_text,
     remove,
     replace_folder,
@@ -39,6 +38,7 @@ from samestep.base.files import (
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
 FOLDER_NAME = re.compile(r"step-\d{8,}")
+INTACT: set[Path] = set()  # checkpoints that this process has written, or hashed to prune others
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -145,7 +145,7 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
         raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
     for folder in filter(Path.is_dir, partial.rglob("*")):
         fsync(folder)
-    manifest = write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
+    write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
 
     final = checkpoint_folder(partial.parent, manifest["step"])
     if final.exists():  # broken, or the run would have continued from it: set it aside
@@ -156,18 +156,17 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
     partial.rename(final)
     for folder in (final.parent, final.parent.parent):  # the first checkpoint creates both
         fsync(folder)
-    remember_verified(final, manifest)
+    INTACT.add(final)
     return final
 
 
-def write_manifest(folder: Path, manifest: dict) -> dict:
-    """Writes or replaces the manifest of a folder; returns it with its digest."""
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Writes or replaces the manifest of a folder, with its digest."""
     manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
     manifest["sha256"] = digest_of(manifest)
     # The temporary file lies beside the folder: a file that no manifest names would break it.
     partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
-    return manifest
 
 
 # ---- Manifests -----------------------------------------------------------------------------------
@@ -276,12 +275,10 @@ def verify(path: Path, hashed: bool = True) -> dict:
         for name, size in sizes.items():
             if size != saved[name]["bytes"]:
                 raise ValueError(f"{path / name} is not the file that was saved")
-        if hashed and not is_verified(path, manifest):
-            described = describe_files(sizes, hash_blocks(path, list_blocks(sizes)))
-            for name in sizes:
-                if described[name] != saved[name]:
-                    raise ValueError(f"{path / name} is not the file that was saved")
-            remember_verified(path, manifest)
+        found = describe_files(sizes, hash_blocks(path, list_blocks(sizes))) if hashed else saved
+        for name in sizes:
+            if found[name] != saved[name]:
+                raise ValueError(f"{path / name} is not the file that was saved")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     return manifest
@@ -292,38 +289,6 @@ def is_valid(path: Path, hashed: bool = True) -> bool:
         return bool(verify(path, hashed))
     except ValueError:
         return False
-
-
-# The stamps of verified checkpoints, by path. So no checkpoint is hashed twice, not even by the run
-# that samestep launch starts after its check.
-VERIFIED: dict[str, list] = {}
-VERIFIED_FILE = "VERIFIED_FILE"  # environment variable: the file in which the check saves VERIFIED
-
-
-def file_stamps(path: Path, manifest: dict) -> list:
-    """The manifest's digest, and each file's name, inode, size and times of modification."""
-    stamps = [manifest["sha256"]]
-    for name in manifest["files"]:
-        found = os.stat(path / name)
-        stamps += [name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-    return stamps
-
-
-def is_verified(path: Path, manifest: dict) -> bool:
-    """Whether this process, or the check before it, has hashed the files of a checkpoint."""
-    if not VERIFIED and VERIFIED_FILE in os.environ:
-        VERIFIED.update(read_json_object(Path(os.environ[VERIFIED_FILE])))
-    return VERIFIED.get(str(path.resolve())) == file_stamps(path, manifest)
-
-
-def remember_verified(path: Path, manifest: dict) -> None:
-    VERIFIED[str(path.resolve())] = file_stamps(path, manifest)
-
-
-def hand_over_verified() -> None:
-    """Saves the list of verified checkpoints for the run that samestep launch starts."""
-    if VERIFIED_FILE in os.environ:
-        Path(os.environ[VERIFIED_FILE]).write_text(json.dumps(VERIFIED), encoding="utf-8")
 
 
 # ---- Checkpoints of a run ------------------------------------------------------------------------
@@ -399,13 +364,21 @@ def prune(newest: Path, keep: int) -> None:
         return
     older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
     valid = [p for p in older if is_valid(p, hashed=False)]  # hashing all would take too long
-    best, broken = best_of(valid, read_manifest(newest))
+
+    def is_intact(path: Path) -> bool:
+        if path not in INTACT and is_valid(path):
+            INTACT.add(path)
+        return path in INTACT
+
+    best, broken = best_of(valid, read_manifest(newest), is_intact)
     for path in [p for p in valid if p not in broken][keep:]:
         if path not in (best, newest):
             remove(path)
 
 
-def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]:
+def best_of(
+    paths: list[Path], manifest: dict, is_good: Callable = is_valid
+) -> tuple[Path | None, list[Path]]:
     """The checkpoint with the smallest eval_loss, or None, and better ones that are broken.
 
     Only losses on the validation data of `manifest` are compared. The oldest of equals wins.
@@ -413,7 +386,7 @@ def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]
     losses = [(read_eval_loss(path, manifest), path) for path in paths]
     broken = []
     for _, path in sorted((loss, path) for loss, path in losses if loss is not None):
-        if is_valid(path):
+        if is_good(path):
             return path, broken
         broken.append(path)
     return None, broken

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from samestep.base.console import IS_MAIN, say
 from samestep.checkpoint.optimizers import ContractCheck, restore
 from samestep.checkpoint.tensor_files import TensorReader
-from samestep.processes.device import PROCESSES, compile_blocks
+from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
-from samestep.step import deepspeed, sharding
+from samestep.step import deepspeed
 from samestep.step.batches import StepPlan
 from samestep.step.sharding import whole_groups
 
@@ -112,24 +112,6 @@ class TaskModule(torch.nn.Module):
             for name in others:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
-
-
-def wrap(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, cfg: Any
-) -> TaskModule:
-    """The module to prepare: compiled if the config says so.
-
-    Raises UserError for a model that the YAML's kind of sharding does not take.
-    """
-    sharding.check_weights(model)
-    module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
-    if cfg.exact:
-        sharding.sum_inside_blocks(module)
-    if this_layout().deepspeed:
-        deepspeed.hand_over(module, optimizer, accelerator)
-    if cfg.compile:
-        compile_blocks(module)
-    return module
 
 
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:

@@ -63,8 +63,8 @@ def check(run: Run, folder: Path, asked: dict) -> tuple[str, bool]:
     import transformers
 
     first = asked["asked"][0]
-    what = "logits" if "logits" in first else "answers"
-    what += f" to {len(asked['asked'])} "
+    what = "logits" if first["labels"] else "log-probabilities"
+    what += f" for {len(asked['asked'])} "
     what += "chats, by its chat template" if isinstance(first["given"], list) else "inputs"
     return (
         f"transformers {transformers.__version__} loads it in {found['dtype']}, without the "

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from samestep.base import files, run_folder
 from samestep.base.console import say
-from samestep.checkpoint import checkpoints, weights
+from samestep.checkpoint import weights
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
@@ -41,8 +41,6 @@ class Run:
 
     def explain(self) -> int:
         """Says why there is nothing to do; the exit code."""
-        if self.cfg.check:
-            checkpoints.hand_over_verified()
         say(self.start.summary())
         return 0
 
@@ -106,6 +104,14 @@ class Run:
         self.optimizer_settings = weights.optimizer_settings(optimizer)
         self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)
         with self.ranks.fail_together(), as_user_error():
-            module = weights.wrap(model, optimizer, self.accelerator, self.cfg)
+            sharding.check_weights(model)
+            context = sharding.compute_context(self.accelerator, self.cfg.exact)
+            module = weights.TaskModule(model, context)
+            if self.cfg.exact:
+                sharding.sum_inside_blocks(module)
+            if self.ranks.layout.deepspeed:
+                deepspeed.hand_over(module, optimizer, self.accelerator)
+            if self.cfg.compile:
+                device.compile_blocks(module)
             with sharding.whole_buffers(module, self.accelerator):
                 yield module
