@@ -89,7 +89,7 @@ def loaders(project: Path, data: Path, workers: int) -> dict[str, Iterator]:
         train, _ = task.datasets(cfg, task.prepare_data(cfg))
         rows = batches.SampleDataset(train, task, seed=0)
         sampler = batches.StepBatchSampler(batches.StepPlan(BATCH, BATCH), 0, BATCH * 100_000)
-        found[name] = iter(batches.make_loader(rows, sampler, task, workers, pin_memory=False))
+        found[name] = iter(batches.make_loader(rows, sampler, task, workers, torch.device("cpu")))
     bicubic = {"interpolation": transforms.InterpolationMode.BICUBIC}
     crop = [transforms.RandomResizedCrop(SIDE, (0.8, 1.0), **bicubic)]
     middle = [transforms.Resize(256, **bicubic), transforms.CenterCrop(256)]

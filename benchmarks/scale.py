@@ -275,7 +275,7 @@ def time_order(asked, task) -> dict[str, dict[str, list[list[float]]]]:
             began, first = time.process_time(), position // BATCH * BATCH
             data = batches.SampleDataset(Nothing(rows), fake, seed=0)
             sampler = batches.StepBatchSampler(plan, first, first + 10**6 * BATCH)
-            loader = iter(batches.make_loader(data, sampler, fake, 0, pin_memory=False))
+            loader = iter(batches.make_loader(data, sampler, fake, 0, torch.device("cpu")))
             next(loader)
             started = time.process_time()
             steps = max(asked.batches, 2 * data.order.block // BATCH)  # two blocks of positions

@@ -120,9 +120,3 @@ def test_accelerate_refuses_sliding_windows():
     _attach_context_parallel_hooks(weights.TaskModule(llama()))
     with pytest.raises(ValueError, match="does not support attention layers of type"):
         _attach_context_parallel_hooks(weights.TaskModule(llama(sliding_window=4)))
-
-
-def test_rows_are_untouched_without_context_parallelism():
-    batch = {"input_ids": torch.ones(1, 4)}
-    with sharding.split_rows(types.SimpleNamespace(parallelism_config=None), batch):
-        assert [*batch] == ["input_ids"]

@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO-2 and ZeRO-3 train as one process does, on the CPU: see sharded_on_cpu.py."""
 
 import math
-import shutil
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 import test_sharding
-from conftest import BakedProject, lines, load_task
-from test_sharding import CONSTANT, agree, losses, make_small, train
+from conftest import lines, load_task
+from test_exact import with_task
+from test_sharding import CONSTANT, SPOIL, agree, losses, make_small, tie, train
 
 alone = test_sharding.alone  # a fixture: a run of one process
 
@@ -57,28 +57,11 @@ def test_bf16_under_zero_is_that_of_autocast(small, tmp_path, kind):
     assert {values.dtype for values in weights.values()} == {torch.float32}
 
 
-SPOIL = """
-
-import os
-calls, plain_loss_sum = [0], loss_sum
-
-
-def loss_sum(model, batch):
-    calls[0] += model.training
-    loss = plain_loss_sum(model, batch)
-    bad = model.training and calls[0] in (5, 6) and os.environ["RANK"] == "1"
-    return loss * float("nan") if bad else loss
-"""
-
-
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, kind, precision):
     """The second process has NaN losses in its third step, which changes no weight."""
-    path = shutil.copytree(small.path, tmp_path / "project")
-    with open(path / "task.py", "a") as file:
-        file.write(SPOIL)
-    project, numbers = BakedProject(path), {}
+    project, numbers = with_task(small, tmp_path, SPOIL.replace("range(9, 13)", "(5, 6)")), {}
     for hardware in ("cpu_multi", kind):
         output = tmp_path / hardware
         train(project, hardware, 2, "--output_dir", output, precision=precision)
@@ -154,12 +137,7 @@ def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_embeddings_stay_tied(small, alone, tmp_path, kind):
-    folder = tmp_path / "tied"
-    shutil.copytree(alone / "model", folder)
-    model = LlamaForCausalLM.from_pretrained(folder, tie_word_embeddings=True)
-    model.tie_weights()
-    model.save_pretrained(folder)
-    flags = ["--task.model_name_or_path", folder, "--output_dir"]
+    flags = ["--task.model_name_or_path", tie(alone, tmp_path), "--output_dir"]
     for hardware, processes in (("cpu", 1), (kind, 2)):
         train(small, hardware, processes, *flags, tmp_path / hardware)
     agree(tmp_path / kind, tmp_path / "cpu")

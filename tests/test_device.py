@@ -107,9 +107,10 @@ def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it(monkeypatch):
     run = SimpleNamespace(ranks=one, meter=meter, problem=None, first_step=0, last_step=3)
     run.plan, run.first_sample, run.samples = loading.batches.StepPlan(4, 2, (2,)), 0, lambda _: 12
     run.task, run.stop = None, SimpleNamespace(requested=lambda: asked)
-    run.cfg = SimpleNamespace(seed=0, device_shares="equal")
+    run.cfg = SimpleNamespace(seed=0, device_shares="equal", num_workers=0)
+    run.accelerator = SimpleNamespace(device=None)
     run.point, added, asked = SimpleNamespace(mixture=None), [], 0
-    monkeypatch.setattr(loading, "make_loader", lambda *_: read())
+    monkeypatch.setattr(loading.batches, "make_loader", lambda *_: read())
     loader = loading.TrainLoader(run, range(12), None)
     assert not loader.stop_seen()
     loader.fetch()

@@ -92,7 +92,7 @@ def test_weights_that_are_not_finite_are_never_saved(tiny, tmp_path):
         assert all(tensor.isfinite().all() for tensor in read_weights(path).values())
 
 
-def test_spikes_and_fp16_overflows(tiny):
+def test_skipped_steps_and_fp16_overflows(tiny):
     """The watch on its own: what is noted, what counts."""
     program = """
 import math, types, torch
@@ -108,9 +108,6 @@ def feed(watch, *losses, norm=1.0):
 noise = [3 + 0.01 * math.sin(7 * i) - 0.001 * i for i in range(60)]
 loss, norm, notes, reason = feed(watch, *noise)
 assert abs(loss - sum(noise) / 60) < 1e-6 and norm == 1.0 and notes == [] and reason == ""
-_, _, notes, _ = feed(watch, 3.0, 9.0, 3.0)
-assert [(n["event"], n["step"], n["spike_loss"]) for n in notes] == [("spike", 2, 9.0)]
-assert 2.9 < notes[0]["median_loss"] < 3.0
 _, _, notes, reason = feed(watch, math.nan, 3.0, math.inf, math.nan, 3.0)
 assert [n["step"] for n in notes] == [1, 3, 4] and "2 steps in a row, up to step 4" in reason
 scaler = types.SimpleNamespace(get_scale=lambda: 1024.0)

@@ -72,6 +72,11 @@ def models(tmp_path_factory):
     (folder / "texts.txt").write_text("one\ntwo\n")
     (folder / "latin.txt").write_bytes(b"tea\ncaf\xe9\n")
     os.mkfifo(folder / "pipe")
+    (folder / "adapters").mkdir()
+    base = {"base_model_name_or_path": "runs/gone/model", "task_type": "CAUSAL_LM"}
+    about = json.dumps({**base, "peft_type": "LORA"})
+    (folder / "adapters" / "adapter_config.json").write_text(about)
+    (folder / "adapters" / "adapter_model.safetensors").write_bytes(b"")
     return folder
 
 
@@ -102,6 +107,8 @@ ARGUMENTS = [
     ([*NAMED, "who=role,value=content"], "is no chat: message 1 is from 'Patron', none of"),
     ([*NAMED, "bot"], "task.roles: 'bot' gives no name a meaning; write each once, as"),
     (["--model", "chats", "--chat", "--file", "texts.txt", "x"], "give inputs or --file, not both"),
+    (["--model", "short", "--tokens", "50", "x"], "give shorter texts or fewer --tokens"),
+    (["--model", "adapters", "x"], "adapters belong to is gone: no folder runs/gone/model"),
 ]
 
 
@@ -181,21 +188,6 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
     result = programs.run(predict, tmp_path, "--model", "model", "x", stdin=b"y\n")
     assert refused(result, said) if said else result.returncode == 0
     assert not (tmp_path / "ran").exists()
-
-
-def test_adapters_whose_model_is_gone_are_one_line(models):
-    folder = models / "adapters"
-    folder.mkdir()
-    base = {"base_model_name_or_path": "runs/gone/model", "task_type": "CAUSAL_LM"}
-    (folder / "adapter_config.json").write_text(json.dumps({**base, "peft_type": "LORA"}))
-    (folder / "adapter_model.safetensors").write_bytes(b"")
-    result = programs.run(predict, models, "--model", "adapters", "x")
-    assert refused(result, "adapters belong to is gone: no folder runs/gone/model")
-
-
-def test_more_tokens_than_a_model_has_places_for_are_one_line(models):
-    result = programs.run(predict, models, "--model", "short", "--tokens", "50", "x")
-    assert refused(result, "give shorter texts or fewer --tokens")
 
 
 # ---- What predict prints -------------------------------------------------------------------------
@@ -390,6 +382,3 @@ def test_a_model_card_with_hostile_names(tmp_path):
     model_card.write_card(tmp_path, place, facts)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "\nTraining put transparent images on navy, and samestep predict does the same; " in card
-
-
-# ---- Formats that come in disguise ---------------------------------------------------------------

@@ -298,37 +298,12 @@ def test_the_scaler_and_registered_objects_come_back(tmp_path):
 
 
 def test_copies_in_host_memory_are_used_again():
-    """They take the memory of the tensors, each rounded up to 64 bytes."""
     parts = {"a": torch.arange(6.0)[::2], "b": torch.tensor(3), "c": torch.zeros(0)}
-    parts["d"] = torch.arange(5_000_000).to(torch.bfloat16)
-    host = saving.HostCopies()
-    first = host.copy(parts)
-    memory = host.memory
-    places = {name: first[name].data_ptr() - memory.ctypes.data for name in "abd"}
-    assert places == {"a": 0, "b": 64, "d": 128} and memory.nbytes == 128 + 10_000_000
-    assert len({first[name].untyped_storage().data_ptr() for name in "abd"}) == 3
+    first = saving.host_copies(parts, {})
     parts["a"] += 1
     assert first["a"].tolist() == [0, 2, 4]
-    second = host.copy(parts)
-    assert host.memory is memory and second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
-    assert all(torch.equal(second[name], part) for name, part in parts.items())
-    third = host.copy({**parts, "b": torch.ones(20, dtype=torch.float64)})
-    assert host.memory.nbytes == memory.nbytes + 128 and third["b"].sum() == 20
-    assert torch.equal(third["d"], parts["d"])
-
-
-def test_host_memory_is_pinned_where_the_system_allows_it(monkeypatch):
-    calls, launched = [], []
-    register = lambda *given: calls.append(given) or 0  # noqa: E731
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=calls.append)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    host = saving.HostCopies()
-    host.allocate({"a": torch.zeros(40)}, on_gpu=True)
-    place = host.copies["a"].data_ptr()
-    assert calls == [(place, 192, 1)] and place % 4096 == 0
-    host.copy({"a": torch.zeros(20)})
-    assert calls[1:] == [place] and not host.pinned
-    cudart.cudaHostRegister = lambda *given: 2
-    monkeypatch.setattr(torch, "ones", lambda *_, device: launched.append(device))
-    host.allocate({"a": torch.zeros(40)}, on_gpu=True)
-    assert launched == ["cuda"] and not host.pinned
+    second = saving.host_copies(parts, first)
+    assert second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
+    wider = torch.ones(20, dtype=torch.float64)
+    third = saving.host_copies({**parts, "b": wider}, second)
+    assert torch.equal(third["b"], wider) and third["a"] is first["a"]

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from samestep.base.files import (
     apply_umask,
     fsync,
     make_fresh_folder,
-    read_json_object,
     read_text,
     remove,
     replace_folder,
@@ -39,16 +38,16 @@ from samestep.base.files import (
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
 FOLDER_NAME = re.compile(r"step-\d{8,}")
+INTACT: set[Path] = set()  # checkpoints that this process has written, or hashed to prune others
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def partial_folder(folder: Path, step: int) -> Path:
     """The hidden folder in which all processes write the checkpoint of a step."""
-    return folder / f".{checkpoint_folder(folder, step).name}.partial"
+    return folder / f".step-{step:08d}.partial"
 
 
 def check_disk_space(folder: Path, size: float = 0) -> None:
@@ -144,11 +143,11 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
     if unmatched := sorted({*list_blocks(files)} ^ {*digests}):
         name = partial / unmatched[0][0]
         raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
-    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+    for folder in filter(Path.is_dir, partial.rglob("*")):
         fsync(folder)
-    manifest = write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
+    write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
 
-    final = partial.parent / partial.name.removeprefix(".").removesuffix(".partial")
+    final = checkpoint_folder(partial.parent, manifest["step"])
     if final.exists():  # broken, or the run would have continued from it: set it aside
         number = 1
         while (target := final.with_name(f"{final.name}.broken-{number}")).exists():
@@ -157,18 +156,17 @@ def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -
     partial.rename(final)
     for folder in (final.parent, final.parent.parent):  # the first checkpoint creates both
         fsync(folder)
-    remember_verified(final, manifest)
+    INTACT.add(final)
     return final
 
 
-def write_manifest(folder: Path, manifest: dict) -> dict:
-    """Writes or replaces the manifest of a folder; returns it with its digest."""
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """Writes or replaces the manifest of a folder, with its digest."""
     manifest = json.loads(json.dumps(manifest))  # as it will be read: tuples become lists
     manifest["sha256"] = digest_of(manifest)
     # The temporary file lies beside the folder: a file that no manifest names would break it.
     partial = folder.with_name(f".{folder.name.strip('.')}.{MANIFEST}.partial")
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
-    return manifest
 
 
 # ---- Manifests -----------------------------------------------------------------------------------
@@ -226,14 +224,11 @@ def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, 
 
 def describe_files(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
     """Size and SHA-256 of each file. For several blocks it is the SHA-256 of their hex digests."""
-    blocks: dict[str, list[str]] = {}
-    for name, number in list_blocks(files):
-        blocks.setdefault(name, []).append(digests[name, number])
     described = {}
-    for name, hashes in blocks.items():
-        joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
-        sha256 = hashes[0] if len(hashes) == 1 else joined
-        described[name] = {"bytes": files[name], "sha256": sha256}
+    for name, size in files.items():
+        first, *others = (digests[block] for block in list_blocks({name: size}))
+        joined = hashlib.sha256("".join([first, *others]).encode()).hexdigest()
+        described[name] = {"bytes": size, "sha256": joined if others else first}
     return described
 
 
@@ -249,9 +244,7 @@ def read_manifest(path: Path) -> dict:
     try:
         manifest = json.loads(read_text(path / MANIFEST))
         step, intact = manifest["step"], manifest["sha256"] == digest_of(manifest)
-        files = [
-            (name, saved["bytes"], saved["sha256"]) for name, saved in manifest["files"].items()
-        ]
+        files = [(saved["bytes"], saved["sha256"]) for saved in manifest["files"].values()]
         flatten(manifest.get("config", {}))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} has no {MANIFEST}") from None
@@ -282,56 +275,20 @@ def verify(path: Path, hashed: bool = True) -> dict:
         for name, size in sizes.items():
             if size != saved[name]["bytes"]:
                 raise ValueError(f"{path / name} is not the file that was saved")
-        if hashed and not is_verified(path, manifest):
-            described = describe_files(sizes, hash_blocks(path, list_blocks(sizes)))
-            for name in sizes:
-                if described[name] != saved[name]:
-                    raise ValueError(f"{path / name} is not the file that was saved")
-            remember_verified(path, manifest)
+        found = describe_files(sizes, hash_blocks(path, list_blocks(sizes))) if hashed else saved
+        for name in sizes:
+            if found[name] != saved[name]:
+                raise ValueError(f"{path / name} is not the file that was saved")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
     return manifest
 
 
 def is_valid(path: Path, hashed: bool = True) -> bool:
-    """Whether `verify` accepts a checkpoint."""
     try:
         return bool(verify(path, hashed))
     except ValueError:
         return False
-
-
-# The stamps of verified checkpoints, by path. So no checkpoint is hashed twice, not even by the run
-# that samestep launch starts after its check.
-VERIFIED: dict[str, list] = {}
-VERIFIED_FILE = "VERIFIED_FILE"  # environment variable: the file in which the check saves VERIFIED
-
-
-def file_stamps(path: Path, manifest: dict) -> list:
-    """The manifest's digest, and each file's name, inode, size and times of modification."""
-    stats = [(name, os.stat(path / name)) for name in manifest["files"]]
-    return [
-        manifest["sha256"],
-        *([name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats),
-    ]
-
-
-def is_verified(path: Path, manifest: dict) -> bool:
-    """Whether this process, or the check before it, has hashed the files of a checkpoint."""
-    if not VERIFIED and VERIFIED_FILE in os.environ:
-        VERIFIED.update(read_json_object(Path(os.environ[VERIFIED_FILE])))
-    return VERIFIED.get(str(path.resolve())) == file_stamps(path, manifest)
-
-
-def remember_verified(path: Path, manifest: dict) -> None:
-    """Records that the files of a checkpoint match its manifest."""
-    VERIFIED[str(path.resolve())] = file_stamps(path, manifest)
-
-
-def hand_over_verified() -> None:
-    """Saves the list of verified checkpoints for the run that samestep launch starts."""
-    if VERIFIED_FILE in os.environ:
-        Path(os.environ[VERIFIED_FILE]).write_text(json.dumps(VERIFIED), encoding="utf-8")
 
 
 # ---- Checkpoints of a run ------------------------------------------------------------------------
@@ -353,7 +310,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -408,22 +364,29 @@ def prune(newest: Path, keep: int) -> None:
         return
     older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
     valid = [p for p in older if is_valid(p, hashed=False)]  # hashing all would take too long
-    best, broken = best_of(valid, read_manifest(newest))
+
+    def is_intact(path: Path) -> bool:
+        if path not in INTACT and is_valid(path):
+            INTACT.add(path)
+        return path in INTACT
+
+    best, broken = best_of(valid, read_manifest(newest), is_intact)
     for path in [p for p in valid if p not in broken][keep:]:
         if path not in (best, newest):
             remove(path)
 
 
-def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]:
+def best_of(
+    paths: list[Path], manifest: dict, is_good: Callable = is_valid
+) -> tuple[Path | None, list[Path]]:
     """The checkpoint with the smallest eval_loss, or None, and better ones that are broken.
 
     Only losses on the validation data of `manifest` are compared. The oldest of equals wins.
     """
     losses = [(read_eval_loss(path, manifest), path) for path in paths]
-    ranked = sorted((loss, path) for loss, path in losses if loss is not None)
     broken = []
-    for _, path in ranked:
-        if is_valid(path):
+    for _, path in sorted((loss, path) for loss, path in losses if loss is not None):
+        if is_good(path):
             return path, broken
         broken.append(path)
     return None, broken
@@ -431,18 +394,13 @@ def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]
 
 def find_best(folder: Path, manifest: dict) -> tuple[Path | None, float]:
     """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
-
-    Only losses on the validation data of `manifest` are compared.
-    """
+    For `manifest` see `best_of`."""
     path, _ = best_of([p for p in list_checkpoints(folder) if is_valid(p, hashed=False)], manifest)
     return path, math.inf if path is None else read_eval_loss(path, manifest)
 
 
 def read_eval_loss(path: Path, current: dict) -> float | None:
-    """The eval_loss of a checkpoint; None without one on the validation data of `current`.
-
-    `current` is a manifest.
-    """
+    """The eval_loss of a checkpoint; None without one on the validation data of this manifest."""
     saved = read_manifest(path)
     loss, data = saved.get("eval_loss"), saved.get("data", {}).get("validation")
     finite = isinstance(loss, float | int) and math.isfinite(loss)
@@ -466,23 +424,26 @@ def without_credentials(settings: Any) -> Any:
     return console.without_credentials(settings) if plain else settings
 
 
+def settings_with(config: dict, effects: dict, kinds: tuple) -> dict:
+    """The settings whose change has one of these effects, as a manifest holds them."""
+    settings = {n: v for n, v in flatten(config).items() if effects.get(n, "result") in kinds}
+    return json.loads(json.dumps(settings))  # tuples become lists
+
+
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`.
 
     `effects` maps fields to the effect of a change: nothing, rounding, export, shape (the saved
     weights do not fit) or result, which is the default.
     """
-    config = without_credentials(flatten(manifest.get("config", {})))
-    others = ("nothing", "rounding", "export")
-    settings = {n: v for n, v in config.items() if effects.get(n) not in others}
-    settings |= {f"data {name}": value for name, value in manifest.get("data", {}).items()}
-    return json.loads(json.dumps(settings))  # as a manifest is read: tuples become lists
+    settings = settings_with(manifest.get("config", {}), effects, ("result", "shape"))
+    data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
+    return without_credentials(settings) | data
 
 
 def export_settings(manifest: dict, effects: dict) -> dict:
     """The settings of a manifest that determine what is exported and reported."""
-    config = flatten(manifest.get("config", {}))
-    return json.loads(json.dumps({n: v for n, v in config.items() if effects.get(n) == "export"}))
+    return settings_with(manifest.get("config", {}), effects, ("export",))
 
 
 def differences(before: dict, after: dict) -> dict[str, str]:
@@ -501,11 +462,6 @@ def check_settings(
     Raises ValueError if the result would change and `accept` is false, or if the weights would not
     fit. For `effects` see `result_settings`.
     """
-    if "optimizer.bin" in saved["files"]:
-        raise ValueError(
-            f"{path} was saved by an older version of this project; finish or evaluate that run "
-            "with it, or give another --output_dir"
-        )
     before, after = result_settings(saved, effects), result_settings(current, effects)
     # A field that was empty, and that newer code has no more, changed nothing.
     before = {name: value for name, value in before.items() if name in after or value != ""}
@@ -513,26 +469,28 @@ def check_settings(
     after = {n: v for n, v in after.items() if n not in new or v != defaults[n]}
     changed = differences(before, after)
     if saved.get("identity", "") != current.get("identity", ""):
-        named = [text for name, text in changed.items() if name.startswith("task.")]
-        why, model = f" ({'; '.join(named[:3])})" * bool(named), path.parent.parent / "model"
-        begin = "task.model_name_or_path" in after and (model / "config.json").exists()
-        alone, what = "vocabulary" in current["config"].get("task", {}), "another vocabulary"
-        what += ", other classes or another scale of numbers" * (not alone)
-        start = f", and to begin there with this model --task.model_name_or_path {model}" * begin
+        named = "; ".join([text for name, text in changed.items() if name.startswith("task.")][:3])
+        what, model, start = "another vocabulary", path.parent.parent / "model", ""
+        if "vocabulary" not in current["config"].get("task", {}):
+            what += ", other classes or another scale of numbers"
+        what += f" ({named})" if named else ""
+        if "task.model_name_or_path" in after and (model / "config.json").exists():
+            start = f", and to begin there with this model --task.model_name_or_path {model}"
         raise ValueError(
-            f"{path} was made with {what}{why}, so its weights mean something else; give the same "
+            f"{path} was made with {what}, so its weights mean something else; give the same "
             f"data, or another --output_dir{start}"
         )
     both = before.keys() & after.keys()  # newer code may have new fields
     shapes = [name for name in changed if name in both and effects.get(name) == "shape"]
+    start = f"{path} was made with other settings ({'; '.join(changed.values())})"
     if shapes:
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(changed.values())}), and its weights "
-            f"do not fit another {shapes[0]}; give the old settings, or another --output_dir"
+            f"{start}, and its weights do not fit another {shapes[0]}; give the old settings, or "
+            "another --output_dir"
         )
     if changed and not accept:
         raise ValueError(
-            f"{path} was made with other settings ({'; '.join(changed.values())}); give the old "
-            "ones, or another --output_dir, or --accept_changes to continue with the new ones"
+            f"{start}; give the old ones, or another --output_dir, or --accept_changes to continue "
+            "with the new ones"
         )
     return list(changed.values())

@@ -29,15 +29,9 @@ def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> No
     """
     optimizer.state.clear()
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    try:
-        packed = optimizer.state_dict()
-        packed["state"] = {i: states[p] for i, p in enumerate(ordered) if p in states}
-        optimizer.load_state_dict(packed)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        kind = type(optimizer).__name__
-        raise UserError(
-            f"build_optimizer: {kind} takes no state back ({error}); {ADVICE}"
-        ) from None
+    packed = optimizer.state_dict()
+    packed["state"] = {i: states[p] for i, p in enumerate(ordered) if p in states}
+    optimizer.load_state_dict(packed)
     for p, values in states.items():
         found = optimizer.state.get(p, {})
         for key, value in values.items():
@@ -89,26 +83,24 @@ class ContractCheck:
         optimizer.register_step_post_hook(self.after_step)
 
     def before_step(self, *_: Any) -> None:
-        """A hook."""
         self.depth += 1
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """A hook."""
         self.depth -= 1
         self.steps += not self.depth
         if self.depth or self.steps > 2:
             return
-        strange = [key for key in optimizer.state if key not in self.names]
-        changed = {"`state` of something else than weights": 0} if strange else {}
         held = held_beside(optimizer)
-        if self.steps == 1 and not strange:
+        if not {*optimizer.state} <= {*self.names}:
+            changed = {"`state` of something else than weights"}
+        elif self.steps == 1:
             with as_user_error():
                 self.collect()  # raises for what no checkpoint holds, such as a list
             self.reload(optimizer)
             self.held = held_beside(optimizer)
-            changed = {place: 0 for place in self.held.keys() - held.keys()}
-        elif self.steps == 2:
-            changed |= {n: v for n, v in held.items() if self.held.get(n) != v}
+            changed = self.held.keys() - held.keys()
+        else:
+            changed = {place for place, value in held.items() if self.held.get(place) != value}
         if changed:
             keeps = f"{type(optimizer).__name__} keeps {min(changed).lstrip('.')}"
             raise UserError(

@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import math
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +14,15 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
 from samestep.base.console import IS_MAIN, say
-from samestep.checkpoint import checkpoints
 from samestep.checkpoint.optimizers import ContractCheck, restore
 from samestep.checkpoint.tensor_files import TensorReader
-from samestep.processes.device import PROCESSES, compile_blocks
+from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
-from samestep.step import sharding
+from samestep.step import deepspeed
 from samestep.step.batches import StepPlan
-from samestep.step.sharding import check_deepspeed, whole_groups
+from samestep.step.sharding import whole_groups
 
 
 def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
@@ -35,15 +32,13 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
     their shards. These make it on the meta device, and get memory that nobody touches, which takes
     none of the host's. accelerate tells weights apart by their addresses, which meta tensors lack.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if not plugin or not plugin.cpu_ram_efficient_loading:
-        with ranks.fail_together(), as_user_error():
-            model = contract.check_model(make())
-        return model
-    model = None
+    plugin, model = getattr(accelerator.state, "fsdp_plugin", None), None
+    one_builds = plugin and plugin.cpu_ram_efficient_loading
     with ranks.fail_together(), as_user_error():
-        if accelerator.is_main_process:
+        if accelerator.is_main_process or not one_builds:
             model = contract.check_model(make())
+    if not one_builds:
+        return model
     adaptation = getattr(model, "adaptation", None)  # see samestep/models/attention.py
     adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
     with ranks.fail_together(), as_user_error():
@@ -119,23 +114,6 @@ class TaskModule(torch.nn.Module):
                 setattr(self.get_submodule(owner), attribute, self.get_parameter(first))
 
 
-def wrap(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, cfg: Any
-) -> TaskModule:
-    """The module to prepare: compiled if the config says so.
-
-    Raises UserError for a model that the YAML's kind of sharding does not take.
-    """
-    sharding.check_weights(model)
-    module = TaskModule(model, sharding.compute_context(accelerator, cfg.exact))
-    if cfg.exact:
-        sharding.sum_inside_blocks(module)
-    sharding.hand_to_deepspeed(module, optimizer, accelerator)
-    if cfg.compile:
-        compile_blocks(module)
-    return module
-
-
 def bare_model(accelerator: Accelerator, module: torch.nn.Module) -> torch.nn.Module:
     """The task's model inside a prepared TaskModule."""
     return accelerator.unwrap_model(module, keep_torch_compile=False).model
@@ -170,24 +148,6 @@ def gather_model(
         if accelerator.is_main_process:  # some modules build their state when they are asked
             model.load_state_dict(whole)
     return model
-
-
-def place_for_report(model: torch.nn.Module, state: "TrainingState") -> None:
-    """Moves a gathered model to the GPU if it fits there; otherwise all cores compute for it.
-
-    Training is over: the optimizer's state makes room, and the other processes leave their cores.
-    """
-    if not this_layout().sharded:
-        return
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device = state.accelerator.device
-    if device.type == "cuda":
-        state.optimizer.state.clear()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        size = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-        if size + total // 10 < free:  # the tenth is for what the report computes
-            model.to(device)
 
 
 def enable_gradient_checkpointing(model: torch.nn.Module) -> None:
@@ -258,7 +218,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def settings_as_text(settings: list[dict]) -> list[dict[str, str]]:
-    """The settings as text for a manifest, since JSON has neither tensors nor tuples."""
+    """For a manifest, since JSON has neither tensors nor tuples."""
     return [{name: exact_repr(value) for name, value in group.items()} for group in settings]
 
 
@@ -386,33 +346,20 @@ class TrainingState:
         may hold infinities on purpose.
         """
         model = bare_model(self.accelerator, self.module)
-        buffers, good = {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}, {}
+        buffers = {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
         for name, values in tensors.items():
-            if name.startswith(("model.", "state.")):
-                ends = min_and_max(values)
-                good[name] = ~ends.isnan().any() if name in buffers else ends.isfinite().all()
-        devices = {each.device for each in good.values()}
-        if not all(
-            torch.stack([each for each in good.values() if each.device == device]).all()
-            for device in devices
-        ):
-            kind, _, name = next(name for name, each in good.items() if not each).partition(".")
-            if kind == "state":
+            kind, _, name = name.partition(".")
+            if kind not in ("model", "state"):
+                continue
+            ends = min_and_max(values)
+            bad = ends.isnan() if f"{kind}.{name}" in buffers else ~ends.isfinite()
+            if bad.any():
                 weight, _, key = name.rpartition(".")
-                name = f"{key} of {weight}"
-            raise ValueError(
-                f"{name} is not finite, so nothing was saved; check the data, or continue from the "
-                "newest checkpoint with --accept_changes and another learning_rate"
-            )
-
-    def partitions(self) -> dict[str, torch.Tensor]:
-        """DeepSpeed's parts of weights and moments, each of many parameters together."""
-        parts = {}
-        for number, (part, moments) in enumerate(self.optimizer.state.items()):
-            for key, value in {"fp32 weights": part.detach(), **moments}.items():
-                if torch.is_tensor(value):
-                    parts[f"state.partition {number}.{key}"] = value
-        return parts
+                name = f"{key} of {weight}" if kind == "state" else name
+                raise ValueError(
+                    f"{name} is not finite, so nothing was saved; check the data, or continue from "
+                    "the newest checkpoint with --accept_changes and another learning_rate"
+                )
 
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restores a checkpoint; raises ValueError if it does not fit.
@@ -456,7 +403,7 @@ class TrainingState:
 
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
-        check_deepspeed(path, saved, self.accelerator)
+        check_kind(path, saved, self.accelerator)
         if this_layout().deepspeed:
             check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
@@ -480,6 +427,25 @@ class TrainingState:
             prefix = f"registered.{i}."
             own = {n.removeprefix(prefix): v for n, v in loaded.items() if n.startswith(prefix)}
             each.load_state_dict(own)
+
+
+def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
+    """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
+    `saved`: those of DeepSpeed are for the same ZeRO stage and number of processes."""
+    wanted, written = 0, deepspeed.stage_in(path)
+    if this_layout().deepspeed:
+        wanted = deepspeed.stage_of(accelerator)
+    if wanted != written:
+        kind = f"DeepSpeed with zero_stage {written}" if written else "a run without DeepSpeed"
+        raise ValueError(
+            f"{path} is of {kind}; continue with a YAML of that kind, or give another --output_dir"
+        )
+    processes = saved.get("processes")
+    if wanted and processes != accelerator.num_processes:
+        raise ValueError(
+            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
+            f"num_processes to {processes}, or give another --output_dir"
+        )
 
 
 def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
@@ -567,24 +533,3 @@ def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
                 f"checkpoint and {now} in the model; give the settings and the task.py that it "
                 "was made with, or another --output_dir"
             )
-
-
-def load_best(state: TrainingState, ranks: Ranks, start: Any) -> int | None:
-    """Loads the weights with the smallest eval_loss; returns their step, or None without any.
-
-    Only losses on the validation data of the run are compared; `start` is its RunStart.
-    """
-    best, loss, saved = None, math.inf, {}
-    with ranks.fail_together():
-        if state.accelerator.is_main_process:
-            best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
-            saved = checkpoints.read_manifest(best) if best else {}
-    best, loss, saved = ranks.from_main((best, loss, saved))
-    if best is None:
-        say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
-        return None
-    with ranks.fail_together(), as_user_error():
-        state.load_weights(best, saved, start.manifest)
-    step = checkpoints.step_of(best)
-    say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
-    return step

@@ -161,8 +161,7 @@ def measure_loader(
     """Samples per second that this process's loader yields, as in training: rows are read,
     augmented and collated, with the workers that the recipe asks for."""
     sampler = StepBatchSampler(project.plan, 0, project.plan.samples << 40, project.rows.sort)
-    pinned = device.type == "cuda"
-    read = iter(make_loader(project.rows, sampler, project.task, workers, pinned))
+    read = iter(make_loader(project.rows, sampler, project.task, workers, device))
     for _ in range(1 + 2 * workers):  # the first is slow, and these are read ahead
         next(read)
     rows, began = 0, time.perf_counter()

@@ -181,7 +181,7 @@ class Trial:
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
-        own = ("TORCHELASTIC_", "EXIT_CODE_FILE", "VERIFIED_FILE")
+        own = ("TORCHELASTIC_", "EXIT_CODE_FILE", "LAUNCHING")
         env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         env["MASTER_PORT"] = str(self.ranks.from_main(port))
         states = self.folder / f"state-{self.layout.rank}.json"

@@ -71,34 +71,28 @@ def score_table(table: torch.Tensor) -> dict[str, float]:
 
 def report_table(table: torch.Tensor, names: list[str], folder: Path) -> dict[str, Any]:
     """The scores of each class as text, and, where a row has one class, confusion.png."""
-    from sklearn.metrics import precision_recall_fscore_support
+    from sklearn.metrics import classification_report
 
     from samestep.base.pictures import try_picture
 
-    true, predicted, weight = weighted_answers(table)
-    classes = range(len(names))
-    scores = precision_recall_fscore_support(
-        true, predicted, labels=classes, sample_weight=weight, zero_division=0
-    )
     if table.ndim == 3:
         mistakes = table[:, 0, 1] + table[:, 1, 0]
     else:
         mistakes = table.sum(0) + table.sum(1) - 2 * table.diagonal()
-    shown = sorted(sorted(classes, key=lambda i: -mistakes[i])[:SHOWN])
-    some = len(names) > SHOWN
-    note = f"the {SHOWN} of {len(names)} classes with the most mistakes" if some else ""
+    shown = sorted(sorted(range(len(names)), key=lambda i: -mistakes[i])[:SHOWN])
+    note = ""
+    if len(names) > SHOWN:
+        note = f"the {SHOWN} of {len(names)} classes with the most mistakes"
     short = [one_line(names[i], 24) for i in shown]
     if len({*short}) < len(short):  # they differ in the middle
         short = [one_line(names[i], 60) for i in shown]
-    width = max(map(len, short))
-    lines = [note, f"{'':{width}}  precision  recall     f1    rows"]
-    for i, name in zip(shown, short, strict=True):
-        precision, recall, f1, rows = (column[i] for column in scores)
-        lines.append(f"{name:{width}}  {precision:9.3f}  {recall:6.3f}  {f1:5.3f}  {rows:6,.0f}")
-    report: dict[str, Any] = {"classes": "\n".join(lines)}
+    true, predicted, weight = weighted_answers(table)
+    options: dict[str, Any] = {"labels": shown, "target_names": short, "zero_division": 0}
+    text = classification_report(true, predicted, sample_weight=weight, digits=3, **options)
+    report: dict[str, Any] = {"classes": f"{note}\n{text.rstrip()}"}
     if table.ndim == 2:
         title = f"{table.trace():,.0f} of {table.sum():,.0f} are right"
-        title = f"{title}; {note}".removesuffix("; ")
+        title += f"; {note}" if note else ""
         path = folder / "confusion.png"
         report["confusion"] = try_picture(draw_confusion, table.numpy(), shown, short, title, path)
     return report
@@ -132,11 +126,10 @@ def draw_confusion(
             color = "white" if shares[i, j] > 0.4 else "black"
             text = f"{number:,.0f}" if number < 10_000 else f"{number / 1000:.0f}k"
             axes.text(j, i, text, ha="center", va="center", color=color, fontsize=8)
-    slanted: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(range(len(parts)), names, **(slanted if max(map(len, names)) > 2 else {}))
-    axes.set_yticks(range(len(parts)), names)
-    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        label.set_parse_math(False)  # a name may contain dollars
+    literal: dict[str, Any] = {"parse_math": False}  # a name may contain dollars
+    slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor", **literal}
+    axes.set_xticks(range(len(parts)), names, **(slanted if max(map(len, names)) > 2 else literal))
+    axes.set_yticks(range(len(parts)), names, **literal)
     axes.set(xlabel="predicted class", ylabel="true class")
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)

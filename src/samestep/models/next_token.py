@@ -5,12 +5,14 @@ attention (attention.py); the residual stream, bf16 under bf16 autocast; and the
 for a limited number of tokens at a time.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
@@ -28,6 +30,10 @@ class LossPlan:
 
 
 UNPREPARED = LossPlan(0, 0, has_flash=False, is_split=False)  # a plain call of the model
+
+
+def plan_of(model: Any) -> LossPlan:
+    return getattr(attention.bare(model), "loss_plan", UNPREPARED)
 
 
 # ---- Before the training -------------------------------------------------------------------------
@@ -88,18 +94,52 @@ def is_split(model: Any, row: torch.Tensor) -> bool:
 # ---- The loss ------------------------------------------------------------------------------------
 
 
+class States(NamedTuple):
+    """What `head` makes logits of: (N, H), `chunk` rows at once, so that few logits exist."""
+
+    head: Any
+    hidden: torch.Tensor
+    labels: torch.Tensor  # (N,)
+    chunk: int
+
+    def chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self.hidden.split(self.chunk), self.labels.split(self.chunk), strict=True)
+
+
+def states_of(model: Any, batch: Batch, plan: LossPlan) -> States:
+    """The decoder's output for a batch; the logits where a model has no such."""
+    inputs, labels = model_inputs(model, plan, batch), batch["labels"].flatten()
+    if not plan.is_split:
+        logits = model(**inputs).logits.flatten(0, 1)
+        return States(torch.nn.Identity(), logits, labels, len(labels))
+    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
+    # A sharded head is gathered for each call: of these all processes need as many.
+    simple = type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor)
+    return States(head, hidden, labels, plan.chunk if simple else len(labels))
+
+
 def loss_sum(model: Any, batch: Batch) -> torch.Tensor:
     """Cross entropy of the counted tokens of a batch, in nats: float32 ()."""
     model = attention.bare(model)
-    plan, labels = getattr(model, "loss_plan", UNPREPARED), batch["labels"].flatten()
-    inputs = model_inputs(model, plan, batch)
-    if not plan.is_split:
-        return cross_entropy(model(**inputs).logits.flatten(0, 1), labels)
-    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
-    simple = type(head) is torch.nn.Linear and head.bias is None
-    if len(labels) <= plan.chunk or not simple or isinstance(head.weight, DTensor):
+    states = states_of(model, batch, plan_of(model))
+    head, hidden, labels, chunk = states
+    if len(labels) <= chunk or head.bias is not None:
         return cross_entropy(head(hidden), labels)
-    return ChunkedLoss.apply(hidden, head.weight, labels, plan.chunk, torch.is_grad_enabled())
+    if attention.autocast_dtype(hidden.device) == torch.float16:
+        return token_losses(states).sum()
+    return ChunkedLoss.apply(hidden, head.weight, labels, chunk, torch.is_grad_enabled())
+
+
+def token_losses(states: States) -> torch.Tensor:
+    """The loss of each token, 0 where it is not counted: float32 (N,). The backward pass computes
+    the logits of each chunk again."""
+
+    def losses(hidden, labels):
+        return cross_entropy(states.head(hidden), labels, reduction="none")
+
+    if len(states.labels) <= states.chunk or not torch.is_grad_enabled():
+        return torch.cat([losses(*each) for each in states.chunks()])
+    return torch.cat([checkpoint(losses, *each, use_reentrant=False) for each in states.chunks()])
 
 
 def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
@@ -127,30 +167,24 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed, in fp32: logits (N, V), labels (N,)."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction="sum") -> torch.Tensor:
+    """In fp32: logits (N, V), labels (N,)."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 class ChunkedLoss(torch.autograd.Function):
     """`cross_entropy(hidden @ weight.T, labels)`, of whose logits `chunk` rows exist at once.
 
     The forward pass computes the gradients too, while it has the logits: the weight's is summed
-    over the chunks in fp32. In fp16 small probabilities would vanish, and sums over a chunk
-    overflow: there the gradient of the logits is scaled for each of its two products.
+    over the chunks in fp32. In fp16 such sums would overflow.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, chunk, training):
         dtype = attention.autocast_dtype(hidden.device) or weight.dtype
-        fp16 = dtype == torch.float16
         matrix, loss = weight.to(dtype), torch.zeros((), device=hidden.device)
-        # Of the hidden gradient: absolute values in a row of the logits' gradient add up to 2.
-        most = 2 * largest(matrix) if fp16 and training else None
+        hidden_grad = torch.empty_like(hidden) if training else None
         trains_weight = training and weight.requires_grad
-        hidden_grad = None
-        if training:
-            hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if fp16 else None)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains_weight else None
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
@@ -162,18 +196,9 @@ class ChunkedLoss(torch.autograd.Function):
             if not training:
                 continue
             # The gradient of the logits: probabilities, less 1 at the target.
-            grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1).mul_(counted)
-            if fp16:
-                part, scale = to_fp16(grad, most)
-                hidden_grad[rows] = (part @ matrix).float() / scale
-            else:
-                grad = grad.to(dtype)
-                hidden_grad[rows] = grad @ matrix
-            if trains_weight and fp16:
-                sums = torch.linalg.vector_norm(grad, 1, dim=0)
-                part, scale = to_fp16(grad, sums * largest(states))
-                weight_grad.addcdiv_(part.T @ states, scale[:, None])
-            elif trains_weight:
+            grad = logs.exp_().scatter_(1, targets, chosen.exp() - 1).mul_(counted).to(dtype)
+            hidden_grad[rows] = grad @ matrix
+            if trains_weight:
                 weight_grad += grad.T @ states
         ctx.save_for_backward(hidden_grad, weight_grad)
         return loss
@@ -182,15 +207,3 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, scale):
         grads = [each if each is None else each * scale for each in ctx.saved_tensors]
         return (*grads, None, None, None)
-
-
-def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value, at least 1: float32 ()."""
-    return torch.linalg.vector_norm(tensor, torch.inf).float().clamp(min=1)
-
-
-def to_fp16(grad: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A gradient (N, V) in fp16, times powers of two, and these powers, of the shape of `most`: ()
-    or (V,), bounds of the product that follows, which then stays below 65,504."""
-    scale = torch.exp2(15 - most.clamp(min=1e-9).log2().ceil())
-    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=torch.float16)), scale

@@ -7,12 +7,10 @@ Rafailov et al., "Direct Preference Optimization", 2023.
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import next_token
@@ -86,63 +84,30 @@ def disable_dropout(model: Any) -> None:
 # ---- Log-probabilities ---------------------------------------------------------------------------
 
 
-class States(NamedTuple):
-    """What `head` makes logits of, in chunks (n, H), so that few logits exist at once."""
-
-    head: Any
-    chunks: list[torch.Tensor]
-    labels: list[torch.Tensor]  # of the chunks, (n,) each
-
-
-def states_of(model: Any, batch: Batch, plan: next_token.LossPlan) -> States:
-    """The decoder's output for input_ids and labels (N, T); the logits where it has no such."""
-    labels = batch["labels"].flatten()
-    inputs = next_token.model_inputs(model, plan, batch)
-    if not plan.is_split:
-        return States(torch.nn.Identity(), [model(**inputs).logits.flatten(0, 1)], [labels])
-    hidden, head = model.get_decoder()(**inputs)[0].flatten(0, 1), model.get_output_embeddings()
-    # A sharded head is gathered for each call: of these all processes need as many.
-    simple = type(head) is torch.nn.Linear and not isinstance(head.weight, DTensor)
-    size = plan.chunk if simple else len(labels)
-    return States(head, [*hidden.split(size)], [*labels.split(size)])
-
-
-def log_probabilities(states: States, shape: torch.Size) -> torch.Tensor:
-    """The sums over the counted tokens of each row, in nats: float32 (N,); `shape` is (N, T).
-    The backward pass computes the logits of each chunk again."""
-
-    def losses(hidden, labels):
-        logits = states.head(hidden).float()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-
-    several = len(states.chunks) > 1 and torch.is_grad_enabled()
-    found = [
-        checkpoint(losses, *each, use_reentrant=False) if several else losses(*each)
-        for each in zip(states.chunks, states.labels, strict=True)
-    ]
-    return -torch.cat(found).view(shape).sum(1)
-
-
 def answer_log_probabilities(model: Any, batch: Batch, has_reference: bool) -> list[torch.Tensor]:
-    """Of both answers, under the model and, if it has one, under its reference: float32 (B, 2).
-    A batch has input_ids and labels (B, 2, T)."""
-    rows, plan, found = flatten_pairs(batch), plan_of(model), []
-    shape = rows["labels"].shape
+    """Of both answers, in nats, under the model and, if it has one, under its reference: float32
+    (B, 2). A batch has input_ids and labels (B, 2, T)."""
+    rows, plan, found = flatten_pairs(batch), next_token.plan_of(model), []
+
+    def sums(model: Any) -> torch.Tensor:
+        losses = next_token.token_losses(next_token.states_of(model, rows, plan))
+        return -losses.view(rows["labels"].shape).sum(1).view(-1, 2)
+
     if has_reference:  # first, while the model's activations need no memory
         with torch.no_grad(), reference_of(model) as reference:
-            found.append(log_probabilities(states_of(reference, rows, plan), shape))
-    own = log_probabilities(states_of(bare(model), rows, plan), shape)
-    return [each.view(-1, 2) for each in (own, *found)]
+            found.append(sums(reference))
+    return [sums(bare(model)), *found]
 
 
 @torch.no_grad()
 def divergence(model: Any, batch: Batch) -> torch.Tensor:
     """KL(model || reference) of the next token, in nats, summed over the answers' tokens: ()."""
-    rows, plan = flatten_pairs(batch), plan_of(model)
+    rows, plan = flatten_pairs(batch), next_token.plan_of(model)
     with reference_of(model) as reference:
-        theirs = states_of(reference, rows, plan)
-    own, total = states_of(bare(model), rows, plan), torch.zeros((), device=batch["labels"].device)
-    for ours, other, labels in zip(own.chunks, theirs.chunks, own.labels, strict=True):
+        theirs = next_token.states_of(reference, rows, plan)
+    own = next_token.states_of(bare(model), rows, plan)
+    total = torch.zeros((), device=batch["labels"].device)
+    for (ours, labels), (other, _) in zip(own.chunks(), theirs.chunks(), strict=True):
         logs = own.head(ours).float().log_softmax(1)
         with reference_of(model):  # a head may have adapters
             expected = theirs.head(other).float().log_softmax(1)
@@ -154,7 +119,3 @@ def divergence(model: Any, batch: Batch) -> torch.Tensor:
 def flatten_pairs(batch: Batch) -> Batch:
     """Two rows for each pair: (2B, T)."""
     return {name: batch[name].flatten(0, 1) for name in ("input_ids", "labels")}
-
-
-def plan_of(model: Any) -> next_token.LossPlan:
-    return getattr(bare(model), "loss_plan", next_token.UNPREPARED)

@@ -112,22 +112,26 @@ def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
 def check_reachable(cfg: ModelConfig) -> None:
     """Raises ValueError for a model that is neither in the local cache nor on the Hub: with one
     request. Without a network, transformers would retry for minutes."""
-    from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
     name, revision = cfg.model_name_or_path, cfg.revision
     for file in ("config.json", "adapter_config.json"):
         if isinstance(try_to_load_from_cache(name, file, revision=revision), str):
             return
-    problem = "not in the local cache, and HF_HUB_OFFLINE forbids the download"
-    if not is_offline_mode():
-        try:
-            HfApi().model_info(name, revision=revision, timeout=30)
-            return
-        except Exception as error:  # each of many libraries below has its own
-            problem = "neither here nor on the Hub, or the Hub cannot be reached: "
-            problem += one_line(error, 150)
-    about = f"{one_line(name, 100)} (revision {one_line(revision, 60)})"
-    raise ValueError(f"task.model_name_or_path: {about} is {problem}")
+    try:
+        HfApi().model_info(name, revision=revision, timeout=30)
+    except Exception as error:  # each of many libraries below has its own
+        about = f"{one_line(name, 100)} (revision {one_line(revision, 60)})"
+        raise ValueError(
+            f"task.model_name_or_path: {about} is neither here nor on the Hub, or the Hub cannot "
+            f"be reached: {one_line(error, 150)}"
+        ) from None
+
+
+def attention_option(cfg: ModelConfig) -> dict[str, str]:
+    """The option for transformers: unset, it is sdpa, or eager where a model lacks sdpa."""
+    name = cfg.attn_implementation
+    return {} if name == "sdpa" else {"attn_implementation": name}
 
 
 def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **options: Any) -> Any:
@@ -143,24 +147,22 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
         options.pop("ignore_mismatched_sizes", None)
         return new_model(auto, load(AutoConfig, cfg, **options), cfg)
     own = load(AutoConfig, cfg).id2label if len(options.get("id2label", ())) > 1 else {}
-    options |= {"dtype": torch.float32}
-    if cfg.attn_implementation != "sdpa":  # unset, it is sdpa, or eager where a model lacks sdpa
-        options["attn_implementation"] = cfg.attn_implementation
+    options |= {"dtype": torch.float32, **attention_option(cfg)}
     model, info = load(auto, cfg, output_loading_info=True, **options)
+    given, remark = one_line(cfg.model_name_or_path, 100), ""
     new = {*info["missing_keys"], *(each[0] for each in info["mismatched_keys"])}
     missing = sorted(name for name in new if not any(part in name for part in head))
     if missing:
         raise ValueError(
-            f"task.model_name_or_path: {one_line(cfg.model_name_or_path, 100)} is for something "
-            f"else: it has no weights for {one_line(', '.join(missing[:3]), 200)}"
+            f"task.model_name_or_path: {given} is for something else: it has no weights for "
+            f"{one_line(', '.join(missing[:3]), 200)}"
         )
     if new:
-        names = one_line(", ".join(sorted(new)))
-        say(f"{one_line(cfg.model_name_or_path, 100)}: new weights for {names}")
+        remark = f"new weights for {one_line(', '.join(sorted(new)))}"
     elif own:
         remark = match_classes(model, [*own.values()], [*options["id2label"].values()], head)
-        if remark:
-            say(f"{one_line(cfg.model_name_or_path, 100)}: {remark}")
+    if remark:
+        say(f"{given}: {remark}")
     return model
 
 
@@ -198,11 +200,8 @@ def match_classes(model: Any, own: list[str], wanted: list[str], head: tuple[str
 
 def new_model(auto: Any, config: Any, cfg: ModelConfig) -> Any:
     """A model with new weights; raises ValueError if it lacks cfg.attn_implementation."""
-    options = {}
-    if cfg.attn_implementation != "sdpa":
-        options["attn_implementation"] = cfg.attn_implementation
     try:
-        return auto.from_config(config, **options)
+        return auto.from_config(config, **attention_option(cfg))
     except (ImportError, ValueError) as error:
         raise ValueError(f"task.attn_implementation: {one_line(error)}") from None
 

@@ -181,7 +181,7 @@ def main() -> int:
         only = "--check" in program
         meeting = {} if only else find_meeting(launcher)
         if not only:
-            env["VERIFIED_FILE"] = str(Path(folder, "verified"))  # checkpoints, by the check
+            env["LAUNCHING"] = "1"  # the run prints what the check would
         waits, go = os.pipe()
         run = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, str(report_file), str(waits), *launcher, *program],

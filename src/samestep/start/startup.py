@@ -93,7 +93,7 @@ class RunStart:
         start = "is finished" if point.finished else start
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
         checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
-        launching = checkpoints.VERIFIED_FILE in os.environ  # the run prints the remarks itself
+        launching = "LAUNCHING" in os.environ  # the run prints the remarks itself
         return checked if launching else "\n".join([*point.remarks, checked])
 
 

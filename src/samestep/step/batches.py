@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from samestep.processes.device import count_workers
 from samestep.processes.ranks import UserError, as_user_error
 from samestep.processes.shutdown import ignore_signals
 from samestep.settings import contract
@@ -320,17 +321,18 @@ def make_loader(
     rows: SampleDataset,
     sampler: StepBatchSampler | EvaluationSampler,
     task: Any,
-    num_workers: int,
-    pin_memory: bool,
+    num_workers: int | None,
+    device: torch.device,
 ) -> DataLoader:
     """A DataLoader of the task's batches; for what comes with each see `collate_samples`."""
+    workers = count_workers(num_workers, task, device)
     return DataLoader(
         rows,
         batch_sampler=sampler,
         collate_fn=make_collate(task),
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        pin_memory=pin_memory,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=device.type == "cuda",
         worker_init_fn=ignore_signals,
         # Otherwise DataLoader advances the global generator, and changes dropout.
         generator=torch.Generator(),

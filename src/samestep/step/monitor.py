@@ -1,12 +1,10 @@
-"""Skips steps whose loss or gradient is not finite, and reports spikes.
+"""Skips steps whose loss or gradient is not finite.
 
 Numbers stay on the device until a line of metrics is due, so that other steps do not wait for it.
 """
 
 import math
-from collections import deque
 from itertools import chain, islice
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from samestep.processes.device import NO_SKIP, torch_has
 from samestep.processes.ranks import Ranks
 from samestep.settings.mesh import this_layout
-
-SPIKE = 10  # median absolute deviations above the median, about 7 sigma
-MEMORY = 100  # number of recent losses in the median
 
 
 def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
@@ -70,7 +65,6 @@ class StepMonitor:
         self.micro_batches, self.max_skipped_steps = micro_batches, max_skipped_steps
         # Since the last line: step, loss terms, micro-batches computed here, their losses, norm.
         self.steps: list[tuple[int, int, range, list[torch.Tensor], torch.Tensor]] = []
-        self.recent = deque(maxlen=MEMORY)  # mean losses of recent steps
         self.skipped = 0  # steps skipped in a row
         self.scale = self.loss_scale()  # at the last line
 
@@ -85,8 +79,8 @@ class StepMonitor:
         """(mean loss, gradient norm of the last step, notes, reason to stop) since the last line.
 
         The mean is over the loss terms of the steps with a finite loss; NaN without any. A note
-        holds an unusual step, the event ("skipped" or "spike") and its numbers. The reason is empty
-        unless the run should stop. All processes call it and get the same; it waits for the device.
+        holds a skipped step and its numbers. The reason is empty unless the run should stop. All
+        processes call it and get the same; it waits for the device.
         """
         steps, counts, runs, losses, norms = zip(*self.steps, strict=True)
         self.steps = []
@@ -109,7 +103,6 @@ class StepMonitor:
             if math.isfinite(loss):
                 total, total_terms = total + loss, total_terms + terms
             if math.isfinite(loss + norm):
-                notes += self.find_spike(step, loss / max(terms, 1))
                 self.skipped = 0
             elif not (math.isfinite(loss) and lowered):
                 numbers = {"skipped_loss": loss / max(terms, 1), "skipped_norm": norm}
@@ -127,16 +120,3 @@ class StepMonitor:
     def loss_scale(self) -> float:
         """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler else 1.0
-
-    def find_spike(self, step: int, loss: float) -> list[dict]:
-        """A note if the loss lies far above the median of recent losses, else none."""
-        notes = []
-        if len(self.recent) >= MEMORY // 4:
-            middle = median(self.recent)
-            spread = median(abs(value - middle) for value in self.recent)
-            if loss - middle > max(SPIKE * spread, 0.05 * abs(middle)):
-                notes = [
-                    {"step": step, "event": "spike", "spike_loss": loss, "median_loss": middle}
-                ]
-        self.recent.append(loss)
-        return notes

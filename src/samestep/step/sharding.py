@@ -1,26 +1,22 @@
-"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism, DeepSpeed.
+"""Models whose weights are sharded over processes: FSDP2, HSDP, tensor parallelism.
 
-A sharded weight is a DTensor, of which each process has its part. DeepSpeed has its own kind. Under
-context parallelism each process has a part of the rows, too.
+A sharded weight is a DTensor, of which each process has its part; for DeepSpeed's see deepspeed.py.
+Under context parallelism each process has a part of the rows, too.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from samestep.processes.ranks import UserError
 from samestep.settings.mesh import Layout, this_layout
-from samestep.step.batches import StepPlan
 
 Tensors = list[torch.Tensor]
 
@@ -70,15 +66,13 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
     `from_pretrained(tp_plan="auto")` of transformers does while it loads weights."""
     if layout.tp == 1:
         return
-    try:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        plan = model._expand_parallel_plan(dict(getattr(model, "tp_plan", None) or {}))
-    except (ImportError, AttributeError):
-        plan = {}
+    plan = getattr(model, "tp_plan", None)
+    plan = plan and model._expand_parallel_plan(dict(plan))
     if not plan or hasattr(model, "peft_config"):  # the plan has the names of weights without it
         raise UserError(
-            f"tensor parallelism needs a model of transformers 5.20 or newer with a tp_plan, and "
+            f"tensor parallelism needs a model of transformers with a tp_plan, and "
             f"{type(model).__name__} has none; use fsdp2.yaml"
         )
     model.to(accelerator.device)  # accelerate moves no model that has DTensors
@@ -180,81 +174,6 @@ def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator
     yield
     for names, name in hidden:
         names.discard(name)
-
-
-# ---- DeepSpeed -----------------------------------------------------------------------------------
-
-
-def configure_deepspeed(accelerator: Accelerator, plan: StepPlan, max_norm: float) -> None:
-    """Gives DeepSpeed, if it is used, the numbers of the recipe. Call it before the model is built.
-
-    It clips, skips and steps inside `backward`. For bf16 it would cast the weights; with
-    torch.autocast they stay in fp32 as under DDP.
-    """
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    # transformers would make other initial weights, and let the processes generate text together.
-    unset_hf_deepspeed_config()
-    # torch 2.13 has renamed what DeepSpeed 0.19 calls.
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-    config, turns = accelerator.deepspeed_plugin.deepspeed_config, len(plan.run())
-    accelerator.gradient_accumulation_steps = turns
-    config.update(
-        train_micro_batch_size_per_gpu=plan.micro_batch_size,
-        gradient_accumulation_steps=turns,
-        train_batch_size=plan.micro_batch_size * turns * accelerator.num_processes,
-        gradient_clipping=max_norm,
-        # build_optimizer's, also on the CPU. DeepSpeed's own Adam for the CPU needs a compiler.
-        zero_force_ds_cpu_optimizer=False,
-    )
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    if accelerator.mixed_precision == "bf16":
-        config["bf16"] = {"enabled": False}
-        options = {"dtype": "bfloat16", "lower_precision_safe_modules": []}
-        config["torch_autocast"] = {"enabled": True, **options}
-
-
-def hand_to_deepspeed(module: torch.nn.Module, optimizer: Any, accelerator: Accelerator) -> None:
-    """Numbers the parameter groups for DeepSpeed, if it is used, which drops empty ones. Under
-    ZeRO-3, splits the weights one by one: it would first move the whole model to the GPU."""
-    if not this_layout().deepspeed:
-        return
-    plugin = accelerator.deepspeed_plugin
-    for number, group in enumerate(optimizer.param_groups):
-        group["number"] = number
-    if plugin.deepspeed_config["zero_optimization"]["stage"] != 3:
-        return
-    import deepspeed
-
-    for buffer in module.buffers():
-        buffer.data = buffer.to(accelerator.device)
-    deepspeed.zero.Init(module=module, config_dict_or_path=plugin.deepspeed_config)
-
-
-def check_deepspeed(path: Path, saved: dict, accelerator: Accelerator) -> None:
-    """Raises ValueError unless this layout can read a checkpoint, which has the manifest `saved`:
-    those of DeepSpeed are for the same ZeRO stage and number of processes."""
-    folder = path / "pytorch_model"
-    names = {False: "DeepSpeed with zero_stage 2", True: "DeepSpeed with zero_stage 3"}
-    plugin = accelerator.deepspeed_plugin if this_layout().deepspeed else None
-    written = wanted = None
-    if folder.is_dir():
-        written = (folder / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()
-    if plugin:
-        wanted = plugin.deepspeed_config["zero_optimization"]["stage"] == 3
-    if wanted != written:
-        raise ValueError(
-            f"{path} is of {names.get(written, 'a run without DeepSpeed')}; continue with a YAML "
-            "of that kind, or give another --output_dir"
-        )
-    processes = saved.get("processes")
-    if plugin and processes != accelerator.num_processes:
-        raise ValueError(
-            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
-            f"num_processes to {processes}, or give another --output_dir"
-        )
 
 
 # ---- Rows that processes share -------------------------------------------------------------------
@@ -382,11 +301,6 @@ def add_pairs(parts: Tensors) -> torch.Tensor:
 
 def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
     """Makes FSDP add the gradients of a micro-batch of each rank up a tree; it takes no mean."""
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise UserError(
-            f"exact with FSDP needs torch 2.9 or newer, and this is {torch.__version__}; update "
-            "torch, or set exact to false"
-        )
     copies = layout.dp_replicate > 1
     across = accelerator.torch_device_mesh["dp_replicate"].get_group() if copies else None
     reduce_scatter = TreeReduceScatter(across)

@@ -256,22 +256,19 @@ class StepGradients:
         """
         if self.ranks.layout.fsdp:
             self.check_used()
-        self.checking = False
+        self.checking, used = False, self.used
         if self.exact:
-            used = self.ranks.sum_over_ranks(*self.used, problem=self.problem)
+            used = self.ranks.sum_over_ranks(*used, problem=self.problem)
             if self.sharded:
                 totals = sharding.like([*self.parameters], self.tree.total())
             else:
                 totals = total_over_ranks(self.tree, self.plan, [*self.parameters])
             for parameter, total in zip(self.parameters, totals, strict=True):
                 parameter.grad = total
-        elif self.ranks.layout.fsdp:
-            used = self.used
-        else:
-            return
-        for parameter, count in zip(self.parameters, used, strict=True):
-            parameter.grad = parameter.grad if count else None
-        self.used[:] = [0] * len(self.used)
+        if self.exact or self.ranks.layout.fsdp:
+            for parameter, count in zip(self.parameters, used, strict=True):
+                parameter.grad = parameter.grad if count else None
+            self.used[:] = [0] * len(self.used)
 
     def check_used(self) -> None:
         """Raises UserError unless all processes use the same weights in each step, as FSDP needs:

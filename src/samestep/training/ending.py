@@ -1,5 +1,6 @@
 """The end of a run: the exported model, the status, and what the task reports."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -86,7 +87,16 @@ def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: P
     if not hasattr(run.task, "report"):
         return {}
     output.mkdir(exist_ok=True)
-    weights.place_for_report(whole, saver.state)
+    device = run.accelerator.device
+    if run.ranks.layout.sharded:  # gathered on the CPU; the other processes have left their cores
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        if device.type == "cuda":
+            saver.state.optimizer.state.clear()  # training is over
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(device)
+            size = sum(each.nbytes for each in [*whole.parameters(), *whole.buffers()])
+            if size + total // 10 < free:  # the tenth is for what the report computes
+                whole.to(device)
     shown = run.task.report(whole.eval(), sums, output, run.cfg.task, run.start.prepared) or {}
     for name, value in shown.items():
         say(f"{name}: {value}")

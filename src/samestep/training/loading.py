@@ -18,13 +18,6 @@ from samestep.step.sums import EvaluationSums
 from samestep.training.run import Run
 
 
-def make_loader(run: Run, rows: SampleDataset, sampler: Any) -> torch.utils.data.DataLoader:
-    """The DataLoader of the micro-batches that a sampler deals to this process."""
-    device_type, workers = run.accelerator.device.type, run.cfg.num_workers
-    workers = device.count_workers(workers, run.task, run.accelerator.device)
-    return batches.make_loader(rows, sampler, run.task, workers, pin_memory=device_type == "cuda")
-
-
 class TrainLoader:
     """Gives the steps of a run, and fetches the next one while the device computes.
 
@@ -37,7 +30,9 @@ class TrainLoader:
         self.rows = SampleDataset(data, run.task, run.cfg.seed, run.point.mixture)
         end = run.samples(run.last_step)
         self.sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
-        self.loader = make_loader(run, self.rows, self.sampler)
+        self.loader = batches.make_loader(
+            self.rows, self.sampler, run.task, run.cfg.num_workers, run.accelerator.device
+        )
         self.batches = iter(self.loader)
         automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
@@ -96,7 +91,9 @@ class EvalLoader:
     def __init__(self, run: Run, data: Any):
         self.run, self.rows = run, SampleDataset(data, run.task)
         self.sampler = EvaluationSampler(run.plan, self.rows)
-        self.loader = make_loader(run, self.rows, self.sampler)
+        self.loader = batches.make_loader(
+            self.rows, self.sampler, run.task, run.cfg.num_workers, run.accelerator.device
+        )
         self.stopped = False
 
     def batches(self, model: torch.nn.Module, requested: Callable[[], int]) -> Iterator[Batch]:

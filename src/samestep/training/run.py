@@ -10,12 +10,12 @@ from accelerate import Accelerator
 
 from samestep.base import files, run_folder
 from samestep.base.console import say
-from samestep.checkpoint import checkpoints, weights
+from samestep.checkpoint import weights
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
-from samestep.step import sharding
+from samestep.step import deepspeed, sharding
 
 
 class Run:
@@ -45,8 +45,6 @@ class Run:
 
     def explain(self) -> int:
         """Says why there is nothing to do; the exit code."""
-        if self.cfg.check:
-            checkpoints.hand_over_verified()
         say(self.start.summary())
         return 0
 
@@ -63,7 +61,8 @@ class Run:
         say(f"{self.output}: {self.hardware}")
         for remark in self.point.remarks:
             say(remark)
-        sharding.configure_deepspeed(accelerator, self.plan, cfg.max_grad_norm)
+        if self.ranks.layout.deepspeed:
+            deepspeed.configure(accelerator, self.plan, cfg.max_grad_norm)
         self.unit = getattr(self.task, "UNIT", "samples")
         self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
 
@@ -109,6 +108,14 @@ class Run:
         self.optimizer_settings = weights.optimizer_settings(optimizer)
         self.start.manifest["optimizer"] = weights.settings_as_text(self.optimizer_settings)
         with self.ranks.fail_together(), as_user_error():
-            module = weights.wrap(model, optimizer, self.accelerator, self.cfg)
+            sharding.check_weights(model)
+            context = sharding.compute_context(self.accelerator, self.cfg.exact)
+            module = weights.TaskModule(model, context)
+            if self.cfg.exact:
+                sharding.sum_inside_blocks(module)
+            if self.ranks.layout.deepspeed:
+                deepspeed.hand_over(module, optimizer, self.accelerator)
+            if self.cfg.compile:
+                device.compile_blocks(module)
             with sharding.whole_buffers(module, self.accelerator):
                 yield module

@@ -1,24 +1,21 @@
 """Saves checkpoints, while training waits or in the background, and continues from them."""
 
-import contextlib
-import mmap
+import math
 import shutil
 import threading
 import time
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 
 from samestep.base.console import say
-from samestep.checkpoint import checkpoints, tensor_files, weights
+from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
 from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error, catch
+from samestep.step import deepspeed
 from samestep.training.log import RunLog
 from samestep.training.run import Run
-
-ALIGNMENT = 64  # bytes, of each tensor in host memory
 
 
 class Saver:
@@ -35,7 +32,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         # Of each save in the background that is done: its step and seconds, until they are logged.
         self.done: list[tuple[int, float]] = []
-        self.host = HostCopies()
+        self.host: dict[str, torch.Tensor] = {}  # copies of what is saved in the background
         self.asynchronous = run.cfg.async_save
 
     def load(self) -> tuple[int, dict | None]:
@@ -106,7 +103,7 @@ class Saver:
             self.write(self.ranks, share, manifest)
             return
         with self.ranks.fail_together(), as_user_error():
-            share.parts = self.host.copy(share.parts)
+            self.host = share.parts = host_copies(share.parts, self.host)
 
         def write_in_background() -> None:
             began = time.perf_counter()
@@ -120,10 +117,10 @@ class Saver:
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""
         partial = checkpoints.partial_folder(self.run.output / "checkpoints", manifest["step"])
-        with ranks.fail_together(), as_user_error():
-            self.state.check_finite(share.parts if share else self.state.partitions())
         try:
             with ranks.fail_together(), as_user_error():
+                parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
+                self.state.check_finite(parts)
                 if self.main:
                     self.run.start.check_folder()
                     checkpoints.make_partial_folder(partial)
@@ -165,50 +162,37 @@ class Saver:
         log.close()
 
     def load_best(self) -> int | None:
-        """Loads the weights with the smallest eval_loss; their step, None if there are none."""
-        return weights.load_best(self.state, self.ranks, self.run.start)
+        """Loads the weights with the smallest eval_loss; their step, None if there are none.
+
+        Only losses on the validation data of the run are compared.
+        """
+        start, best, loss, saved = self.run.start, None, math.inf, {}
+        with self.ranks.fail_together():
+            if self.main:
+                best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
+                saved = checkpoints.read_manifest(best) if best else {}
+        best, loss, saved = self.ranks.from_main((best, loss, saved))
+        if best is None:
+            say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
+            return None
+        with self.ranks.fail_together(), as_user_error():
+            self.state.load_weights(best, saved, start.manifest)
+        step = checkpoints.step_of(best)
+        say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
+        return step
 
 
-class HostCopies:
-    """Copies of tensors in one piece of host memory, which later copies of the same shapes reuse.
-
-    For a GPU it is pinned; torch would round its size up to a power of two (pytorch#150517).
-    """
-
-    def __init__(self):
-        self.memory = np.empty(0, np.uint8)
-        self.copies: dict[str, torch.Tensor] = {}
-        self.pinned = False
-
-    def copy(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies that are valid until the next call."""
-        on_gpu = any(part.is_cuda for part in parts.values())
-        shapes = {name: (part.shape, part.dtype) for name, part in parts.items()}
-        if shapes != {name: (copy.shape, copy.dtype) for name, copy in self.copies.items()}:
-            self.allocate(parts, on_gpu)
-        for name, part in parts.items():
-            self.copies[name].copy_(part, non_blocking=part.is_cuda)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return self.copies
-
-    def allocate(self, parts: dict[str, torch.Tensor], on_gpu: bool) -> None:
-        """Makes room for copies of these tensors, in place of the old ones."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)
-        self.copies, self.memory, self.pinned = {}, np.empty(0, np.uint8), False  # frees the old
-        sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts.values()]
-        pages = mmap.mmap(-1, max(sum(sizes), 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory, start = np.frombuffer(pages, np.uint8), 0
-        for (name, part), size in zip(parts.items(), sizes, strict=True):
-            # Storages of their own: of several views of one, write_share makes copies.
-            piece = torch.from_numpy(self.memory[start : start + part.nbytes])
-            self.copies[name] = piece.view(part.dtype).view(part.shape)
-            start += size
-        if on_gpu:
-            pages.madvise(mmap.MADV_DONTFORK)  # copy-on-write would part them from the GPU
-            register = torch.cuda.cudart().cudaHostRegister
-            self.pinned = not int(register(self.memory.ctypes.data, self.memory.nbytes, 1))
-            if not self.pinned:  # the system does not allow it, and copies are slower
-                with contextlib.suppress(RuntimeError):
-                    torch.ones(1, device="cuda")  # takes CUDA's error, or the next kernel raises it
+def host_copies(
+    parts: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies in host memory, that of the copies `before` where these have the same shapes: pinned
+    for a GPU, whose allocation takes longer than the copy."""
+    copies = {}
+    for name, part in parts.items():
+        copy = before.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
+            copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        copies[name] = copy.copy_(part, non_blocking=part.is_cuda)
+    if any(part.is_cuda for part in parts.values()):
+        torch.cuda.synchronize()
+    return copies
