@@ -219,7 +219,7 @@ def test_where_restarted_processes_meet(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
-        place = ranks.restart_store().get("store")
+        place = ranks.restart_store()
         if place is None:
             return ""
         place.set("mine", "")
@@ -245,8 +245,8 @@ def test_where_restarted_processes_meet(monkeypatch):
 
 def test_processes_whose_launchers_count_differently_meet(tiny):
     """One has restarted its process twice, the other machine has just come."""
-    meet = "import os; from samestep.processes.ranks import Ranks; "
-    meet += "print(Ranks(30).gather(os.environ['RANK']))"
+    meet = "import os; from samestep.processes import meeting, ranks; "
+    meet += "print(ranks.Ranks(30, meeting.join()).gather(os.environ['RANK']))"
     settings = ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     runs = []
     for rank, env in enumerate(tiny.envs(2)):

@@ -103,7 +103,6 @@ PLACE = "num_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_proce
         ("main_process_ip: a\n", "--num-machines 2 --machine-rank 1", "1 2 a 29500"),
         (PLACE, "--rdzv_backend c10d", None),
         (PLACE, "--machine_rank 2", None),  # what is wrong is said by the check
-        (PLACE, "--main_process_port 0", None),
         ("num_machines: 2\n", "", None),
         (None, "", None),
     ],
@@ -113,9 +112,9 @@ def test_where_the_checks_of_several_machines_meet(tmp_path, text, options, meet
     file = tmp_path / "hardware.yaml"
     if text is not None:
         file.write_text(text)
-    found = load_task("samestep.programs.launch").find_meeting(
-        ["--config_file", str(file), *options.split()]
-    )
+    launch = load_task("samestep.programs.launch")
+    words = ["--config_file", str(file), *options.split()]
+    found = launch.find_meeting(launch.read_options(words))
     assert found == ({"LAUNCH_MEETING": meeting} if meeting else {})
 
 
@@ -322,7 +321,7 @@ def test_a_mistake_on_one_machine_ends_the_preparation_of_the_other(
     assert time.monotonic() - start < 90
     said = "command line: max_steps: expected a whole number, at least 0; got '-1'"
     if launcher == LAUNCH:
-        other = f"train.py: node{wrong}: {said}"
+        other = f"train.py: machine {wrong} on node{wrong}: {said}"
         assert codes == [2, 2] and own_lines(printed[wrong : wrong + 1]) == [f"train.py: {said}"]
         assert own_lines(printed[1 - wrong :][:1]) == [other]
     else:  # one line from process 0

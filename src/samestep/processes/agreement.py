@@ -16,10 +16,11 @@ from samestep import __version__
 from samestep.base.begin import installed_version
 from samestep.base.console import IS_MAIN, one_line
 from samestep.base.fields import flatten
+from samestep.processes.network import some
 from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error
 
 LIBRARY = Path(__file__).resolve().parents[1]
-# Those of other libraries, and devices, may differ unless exact is set.
+# Other versions, and devices, may differ unless exact is set.
 VERSIONS = ("python", "torch", "accelerate", "transformers", "nccl")
 # What the launcher says about the accelerate YAML.
 HARDWARE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_", "ACCELERATE_FP8_")
@@ -59,13 +60,13 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
     everywhere = processes.gather((socket.gethostname(), facts))
     differences = []
     for name in dict.fromkeys(name for _, each in everywhere for name in each):
-        places: dict[str, list[int]] = {}  # ranks by value
-        for rank, (_, each) in enumerate(everywhere):
-            places.setdefault(each.get(name, "missing"), []).append(rank)
-        if len(places) > 1:
-            if name.startswith("data "):  # a digest
-                places = {one_line(value, 20): ranks for value, ranks in places.items()}
-            differences.append(f"{name} is {describe_places(places, everywhere)}")
+        hosts: dict[str, dict[str, None]] = {}  # by value
+        for host, each in everywhere:
+            value = one_line(each.get(name, "missing"), 20 if name.startswith("data ") else 300)
+            hosts.setdefault(value, {})[host] = None
+        if len(hosts) > 1:
+            places = [f"{value} on {some([*names], 3)}" for value, names in hosts.items()]
+            differences.append(f"{name} is {' and '.join(places)}")
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     raise UserError(
         f"the machines do not run the same: {'; '.join(differences[:SHOWN])}{more}; give all of "
@@ -73,41 +74,26 @@ def check_same(processes: Ranks, facts: dict[str, str]) -> None:
     )
 
 
-def describe_places(places: dict[str, list[int]], everywhere: list[tuple[str, dict]]) -> str:
-    """Which value is where: by machines, or by processes if they differ within a machine."""
-    hosts = {value: {everywhere[r][0] for r in ranks} for value, ranks in places.items()}
-    if sum(map(len, hosts.values())) == len(set().union(*hosts.values())):
-        names = {value: sorted(each) for value, each in hosts.items()}
-    else:
-        names = {v: [f"process {r}" for r in ranks] for v, ranks in places.items()}
-    return " and ".join(
-        f"{value} on {', '.join(each[:3])}{', ...' if len(each) > 3 else ''}"
-        for value, each in names.items()
-    )
-
-
 def check_shared(processes: Ranks, output: Path) -> None:
     """Raises UserError on all processes if one of them does not see the main one's run folder."""
     if PROCESSES == 1:
         return
-    name = processes.from_main(f".shared-{secrets.token_hex(8)}")
+    file = output / processes.from_main(f".shared-{secrets.token_hex(8)}")
     try:
         with processes.fail_together(), as_user_error():
             if IS_MAIN:
-                (output / name).touch()
-        seen = processes.gather((socket.gethostname(), os.getcwd(), appears(output / name)))
+                file.touch()
+        place = os.path.join(os.getcwd(), output)
+        seen = processes.gather((socket.gethostname(), place, appears(file)))
     finally:
         if IS_MAIN:
-            (output / name).unlink(missing_ok=True)
-    main = seen[0][0]
-    without = {host: folder for host, folder, found in seen if not found}
+            file.unlink(missing_ok=True)
+    main, shared, _ = seen[0]
+    without = [f"{place} on {host}" for host, place, found in seen if not found]
     if without:
-        host, folder = next(iter(without.items()))
-        more = f" and {len(without) - 1} more" if len(without) > 1 else ""
         raise UserError(
-            f"output_dir {os.path.join(folder, output)} on {host}{more} is not the folder that "
-            f"{main} writes to, {os.path.join(seen[0][1], output)}; put it on a disk that all "
-            "machines share, under the same path"
+            f"output_dir {some([*dict.fromkeys(without)], 3)} is not the folder that {main} writes "
+            f"to, {shared}; put it on a disk that all machines share, under the same path"
         )
 
 

@@ -11,7 +11,8 @@ import datetime
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from accelerate import PartialState
 from samestep.base.console import one_line, say
 from samestep.base.files import PERMANENT_ERRORS
 from samestep.base.run_folder import REMOVED
-from samestep.processes import network
 from samestep.processes.device import PROCESSES, use_cpu
 from samestep.settings.mesh import this_layout
 
@@ -38,10 +38,14 @@ class UserError(ValueError):
 
 class Failed(RuntimeError):
     """An error that ended another process of the run, or that may pass: printed as one line, exit
-    code 1."""
+    code 1.
 
-    def __init__(self, text: str):
+    `missing`: the ranks of processes that are gone. The first that is left prints the line.
+    """
+
+    def __init__(self, text: str, missing: Sequence[int] = ()):
         super().__init__(last_line(text))
+        self.speaker = next(rank for rank in range(PROCESSES + 1) if rank not in missing)
 
 
 def last_line(text: str) -> str:
@@ -75,17 +79,6 @@ def as_user_error() -> Iterator[None]:
         if not isinstance(error, MemoryError) and not re.search(sizes, str(error)):
             raise
         raise UserError(f"there is not enough memory for these settings: {error}") from error
-
-
-@contextlib.contextmanager
-def as_failure() -> Iterator[None]:
-    """Turns a NetworkError, which may pass, into Failed, and a ValueError into UserError."""
-    try:
-        yield
-    except network.NetworkError as error:
-        raise Failed(str(error)) from error
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def describe_os_error(error: OSError) -> str:
@@ -125,27 +118,28 @@ SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the b
 class Ranks:
     """All processes of the run. They exchange small values in CPU memory, through gloo.
 
-    Create it after data preparation, which may take longer than the timeout. `store`: where the
-    processes have met; None: here.
+    Create it after data preparation, which may take longer than the timeout. `others`: what
+    `meeting.join` has returned.
     """
 
-    def __init__(self, timeout: int, store: dist.Store | None = None):
-        self.group, self.layout = None, this_layout()
-        limit = datetime.timedelta(seconds=timeout)
-        place = {} if store else restart_store()
+    def __init__(self, timeout: int, others: Any = None):
+        self.group, self.layout, self.timeout = None, this_layout(), timeout
+        self.limit = datetime.timedelta(seconds=timeout)
+        self.store = others.wait(timeout) if others else None
         if PROCESSES > 1:
-            with as_failure():
-                store, addresses = network.try_cpus(timeout, store or place.get("store"))
-            place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
-        try:
-            if place and self.layout.deepspeed:  # it takes no store, but a group that exists
+            others.try_network(timeout)
+        else:
+            self.store = restart_store()
+        place: dict[str, Any] = {}
+        if self.store:
+            rank = int(os.environ["RANK"])
+            place = {"store": self.store, "rank": rank, "world_size": PROCESSES}
+            if self.layout.deepspeed:  # it takes no store, but a group that exists
                 device = torch.accelerator.current_accelerator() or torch.device("cpu")
                 backend = dist.get_default_backend_for_device(device)
-                dist.init_process_group(backend, timeout=limit, **place)
+                dist.init_process_group(backend, timeout=self.limit, **place)
                 place = {}
-            state = PartialState(cpu=use_cpu(), timeout=limit, **place)
-        except dist.DistError as error:  # a process did not start
-            raise Failed(f"waited {timeout} s for all processes to begin: {error}") from error
+        state = PartialState(cpu=use_cpu(), timeout=self.limit, **place)
         if state.num_processes != PROCESSES:
             raise UserError(
                 f"{PROCESSES} processes were launched, but accelerate sees {state.num_processes}; "
@@ -153,11 +147,8 @@ class Ranks:
             )
         if PROCESSES > 1:
             if state.device.type != "cpu":
-                with as_failure():
-                    network.try_gpus(state.device, timeout, addresses)
-            self.timeout, self.limit = timeout, limit
-            self.group = dist.new_group(backend="gloo", timeout=limit)
-            self.probe_group = dist.new_group(backend="gloo", timeout=limit)  # see name_missing
+                others.try_gpus(state.device, timeout)
+            self.group = dist.new_group(backend="gloo", timeout=self.limit)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.
@@ -233,16 +224,19 @@ class Ranks:
             return error
         if "Timed out" not in text and not behind:
             return Failed("lost the connection to another process, which has died")
+        # All that wait come here at once: the first whose time is over closes the connections.
+        self.store.set_timeout(datetime.timedelta(seconds=10))
         try:
-            # The others wait until the main process has asked all, and then lose it.
-            brief = datetime.timedelta(seconds=15 if dist.get_rank() else 5)
-            dist.monitored_barrier(self.probe_group, timeout=brief, wait_all_ranks=True)
-            missing = "all answer now"
-        except RuntimeError as reply:
-            ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0]
-            ranks = ranks or ("0" if "Timed out" in str(reply) else "?")
-            missing = f"no answer from process {ranks}"
-        return Failed(f"waited {self.timeout} s for the other processes; {missing}")
+            self.store.set(f"waits/{os.environ['RANK']}", "")
+            time.sleep(5)
+            missing = [r for r in range(PROCESSES) if not self.store.check([f"waits/{r}"])]
+            if os.environ["RANK"] == "0":  # the store may lie here; the others read it, too
+                time.sleep(2)
+        except dist.DistError:
+            missing = [0]
+        silent = ", ".join(map(str, missing[:10]))
+        end = f"no answer from process {silent}" if missing else "all answer now"
+        return Failed(f"waited {self.timeout} s for the other processes; {end}", missing)
 
 
 class PendingSum:
@@ -269,8 +263,8 @@ class PendingSum:
         return sums
 
 
-def restart_store() -> dict:
-    """Arguments of PartialState after torchelastic restarted the processes (`--max_restarts`).
+def restart_store() -> dist.Store | None:
+    """The store where processes meet after torchelastic restarted the processes (`--max_restarts`).
 
     Where its launcher keeps the store, as with the static rendezvous, that still holds the
     addresses of the processes that died. The new ones write theirs under another prefix. Elsewhere
@@ -280,11 +274,11 @@ def restart_store() -> dict:
     disagree about its address, and have counted different numbers of restarts.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
+        return None
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
     alone = os.environ["GROUP_WORLD_SIZE"] == "1" or os.environ["TORCHELASTIC_MAX_RESTARTS"] == "0"
     if alone and restarts == "0":
-        return {}
+        return None
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False)
     # Static launchers keep their own entries in this store; those of c10d lie in another one.
@@ -295,6 +289,5 @@ def restart_store() -> dict:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; samestep launch does it"
         )
     if restarts == "0":
-        return {}
-    store = dist.PrefixStore(f"restart-{restarts}", store)
-    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
+        return None
+    return dist.PrefixStore(f"restart-{restarts}", store)

@@ -37,7 +37,6 @@ from samestep.processes.ranks import (
 )
 
 STOPPED = meeting.STOPPED
-NOT_MAIN = "no answer from process 0"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -114,17 +113,16 @@ def run(main: Callable, prepare: Callable) -> None:
         raise_open_files_limit()
         others = meeting.join()
         start = as_user_error()(prepare)()
-        store = others.wait(start.cfg.timeout) if others else None
-        ranks = Ranks(start.cfg.timeout, store)
+        ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
         caught = caught if stop.training else as_input_error(caught)
         stop.training = True  # ignore the signal that the launcher sends when a process has failed
-        error = others.reason(caught) if others else caught
+        interrupted = others and others.interrupted and isinstance(caught, SystemExit)
+        error = others.told() if interrupted else caught
         error = ranks.name_missing(error) if ranks else error
         code, line = exit_code_for(error)
-        # If the main process is the one that does not answer, another process prints the line.
-        speaks = IS_MAIN or NOT_MAIN in (line or "") or bool(others and others.speaks)
+        speaks = is_speaker(error)
         if speaks and start:
             state = "stopped" if code == STOPPED else "failed"
             reason = one_line(line or repr(error), 1000)
@@ -139,6 +137,11 @@ def run(main: Callable, prepare: Callable) -> None:
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
+
+
+def is_speaker(error: BaseException) -> bool:
+    """Whether this process reports an error: the main one, unless that is the one that is gone."""
+    return int(os.environ.get("RANK", 0)) == getattr(error, "speaker", 0)
 
 
 def as_input_error(error: BaseException) -> BaseException:

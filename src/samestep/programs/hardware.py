@@ -24,8 +24,9 @@ from accelerate import PartialState
 from samestep.base.console import IS_MAIN, one_line, protect_output, say
 from samestep.hardware import bench, check, recommend, report, smoke
 from samestep.hardware.project import UNREAD, Project, read_project
+from samestep.processes import meeting
 from samestep.processes.ranks import Failed, Ranks, UserError, as_user_error, catch
-from samestep.processes.shutdown import NOT_MAIN, exit_code_for, exit_process, kill_workers
+from samestep.processes.shutdown import exit_code_for, exit_process, is_speaker, kill_workers
 from samestep.start import startup
 
 TIMEOUT = 600  # seconds that a process waits for the others
@@ -109,7 +110,7 @@ def run() -> int:
     ranks = None
     try:
         found, problem = catch(as_user_error()(prepare))
-        ranks = Ranks(TIMEOUT)
+        ranks = Ranks(TIMEOUT, meeting.join())
         ranks.raise_everywhere(problem)
         options, project, old = found
         versions = startup.versions()
@@ -134,7 +135,7 @@ def run() -> int:
             error = SystemExit("stopped by a signal")
         code, line = exit_code_for(error)
         line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
-        if line and (IS_MAIN or NOT_MAIN in line):
+        if line and is_speaker(error):
             print(f"samestep hardware: {one_line(line, 1000)}", file=sys.stderr)
         elif not line and not isinstance(error, SystemExit):
             traceback.print_exception(error)

@@ -49,42 +49,28 @@ if os.read(go, 1):
 """
 
 
-def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's arguments; the program and its arguments."""
-    for i, word in enumerate(arguments):
-        if word.endswith(".py"):
-            return arguments[:i], arguments[i:]
-    print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
-    sys.exit(2)
-
-
 def read_options(launcher: list[str]) -> argparse.Namespace:
     """The launcher's options that matter here; None for those that are not given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file", default="")
-    parser.add_argument("--rdzv_backend", "--rdzv-backend", default="static")
-    for name in ("num_processes", "max_restarts", *PLACE):
+    for name in ("config_file", "rdzv_backend", "num_processes", "max_restarts", *PLACE):
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     return parser.parse_known_args(launcher)[0]
 
 
-def find_meeting(launcher: list[str]) -> dict[str, str]:
+def find_meeting(known: argparse.Namespace) -> dict[str, str]:
     """Where the checks of several machines wait for each other: an environment variable of theirs.
 
     Empty for one machine, and under c10d, where machines may come at any time.
     """
-    given, settings = vars(read_options(launcher)), {}
-    if given["config_file"]:
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):  # the check reports it
-            settings = yaml.safe_load(Path(given["config_file"]).read_text(encoding="utf-8"))
-    settings = settings if isinstance(settings, dict) else {}
-    place = [given[name] or settings.get(name) for name in PLACE]
-    with contextlib.suppress(ValueError, TypeError):  # this too
-        machines, rank = int(place[0] or 1), int(place[1] or 0)
-        port = 29500 if place[2] is None else int(place[2])
-        static = given["rdzv_backend"] == "static"
-        if static and machines > 1 and 0 <= rank < machines and place[3] and port:
-            return {"LAUNCH_MEETING": f"{rank} {machines} {place[3]} {port}"}
+    with contextlib.suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # the check says it
+        text = Path(known.config_file).read_text(encoding="utf-8") if known.config_file else "{}"
+        place = dict(yaml.safe_load(text))
+        place |= {name: value for name, value in vars(known).items() if value is not None}
+        machines, rank = int(place.get("num_machines", 1)), int(place.get("machine_rank", 0))
+        host, port = place.get("main_process_ip"), int(place.get("main_process_port") or 29500)
+        static = known.rdzv_backend in (None, "static")
+        if static and machines > 1 and 0 <= rank < machines and host:
+            return {"LAUNCH_MEETING": f"{rank} {machines} {host} {port}"}
     return {}
 
 
@@ -124,6 +110,11 @@ def run_check(
     return STOPPED if signals else check.returncode
 
 
+def read(file: Path) -> str:
+    """The text of a file; empty if it is not there."""
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
 def wait_for_end(
     run: subprocess.Popen, program: list[str], code_file: Path, signals: list[int], restarts: bool
 ) -> str:
@@ -132,9 +123,6 @@ def wait_for_end(
     Returns the exit code that train.py has written; empty if it was killed, or the disk is full.
     """
 
-    def read_code() -> str:
-        return code_file.read_text() if code_file.exists() else ""
-
     training: list[psutil.Process] = []
     stopping, refused = False, False
     while run.poll() is None:
@@ -142,7 +130,7 @@ def wait_for_end(
             children = psutil.Process(run.pid).children()
             training = [each for each in children if program[0] in each.cmdline()] or training
         # torchelastic would restart the processes after an error that will come again.
-        refused = refused or (restarts and read_code() == "2")
+        refused = refused or (restarts and read(code_file) == "2")
         if (signals or refused) and training and not stopping:
             # torchelastic runs several processes, and forwards the signal; they may have ended, and
             # be about to be restarted. A single one gets the signal itself: accelerate would die of
@@ -155,12 +143,17 @@ def wait_for_end(
             stopping = True
         time.sleep(0.2)
     psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
-    return "2" if refused else read_code()
+    return "2" if refused else read(code_file)
 
 
 def main() -> int:
     """Checks, launches, and waits until all processes have ended; returns the exit code."""
-    launcher, program = split_arguments(sys.argv[1:])
+    words = sys.argv[1:]
+    start = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    launcher, program = words[:start], words[start:]
+    if not program:
+        print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
+        return 2
     known = read_options(launcher)
     signals: list[int] = []  # received so far
     for number in SIGNALS:
@@ -179,7 +172,7 @@ def main() -> int:
         if {"--help", "-h"} & {*program}:  # nothing to launch
             return run_check(known, program, signals, env)
         only = "--check" in program
-        meeting = {} if only else find_meeting(launcher)
+        meeting = {} if only else find_meeting(known)
         if not only:
             env["LAUNCHING"] = "1"  # the run prints what the check would
         waits, go = os.pipe()
@@ -196,7 +189,7 @@ def main() -> int:
             return code
         os.close(go) if only else os.write(go, b"1")
         ended = wait_for_end(run, program, code_file, signals, bool(known.max_restarts))
-        report = report_file.read_text(errors="replace") if report_file.exists() else ""
+        report = read(report_file)
         if ended not in ("0", "2", str(STOPPED)) and not signals:
             sys.stderr.write(describe(report) or ("" if ended else report))
         elif signals and not ended:
