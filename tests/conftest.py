@@ -1,7 +1,6 @@
 """What all tests share: projects baked from a clean copy of the template, and how to run in one."""
 
 import atexit
-import contextlib
 import csv
 import functools
 import hashlib
@@ -39,6 +38,15 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 
 # Run in forks of tests/preloaded.py, unless a variable is set that imports may read.
 PRELOADED = ("-c", "train.py", "-m")
+# Runs train.py after a piece of Python.
+TRAIN = """
+import os, sys
+sys.path[0] = os.getcwd()
+import train
+exec(sys.argv.pop(1), {})
+sys.argv[0] = "train.py"
+train.shutdown.run(train.main, train.prepare)
+"""
 # What is baked and started here imports the library from its sources, not from a wheel.
 LIBRARY = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(LIBRARY)))
@@ -170,40 +178,43 @@ class BakedProject:
             for each in self.envs(processes, **env)
         ]
 
-    def train(self, processes, *flags, codes=(0,), timeout=120, **env):
-        """Run train.py in so many processes; what all of them printed. Checks their exit codes."""
-        if not env:
-            arguments = ["train.py", *latest(flags)]
-            ended = preloaded(self.path, self.envs(processes), arguments, timeout)
-            return self.ended(flags, codes, *zip(*ended, strict=True))
-        runs = self.start(processes, *flags, **env)
+    def ends(self, processes, *flags, before="", env=None, timeout=120, **first):
+        """Run train.py in so many processes: exit code, stdout and stderr of each.
+
+        `before` is Python that runs when train.py is imported, `env` has variables that no import
+        reads. Those of `first` are set before any import, which takes 4 s more.
+        """
+        if not first:
+            program = ["-c", TRAIN, before] if before else ["train.py"]
+            envs = self.envs(processes, **(env or {}))
+            return preloaded(self.path, envs, [*program, *map(str, flags)], timeout)
+        assert not before
+        runs = self.start(processes, *flags, **first)
         try:
             printed = [run.communicate(timeout=timeout) for run in runs]
         finally:
             for run in runs:
                 run.kill()
-        return self.ended(
-            flags, codes, [run.returncode for run in runs], *zip(*printed, strict=True)
-        )
+        return [[run.returncode, *each] for run, each in zip(runs, printed, strict=True)]
 
-    def ended(self, flags, codes, found, out, err):
+    def train(self, processes, *flags, codes=(0,), **options):
+        """What all processes of such a run printed; checks their exit codes."""
+        return self.ended(flags, codes, self.ends(processes, *latest(flags), **options))
+
+    def ended(self, flags, codes, ends):
         """What all processes of a run printed; checks their exit codes."""
-        text = "".join(each + errors for each, errors in zip(out, err, strict=True))
-        assert set(found) <= set(codes), f"{flags} ended with {found}:\n{text}"
+        text = "".join(printed + errors for _, printed, errors in ends)
+        found = [code for code, _, _ in ends]
+        assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"
         return text
 
-    def forked(self, cases, **env):
-        """Run train.py once for each case, in forks of one process that has imported it.
-
-        A case has `flags`, and perhaps `env` and `before`, a piece of Python. Gives for each the
-        exit code and what was printed to stdout and to stderr.
-        """
-        text = json.dumps([{**case, "flags": list(map(str, case["flags"]))} for case in cases])
-        command = ["python", str(ROOT / "tests" / "forked.py")]
-        pipes = {"input": text, "capture_output": True, "text": True}
-        result = subprocess.run(command, cwd=self.path, env=self.env(**env), **pipes)
-        assert result.returncode == 0, result.stderr
-        return json.loads(result.stdout)
+    def forked(self, cases, **first):
+        """How one process ended, for each case: its `flags`, and options of `ends`."""
+        found = []
+        for case in cases:
+            options = {name: value for name, value in case.items() if name != "flags"}
+            found += self.ends(1, *case["flags"], **options, **first)
+        return found
 
 
 def lines(output, key):
@@ -368,52 +379,10 @@ def parse_error(task, field, value):
     return str(error.value)
 
 
-@contextlib.contextmanager
-def forks(project):
-    """Gives a function that runs train.py for a case, in a fork: see forked.py."""
-    command = [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    server = subprocess.Popen(command, cwd=project.path, env=project.env(), **pipes)
-
-    def run(case):
-        server.stdin.write(json.dumps({**case, "flags": [*map(str, case["flags"])]}) + "\n")
-        server.stdin.flush()
-        return json.loads(server.stdout.readline())
-
-    yield run
-    server.stdin.close()
-    server.wait()
-
-
-@contextlib.contextmanager
-def served(project, processes=1):
-    """Like project.train, in forks of processes that have imported train.py: no 4 s each."""
-    command = [sys.executable, str(ROOT / "tests" / "forked.py"), "--serve"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    envs = project.envs(processes)
-    servers = [subprocess.Popen(command, cwd=project.path, env=env, **pipes) for env in envs]
-
-    def train(*flags, codes=(0,), **case):
-        for server in servers:
-            server.stdin.write(json.dumps({**case, "flags": [*map(str, flags)]}) + "\n")
-            server.stdin.flush()
-        ended = [json.loads(server.stdout.readline()) for server in servers]
-        text = "".join(printed + errors for _, printed, errors in ended)
-        found = [code for code, _, _ in ended]
-        assert {*found} <= {*codes}, f"{flags} ended with {found}:\n{text}"
-        return text
-
-    yield train
-    for server in servers:
-        server.stdin.close()
-        server.wait()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def quick(tiny):
-    """Trains in the tiny project, as `served` says."""
-    with served(tiny) as train:
-        yield train
+    """Trains in the tiny project, in one process."""
+    return functools.partial(tiny.train, 1)
 
 
 @pytest.fixture(scope="module")

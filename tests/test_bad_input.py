@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from conftest import ROOT, SOURCE, forks
+from conftest import ROOT, SOURCE
 from samestep.settings import accelerate_yaml, config
 
 CPU = "configs/accelerate/cpu.yaml"
@@ -174,24 +174,24 @@ def answer(project, tmp_path_factory):
     """Exit codes, stdouts and stderrs of a case: checked and, without a YAML, trained."""
     path = tmp_path_factory.mktemp("bad") / "project"
     shutil.copytree(project.path, path)
-    with forks(type(project)(path)) as fork:
+    copied = type(project)(path)
 
-        def run(name):
-            (flags, files, env), i = parts(CASES[name][0]), list(CASES).index(name)
-            write = [f"from pathlib import Path\nPath({n!r}).write_bytes({c!r})" for n, c in (
-                (name, content if isinstance(content, bytes) else content.encode())
-                for name, content in files.items()
-            )]  # fmt: skip
-            if "trackio" in flags:
-                write = ["import importlib.util as u\nu.find_spec = lambda name: None"]
-            flags = [*flags, "--task.cache_dir", f"cache/{i}"]
-            flags += [] if "--tracker" in flags else ["--tracker", "none"]
-            flags += [] if "--output_dir" in flags else ["--output_dir", f"runs/{i}"]
-            each = {"before": "\n".join(write), "env": {"HOME": str(path), **env}}
-            ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
-            return [fork({**each, "flags": [*flags, *way]}) for way in ways]
+    def run(name):
+        (flags, files, env), i = parts(CASES[name][0]), list(CASES).index(name)
+        write = [f"from pathlib import Path\nPath({n!r}).write_bytes({c!r})" for n, c in (
+            (name, content if isinstance(content, bytes) else content.encode())
+            for name, content in files.items()
+        )]  # fmt: skip
+        if "trackio" in flags:
+            write = ["import importlib.util as u\nu.find_spec = lambda name: None"]
+        flags = [*flags, "--task.cache_dir", f"cache/{i}"]
+        flags += [] if "--tracker" in flags else ["--tracker", "none"]
+        flags += [] if "--output_dir" in flags else ["--output_dir", f"runs/{i}"]
+        each = {"before": "\n".join(write), "env": {"HOME": str(path), **env}}
+        ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
+        return copied.forked({**each, "flags": [*flags, *way]} for way in ways)
 
-        yield run
+    return run
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,7 +8,7 @@ import signal
 import pytest
 import yaml
 
-from conftest import digest, lines, read_weights, served, status, trained, wait_until
+from conftest import digest, lines, read_weights, status, trained, wait_until
 
 # All fields of the schedule are read, so that each of them can show.
 BASE = ["--max_steps", 8, "--lr_schedule", "wsd", "--decay_fraction", 0.9, "--lr_scaling", "sqrt"]
@@ -292,8 +292,8 @@ train.build_optimizer = lambda model, cfg: Composed(adamw(model, cfg).param_grou
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_optimizer_made_of_two_is_refused_before_anything_is_saved(tiny, tmp_path, processes):
-    with served(tiny, processes) as train:
-        printed = train("--output_dir", tmp_path / "run", before=COMPOSED, codes=[2])
+    flags = ["--output_dir", tmp_path / "run"]
+    printed = tiny.train(processes, *flags, before=COMPOSED, codes=[2])
     said = [line for line in printed.splitlines() if line.startswith("train.py: ")]
     assert len(said) == 1 and "Traceback" not in printed
     assert "Composed does not take momentum_buffer of 3.weight back from a checkpoint" in said[0]

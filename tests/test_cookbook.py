@@ -24,7 +24,6 @@ from conftest import (
     read_checkpoint,
     read_moments,
     read_weights,
-    served,
     status,
 )
 
@@ -137,15 +136,13 @@ def recipe(heading):
 @pytest.fixture
 def train(cooked):
     """Trains in it, in one process, without pictures."""
-    with served(cooked) as train:
-        yield functools.partial(train, before=NO_PICTURE)
+    return functools.partial(cooked.train, 1, before=NO_PICTURE)
 
 
 @pytest.fixture
 def train_two(cooked):
     """The same in two processes."""
-    with served(cooked, 2) as train:
-        yield functools.partial(train, before=NO_PICTURE)
+    return functools.partial(cooked.train, 2, before=NO_PICTURE)
 
 
 def checkpoint(output, step):

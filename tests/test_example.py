@@ -7,7 +7,7 @@ import zipfile
 import pytest
 from safetensors.torch import load_file
 
-from conftest import ROOT, bake, digest, lines, served, status
+from conftest import ROOT, bake, digest, lines, status
 
 TASKS = [path.stem for path in (ROOT / "templates" / "tasks").glob("*.py")]
 
@@ -48,10 +48,9 @@ def test_the_example_trains_resumes_and_exports(own, tmp_path):
     for processes in (1, 2):
         whole, continued = tmp_path / f"{processes}", tmp_path / f"{processes}-continued"
         kept = "checkpoints/step-00000020"
-        with served(own, processes) as train:
-            train("--output_dir", whole)
-            shutil.copytree(whole / kept, continued / kept)
-            assert "continuing from" in train("--output_dir", continued)
+        own.train(processes, "--output_dir", whole)
+        shutil.copytree(whole / kept, continued / kept)
+        assert "continuing from" in own.train(processes, "--output_dir", continued)
         last = "checkpoints/step-00000060"
         assert digest(continued / last) == digest(whole / last)
 

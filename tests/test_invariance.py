@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT, digest, lines, make_tiny, read_weights, reseal, served
+from conftest import ROOT, digest, lines, make_tiny, read_weights, reseal
 
 DROPOUT = ["--task.dropout", 0.2]
 
@@ -84,33 +84,31 @@ def vae(tmp_path_factory):
 def test_noise_that_is_drawn_by_the_row_depends_on_no_cut(vae, tmp_path):
     """A variational autoencoder: the same curve. Drawn in the model, the noise follows the cut."""
     for processes in (1, 2):
-        with served(vae, processes) as train:
-            for micro in (1, 2, 4):
-                output = tmp_path / f"{processes}-{micro}"
-                train("--output_dir", output, "--micro_batch_size", micro)
-                check_same_curve(tmp_path / "1-1", output, rel=1e-6)
-            train("--output_dir", tmp_path / f"workers-{processes}", "--num_workers", 1)
-            check_same_curve(tmp_path / "1-1", tmp_path / f"workers-{processes}", rel=1e-6)
+        for micro in (1, 2, 4):
+            output = tmp_path / f"{processes}-{micro}"
+            vae.train(processes, "--output_dir", output, "--micro_batch_size", micro)
+            check_same_curve(tmp_path / "1-1", output, rel=1e-6)
+    vae.train(2, "--output_dir", tmp_path / "workers", "--num_workers", 1)
+    check_same_curve(tmp_path / "1-1", tmp_path / "workers", rel=1e-6)
 
 
 def test_noise_that_the_model_draws_follows_the_cut_and_comes_back(vae, tmp_path):
     """As masks of dropout do. An evaluation, also in another process, draws the same."""
     flags = ["--task.noise", "model", "--max_steps", 4, "--eval_every", 2, "--save_every", 2]
-    with served(vae) as train:
-        for micro in (2, 4):
-            train("--output_dir", tmp_path / str(micro), *flags, "--micro_batch_size", micro)
-        first, second = ([line["loss"] for line in lines(tmp_path / m, "loss")] for m in "24")
-        assert first != pytest.approx(second, rel=1e-6)
-        scores = [line["eval_loss"] for line in lines(tmp_path / "2", "eval_loss")]
-        name = "checkpoints/step-00000002"
-        shutil.copytree(tmp_path / "2" / name, tmp_path / "half" / name)
-        saved = json.loads((tmp_path / "half" / name / "manifest.json").read_text())
-        assert saved["eval_loss"] == scores[0]
-        reseal(tmp_path / "half" / name, eval_loss=None)
-        for output in ("half", "2"):
-            train("--output_dir", tmp_path / output, *flags, "--eval_only")
-        again = map(Path.read_text, tmp_path.glob("*/evaluation/metrics.json"))
-        assert sorted(json.loads(line)["eval_loss"] for line in again) == sorted(scores)
+    for micro in (2, 4):
+        vae.train(1, "--output_dir", tmp_path / str(micro), *flags, "--micro_batch_size", micro)
+    first, second = ([line["loss"] for line in lines(tmp_path / m, "loss")] for m in "24")
+    assert first != pytest.approx(second, rel=1e-6)
+    scores = [line["eval_loss"] for line in lines(tmp_path / "2", "eval_loss")]
+    name = "checkpoints/step-00000002"
+    shutil.copytree(tmp_path / "2" / name, tmp_path / "half" / name)
+    saved = json.loads((tmp_path / "half" / name / "manifest.json").read_text())
+    assert saved["eval_loss"] == scores[0]
+    reseal(tmp_path / "half" / name, eval_loss=None)
+    for output in ("half", "2"):
+        vae.train(1, "--output_dir", tmp_path / output, *flags, "--eval_only")
+    again = map(Path.read_text, tmp_path.glob("*/evaluation/metrics.json"))
+    assert sorted(json.loads(line)["eval_loss"] for line in again) == sorted(scores)
 
 
 def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp_path):

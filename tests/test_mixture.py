@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from conftest import digest, lines, served
+from conftest import digest, lines
 
 FLAGS = ["--task.samples", 60, "--task.held_out", 11, "--task.dropout", 0.2]
 # 60 rows to train on in three sources, the last in ten shards; 11 rows to evaluate on.
@@ -63,8 +63,7 @@ def test_metrics_tell_the_samples_and_the_loss_of_each_source(whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_sources_are_the_same_on_any_number_of_processes(tiny, whole, tmp_path, processes):
-    with served(tiny, processes) as train:
-        train("--output_dir", tmp_path / "run", *FLAGS, before=BEFORE)
+    tiny.train(processes, "--output_dir", tmp_path / "run", *FLAGS, before=BEFORE)
     check_same(whole, tmp_path / "run")
 
 
@@ -72,8 +71,7 @@ def test_sources_are_the_same_on_any_number_of_processes(tiny, whole, tmp_path, 
 def test_exact_is_exact_for_sources(tiny, quick, tmp_path):
     flags = [*FLAGS, "--exact", "true", "--micro_batch_size", 2]
     quick("--output_dir", tmp_path / "1", *flags, before=BEFORE)
-    with served(tiny, 3) as train:
-        train("--output_dir", tmp_path / "3", *flags, before=BEFORE)
+    tiny.train(3, "--output_dir", tmp_path / "3", *flags, before=BEFORE)
     check_same(tmp_path / "1", tmp_path / "3", rel=0)
 
 
@@ -125,10 +123,8 @@ def test_the_mixture_goes_on_when_weights_change_twice(tiny, quick, tmp_path):
     assert said in printed
     assert "goes on after" not in quick(*flags("one", 10), before=first)
     quick(*flags("one", 12), before=second)
-    with served(tiny, 2) as train:
-        train(*flags("two", 9), before=first)
-        train(*flags("two", 10), before=first)
-        train(*flags("two", 12), before=second)
+    for steps, before in ((9, first), (10, first), (12, second)):
+        tiny.train(2, *flags("two", steps), before=before)
     found = [{line["step"]: line for line in lines(run, "loss")} for run in runs.values()]
     assert [*found[0]] == [*found[1]] == [*range(1, 13)]
     for mine, theirs in zip(*(each.values() for each in found), strict=True):
@@ -150,8 +146,7 @@ def test_the_loss_of_a_source_is_that_of_an_evaluation_of_it_alone(tiny, quick, 
         quick(*flags, "--accept_changes", before=before)
         found[name] = json.loads(file.read_text())
     for processes in (1, 2, 3):
-        with served(tiny, processes) as train:
-            train(*flags, before=BEFORE)
+        tiny.train(processes, *flags, before=BEFORE)
         line = json.loads(file.read_text())
         for name, alone in found.items():
             for key in ("eval_loss", "rows"):

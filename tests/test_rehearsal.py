@@ -25,7 +25,7 @@ def rehearse(project, hardware, processes, *flags, program="train.py", card="H10
     envs = [{**each, **env} for each in project.envs(processes)]
     arguments = [str(PRETEND), *program.split(), *latest(flags)]
     ended = preloaded(project.path, envs, arguments, 300)
-    return project.ended((hardware, *flags), codes, *zip(*ended, strict=True))
+    return project.ended((hardware, *flags), codes, ended)
 
 
 @pytest.fixture(scope="module")

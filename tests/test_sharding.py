@@ -62,7 +62,7 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
         env, program = launcher_env(config, processes, precision), [str(ON_CPU), "train.py"]
     envs = [{**each, **env} for each in project.envs(processes)]
     ended = preloaded(project.path, envs, [*program, *latest(flags)], seconds=500)
-    return project.ended((hardware, *flags), codes, *zip(*ended, strict=True))
+    return project.ended((hardware, *flags), codes, ended)
 
 
 def curve(output):
