@@ -125,7 +125,7 @@ class Saver:
         try:
             with ranks.fail_together(), as_user_error():
                 if self.main:
-                    self.run.start.check_folder()
+                    self.run.start.lock.check_folder()
                     checkpoints.make_partial_folder(partial)
             with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
                 if share:
