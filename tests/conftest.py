@@ -375,7 +375,7 @@ def parse_error(task, field, value):
 
     fields = config.fields_of(task.TaskConfig)
     with pytest.raises(ValueError) as error:
-        config.convert_all(config.read_flags([f"--{field}", value], fields), fields, "")
+        config.convert_all(config.read_flags([f"--{field}", value], fields), fields)
     return str(error.value)
 
 

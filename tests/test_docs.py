@@ -139,7 +139,7 @@ from samestep.settings.config import convert_all, fields_of, read_flags
 fields, *given = fields_of(train.Config), *json.loads(sys.argv[1])
 for words in given:
     try:
-        convert_all(read_flags(words, fields), fields, "")
+        convert_all(read_flags(words, fields), fields)
     except ValueError as error:
         print(*words, "|", error)
 print(*fields)

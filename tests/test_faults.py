@@ -360,15 +360,14 @@ samestep.base.run_folder.describe_process = fail
     assert f"output_dir {tmp_path}/new: No space left on device; give another" in said
 
 
-@pytest.mark.parametrize("processes", [2])
-def test_few_file_descriptors(tiny, tmp_path, processes):
+def test_few_file_descriptors(tiny, tmp_path):
     """Twenty are too few for gloo and for loaders."""
     program = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
     program += "import sys, train; sys.argv = ['train.py', *sys.argv[1:]]\n"
     program += "train.shutdown.run(train.main, train.prepare)"
     (tiny.path / "few.py").write_text(program)
     flags = ["--output_dir", tmp_path / "run", "--num_workers", 4]
-    printed = tiny.train(processes, *flags, program="few.py", codes=[2], timeout=60)
+    printed = tiny.train(2, *flags, program="few.py", codes=[2], timeout=60)
     assert printed.count("train.py: ") == 1 and "Traceback" not in printed, printed
     assert "ulimit -n" in printed
 

@@ -151,20 +151,3 @@ def test_the_loss_of_a_source_is_that_of_an_evaluation_of_it_alone(tiny, quick, 
         for name, alone in found.items():
             for key in ("eval_loss", "rows"):
                 assert line[f"{key}/{name}"] == alone[key]
-
-
-@pytest.mark.slow
-def test_the_share_of_evaluation_is_told_before_training(quick, tmp_path):
-    """In the check and in the run, where it is more than a tenth, and the run is no trial."""
-    said = "evaluation will take about 51% of the time, 100 rows every 4 steps: raise eval_every"
-    for rows, steps in ((100, 200), (10, 200), (100, 20)):
-        flags = ["--output_dir", tmp_path / "run", "--eval_every", 4, "--check"]
-        printed = quick(*flags, "--task.held_out", rows, "--max_steps", steps)
-        assert (said in printed) == ((rows, steps) == (100, 200))
-        assert printed.count("\n") == 1 + (said in printed)
-    flags = ["--output_dir", tmp_path / "run", "--eval_every", 0, "--max_steps", 125]
-    flags += ["--task.held_out", 1000, "--save_every", 0]
-    said = "about 25% of the time, 1,000 rows at the end: evaluate on fewer rows\n"
-    assert said in quick(*flags)
-    assert "evaluation will" not in quick(*flags, "--eval_only")
-    assert "evaluation will" not in quick(*flags)

@@ -1,14 +1,11 @@
 """Where data comes from: files, folders, the Hub; the part held out; a task of one's own."""
 
 import csv
-import dataclasses
 import gzip
 import json
-import math
 import os
 import re
 import shutil
-import signal
 
 import numpy as np
 import pyarrow
@@ -20,7 +17,6 @@ from PIL import Image
 
 import hub
 from conftest import ROOT, SOURCE, bake, load_task
-from samestep.base import workers
 from samestep.data import cache, sources, tables
 from samestep.data import hub as data_hub
 from samestep.step import batches
@@ -240,20 +236,12 @@ def test_paths_that_no_file_system_takes(tmp_path, monkeypatch, name, field, pat
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_sizes_without_sense_are_refused_before_anything_is_read(tmp_path, monkeypatch, name):
+def test_a_model_without_sense_is_refused_before_anything_is_read(tmp_path, monkeypatch, name):
     task = load_task(name)
     monkeypatch.chdir(tmp_path)
-    base = {"data": "none.csv", "cache_dir": "cache"}
-    fields = [f for f in dataclasses.fields(task.TaskConfig) if isinstance(f.type, type)]
-    numbers = [f for f in fields if issubclass(f.type, int | float) and f.type is not bool]
-    assert len(numbers) >= 8
-    for field in numbers:
-        whole = issubclass(field.type, int)
-        for value in (10**12, -(10**12), 10**400) if whole else (math.nan, math.inf, 1e39, -1.0):
-            text = refused(task.prepare_data, task.TaskConfig(**base, **{field.name: value}))
-            assert text.startswith(f"task.{field.name} is "), (field.name, value, text)
     width = {"hidden_size": 2**16, "num_layers": 1000}
-    text = refused(task.prepare_data, task.TaskConfig(**base, **width))
+    cfg = task.TaskConfig(data="none.csv", cache_dir="cache", **width)
+    text = refused(task.prepare_data, cfg)
     assert "this machine has" in text and "task.hidden_size" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -367,9 +355,7 @@ def test_what_is_taken_for_a_name_on_the_hub(data, hub, tmp_path, monkeypatch):
 # ---- What rows hold, and what is done with it --------------------------------------------------
 
 
-LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 TEMPLATES = {
-    "a loop": (LOOP, "it takes longer than"),
     "an exception": ("{{ raise_exception('no\n\x1b[31mroles') }}", "no \\x1b[31mroles"),
     "a syntax error": ("{% for %}", "Expected"),
     "a folder": (None, "there is no file"),
@@ -377,10 +363,8 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind):
+def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, kind):
     task, (template, said) = load_task("causal_lm"), TEMPLATES[kind]
-    limit = workers.time_limit
-    monkeypatch.setattr(workers, "time_limit", lambda _: limit(0.5 if "longer" in said else 60))
     chat = [{"role": "user", "content": "1 + %d?"}, {"role": "assistant", "content": "2"}]
     row = json.dumps({"messages": chat})
     (tmp_path / "a.jsonl").write_text("".join(f"{row % i}\n" for i in range(3)))
@@ -393,7 +377,6 @@ def test_a_chat_template_that_goes_wrong_is_one_line(tmp_path, monkeypatch, kind
     text = refused(task.prepare_data, cfg)
     assert text.startswith("task.chat_template: ") and said in text
     assert "line 1" in text or kind == "a folder"
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 LABELS = [

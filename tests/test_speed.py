@@ -11,7 +11,6 @@ import torch
 from conftest import lines, load_task, make_tiny
 from samestep.report import speed
 from samestep.settings import mesh as layout
-from samestep.start import startup
 
 CPU = torch.device("cpu")
 SLOW = """
@@ -190,12 +189,6 @@ def test_peaks_of_names_that_contain_others(monkeypatch, name, bf16, memory):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = load_task("samestep.report.peaks").peaks_of(torch.device("cuda"))
     assert (found.get("bf16"), found.get("memory")) == (bf16, memory)
-
-
-@pytest.mark.parametrize("steps", [[3], [1, 2, 3], [5, 3], [1, 101]])
-def test_profile_steps_are_first_and_last(steps):
-    with pytest.raises(ValueError, match="give the first and the last of at most 100 steps"):
-        startup.check_profile(steps)
 
 
 @pytest.mark.slow

@@ -44,17 +44,12 @@ def leave(code: int, program: str, line: str) -> None:
 
 def find_problem() -> str:
     """What is wrong with the environment; empty: nothing."""
-    if sys.flags.optimize > 1:
-        return "PYTHONOPTIMIZE=2 and -OO remove the texts that --help shows; use 1, or unset it"
-    given = {name: os.environ[name] for name in LAUNCHED if name in os.environ}
-    wrong = [name for name, value in given.items() if LAUNCHED[name] and not value.isdecimal()]
-    left = wrong or [name for name, value in given.items() if LAUNCHED[name] not in ("", value)]
-    missing = [name for name in LAUNCHED if name not in given and name != "LOCAL_RANK"]
-    if left and (wrong or missing):
-        what = f"{left[0]} is {given[left[0]][:60]!r}"
-        what += "" if wrong else f" and {missing[0]} is not set"
-        return f"{what}, which no launcher does: unset {' '.join(left)}"
-    return ""
+    left = [n for n, alone in LAUNCHED.items() if alone and os.environ.get(n, alone) != alone]
+    missing = [n for n in LAUNCHED if n not in os.environ and n != "LOCAL_RANK"]
+    if not left or not missing:
+        return ""
+    what = f"{left[0]} is {os.environ[left[0]][:60]!r} and {missing[0]} is not set"
+    return f"{what}, which no launcher does: unset {' '.join(left)}"
 
 
 def installed_version() -> str:

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from samestep.base.files import PERMANENT_ERRORS, read_json_object, replace_text
 # times that, since a network disk takes a while to notice that a process has died. In a run that
 # goes on without a lost machine it is 30 times that: NFS keeps the locks of one for 90 seconds.
 LOCK_WAIT = 40
+NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK)  # of a disk that has no file locks
 REMOVED = "the run folder was removed while the run was writing to it"
 
 
@@ -31,21 +31,19 @@ class RunLock:
     def __init__(self, output: Path, hold: bool = True):
         self.output, self.path, self.created = output, output / "lock", []
         self.file: Any = None
-        self.old_stat: os.stat_result | None = None
         try:
             self.created = [p for p in (self.path, output, *output.parents) if not p.exists()]
-            output.mkdir(parents=True, exist_ok=True)
-            check_file_types(output)
             self.open_file()
             if hold:
                 self.acquire()
         except OSError as error:
             self.release()
-            if error.errno not in PERMANENT_ERRORS:
+            if error.errno not in (*PERMANENT_ERRORS, *NO_LOCKS):
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
 
     def open_file(self) -> None:
+        self.output.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a", encoding="utf-8")
         os.register_at_fork(after_in_child=self.file.close)  # workers must not hold the lock
 
@@ -55,26 +53,17 @@ class RunLock:
         while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else elsewhere):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.is_intact():
-                    self.old_stat = os.fstat(self.file.fileno())
-                    self.file.truncate(0)
-                    self.file.write(json.dumps(describe_process()))
-                    self.file.flush()
-                    return
-                self.file.close()  # the last holder has removed the file
-                self.output.mkdir(parents=True, exist_ok=True)
-                self.open_file()
             except BlockingIOError:
                 waited += 1
                 time.sleep(0.1)
-            except OSError as error:
-                if error.errno not in (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK):
-                    raise
-                reason = error.strerror
-                raise ValueError(
-                    f"{self.output}: this disk has no file locks ({reason}); give another "
-                    "--output_dir"
-                ) from None
+                continue
+            if self.is_intact():
+                self.file.truncate(0)
+                self.file.write(json.dumps(describe_process()))
+                self.file.flush()
+                return
+            self.file.close()  # the last holder has removed the file
+            self.open_file()
         raise ValueError(
             "{0} is in use by process {pid} on {host}, since {since}; on that machine `tail -f "
             "{0}/metrics.jsonl` shows its progress, and `kill {pid}` saves and stops it; or give "
@@ -105,30 +94,11 @@ class RunLock:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not self.is_intact():
                     return
-            if self.old_stat:
-                os.utime(self.path, ns=(self.old_stat.st_atime_ns, self.old_stat.st_mtime_ns))
             for path in self.created:
                 if path == self.path and os.listdir(self.output) == [path.name]:
                     path.unlink()
                 elif path.is_dir() and not os.listdir(path):
                     path.rmdir()
-
-
-RUN_FILES = "config.yaml metrics.jsonl status.json tokenizer.json wandb_run_id lock".split()
-RUN_FOLDERS = ("checkpoints", "model", "evaluation")
-
-
-def check_file_types(output: Path) -> None:
-    """Raises ValueError if a file of a run is something else, such as a pipe, which would block."""
-    for name, kind, has_kind in (
-        *((name, "file", stat.S_ISREG) for name in RUN_FILES),
-        *((name, "folder", stat.S_ISDIR) for name in RUN_FOLDERS),
-    ):
-        path = output / name
-        if path.is_symlink() and not path.exists():  # the disk may not be mounted
-            raise ValueError(f"{path} is a broken link; repair it, or give another --output_dir")
-        if path.exists() and not has_kind(path.stat().st_mode):
-            raise ValueError(f"{path} is not a {kind}; move it away, or give another --output_dir")
 
 
 def describe_process() -> dict:

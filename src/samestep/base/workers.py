@@ -7,13 +7,12 @@ interrupted at any moment.
 import contextlib
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
-import pickle
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -75,13 +74,14 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
                     trim(0)
                 done[unit] = sizes[unit]
             except BaseException as error:
-                try:
-                    pipe.send((unit, error))
-                except (TypeError, AttributeError, pickle.PicklingError):
-                    pipe.send((unit, ValueError(one_line(f"{type(error).__name__}: {error}"))))
+                pipe.send((unit, error))
                 return
 
-    progress = Progress(sum(sizes), what)
+    lines = {} if sys.stderr.isatty() else {"file": io.StringIO(), "mininterval": SECONDS}
+    progress = tqdm(
+        total=sum(sizes), desc=what, disable=not what, unit="B", unit_scale=True, leave=False,
+        miniters=1, **lines,
+    )  # fmt: skip
     try:
         for _ in range(min(count_cores(), len(sizes))):
             pipe, theirs = context.Pipe(duplex=False)
@@ -100,7 +100,8 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
                     end.value = min(end.value, problem[0])
                 elif process.exitcode:
                     raise killed(process.exitcode)
-            progress.show(sum(done))
+            if progress.update(sum(done) - progress.n) and lines:
+                print(one_line(progress), flush=True)
     finally:
         for process in processes.values():
             process.kill()
@@ -138,52 +139,3 @@ def killed(code: int) -> BaseException:
         f"task.data: a process that prepares ended with {name}, perhaps for lack of memory; what "
         "is done is kept: start again, on fewer cores (taskset -c 0-3) if it comes back"
     )
-
-
-class Progress:
-    """A bar on a terminal; elsewhere a line every 10 seconds."""
-
-    def __init__(self, total: int, what: str):
-        self.total, self.what = total, what
-        self.start = self.printed = time.monotonic()
-        self.first: Any = None  # bytes that an earlier start had done
-        options = {"unit": "B", "unit_scale": True, "leave": False}
-        self.bar = tqdm(total=total, desc=what, disable=None if what else True, **options)
-
-    def show(self, size: int) -> None:
-        now = time.monotonic()
-        self.first = size if self.first is None else self.first
-        self.bar.update(size - self.bar.n)
-        if self.bar.disable and self.what and now - self.printed > SECONDS:
-            self.printed, speed = now, (size - self.first) / (now - self.start)
-            left = f", {(self.total - size) / speed:,.0f} s left" if speed else ""
-            print(
-                f"{one_line(self.what)}: {size / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, "
-                f"{speed / 1e6:.1f} MB/s{left}",
-                flush=True,
-            )
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in a block that takes longer.
-
-    Without effect outside the main thread, where Python does not deliver signals.
-    """
-
-    def raise_timeout(*_: Any) -> None:
-        raise TimeoutError(f"it takes longer than {seconds:g} s")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGALRM, raise_timeout)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # repeats, in case a library swallows one
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)

@@ -16,7 +16,10 @@ from samestep.step import batches
 from samestep.step.batches import Batch, SampleDataset, StepPlan
 
 # Fields that a few steps, which leave no run, do not read.
-UNREAD = (*config.RUN, "output_dir", "timeout", "export", "profile_steps")
+UNREAD = """max_steps num_epochs max_skipped_steps lr_schedule warmup_steps decay_fraction
+    final_lr_fraction lr_scaling reference_batch_size eval_every save_every keep_checkpoints
+    async_save log_every tracker project upload_code output_dir timeout export
+    profile_steps""".split()
 
 
 @dataclass

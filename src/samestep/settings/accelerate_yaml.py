@@ -5,8 +5,6 @@ them checks what the launcher has told it, since options of the launcher overrid
 """
 
 import os
-import re
-from enum import Enum
 from pathlib import Path
 from typing import get_type_hints
 
@@ -23,10 +21,9 @@ from accelerate.utils import (
 from samestep.base.console import one_line, say
 from samestep.base.fields import check_pairs, refuse
 from samestep.settings.config import (
-    compose_yaml,
     describe_type,
     plain_value,
-    read_small_file,
+    read_small_yaml,
     suggestion,
     union_members,
 )
@@ -56,33 +53,13 @@ FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_availab
 
 
 def launcher_number(name: str, otherwise: int) -> int:
-    """The number that samestep launch got as --name; without one `otherwise`, that of the YAML.
-
-    Raises ValueError for a text that is not a whole number from 1 to 999,999.
-    """
+    """The number that samestep launch got as --name; without one `otherwise`, that of the YAML."""
     text = os.environ.get(f"LAUNCH_{name.removeprefix('num_').upper()}")
     if text is None:
         return otherwise
-    if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
+    if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--{name} is {one_line(text, 60)}; give a whole number from 1")
     return int(text)
-
-
-def most_machines() -> int:
-    """The largest number of machines of an elastic run; 1 for other runs.
-
-    torchelastic takes the range from PET_NNODES, such as 2:4; accelerate has no option for it.
-    """
-    text = os.environ.get("PET_NNODES", "1")
-    numbers = re.fullmatch("([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
-    least, most = numbers.group(1, 2) if numbers else (1, 0)
-    most = int(most or least)
-    if not numbers or int(least) > most:
-        raise ValueError(
-            f"PET_NNODES is {one_line(text, 60)}; give the least and the largest number of "
-            "machines, such as 2:4"
-        )
-    return most
 
 
 def without_gpu() -> str:
@@ -150,36 +127,28 @@ def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8:
     """
     kinds, bf16 = layout.kinds, "write bf16, or use fsdp2.yaml"
     sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get((*kinds, "")[0], "parallelism_config")
-    asked = [*FP8_LIBRARIES] if fp8 in (None, "NO") else [str(fp8)]
-    libraries = [FP8_LIBRARIES[name] for name in asked if name in FP8_LIBRARIES]
+    fp16_on, fp8_on = precision == "fp16", precision == "fp8"
+    backends = [*FP8_LIBRARIES] if fp8 in (None, "NO") else [fp8]
+    has_fp8 = any(name in backends and there() for name, there in FP8_LIBRARIES.items())
     axes, on_gpu = "PARALLELISM_CONFIG" in kinds, torch.cuda.is_available()
     alone = axes and not layout.fsdp and not layout.deepspeed  # for tensor parallelism
-    together, several = layout.together > 1, layout.replicas > 1 or layout.cp > 1
+    several, together = layout.replicas > 1 or layout.cp > 1, layout.together > 1
     unsharded = axes and layout.fsdp and layout.dp_shard == 1 and layout.cp == 1
-    fp16_on, fp8_on = precision == "fp16", precision == "fp8"
-    lacks_fp8 = fp8_on and not any(available() for available in libraries)
+    lacks_deepspeed = layout.deepspeed and not is_deepspeed_available()
+    old_fsdp = layout.fsdp and str(fsdp_version) != "2"
     check_pairs(
         (axes and layout.deepspeed, "parallelism_config", "DeepSpeed", "use hsdp.yaml"),
         # The scaling of the loss for fp16 is not to be relied on there.
         (fp16_on and layout.sharded, "mixed_precision fp16", sharding, bf16),
-        (fp8_on and layout.deepspeed, "mixed_precision fp8", sharding, bf16),
-        (fp8_on and together, "mixed_precision fp8", sharding, bf16),
+        (fp8_on and (layout.deepspeed or together), "mixed_precision fp8", sharding, bf16),
         (alone and layout.tp > 1 and several, "DDP", "tensor parallelism", "use hsdp.yaml"),
     )
+    install = "run make setup EXTRAS=deepspeed (or pip install deepspeed), or use fsdp2.yaml"
     refuse(
         ("MEGATRON_LM" in kinds, "Megatron-LM trains models of its own only; use fsdp2.yaml"),
-        (
-            layout.deepspeed and not is_deepspeed_available(),
-            "DeepSpeed is not installed; run make setup EXTRAS=deepspeed (or pip install "
-            "deepspeed), or use fsdp2.yaml",
-        ),
-        (
-            layout.fsdp and str(fsdp_version) != "2",
-            f"fsdp_version is {fsdp_version}, and train.py shards by FSDP 2 only; write "
-            "fsdp_version: 2 in fsdp_config",
-        ),
-        (fp8_on and not libraries, f"fp8_config: backend is {fp8}; give AO (torchao) or TE"),
-        (lacks_fp8, "mixed_precision fp8 needs torchao (pip install torchao); or use bf16"),
+        (lacks_deepspeed, f"DeepSpeed is not installed; {install}"),
+        (old_fsdp, "train.py shards by FSDP 2 only; write fsdp_version: 2 in fsdp_config"),
+        (fp8_on and not has_fp8, "mixed_precision fp8 needs torchao (pip install torchao), or TE"),
         (layout.sp > 1, "parallelism_config: Ulysses brings a loader of its own; use cp_size"),
         (alone and layout.tp == 1, "parallelism_config needs distributed_type FSDP; use hsdp.yaml"),
         (unsharded, "parallelism_config leaves nothing to shard: give a dp_shard_size above 1"),
@@ -205,7 +174,7 @@ def read_hardware(path: Path) -> Layout:
     train.py would refuse or misread the file, or if this machine lacks GPUs or libraries for it.
     """
     try:
-        fields = plain_value(compose_yaml(read_small_file(path)))
+        fields = plain_value(read_small_yaml(path))
         if not isinstance(fields, dict):
             raise ValueError("expected lines of the form 'key: value'")
         kinds = get_type_hints(ClusterConfig)
@@ -214,22 +183,15 @@ def read_hardware(path: Path) -> Layout:
                 hint = suggestion(str(key), kinds, "accelerate knows no such key")
                 raise ValueError(f"there is no key {key}; {hint}")
             # Words such as 'no' are true to accelerate. It writes downcast_bf16 as a word itself.
-            kind = union_members(kinds[key])
-            right = value is None or type(value) in kind or key == "downcast_bf16"
-            if not right and kind[0] in (bool, int, str, dict):
-                quotes = ", in quotes" if kind[0] is str else ""
+            kind, *others = union_members(kinds[key])
+            kind = str if key == "distributed_type" else kind
+            right = value is None or type(value) in (kind, *others) or key == "downcast_bf16"
+            if not right and kind in (bool, int, str, dict):
+                quotes = ", in quotes" if kind is str else ""
                 shown = one_line(repr(value), 60)
-                raise ValueError(f"{key} is {shown}; give {describe_type(kind[0])}{quotes}")
-        refuse(
-            (
-                fields.get("dynamo_config"),
-                "dynamo_config: remove it; the recipe's field compile decides",
-            ),
-            (
-                fields.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE",
-                "compute_environment must be LOCAL_MACHINE",
-            ),
-        )
+                raise ValueError(f"{key} is {shown}; give {describe_type(kind)}{quotes}")
+        if fields.get("dynamo_config"):
+            raise ValueError("dynamo_config: remove it; the recipe's field compile decides")
         return check_hardware(ClusterConfig(**ClusterConfig.process_config(fields)))
     except OSError as error:
         line = f"{error.strerror}; --config_file takes the path of a YAML"
@@ -240,85 +202,51 @@ def read_hardware(path: Path) -> Layout:
 
 def check_hardware(hardware: ClusterConfig) -> Layout:
     """The layout that a YAML asks for; raises ValueError if it or this machine do not allow it."""
-    refuse(
-        (
-            not isinstance(hardware.distributed_type, Enum),
-            f"distributed_type is {hardware.distributed_type}; write 'NO' in quotes",
-        )
-    )
-    kind, precision = hardware.distributed_type.value, hardware.mixed_precision
-    precision = "no" if precision is None else precision
+    kind, precision = hardware.distributed_type.value, hardware.mixed_precision or "no"
     processes = launcher_number("num_processes", hardware.num_processes or 0)
     machines = launcher_number("num_machines", hardware.num_machines or 0)
     rank = str(os.environ.get("LAUNCH_MACHINE_RANK", hardware.machine_rank))
     address = hardware.main_process_ip or os.environ.get("LAUNCH_MAIN_PROCESS_IP")
-    most = most_machines() if machines == 1 else 1
+    # torchelastic takes the range from PET_NNODES, such as 2:4; accelerate has no option for it.
+    elastic = os.environ.get("PET_NNODES", "1") if machines == 1 else "1"
+    total = processes * int(elastic.rpartition(":")[2])
     axes, on_cpu = hardware.parallelism_config, hardware.use_cpu
+    given = processes if processes > 0 else "missing"
+    several, divides = machines > 1, min(processes, machines) > 0 and processes % machines == 0
+    known_rank = rank.isdecimal() and int(rank) < machines
+    one_process = (kind == "NO" and total > 1) or kind == "MULTI_CPU"
+    precisions = PrecisionType.list()
+    choices = f"one of {', '.join(precisions)}, in quotes"
+    precision, rank = one_line(precision, 60), one_line(rank, 60)
     refuse(
-        (
-            machines < 1 or processes < 1 or processes % machines,
-            f"num_processes is {processes if processes > 0 else 'missing'}; give a number that "
-            f"num_machines, {machines}, divides",
-        ),
-        (
-            precision not in PrecisionType.list(),
-            f"mixed_precision is {one_line(precision, 60)}; give one of "
-            f"{', '.join(PrecisionType.list())} (no in quotes)",
-        ),
-        (
-            kind == "NO" and processes > 1 or kind == "MULTI_CPU",
-            f"distributed_type {kind} starts only one process, but num_processes is {processes}; "
-            "see cpu_multi.yaml and multi_gpu.yaml",
-        ),
-        (
-            kind == "NO" and most > 1,
-            "distributed_type NO starts one process alone, but PET_NNODES is "
-            f"{os.environ.get('PET_NNODES')}; see cpu_multi.yaml and multi_gpu.yaml",
-        ),
-        (
-            machines > 1 and not address,
-            f"num_machines is {machines}; give main_process_ip, the address of machine 0",
-        ),
-        (
-            machines > 1 and not (re.fullmatch("[0-9]{1,6}", rank) and int(rank) < machines),
-            f"machine_rank is {one_line(rank, 60)}; give the number of this machine, 0 to "
-            f"{machines - 1}",
-        ),
-        (
-            hardware.num_machines > 1 and hardware.main_process_port == 0,
-            "main_process_port is 0, for which each machine picks another one; give a number",
-        ),
+        (not divides, f"num_processes is {given}; give a multiple of num_machines, {machines}"),
+        (precision not in precisions, f"mixed_precision is {precision}; give {choices}"),
+        (one_process, f"distributed_type {kind} starts 1 process, not {total}; see cpu_multi.yaml"),
+        (several and not address, f"num_machines is {machines}; give main_process_ip, machine 0's"),
+        (several and not known_rank, f"machine_rank is {rank}; give one from 0 to {machines - 1}"),
         (axes and kind == "NO", "parallelism_config needs distributed_type FSDP or MULTI_GPU"),
-    )
-    check_pairs(
-        (on_cpu and kind != "NO", "use_cpu", f"distributed_type {kind}", "see cpu_multi.yaml"),
+        (on_cpu and kind != "NO", f"use_cpu does not go with {kind}; see cpu_multi.yaml"),
     )
 
     sections = {name: read_section(name, getattr(hardware, name)) for name in SECTIONS}
     kinds = [kind] * (kind in SHARDED) + ["PARALLELISM_CONFIG"] * bool(axes)
-    sizes, zero = sections["parallelism_config"], sections["deepspeed_config"]
+    sizes = sections["parallelism_config"]
     sizes = {name: sizes.get(f"parallelism_config_{name}_size", 1) for name in AXES}
-    layout = layout_of(processes * most, 0, tuple(kinds), sizes)
+    layout = layout_of(total, 0, tuple(kinds), sizes)
+    zero = sections["deepspeed_config"]
     stage, offload = zero["zero_stage"], zero["offload_param_device"]
-    launcher = zero["deepspeed_multinode_launcher"]
+    per_machine = zero["deepspeed_multinode_launcher"] == "standard"
     refuse(
-        (stage not in (None, 2, 3) or stage is True, f"zero_stage is {stage}; give 2 or 3"),
-        *(  # no option passes the path of an NVMe disk
-            (zero[key] not in (None, "none", "cpu"), f"{key} is {zero[key]}; give none or cpu")
-            for key in ("offload_optimizer_device", "offload_param_device")
-        ),
+        (stage not in (None, 2, 3), f"zero_stage is {stage}; give 2 or 3"),
         (offload == "cpu" and stage != 3, "offload_param_device needs zero_stage 3"),
         (
-            layout.deepspeed and machines > 1 and launcher != "standard",
-            "write deepspeed_multinode_launcher: standard: each machine has its own launcher",
+            several and layout.deepspeed and not per_machine,
+            "write deepspeed_multinode_launcher: standard: each machine has its own",
         ),
         start="deepspeed_config: ",
     )
-    version, backend = (
-        sections["fsdp_config"]["fsdp_version"],
-        sections["fp8_config"]["fp8_backend"],
-    )
-    check_parallelism(layout, precision, version, backend)
+    version = sections["fsdp_config"]["fsdp_version"]
+    check_parallelism(layout, precision, version, sections["fp8_config"]["fp8_backend"])
 
     here, gpus = -(-processes // machines), torch.accelerator.device_count()
     if on_cpu or str(hardware.gpu_ids).startswith("-1"):

@@ -1,6 +1,6 @@
 """Builds the config dataclass from a recipe and flags. Each mistake is a ValueError of one line.
 
-Only fields can be set, and the type of a field decides how its value is read: 007 and yes are text
+Only fields can be set, and the type of a field decides how its text is read: 007 and yes are text
 in a field of text. jsonargparse has the types of numbers, but it does not parse values: it would
 import classes that a value names, and expand YAML aliases, which multiply.
 """
@@ -29,45 +29,31 @@ from samestep.settings.other_names import hint_of
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
-NULL, TEXT, MERGE = (f"tag:yaml.org,2002:{name}" for name in ("null", "str", "merge"))
-
+HELP = {"-h", "--help"}
 
 # ---- YAML ----------------------------------------------------------------------------------------
 
 
-class StrictLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, without surprises.
+class Text(str):
+    """A scalar as it is written in a YAML file or on the command line."""
+
+    tag = "tag:yaml.org,2002:str"  # what YAML takes it for
+
+
+def read_yaml(text: str) -> Any:
+    """The dicts, lists and `Text`s of a YAML text; None for a null. Raises ValueError.
 
     Refuses duplicate keys, of which the last would win silently, and what can grow beyond its text
     or is meant for programs: anchors and aliases, tags, merge keys.
     """
-
-    def compose_node(self, parent, index):
-        event = self.peek_event()
-        if getattr(event, "anchor", None) or getattr(event, "tag", None):
-            raise ValueError(
-                f"line {event.start_mark.line + 1}: & and * (anchors, aliases) and ! (tags) are "
-                "not supported; quote the text, or write the value itself"
-            )
-        return super().compose_node(parent, index)
-
-    def compose_mapping_node(self, anchor):
-        node, lines = super().compose_mapping_node(anchor), {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
-                raise ValueError(f"line {line}: a key must be a name, not <<, a list or a mapping")
-            if key.value in lines:
-                first = lines[key.value]
-                raise ValueError(f"{key.value} is given twice, in line {first} and line {line}")
-            lines[key.value] = line
-        return node
-
-
-def compose_yaml(text: str) -> yaml.Node:
-    """The PyYAML node of a text; nodes know their lines. Raises ValueError."""
     try:
-        return yaml.compose(text, StrictLoader) or yaml.ScalarNode(NULL, "")
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
+                raise ValueError(
+                    f"line {event.start_mark.line + 1}: & and * (anchors, aliases) and ! (tags) "
+                    "are not supported; quote the text, or write the value itself"
+                )
+        return as_written(yaml.compose(text, yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
@@ -75,26 +61,47 @@ def compose_yaml(text: str) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain_value(node: yaml.Node) -> Any:
-    """The value of a node by YAML's own rules; raises ValueError, for example for a month 13."""
-    try:
-        return yaml.SafeLoader("").construct_document(node)
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
-        raise ValueError(f"invalid number or date: {error}") from None
+def as_written(node: yaml.Node | None) -> Any:
+    """A node of PyYAML as dicts, lists, `Text`s and None."""
+    if node is None or node.tag.endswith(":null"):
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        return [as_written(each) for each in node.value]
+    if isinstance(node, yaml.ScalarNode):
+        text = Text(node.value)
+        text.tag = node.tag
+        return text
+    values: dict[Text, Any] = {}
+    for key, value in node.value:
+        name, line = as_written(key), f"line {key.start_mark.line + 1}"
+        if not isinstance(name, Text) or name == "<<":
+            raise ValueError(f"{line}: a key must be a name, not <<, a list or a mapping")
+        if name in values:
+            raise ValueError(f"{line}: {name} is given twice")
+        values[name] = as_written(value)
+    return values
 
 
-def read_small_file(path: Path) -> str:
-    """The text of a small file; raises OSError, or ValueError if it is large or no file."""
-    size = path.stat().st_size
-    if not path.is_file() or size > MAX_FILE_SIZE:  # reading a pipe may never end
-        raise ValueError(f"this is no file of at most {MAX_FILE_SIZE:,} bytes; give a YAML file")
-    return path.read_text(encoding="utf-8")
+def plain_value(value: Any) -> Any:
+    """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
+    if isinstance(value, list):
+        return [plain_value(each) for each in value]
+    if isinstance(value, dict):
+        return {plain_value(name): plain_value(each) for name, each in value.items()}
+    if value is None:
+        return None
+    return yaml.SafeLoader("").construct_object(yaml.ScalarNode(value.tag, str(value)))
+
+
+def read_small_yaml(path: Path) -> Any:
+    """What `read_yaml` gives for a file; raises OSError, or ValueError if it is large."""
+    if path.stat().st_size > MAX_FILE_SIZE:
+        raise ValueError(f"it has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
+    return read_yaml(path.read_text(encoding="utf-8"))
 
 
 # ---- Values --------------------------------------------------------------------------------------
 
-# Numbers without the underscores, hexadecimal digits and sexagesimals of YAML.
-FORMS = {int: "[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"}
 # Tensors hold integers below 2**63, and optimizers compute with float32.
 LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}
 
@@ -108,53 +115,50 @@ WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ":
 WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
 
 
-def convert(kind: Any, node: yaml.Node) -> Any:
+def convert(kind: Any, value: Any) -> Any:
     """The value of a field with this type. Raises ValueError, which names the expected values."""
     origin, inner, members = get_origin(kind) or kind, get_args(kind), union_members(kind)
-    text = node.value if isinstance(node, yaml.ScalarNode) and node.tag != NULL else None
-    problem = f"expected {describe_type(kind)}"
     if len(members) > 1:
         lists = [each for each in members if get_origin(each) is list]
-        if lists and isinstance(node, yaml.SequenceNode):
-            return convert(lists[0], node)  # its error names the wrong element
+        if lists and isinstance(value, list):
+            return convert(lists[0], value)  # its error names the wrong element
         for each in members:
             with suppress(ValueError):  # try the next type
-                return convert(each, node)
-    elif kind is NoneType and node.tag == NULL:
+                return convert(each, value)
+    elif kind is Any or (kind in (list, dict) and isinstance(value, kind)):
+        return plain_value(value)
+    elif kind is NoneType and value is None:
         return None
-    elif kind in (Any, list, dict):
-        value = plain_value(node)
-        if kind is Any or isinstance(value, kind):
-            return value
-    elif origin in (list, tuple) and isinstance(node, yaml.SequenceNode):
+    elif origin in (list, tuple) and isinstance(value, list):
         repeated = origin is list or inner[1:] == (...,)
-        kinds = inner[:1] * len(node.value) if repeated else inner
-        if len(kinds) == len(node.value):
-            return origin(map(convert, kinds, node.value))
-    elif origin is dict and isinstance(node, yaml.MappingNode):
-        return {convert(inner[0], key): convert(inner[1], each) for key, each in node.value}
-    elif text is None:
-        pass
-    elif origin is Literal:
-        options = {str(option): option for option in inner}
-        if text in options:
-            return options[text]
-    elif kind is str and not re.search("[\0\ud800-\udfff]", text):
-        return text
-    elif kind is bool:
-        if text.lower() in yaml.SafeLoader.bool_values:
-            return yaml.SafeLoader.bool_values[text.lower()]
-    elif isinstance(kind, type) and issubclass(kind, (int, float)):
+        kinds = inner[:1] * len(value) if repeated else inner
+        if len(kinds) == len(value):
+            return origin(map(convert, kinds, value))
+    elif origin is dict and isinstance(value, dict):
+        return {convert(inner[0], key): convert(inner[1], each) for key, each in value.items()}
+    elif isinstance(value, Text):
+        with suppress(ValueError, KeyError):
+            return convert_text(kind, value)
+    others = {dict: "a mapping", list: "a list", NoneType: "nothing"}
+    got = others.get(type(value)) or one_line(repr(str(value)), 60)
+    hint = f"; write [{one_line(value, 60)}]" if origin in (list, tuple) and value else ""
+    raise ValueError(f"expected {describe_type(kind)}; got {got}{hint}")
+
+
+def convert_text(kind: Any, text: Text) -> Any:
+    """The value of a scalar; raises ValueError or KeyError without a text for people."""
+    if get_origin(kind) is Literal:
+        return {str(option): option for option in get_args(kind)}[text]
+    if kind is bool:
+        return yaml.SafeLoader.bool_values[text.lower()]
+    if kind is str and not re.search("[\0\ud800-\udfff]", text):
+        return str(text)
+    if isinstance(kind, type) and issubclass(kind, (int, float)):
         base = float if issubclass(kind, float) else int
-        with suppress(ValueError):  # out of the range of this type
-            if re.fullmatch(FORMS[base], text) and kind(value := base(text)) == value:
-                if abs(value) <= LARGEST[base]:
-                    return value  # not of `kind`: checkpoints store no other types
-                end = "2**63" if base is int else "3.4e38, which float32 holds"
-                problem = f"expected a number below {end}"
-    others = {yaml.MappingNode: "a mapping", yaml.SequenceNode: "a list"}
-    got = others.get(type(node), "nothing") if text is None else one_line(repr(text), 60)
-    raise ValueError(f"{problem}; got {got}")
+        value = base(text)
+        if kind(value) == value and abs(value) <= LARGEST[base]:
+            return value  # not of `kind`: checkpoints store no other types
+    raise ValueError
 
 
 def union_members(kind: Any) -> tuple:
@@ -179,36 +183,27 @@ def describe_type(kind: Any) -> str:
     return words.get(origin) or "no value, because a field of this type can only be set in the code"
 
 
-# ---- Metadata ------------------------------------------------------------------------------------
+# ---- Fields --------------------------------------------------------------------------------------
 
 UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
 ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
-
-# Fields that only a run reads: neither an evaluation alone, nor a few steps of samestep hardware.
-RUN = """max_steps num_epochs max_skipped_steps lr_schedule warmup_steps decay_fraction
-    final_lr_fraction lr_scaling reference_batch_size eval_every save_every keep_checkpoints
-    async_save log_every tracker project upload_code""".split()
-# Fields that only training reads, if only for a few steps.
-TRAINING = """learning_rate weight_decay beta1 beta2 max_grad_norm gradient_compression
-    gradient_checkpointing task.merge_lora""".split()
-
-# ---- Fields --------------------------------------------------------------------------------------
+CONFIG = dataclasses.field(metadata=ONE_COMMAND)  # --config, the path of the recipe
 
 
-def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Type and metadata of each field by its name; fields of nested dataclasses have a prefix."""
+def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
+    """Type and field of each name that can be set; those of nested dataclasses have a prefix."""
     kinds, found = get_type_hints(config_class), {}
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name, kinds[field.name]
         if dataclasses.is_dataclass(kind):
             found |= fields_of(kind, f"{name}.")
         elif field.init:
-            found[name] = (kind, field.metadata)
+            found[name] = (kind, field)
     return found
 
 
-def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
-    """The values of the flags by field; raises ValueError for unknown and duplicate flags."""
+def read_flags(arguments: list[str], fields: dict) -> dict[str, Any]:
+    """The flags as they are written; raises ValueError for unknown and duplicate ones."""
     words, given = list(arguments), {}
     while words:
         word = words.pop(0)
@@ -225,51 +220,35 @@ def read_flags(arguments: list[str], fields: dict) -> dict[str, yaml.Node]:
                 text = "true"
             else:
                 raise ValueError(f"--{name}: expected one argument")
-        if any((get_origin(each) or each) in (list, tuple, dict, Any) for each in members):
-            given[name] = compose_yaml(text)
+        if {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
+            given[name] = read_yaml(text)
         else:
-            null = NoneType in members and text == "null"
-            given[name] = yaml.ScalarNode(NULL if null else TEXT, text)
+            given[name] = None if NoneType in members and text == "null" else Text(text)
     return given
 
 
-def read_recipe(node: yaml.Node, fields: dict, prefix: str = "") -> dict[str, yaml.Node]:
-    """The values in a recipe by field; raises ValueError for unknown and duplicate fields."""
-    given: dict[str, yaml.Node] = {}
-    if node.tag == NULL:  # an empty recipe or section
-        return given
-    if not isinstance(node, yaml.MappingNode):
+def read_recipe(section: Any, fields: dict, prefix: str = "") -> dict[str, Any]:
+    """The fields in a recipe as they are written; raises ValueError for unknown ones and others."""
+    given: dict[str, Any] = {}
+    if not isinstance(section, dict | None):
         place = f"{prefix[:-1]}: " if prefix else ""
         raise ValueError(f"{place}expected lines of the form 'field: value'")
-    for key, value in node.value:
-        name = prefix + key.value
+    for key, value in (section or {}).items():
+        name, found = prefix + key, {prefix + key: value}
         if any(field.startswith(f"{name}.") for field in fields):
-            inner = value.value if isinstance(value, yaml.MappingNode) else []
-            strange = [key.value for key, _ in inner if f"{name}.{key.value}" not in fields]
-            if len(strange) > max(1, len(inner) / 2):
-                raise ValueError(
-                    f"the section {name} belongs to another task: {one_line(strange[0], 60)} and "
-                    f"{one_line(strange[1], 60)} are not fields of task.py; empty it"
-                )
             found = read_recipe(value, fields, f"{name}.")
         elif name not in fields:
             raise ValueError(unknown_field(name, fields))
-        elif name == "config" or fields[name][1].get("one_command"):
+        elif "one_command" in fields[name][1].metadata:
             raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
-        else:
-            found = {name: value}
         for twice in given.keys() & found.keys():
-            lines = (each[twice].start_mark.line + 1 for each in (given, found))
-            raise ValueError("{} is given twice, in line {} and line {}".format(twice, *lines))
+            raise ValueError(f"{twice} is given twice")
         given |= found
     return given
 
 
 def unknown_field(wrong: str, fields: dict) -> str:
     """The error for an unknown field, with the nearest existing name."""
-    group = [name for name in fields if name.startswith(f"{wrong}.")]
-    if group:
-        return f"{wrong} is a group of fields; give them one by one, as --{group[0]}"
     hint = hint_of(wrong, fields)
     hint = hint or suggestion(wrong, fields, "python train.py --help lists them")
     return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
@@ -282,21 +261,14 @@ def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-def convert_all(given: dict[str, yaml.Node], fields: dict, list_of: str) -> dict[str, Any]:
-    """Converts the given fields to their types; raises ValueError with the name of a wrong one.
-
-    `list_of`: how a list with one element is written there, for the hint.
-    """
+def convert_all(given: dict[str, Any], fields: dict) -> dict[str, Any]:
+    """Converts the given fields to their types; raises ValueError with the name of a wrong one."""
     values = {}
-    for name, node in given.items():
-        kind = fields[name][0]
+    for name, value in given.items():
         try:
-            values[name] = convert(kind, node)
+            values[name] = convert(fields[name][0], value)
         except ValueError as error:
-            hint = ""
-            if isinstance(node, yaml.ScalarNode) and (get_origin(kind) or kind) in (list, tuple):
-                hint = f"; write {list_of.format(one_line(node.value, 60))}"
-            raise ValueError(f"{name}: {error}{hint}") from None
+            raise ValueError(f"{name}: {error}") from None
     return values
 
 
@@ -312,12 +284,46 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
     return dataclasses.replace(config, **changes)
 
 
+def given_flags(config_class: type, arguments: list[str]) -> list[str]:
+    """The fields that are given as flags; raises ValueError for unknown ones."""
+    return [*read_flags(arguments, {"config": (str, CONFIG), **fields_of(config_class)})]
+
+
+def parse_config(
+    config_class: type, arguments: list[str], usage: str
+) -> tuple[Any, Path, list[str]]:
+    """The config from defaults, recipe and flags, the later first; the recipe's path; remarks.
+
+    Raises ValueError with one line that names the place of the mistake. --help ends the program.
+    """
+    fields = {"config": (str, CONFIG), **fields_of(config_class)}
+    place = "command line"
+    try:
+        words = [word for word in arguments if word not in HELP]
+        flags = convert_all(read_flags(words, fields), fields)
+        path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
+        place = str(path)
+        recipe = convert_all(read_recipe(read_small_yaml(path), fields), fields)
+    except OSError as error:
+        line = f"{error.strerror}; --config takes the path of a recipe"
+        raise ValueError(f"{one_line(place, 100)}: {line}") from None
+    except ValueError as error:
+        raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
+    cfg = replace_fields(config_class(), recipe | flags)
+    if HELP & {*arguments}:
+        show_help(cfg, path, usage)
+        raise SystemExit(0)
+    remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
+    check_unread_fields(cfg, flags, recipe, fields)
+    return cfg, path, remarks
+
+
 # Fields that are read only with some values of another field.
 READERS = {
-    "decay_fraction": ("lr_schedule", lambda schedule: schedule == "wsd"),
-    "final_lr_fraction": ("lr_schedule", lambda schedule: schedule != "constant"),
-    "reference_batch_size": ("lr_scaling", lambda scaling: scaling != "none"),
-    "upload_code": ("tracker", lambda tracker: tracker == "wandb"),
+    "decay_fraction": ("lr_schedule", ["wsd"]),
+    "final_lr_fraction": ("lr_schedule", ["cosine", "linear", "wsd"]),
+    "reference_batch_size": ("lr_scaling", ["linear", "sqrt"]),
+    "upload_code": ("tracker", ["wandb"]),
 }
 
 
@@ -332,55 +338,14 @@ def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> No
             "only --check reads config_file; to train, give it to the launcher: "
             "accelerate launch --config_file FILE train.py"
         )
-    saved = {name for name, (_, about) in fields.items() if about.get("saved", True)}
-    by_hand = not saved - {"config"} <= recipe.keys()
-    for name, (switch, reads) in READERS.items():
-        written = by_hand and name in recipe and switch not in flags
-        if (name in flags or written) and not reads(getattr(cfg, switch)):
+    saved = {name for name, (_, field) in fields.items() if field.metadata.get("saved", True)}
+    for name, (switch, readers) in READERS.items():
+        by_hand = name in recipe and switch not in flags and not saved <= recipe.keys()
+        if (name in flags or by_hand) and getattr(cfg, switch) not in readers:
             raise ValueError(
                 f"{name} is given, but with {switch} {getattr(cfg, switch)} nothing reads it; "
                 f"leave it out, or give another {switch}"
             )
-
-
-def given_flags(config_class: type, arguments: list[str]) -> list[str]:
-    """The fields that are given as flags; raises ValueError for unknown ones."""
-    return [*read_flags(arguments, {"config": (str, {}), **fields_of(config_class)})]
-
-
-def parse_config(
-    config_class: type, arguments: list[str], usage: str
-) -> tuple[Any, Path, list[str]]:
-    """The config from defaults, recipe and flags, the later first; the recipe's path; remarks.
-
-    Raises ValueError with one line that names the place of the mistake. --help ends the program.
-    """
-    if {"-h", "--help"} & {*arguments}:
-        others = [word for word in arguments if word not in ("-h", "--help")]
-        cfg, path = config_class(), Path(RECIPE)
-        for words in ([], others):  # the arguments beside --help may be wrong
-            with suppress(ValueError):
-                cfg, path, _ = parse_config(config_class, words, usage)
-        show_help(cfg, path, usage)
-        raise SystemExit(0)
-    fields = {"config": (str, {}), **fields_of(config_class)}
-    place = "command line"
-    try:
-        flags = convert_all(read_flags(arguments, fields), fields, '"[{}]"')
-        path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
-        place = str(path)
-        recipe = convert_all(
-            read_recipe(compose_yaml(read_small_file(path)), fields), fields, "[{}]"
-        )
-    except OSError as error:
-        line = f"{error.strerror}; --config takes the path of a recipe"
-        raise ValueError(f"{one_line(place, 100)}: {line}") from None
-    except ValueError as error:
-        raise ValueError(f"{one_line(place, 100)}: {one_line(error)}") from None
-    cfg = replace_fields(config_class(), recipe | flags)
-    remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
-    check_unread_fields(cfg, flags, recipe, fields)
-    return cfg, path, remarks
 
 
 def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
@@ -403,6 +368,8 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
     return []
 
+
+# ---- Help ----------------------------------------------------------------------------------------
 
 # In the source of a dataclass: a comment that opens a group, a field, a docstring.
 PARTS = re.compile(r'\n\n    # ([^\n]+)|^    (\w+):|^    """(.+?)"""', re.M | re.S)

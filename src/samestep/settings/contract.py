@@ -10,7 +10,6 @@ import inspect
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -156,22 +155,13 @@ OPTIONAL = "identity digest sources augment sizes report questions check_shared_
 
 
 def check_functions(task: Any) -> None:
-    """Raises ValueError if a function is missing or does not accept its arguments.
-
-    TaskConfig must be a dataclass whose fields have defaults.
-    """
+    """Raises ValueError if a function is missing or does not accept its arguments."""
     if not dataclasses.is_dataclass(task.TaskConfig):
         raise ValueError("task.TaskConfig is not a dataclass; write @dataclass above it")
-    try:
-        task.TaskConfig()
-    except TypeError as error:
-        raise ValueError(f"task.TaskConfig: {error}; give each field a default") from None
     missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
     if missing:
-        raise ValueError(
-            f"task.py has no function {', '.join(missing)}; to write a whole task: "
-            "python -m samestep example plain_module"
-        )
+        example = "to write a whole task: python -m samestep example plain_module"
+        raise ValueError(f"task.py has no function {', '.join(missing)}; {example}")
     for name in [*REQUIRED, *OPTIONAL]:
         if callable(function := getattr(task, name, None)):
             wanted = [*inspect.signature(getattr(Task, name)).parameters][1:]
@@ -179,10 +169,8 @@ def check_functions(task: Any) -> None:
             try:
                 given.bind(*wanted)
             except TypeError:
-                raise ValueError(
-                    f"task.py: {name}{given} is called as {name}({', '.join(wanted)}); give it "
-                    "these parameters"
-                ) from None
+                call = f"{name}({', '.join(wanted)})"
+                raise ValueError(f"task.py: {name}{given} is called as {call}") from None
 
 
 def describe_value(value: Any) -> str:
@@ -202,9 +190,11 @@ def check_datasets(data: Any) -> None:
     """Raises ValueError unless these are two datasets that know their length."""
     right = isinstance(data, tuple | list) and len(data) == 2
     expect(right, "datasets returns", data, "(train, validation)")
-    for each in data:
+    for name, each in zip(("train on", "evaluate on"), data, strict=True):
         right = hasattr(each, "__len__") and hasattr(each, "__getitem__")
         expect(right, "datasets returns", each, "datasets with len() and [i]")
+        if not len(each):
+            raise ValueError(f"task.datasets returns no row to {name}; give at least one")
 
 
 def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
@@ -255,21 +245,6 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
     return [each for each in sources if each.rows]
 
 
-def check_rows(ids: Iterable[int], rows: list) -> None:
-    """Raises ValueError for rows that are dicts with different keys."""
-    first = None
-    for number, row in zip(ids, rows, strict=True):
-        if not isinstance(row, dict):
-            return
-        first = first or (number, row)
-        for (i, has), (j, lacks) in ((first, (number, row)), ((number, row), first)):
-            for name in has.keys() - lacks.keys():
-                raise ValueError(
-                    f"task.datasets: row {j} has no {name!r}, which row {i} has; give all rows the "
-                    "same keys"
-                )
-
-
 def check_batch(batch: Any) -> None:
     """Raises ValueError unless this is a dict of tensors on the CPU."""
     expect(isinstance(batch, dict) and batch, "collate returns", batch, "a dict of tensors")
@@ -293,8 +268,7 @@ def check_model(model: Any) -> torch.nn.Module:
     expect(isinstance(model, torch.nn.Module), "build_model returns", model, "an nn.Module")
     if getattr(model, "is_quantized", False):  # its checkpoints restore other weights, silently
         raise ValueError(
-            "task.build_model returns a quantised model, whose runs do not continue as they were; "
-            "give the weights in full precision (see LoRA in docs/hardware.md)"
+            "task.build_model returns a quantised model, whose runs do not continue as they were"
         )
     return model
 
@@ -316,7 +290,7 @@ def check_sums(sums: Any) -> None:
         if value.dtype in (torch.bfloat16, torch.float16):  # a matrix product, under autocast
             raise ValueError(
                 f"task.eval_sums: {name!r} is {describe_value(value)}, which rounds sums; call "
-                ".float() on the outputs of the model, and count without products of matrices"
+                ".float(), and count without products of matrices"
             )
 
 

@@ -7,7 +7,6 @@ group. `--check` runs only this part.
 import contextlib
 import dataclasses
 import inspect
-import json
 import math
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from samestep.base import console, run_folder
@@ -37,11 +37,8 @@ from samestep.step import batches
 from samestep.step.batches import StepPlan
 from samestep.step.order import first_mixture, hash64, next_mixture
 
-TRIAL = 1000  # samples; a shorter run takes no time that is worth a line
-WORTH_A_LINE = 0.1  # share of the time that evaluation takes
 PATHS = ("output_dir", "resume", "config_file")  # fields of train.py
 VOCABULARY = "tokenizer.json"  # of a run that has learnt one, and of its prepared data
-ROW = ("input_ids", "labels")  # of the rows that context parallelism can cut
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 
@@ -73,24 +70,19 @@ class RunStart:
     manifest: dict  # what the manifests of this run have in common
     point: StartPoint  # on the main process
 
-    def check_folder(self) -> None:
-        """Raises FileNotFoundError if the run folder is gone; for the main process."""
-        self.lock.check_folder()
-
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
         point, rows = self.point, len(self.data[1])
         if point.finished and not self.cfg.check:
-            return (
-                f"{self.output} is finished: {point.finished}; for a new run give another "
-                "--output_dir"
-            )
+            other = "for a new run give another --output_dir"
+            return f"{self.output} is finished: {point.finished}; {other}"
         if self.cfg.eval_only:
             return f"checked: {self.output} evaluates {point.checkpoint} on {rows:,} samples"
-        start = (
-            f"goes on from {point.checkpoint}" if point.checkpoint else "starts from the beginning"
-        )
-        start = "is finished" if point.finished else start
+        start = "starts from the beginning"
+        if point.checkpoint:
+            start = f"goes on from {point.checkpoint}"
+        if point.finished:
+            start = "is finished"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
         checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
         launching = "LAUNCHING" in os.environ  # the run prints the remarks itself
@@ -114,6 +106,8 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     cfg, recipe, remarks = config.parse_config(config_class, sys.argv[1:], commands)
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
+    steps = cfg.profile_steps or [1, 1]
+    few = len(steps) == 2 and 0 <= steps[1] - steps[0] < 100
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     shown = one_line(cfg.output_dir, 100)
@@ -123,38 +117,26 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
         (escaped(cfg.output_dir) != cfg.output_dir, "which a terminal cannot show; give another"),
         start=f"output_dir is {shown}, ",
     )
-    try:
-        json.dumps(dataclasses.asdict(cfg))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"config.yaml cannot hold a value of the config: {error}") from None
+    limit = "give the first and the last of at most 100 steps, such as [10, 13]"
+    refuse((not few, f"profile_steps is {steps}; {limit}"))
     return cfg, remarks
-
-
-def default_values(config_class: Any, prefix: str = "") -> dict[str, Any]:
-    """The defaults of all fields that have one, by dotted name."""
-    values = {}
-    for each in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(each.type):
-            values |= default_values(each.type, f"{prefix}{each.name}.")
-        elif each.default is not dataclasses.MISSING:
-            values[prefix + each.name] = each.default
-    return values
-
-
-def change_effects(config_class: Any, prefix: str = "") -> dict[str, str]:
-    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
-    effects = {}
-    for each in dataclasses.fields(config_class):
-        effects[prefix + each.name] = each.metadata.get("changes", "result")
-        if dataclasses.is_dataclass(each.type):
-            effects |= change_effects(each.type, f"{prefix}{each.name}.")
-    return effects
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
     """The settings that config.yaml and manifests hold: all but those that belong to one start."""
-    unsaved = [f.name for f in dataclasses.fields(cfg) if not f.metadata.get("saved", True)]
-    return {n: value for n, value in dataclasses.asdict(cfg).items() if n not in unsaved}
+    saved = [f.name for f in dataclasses.fields(cfg) if f.metadata.get("saved", True)]
+    return {name: value for name, value in dataclasses.asdict(cfg).items() if name in saved}
+
+
+def change_effects(cfg: Any) -> dict[str, str]:
+    """The effect that a change of each field has on a resumed run: "changes" in its metadata."""
+    fields = config.fields_of(type(cfg)).items()
+    effects = {name: field.metadata.get("changes", "result") for name, (_, field) in fields}
+    if cfg.exact:  # rounding is a part of the result
+        effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
+    if cfg.eval_only:  # only the task's settings affect an evaluation
+        effects = {n: e if n.startswith("task.") else "nothing" for n, e in effects.items()}
+    return effects
 
 
 def read_layout(cfg: Any) -> Layout:
@@ -170,9 +152,7 @@ def read_layout(cfg: Any) -> Layout:
     layout = this_layout()
     accelerate_yaml.check_launched(layout)
     if layout.sharded and use_cpu():
-        raise UserError(
-            "accelerate shards models on GPUs only, and there is none; use cpu_multi.yaml"
-        )
+        raise UserError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
     return layout
 
 
@@ -220,37 +200,20 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
     )
 
 
-def check_profile(steps: list[int] | None) -> None:
-    """Raises ValueError unless this is the first and the last of a few steps."""
-    if steps is not None and (len(steps) != 2 or not 0 <= steps[1] - steps[0] < 100):
-        raise ValueError(
-            f"profile_steps is {steps}; give the first and the last of at most 100 steps, such as "
-            "[10, 13]"
-        )
-
-
 def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: int) -> None:
     """Raises ValueError for rows that context parallelism cannot cut into so many parts.
 
     It takes every position of a row to see all earlier ones, and counts losses by position.
     """
-    row = rows[0]
-    columns = isinstance(row, Mapping) and {*ROW} <= {*row}
-    cells = [row[name] for name in ROW] if columns else [[], []]
-    tokens, labels = (len(cell) if hasattr(cell, "__len__") else 0 for cell in cells)
-    marked = hasattr(task, "check_shared_rows")
+    row = rows[0] if isinstance(rows[0], Mapping) else {}
+    tokens, labels = (np.asarray(row.get(name, ())).size for name in ("input_ids", "labels"))
     refuse(
-        (not marked, "task.py has no function check_shared_rows, which says that they are such"),
-        (not columns, "the rows of task.py lack input_ids or labels; use fsdp2.yaml"),
+        (not hasattr(task, "check_shared_rows"), "task.py has no function check_shared_rows"),
+        ("position_ids" in row, "those packed by best_fit are of other texts; use fsdp2.yaml"),
         (
-            columns and "position_ids" in row,
-            "rows packed by best_fit hold texts that must not see each other; set task.packing to "
-            "stream, which plain texts allow, or use fsdp2.yaml",
-        ),
-        (
-            tokens != labels or tokens % parts,
+            not tokens or tokens != labels or tokens % parts,
             f"into {parts} equal parts, and the first row has {tokens} input_ids and {labels} "
-            f"labels; give a context_length that {parts} divides",
+            f"labels; give a context_length that {parts} divides, or use fsdp2.yaml",
         ),
         start="context parallelism cuts rows, of which each token sees all earlier ones: ",
     )
@@ -279,7 +242,6 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     """
     contract.check_functions(task)
     cfg, remarks = read_config(config_class, about)
-    check_profile(cfg.profile_steps)
     check_output_outside_data(cfg)
     output = Path(cfg.output_dir)
     layout = read_layout(cfg)
@@ -306,11 +268,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
         manifest = collect_manifest(cfg, task, prepared, data)
         if IS_MAIN:
-            effects = change_effects(config_class)
-            if cfg.exact:  # rounding is a part of the result
-                effects = {n: "result" if e == "rounding" else e for n, e in effects.items()}
-            find_start(point, cfg, manifest, effects)
-            point.remarks += warn_of_evaluation(cfg, point, len(data[0]), len(data[1]))
+            find_start(point, cfg, manifest, change_effects(cfg))
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
@@ -345,11 +303,6 @@ def prepare_data(cfg: Any, task: contract.Task) -> Any:
 def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions."""
     train_data, eval_data = data
-    if not len(train_data) or not len(eval_data):
-        raise UserError(
-            f"task.datasets returns {len(train_data)} rows to train and {len(eval_data)} rows to "
-            "evaluate on; give at least one of each"
-        )
     entries = {"samples": len(train_data)}
     # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
     entries["fingerprint"] = batches.fingerprint(train_data, task)
@@ -386,11 +339,10 @@ def continue_mixture(point: StartPoint, current: dict) -> dict:
     before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
     mixture = next_mixture(before, samples, weights)
     if mixture["first"] != before["first"]:
-        places = [(name, mixture["sources"][name][2]) for name in weights]
-        text = ", ".join(
-            f"{name} goes on after {n:,}" if n else f"{name} begins" for name, n in places
-        )
-        point.remarks.append(f"the sources have other weights after {samples:,} samples: {text}")
+        places = {name: mixture["sources"][name][2] for name in weights}
+        texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
+        remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
+        point.remarks.append(remark)
     return mixture
 
 
@@ -408,42 +360,31 @@ def find_saved(point: StartPoint, cfg: Any) -> None:
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
 
-def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, str]) -> None:
+def find_start(point: StartPoint, cfg: Any, manifest: dict, effects: dict[str, str]) -> None:
     """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
 
-    Raises ValueError if it cannot continue. For `changes` see `change_effects`.
+    Raises ValueError if it cannot continue. For `effects` see `change_effects`.
     """
     output = Path(cfg.output_dir)
     folder = output / "checkpoints"
-    if cfg.eval_only:
-        choose_evaluated(point, cfg, manifest)
+    if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
+        choose_best(point, manifest)
     step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
         point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
     if cfg.warmup_steps >= point.max_steps and not cfg.eval_only:
-        point.remarks.append(
-            f"the learning rate rises to the end: warmup_steps is {cfg.warmup_steps}, and the run "
-            f"has {point.max_steps} steps"
-        )
-    if point.max_steps * cfg.global_batch_size >= 2**62:  # positions are 64-bit integers
-        raise ValueError(
-            f"{point.max_steps} steps of {cfg.global_batch_size} samples are too many: lower "
-            "max_steps, num_epochs or global_batch_size"
-        )
+        remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
+        point.remarks.append(f"the learning rate rises to the end: {remark}")
     trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
     if not all(each in trains for each in cfg.profile_steps or ()):
         steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
-        point.remarks.append(
-            f"warning: nothing is profiled: profile_steps is {cfg.profile_steps}, and this command "
-            f"trains {steps}"
-        )
-    if cfg.eval_only:  # only the task's settings affect an evaluation
-        changes = {n: each if n.startswith("task.") else "nothing" for n, each in changes.items()}
+        remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
+        point.remarks.append(f"warning: nothing is profiled: {remark}")
     if point.checkpoint:
-        accept = cfg.accept_changes
+        defaults = {name: field.default for name, (_, field) in config.fields_of(type(cfg)).items()}
         point.changed = checkpoints.check_settings(
-            point.checkpoint, point.saved, manifest, changes, accept, default_values(type(cfg))
+            point.checkpoint, point.saved, manifest, effects, cfg.accept_changes, defaults
         )
         before, now = point.saved.get("versions", {}), manifest["versions"]
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
@@ -455,11 +396,11 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
     if point.checkpoint:
         manifest["mixture"] = continue_mixture(point, manifest["mixture"])
     point.mixture = manifest["mixture"]
-    settings = checkpoints.digest_of(checkpoints.result_settings(manifest, changes))
-    exports = checkpoints.export_settings(manifest, changes)
+    settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
+    exports = checkpoints.export_settings(manifest, effects)
     point.facts = {"settings": settings, "export": exports}
     status, trained = run_folder.read_status(output), (output / "model").exists()
-    exported = status.get("export") or checkpoints.export_settings(point.saved or manifest, changes)
+    exported = status.get("export") or checkpoints.export_settings(point.saved or manifest, effects)
     again = "; ".join(checkpoints.differences(exported, exports).values())
     if point.checkpoint and point.checkpoint.resolve().parent == folder.resolve():
         # A finished run without its model, or with other settings for it, exports it again.
@@ -487,48 +428,13 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, changes: dict[str, s
         _, point.best_loss = checkpoints.find_best(folder, manifest)
 
 
-def choose_evaluated(point: StartPoint, cfg: Any, manifest: dict) -> None:
-    """With export best, takes the checkpoint that is exported, unless `resume` names another.
-
-    Raises UserError for a flag of training that is not a setting of the checkpoint: nothing reads
-    it. The command that trained is right.
-    """
-    newest = point.saved  # a run may have gone on with other settings after its best evaluation
-    if cfg.export == "best" and cfg.resume == "auto":
-        best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
-        if best:
-            point.checkpoint, point.saved = best, checkpoints.verify(best)
-        else:
-            point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
-    saved, now = (checkpoints.flatten(each.get("config", {})) for each in (newest, manifest))
-    for name in config.given_flags(type(cfg), sys.argv[1:]):
-        unread = name in (*config.RUN, *config.TRAINING) and name in now
-        if unread and now[name] != saved.get(name, now[name]):
-            raise UserError(
-                f"--{name} is {now[name]}, and {point.checkpoint} was trained with {saved[name]}: "
-                "eval_only trains nothing, and does not read it; leave it out"
-            )
-
-
-def warn_of_evaluation(cfg: Any, point: StartPoint, samples: int, rows: int) -> list[str]:
-    """A line if evaluating so many rows, of training on `samples`, takes much time, else none.
-
-    The forward pass, which is all of an evaluation, is about a third of the work of a step.
-    """
-    steps = point.max_steps - point.saved.get("step", 0)
-    epoch = -(-samples // cfg.global_batch_size)
-    interval = epoch if cfg.eval_every == "epoch" else cfg.eval_every or steps
-    interval = max(min(interval, steps), 1)
-    share = rows / (rows + 3 * interval * cfg.global_batch_size)
-    trial = steps * cfg.global_batch_size < TRIAL or cfg.eval_only or point.finished
-    if trial or share < WORTH_A_LINE:
-        return []
-    fewer = "evaluate on fewer rows"
-    if hasattr(cfg.task, "validation_rows"):
-        fewer = "lower task.validation_rows"
-    when = f"every {interval:,} steps" if interval < steps else "at the end"
-    change = f"raise eval_every, or {fewer}" if interval < steps else fewer
-    return [f"evaluation will take about {share:.0%} of the time, {rows:,} rows {when}: {change}"]
+def choose_best(point: StartPoint, manifest: dict) -> None:
+    """Takes the checkpoint that is exported; it may be older than the newest."""
+    best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
+    if best:
+        point.checkpoint, point.saved = best, checkpoints.verify(best)
+    else:
+        point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
 
 
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:

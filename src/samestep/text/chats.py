@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from samestep.base import workers
 from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.data.sources import IncompleteRow
@@ -349,12 +348,11 @@ def apply_template(
 ) -> str:
     """Messages as text, by the tokenizer's chat template.
 
-    A template is a program: it may fail or never end. Raises ValueError with the place of the row.
+    A template is a program: it may fail. Raises ValueError with the place of the row.
     """
     try:
-        with workers.time_limit(10):
-            return tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, **options
-            )
+        return tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, **options
+        )
     except Exception as error:
         raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None

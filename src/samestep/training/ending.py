@@ -30,7 +30,7 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             line = {"step": step, "checkpoint": str(run.point.checkpoint), **scores}
             tracking.write_json_object(run.output / "evaluation" / "metrics.json", line)
         elif run.accelerator.is_main_process:
-            run.start.check_folder()
+            run.start.lock.check_folder()
             folder = run.output / "model"
             run.asked = exported.ask_trained(run, whole)
             about = {"step": step, "steps": run.last_step, "scores": scores}

@@ -122,7 +122,7 @@ class Saver:
                 parts = share.parts if share else deepspeed.partitions(self.state.optimizer)
                 self.state.check_finite(parts)
                 if self.main:
-                    self.run.start.check_folder()
+                    self.run.start.lock.check_folder()
                     checkpoints.make_partial_folder(partial)
             with ranks.fail_together(), as_user_error(), checkpoints.report_full_disk(partial):
                 if share:
