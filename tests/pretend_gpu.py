@@ -36,9 +36,7 @@ from waits import waits_in  # noqa: E402
 # Name, compute capability, GB of memory, and AMD's name of the architecture.
 CARDS = {
     "T4": ("Tesla T4", (7, 5), 15.6, ""),
-    "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 85.1, ""),
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 85.0, ""),
-    "B200": ("NVIDIA B200", (10, 0), 191.5, ""),
     "MI300X": ("AMD Instinct MI300X", (9, 4), 206.1, "gfx942:sramecc+:xnack-"),
 }
 NAME, CAPABILITY, GIGABYTES, AMD = CARDS[os.environ.get("PRETEND", "H100")]

@@ -1,7 +1,5 @@
 """What only a GPU can show: precisions, compiled models, GPUs instead of processes, same bytes."""
 
-import json
-import math
 import os
 import shutil
 import subprocess
@@ -80,6 +78,15 @@ def checkpoint(output, step):
     return output / "checkpoints" / f"step-{step:08d}"
 
 
+def check_continues(project, hardware, folder, *flags):
+    """A run that goes on from step 4 ends as one that was not broken; the folders of both."""
+    whole = train(project, hardware, folder / "whole", *flags)
+    shutil.copytree(checkpoint(whole, 4), checkpoint(folder / "half", 4))
+    half = train(project, hardware, folder / "half", *flags)
+    check_same_end(whole, half)
+    return whole, half
+
+
 def check_same_end(one, other):
     """In the last checkpoint: the bytes of the weights and of the optimizer's state."""
     folders = [max((output / "checkpoints").glob("step-*")) for output in (one, other)]
@@ -137,14 +144,10 @@ def test_two_gpus_that_share_rows_train_what_one_trains(project, tmp_path, preci
 
 
 def test_fp16_keeps_its_scaler_and_continues_bit_by_bit(tiny, tmp_path):
-    whole = train(tiny, "single_gpu_fp16", tmp_path / "whole", "--deterministic", "true")
-    output = tmp_path / "run"
-    shutil.copytree(checkpoint(whole, 4), checkpoint(output, 4))
-    train(tiny, "single_gpu_fp16", output, "--deterministic", "true")
-    check_same_end(whole, output)
+    whole, half = check_continues(tiny, "single_gpu_fp16", tmp_path, "--deterministic", "true")
     early, mine, theirs = [
         {n: v.item() for n, v in read_checkpoint(folder).items() if n.startswith("scaler.")}
-        for folder in (checkpoint(whole, 4), checkpoint(whole, 12), checkpoint(output, 12))
+        for folder in (checkpoint(whole, 4), checkpoint(whole, 12), checkpoint(half, 12))
     ]
     assert early != mine == theirs  # it counts steps, so it would show where it is not restored
 
@@ -238,43 +241,4 @@ def test_attention_in_bf16_continues_bit_by_bit(tmp_path, task):
     flags += ["--deterministic", "true", "--keep_checkpoints", 0]
     if task == "causal_lm":
         flags += ["--task.data", "docstrings", "--task.rows", "prompt"]
-    whole = train(project, "single_gpu_bf16", tmp_path / "whole", *flags)
-    half = tmp_path / "half"
-    shutil.copytree(checkpoint(whole, 4), checkpoint(half, 4))
-    train(project, "single_gpu_bf16", half, *flags)
-    check_same_end(whole, half)
-
-
-# ---- samestep hardware ---------------------------------------------------------------------------
-
-
-def bench(project, hardware, folder):
-    """What `samestep hardware bench` says of the GPUs: {name: figures}, and its lines."""
-    command = ["accelerate", "launch", "--quiet", "--config_file"]
-    command += [f"configs/accelerate/{hardware}.yaml", "-m", "samestep"]
-    command += ["hardware", "bench"]
-    project.run(*command, "--seconds", 0.1, "--report", folder, CUDA_VISIBLE_DEVICES=GPUS)
-    section = json.loads((folder / "hardware.json").read_text())["bench"]
-    figures = {}
-    for each in section["figures"]:
-        assert 0 < each["value"] < 1.1 * each.get("peak", math.inf), each
-        figures.setdefault(each["name"], []).append(each)
-    return figures, section["lines"]
-
-
-def test_bench_measures_a_gpu(tiny, tmp_path):
-    figures, remarks = bench(tiny, "single_gpu", tmp_path / "report")
-    for kind in ("fp32", "tf32", "bf16", "fp16", "fp8"):
-        missing = any(line.startswith(f"not measured: matmul {kind}: ") for line in remarks)
-        assert (f"matmul {kind}, 8192" in figures) != missing, remarks
-    assert {"memory, read + written", "training step alone"} <= {*figures}
-
-
-@two_gpus
-def test_bench_measures_what_connects_two_gpus(tiny, tmp_path):
-    figures, _ = bench(tiny, "multi_gpu", tmp_path / "report")
-    for kind, factor in (("all_reduce", 1), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
-        (algorithm,), (bus,) = (figures[f"{kind} {bw}, 256 MiB"] for bw in ("algbw", "busbw"))
-        assert bus["value"] == pytest.approx(factor * algorithm["value"])
-    assert [each["where"] for each in figures["point-to-point, 256 MiB"]] == ["0-1"]
-    assert [each["size"] for each in figures["training together, 2 processes"]] == [2]
+    check_continues(project, "single_gpu_bf16", tmp_path, *flags)

@@ -1,11 +1,7 @@
 """The YAMLs of configs/accelerate: what the launcher makes of each, and what is refused."""
 
 import contextlib
-import functools
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -89,10 +85,6 @@ def launched(path, *options):
 # ---- The YAMLs -----------------------------------------------------------------------------------
 
 
-def test_all_yamls_are_listed():
-    assert SHIPPED == sorted(EXPECTED)
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_check_and_launcher_agree_on_the_layout(machine, name):
     processes, precision, sizes, told = EXPECTED[name]
@@ -130,31 +122,6 @@ def test_each_key_is_explained_and_the_commands_name_the_file(name):
     assert f"make train HARDWARE={name}" in head or name.startswith("multi_node")
     named = re.findall(r"\b([a-z0-9_]+)\.yaml", "\n".join(lines))
     assert {*named} <= {*SHIPPED}
-
-
-LAUNCHED = [pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "tensor_parallel")]
-
-
-@pytest.mark.parametrize("name", ["cpu_multi", *LAUNCHED])
-def test_real_launch(tmp_path, name):
-    """The processes that `accelerate launch` starts have this layout, each with its rank."""
-    program = tmp_path / "show.py"
-    program.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT / SOURCE)!r})\n"
-        "from samestep.settings.mesh import this_layout\n"
-        "sys.stdout.write(f'{this_layout()}\\n')\n"
-    )
-    command = ["accelerate", "launch", "--config_file", FOLDER / f"{name}.yaml", program]
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    processes, _, sizes, _ = EXPECTED[name]
-    kinds = {"cpu_multi": (), "hsdp": ("FSDP", "PARALLELISM_CONFIG")}.get(
-        name, ("PARALLELISM_CONFIG",)
-    )
-    expected = [f"{layout.Layout(processes, rank, kinds, **sizes)}" for rank in range(processes)]
-    assert sorted(found.stdout.splitlines()) == expected
 
 
 def test_layouts_count_replicas():
@@ -197,10 +164,7 @@ REFUSED = [  # a YAML, and what is said
     (DDP + sizes(dp_shard=4), "parallelism_config needs distributed_type FSDP"),
     (V2 + sizes(dp_replicate=4), "parallelism_config leaves nothing to shard"),
     (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
-    (
-        V2 + sizes(dp_replicate=2),
-        "needs 2 processes (dp_replicate 2), and num_processes is 4; make",
-    ),
+    (V2 + sizes(dp_replicate=2), "needs 2 processes (dp_replicate 2), and num_processes is 4"),
     (V2 + sizes(dp_shard="two"), "parallelism_config_dp_shard_size is two"),
     (V2 + "parallelism_config: {tp_size: 2}", "did you mean parallelism_config_tp_size?"),
     (DDP + "fp8_config: {x: 1}\n", "no key x; accelerate reads no such"),
@@ -208,9 +172,7 @@ REFUSED = [  # a YAML, and what is said
     (FSDP + "fsdp_config: {fsdp_verion: 2}", "no key fsdp_verion; did you mean fsdp_version?"),
     (fsdp("fsdp_offload_params: cpu"), "fsdp_config: fsdp_offload_params is cpu; give true or"),
     (fsdp("fsdp_sharding_strategy: FULL_SHARD"), "remove fsdp_sharding_strategy; FSDP 2 does not"),
-    (fsdp("fsdp_activation_checkpointing: true"), "the recipe's field gradient_checkpointing dec"),
     (zero("gradient_accumulation_steps: 4"), "the recipe's field micro_batch_size decides"),
-    (zero("gradient_clipping: 1.0"), "remove gradient_clipping; the recipe's field max_grad_norm"),
     (zero("deepspeed_config_file: ds.json"), "train.py fills in DeepSpeed's settings"),
     (zero("zero_stage: 4"), "zero_stage is 4; give 2 or 3"),
     (zero("zero_stage: 2, offload_param_device: cpu"), "offload_param_device needs zero_stage 3"),
@@ -249,64 +211,55 @@ def test_numbers_of_the_launcher_are_those_of_the_layout(machine):
     """--num_processes 8 of the launcher overrides the YAML, but not its parallelism_config."""
     machine.setenv("LAUNCH_PROCESSES", "8")
     assert accelerate_yaml.read_hardware(FOLDER / "fsdp2.yaml").replicas == 8
-    with pytest.raises(
-        ValueError, match=r"hsdp.yaml: parallelism_config needs 4 processes \(dp_rep"
-    ):
+    with pytest.raises(ValueError, match="hsdp.yaml: parallelism_config needs 4 processes"):
         accelerate_yaml.read_hardware(FOLDER / "hsdp.yaml")
 
 
-LAUNCHED = [
-    ({"MEGATRON_LM": "true"}, "Megatron-LM trains"),
-    ({"GRADIENT_ACCUMULATION_STEPS": "2"}, "the recipe's field micro_batch_size decides"),
-    (
-        {"DEEPSPEED_CONFIG_FILE": "ds.json"},
-        "unset ACCELERATE_DEEPSPEED_CONFIG_FILE; train.py fills in",
-    ),
-]
-
-
-@pytest.mark.parametrize("env, said", LAUNCHED)
-def test_refused_in_what_the_launcher_has_set(machine, env, said):
-    kind = "MEGATRON_LM" if "MEGATRON_LM" in env else "DEEPSPEED"
+@pytest.mark.parametrize(
+    "kind, name, value, said",
+    [
+        ("MEGATRON_LM", "MEGATRON_LM", "true", "Megatron-LM trains"),
+        ("DEEPSPEED", "GRADIENT_ACCUMULATION_STEPS", "2", "the recipe's field micro_batch_size"),
+        ("DEEPSPEED", "DEEPSPEED_CONFIG_FILE", "ds.json", "unset ACCELERATE_DEEPSPEED_CONFIG_FIL"),
+    ],
+)
+def test_refused_in_what_the_launcher_has_set(machine, kind, name, value, said):
     machine.setenv(f"ACCELERATE_USE_{kind}", "true")
-    for name, value in env.items():
-        machine.setenv(f"ACCELERATE_{name}", value)
-    with pytest.raises(ValueError) as error:
+    machine.setenv(f"ACCELERATE_{name}", value)
+    with pytest.raises(ValueError, match=said):
         accelerate_yaml.check_launched(layout.this_layout())
-    assert said in str(error.value)
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
 DEFAULTS |= {"gradient_compression": "none"}
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
+KINDS = {
+    "DDP": ((), {}),
+    "FSDP": (("FSDP",), {}),
+    "HSDP": (("FSDP", "PARALLELISM_CONFIG"), HSDP),
+    "DEEPSPEED": (("DEEPSPEED",), {}),
+    "TP": (("PARALLELISM_CONFIG",), {"tp": 4}),
+}
 
 
 @pytest.mark.parametrize(
-    "fields, kinds, axes, said",
+    "kind, fields, said",
     [
-        ({"exact": True}, ("FSDP",), {}, ""),
-        ({"async_save": True}, ("FSDP",), {}, ""),
-        ({"async_save": True}, ("DEEPSPEED",), {}, "async_save does not go with DeepSpeed"),
-        ({"exact": True}, ("FSDP", "PARALLELISM_CONFIG"), HSDP, ""),
-        ({"compile": True}, ("FSDP",), {}, ""),
-        ({"exact": True}, ("DEEPSPEED",), {}, "exact does not go with DeepSpeed"),
-        ({"exact": True}, ("PARALLELISM_CONFIG",), {"tp": 4}, "exact does not go with tensor"),
-        ({"compile": True}, ("DEEPSPEED",), {}, "compile does not go with DeepSpeed"),
-        ({"device_shares": "auto"}, ("FSDP",), {}, "device_shares does not go with sharded"),
-        ({"device_shares": "auto"}, (), {}, ""),
-        ({"exact": True, "compile": True}, (), {}, "exact does not go with compile"),
-        ({"gradient_compression": "fp16"}, (), {}, ""),
-        ({"gradient_compression": "fp16", "device_shares": "[2, 1]"}, (), {}, ""),
-        (
-            {"gradient_compression": "fp16"},
-            ("FSDP",),
-            {},
-            "gradient_compression does not go with sh",
-        ),
+        ("FSDP", {"exact": True, "async_save": True}, ""),
+        ("HSDP", {"exact": True}, ""),
+        ("FSDP", {"compile": True}, ""),
+        ("DDP", {"device_shares": "[2, 1]", "gradient_compression": "fp16"}, ""),
+        ("DEEPSPEED", {"async_save": True}, "async_save does not go with DeepSpeed"),
+        ("DEEPSPEED", {"exact": True}, "exact does not go with DeepSpeed"),
+        ("DEEPSPEED", {"compile": True}, "compile does not go with DeepSpeed"),
+        ("TP", {"exact": True}, "exact does not go with tensor"),
+        ("FSDP", {"device_shares": "auto"}, "device_shares does not go with sharded"),
+        ("FSDP", {"gradient_compression": "fp16"}, "gradient_compression does not go with sh"),
+        ("DDP", {"exact": True, "compile": True}, "exact does not go with compile"),
     ],
 )
-def test_fields_that_do_not_go_with_a_layout(fields, kinds, axes, said):
-    shared = layout.layout_of(4, 0, kinds, axes)
+def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
+    shared = layout.layout_of(4, 0, *KINDS[kind])
     refused = pytest.raises(ValueError, match=f"^{said}")
     with refused if said else contextlib.nullcontext():
         startup.check_sharing(SimpleNamespace(**DEFAULTS | fields), shared)
@@ -315,28 +268,18 @@ def test_fields_that_do_not_go_with_a_layout(fields, kinds, axes, said):
 @pytest.mark.parametrize(
     "row, said",
     [
-        ({"input_ids": [0] * 64, "labels": [0] * 64}, ""),
-        (
-            {"input_ids": [0] * 64, "labels": [0] * 64, "position_ids": [0] * 64},
-            "packed by best_fit",
-        ),
-        (
-            {"input_ids": [0] * 62, "labels": [0] * 62},
-            "into 4 equal parts, and the first",
-        ),
-        ({"input_ids": [0] * 64, "labels": 1}, "has 64 input_ids and 1 labels"),
-        ({"pixels": [0]}, "has 0 input_ids and 0 labels"),
+        ({"input_ids": 64, "labels": 64}, ""),
+        ({"input_ids": 64, "labels": 64, "position_ids": 64}, "packed by best_fit"),
+        ({"input_ids": 62, "labels": 62}, "into 4 equal parts, and the first"),
+        ({"input_ids": 64, "labels": 0}, "has 64 input_ids and 0 labels"),
+        ({"pixels": 1}, "the rows of task.py lack input_ids or labels"),
     ],
 )
 def test_rows_that_context_parallelism_cannot_cut(row, said):
+    rows = [{name: [0] * length if length else 1 for name, length in row.items()}]
     task = SimpleNamespace(check_shared_rows=lambda *_: None)
-    check = functools.partial(startup.check_rows, [row], SimpleNamespace(task=None), task, None, 4)
-    if not said:
-        check()
-        return
-    with pytest.raises(ValueError) as error:
-        check()
-    assert said in str(error.value)
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        startup.check_rows(rows, SimpleNamespace(task=None), task, None, 4)
 
 
 @pytest.mark.parametrize("name, said", [("fsdp2", ""), ("deepspeed_zero2", "DeepSpeed is not")])
@@ -363,14 +306,6 @@ def test_no_key_is_both_in_the_hardware_and_in_the_recipe(tiny):
 
 
 DOC = ROOT / SOURCE / "docs" / "hardware.md"
-
-
-def test_a_command_of_the_docs_is_not_wrapped_inside_its_quotes():
-    for path in DOC.parent.glob("*.md"):
-        for block in re.findall(r"```\n(.*?)```", path.read_text(), re.DOTALL):
-            for line in block.splitlines():
-                assert line.count('"') % 2 == 0 or not line.lstrip().startswith("python"), line
-        assert not re.search(r'`python -c "[^"`]*\n', path.read_text()), path
 
 
 def test_all_yamls_are_in_the_tables():

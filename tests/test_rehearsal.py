@@ -75,15 +75,15 @@ def test_a_yaml_trains_and_continues(small, alone, tmp_path, hardware, processes
     assert digest(ends[0]) == digest(ends[1])
 
 
-OPTIONS = {
-    "async_save": ["--async_save", "true", "--save_every", 6],
-    "recomputed": ["--gradient_checkpointing", "true"],
-    "tf32": ["--tf32", "true"],
-    "workers": ["--num_workers", 2],
-    "chunked": ["--task.loss_chunk", 16],
-    "shares": ["--device_shares", "auto", "--micro_batch_size", 1, "--max_steps", 12],
-    "profiled": ["--profile_steps", "[2, 3]"],
-    "compressed": ["--gradient_compression", "fp16"],
+OPTIONS = {  # and how close to a CPU: loss, and norm of the gradient
+    "--async_save true --save_every 6": (1e-5, 1e-4),
+    "--gradient_checkpointing true": (1e-5, 1e-4),
+    "--tf32 true": (1e-5, 1e-4),
+    "--num_workers 2": (1e-5, 1e-4),
+    "--task.loss_chunk 16": (1e-5, 1e-4),
+    "--profile_steps [2,3]": (1e-5, 1e-4),
+    "--gradient_compression fp16": (1e-2, 0.1),
+    "--device_shares auto --micro_batch_size 1 --max_steps 12": None,
 }
 
 
@@ -92,12 +92,11 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_trains(small, alone, tmp_path, option, processes):
     hardware, output = {1: "single_gpu", 2: "multi_gpu"}[processes], tmp_path / "run"
-    rehearse(small, hardware, processes, *OPTIONS[option], "--output_dir", output)
-    if option == "shares":
-        assert lines(output, "loss")[-1]["step"] == 12
+    rehearse(small, hardware, processes, *option.split(), "--output_dir", output)
+    if OPTIONS[option]:
+        agree(output, alone, *OPTIONS[option])
     else:
-        limits = (1e-2, 0.1) if option == "compressed" else (1e-5, 1e-4)
-        agree(output, alone, *limits)
+        assert lines(output, "loss")[-1]["step"] == 12
 
 
 @pytest.mark.slow
@@ -111,14 +110,13 @@ def test_exact_has_the_bytes_of_one_gpu(small, tmp_path, case):
 
 # ---- Tasks ---------------------------------------------------------------------------------------
 
-INPUTS = {"text_classification": "def f(): pass", "causal_lm": "When", "seq2seq": "f(x)"}
 TASKS = ["causal_lm", "image_classification", "seq2seq", "preference"]
 
 
 @pytest.mark.parametrize(
     "task", ["text_classification", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS)]
 )
-def test_a_task_trains_continues_evaluates_and_predicts(tmp_path, task):
+def test_a_task_trains_continues_and_evaluates(tmp_path, task):
     hardware = "single_gpu_bf16"
     project = bake(tmp_path, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
@@ -126,7 +124,7 @@ def test_a_task_trains_continues_evaluates_and_predicts(tmp_path, task):
     rehearse(project, hardware, 1, *flags, "--max_steps", 4)
     printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--accept_changes")
     assert "continuing from" in printed and "the best evaluation was that of step" in printed
-    printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--eval_only")
+    rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--eval_only")
     scores = json.loads((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
     losses = [line["eval_loss"] for line in lines(tmp_path / "run", "eval_loss")]
     assert scores["eval_loss"] == pytest.approx(min(losses))
@@ -147,7 +145,7 @@ def test_a_plain_module_trains(tmp_path, hardware, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("card", ["T4", "A100", "B200", "MI300X"])
+@pytest.mark.parametrize("card", ["T4", "MI300X"])
 def test_a_card_trains(small, tmp_path, card):
     """Packed rows, whose attention depends on the card."""
     hardware = "single_gpu_fp16" if card == "T4" else "single_gpu_bf16"
@@ -178,23 +176,19 @@ def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
 # ---- The rehearsal can fail ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "other", "said"),
-    [
-        ("batch = send_to_device(batch, accelerator.device, non_blocking=True)", "", "same device"),
-        (
-            "            losses.append(loss.detach())",
-            "            losses.append(loss.item())",
-            "waits for",
-        ),
-    ],
-)
+LINES = [
+    ("batch = send_to_device(batch, accelerator.device, non_blocking=True)", "pass", "same device"),
+    ("losses.append(loss.detach())", "losses.append(loss.item())", "waits for"),
+]
+
+
+@pytest.mark.parametrize(("line", "other", "said"), LINES)
 def test_a_mistake_in_the_loop_is_seen(small, tmp_path, line, other, said):
     path = shutil.copytree(small.path, tmp_path / "project")
     text = (path / "train.py").read_text()
     assert line in text
     head, _, tail = text.rpartition(line)
-    (path / "train.py").write_text(f"{head}{other or 'pass'}{tail}")
+    (path / "train.py").write_text(f"{head}{other}{tail}")
     flags = ["--output_dir", tmp_path / "run"]
     printed = rehearse(BakedProject(path), "single_gpu_bf16", 1, *flags, codes=[1, 2])
     assert said in printed

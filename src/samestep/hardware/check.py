@@ -1,6 +1,8 @@
 """Versions, devices, precisions and disk of this machine, and whether all processes agree."""
 
 import argparse
+import dataclasses
+import math
 import os
 import platform
 import re
@@ -8,7 +10,6 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -25,13 +26,14 @@ from samestep.settings.accelerate_yaml import without_gpu
 from samestep.start import startup
 
 GB, GIB = 1e9, 2**30
-IS_LOCAL_MAIN = os.environ.get("LOCAL_RANK", "0") == "0"
 WRITTEN = 64 << 20  # bytes that measure a disk
 SHARED_MEMORY = Path("/dev/shm")  # where the workers of a data loader hand over batches
 FIELDS = "index,driver_version,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
 LEAST_FREE_DISK = 10  # GB
 LEAST_SHARED_MEMORY = 1  # GB
 LEAST_FREE_MEMORY = 0.9  # of a GPU
+FREE = "memory free"
+MAY_DIFFER = {FREE, f"device, {FREE}", "network", "nvidia-smi", "links"}  # all else is compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +44,14 @@ def run(
     options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
 ) -> Section:
     """What this machine is; all processes must call it."""
+    used = [device]
+    if device.type == "cuda" and PROCESSES == 1:  # without launcher all of them
+        used = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     with ranks.fail_together(), as_user_error():
-        own = facts_of_process(device)
-        if IS_LOCAL_MAIN:
-            own["speeds"] = measure_disk(options.report, WRITTEN)
-            own["free disk"] = shutil.disk_usage(options.report).free / GB
-            if device.type == "cuda":
-                own["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
-                own["links"] = nvidia_smi("topo", "-m")
-    everywhere = ranks.gather(own)
-    return describe(everywhere)
+        own = look_at_process(used)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            look_at_machine(own, options.report, device)
+    return describe(ranks.gather(own), ranks.gather(socket.gethostname()))
 
 
 # ---- What each process sees ----------------------------------------------------------------------
@@ -74,58 +74,103 @@ def limit_of(file: str) -> float | None:
     return min(limits, default=None)
 
 
-def facts_of_process(device: torch.device) -> dict[str, Any]:
-    """What this process sees of its machine, and of its device; without launcher, of all GPUs."""
+def look_at_process(used: list[torch.device]) -> Section:
+    """Versions, processors and memory, as this process sees them, and its devices."""
+    section = Section("check")
     versions = startup.versions() | {"cuda": torch.version.cuda, "rocm": torch.version.hip}
-    used = [device]
-    if device.type == "cuda":
+    if used[0].type == "cuda":
         versions["cudnn"] = str(torch.backends.cudnn.version() or "")
-        if PROCESSES == 1:
-            used = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    memory, cpuinfo = psutil.virtual_memory(), Path("/proc/cpuinfo")
+    facts = {name: text for name, text in versions.items() if text and name not in ("cpu", "gpu")}
+    cpuinfo = Path("/proc/cpuinfo")
     model = re.search("model name\\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    facts["cpu"] = model[1] if model else platform.processor() or platform.machine()
+    facts["cores"] = (
+        f"{psutil.cpu_count(logical=False) or 'unknown'} physical, "
+        f"{psutil.cpu_count() or 'unknown'} logical, {allowed_cores():g} allowed"
+    )
+    memory = psutil.virtual_memory().total
+    limit = limit_of("memory.max") or memory
+    facts["memory"] = f"{memory / GIB:.0f} GiB"
+    facts["memory"] += f", limited to {limit / GIB:.3g} GiB" if limit < memory else ""
+    for device in used:
+        name = str(device) if len(used) > 1 else "device"
+        formats = devices.try_formats(device)
+        facts[name] = f"{describe_device(device)}\n{describe_formats(formats)}"
+        wrong = [f"{format} {state}" for format, state in formats.items() if "wrong" in state]
+        if wrong:
+            section.failures.append(f"{device} computes wrong numbers: {'; '.join(wrong)}")
+        if device.type == "cuda":
+            free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
+            facts[f"{name}, {FREE}"] = text = f"{free:.1f} of {total:.1f} GiB"
+            if free < LEAST_FREE_MEMORY * total:
+                others = "nvidia-smi names who has them"
+                section.lines.append(f"{device} has {text} free; {others}")
+    if len({describe_device(each) for each in used}) > 1:
+        section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
+    section.facts = facts
+    return section
+
+
+def look_at_machine(section: Section, folder: Path, device: torch.device) -> None:
+    """Adds what one process on each machine finds out for all of them."""
+    section.facts[FREE] = f"{psutil.virtual_memory().available / GIB:.3g} GiB"
+    if PROCESSES > 1:
+        backend = torch.distributed.get_backend()
+        section.facts["network"] = f"{network.own_address()}, {backend}"
+    if device.type == "cuda":
+        section.facts["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
+        section.facts["links"] = nvidia_smi("topo", "-m")
+    free = shutil.disk_usage(folder).free / GB
+    section.figures.append(Figure("free disk of --report", free, "GB"))
+    section.figures += measure_disk(folder, WRITTEN)
+    if free < LEAST_FREE_DISK:
+        section.lines.append(
+            f"{free:.2g} GB are free in the folder --report; a checkpoint takes three times the "
+            "weights in fp32"
+        )
+    shared = shutil.disk_usage(SHARED_MEMORY).total / GB if SHARED_MEMORY.is_dir() else math.inf
+    if shared < LEAST_SHARED_MEMORY:
+        section.lines.append(
+            f"/dev/shm has {shared:.2g} GB, where the workers of data loaders hand over batches, "
+            "and end with a bus error once it is full; give the container more (docker run "
+            "--shm-size 8g), or set num_workers to 0"
+        )
+    processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), allowed_cores()
+    if cores < processes:
+        section.lines.append(f"{processes} processes share {cores:g} cores")
+
+
+def allowed_cores() -> float:
+    """Cores that this process may use, by its affinity and its cgroups."""
     cores = float(psutil.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = float(len(os.sched_getaffinity(0)))
-    allowed = min(cores, limit_of("cpu.max") or cores)
-    limit = limit_of("memory.max") or memory.total
-    return {
-        "host": socket.gethostname(),
-        "versions": {n: v for n, v in versions.items() if v and n not in ("cpu", "gpu")},
-        "devices": [describe_device(each) for each in used],
-        "cpu": model[1] if model else platform.processor() or platform.machine(),
-        "cores": f"{psutil.cpu_count(logical=False) or 'unknown'} physical, "
-        f"{psutil.cpu_count() or 'unknown'} logical, {allowed:g} allowed",
-        "allowed": allowed,
-        "memory": f"{memory.total / GIB:.0f} GiB"
-        + (f", limited to {limit / GIB:.3g} GiB" if limit < memory.total else ""),
-        "free": f"{memory.available / GIB:.3g} GiB",
-        "shared memory": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None,
-        "network": network.own_address() if PROCESSES > 1 else "",
-        "backend": torch.distributed.get_backend() if PROCESSES > 1 else "",
-    }
+    return min(cores, limit_of("cpu.max") or cores)
 
 
-def describe_device(device: torch.device) -> dict[str, Any]:
-    """What torch says about a device, and which formats it computes in."""
-    formats = devices.try_formats(device)
-    facts: dict[str, Any] = {"formats": formats, "uuid": ""}
+def describe_device(device: torch.device) -> str:
+    """What torch says about a device."""
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
-        free, total = torch.cuda.mem_get_info(device)
         kind = f"compute capability {about.major}.{about.minor}"
         kind = getattr(about, "gcnArchName", "ROCm") if torch.version.hip else kind
-        name = f"{about.name}, {kind}, {total / GIB:.1f} GiB"
-        uuid = str(getattr(about, "uuid", ""))  # older versions of torch do not know it
-        return {**facts, "name": name, "uuid": uuid, "free": free / GIB, "total": total / GIB}
+        return f"{about.name}, {kind}, {about.total_memory / GIB:.1f} GiB"
     if device.type == "mps":
         total = torch.mps.recommended_max_memory() / GIB
-        return {**facts, "name": f"Apple GPU (MPS), uses up to {total:.1f} GiB of the memory"}
-    return {**facts, "name": "CPU: " + (no_gpu() or "chosen, although there is a GPU")}
+        return f"Apple GPU (MPS), uses up to {total:.1f} GiB of the memory"
+    return "CPU: " + (no_gpu() or "chosen, although there is a GPU")
+
+
+def describe_formats(found: dict[str, str]) -> str:
+    """The formats that run in a line, and a line for each other kind."""
+    lines = [f"runs: {', '.join(f for f, state in found.items() if state == 'runs') or 'none'}"]
+    slow = [f for f, state in found.items() if state == "emulated"]
+    lines += [f"emulated, slow: {', '.join(slow)}"] if slow else []
+    return "\n".join(lines + [f"{f}: {state}" for f, state in found.items() if ": " in state])
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints, without a legend; or why it prints nothing."""
+    """What nvidia-smi prints, its errors too, without a legend; or why it prints nothing."""
     try:
         result = subprocess.run(
             ["nvidia-smi", *arguments],
@@ -138,8 +183,7 @@ def nvidia_smi(*arguments: str) -> str:
     except (subprocess.TimeoutExpired, OSError) as error:
         return f"nvidia-smi does not run: {error}"
     text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).partition("\n\n")[0]
-    text = text.expandtabs().rstrip()
-    return text if not result.returncode else f"nvidia-smi: {one_line(text)}"
+    return text.expandtabs().rstrip()
 
 
 def no_gpu() -> str:
@@ -148,128 +192,30 @@ def no_gpu() -> str:
         return ""
     if not shutil.which("nvidia-smi"):
         return "torch sees no GPU"
-    listed = nvidia_smi("-L")
-    if "UUID" not in listed:
-        return f"torch sees no GPU; {listed}"
-    return f"nvidia-smi lists {listed.count('GPU-')}, but torch sees none: {without_gpu()}"
+    listed = one_line(nvidia_smi("-L"), 200)
+    return f"torch sees no GPU; {without_gpu()}; nvidia-smi -L prints: {listed}"
 
 
 # ---- What it comes to ----------------------------------------------------------------------------
 
 
-def describe(everywhere: list[dict]) -> Section:
-    """The report on all processes: `everywhere` has the facts of each."""
-    hosts = [own["host"] for own in everywhere]
-    several = len({*hosts}) > 1  # one machine needs no name in a table
-    first, named = everywhere[0], hosts if several else []
-    if len(everywhere) == 1:
-        used, word, at = first["devices"], "device", []
-    else:
-        used, word, at = [own["devices"][0] for own in everywhere], "process", named
-    versions = {
-        name: [own["versions"].get(name, "missing") for own in everywhere]
-        for name in dict.fromkeys(name for own in everywhere for name in own["versions"])
-    }
-    names = [each["name"] for each in used]
-
-    def of_processes(name: str) -> str:
-        return places.by_value([own[name] for own in everywhere], named)
-
-    facts: dict[str, Any] = {}
-    if word == "process":
-        machine = f"{len({*hosts})} machines" if several else f"one machine, {hosts[0]}"
-        facts["processes"] = f"{len(everywhere)} on {machine}; {first['backend']}"
-    facts |= {name: places.by_value(values, named) for name, values in versions.items()}
-    alike = word == "device" and len(used) > 1 and len({*names}) == 1
-    facts["device"] = (f"{len(used)} x " if alike else "") + places.by_value(names, at, word)
-    free = [f"{each['free']:.1f} of {each['total']:.1f} GiB" for each in used if "free" in each]
-    if free:
-        facts["free memory of GPUs"] = places.by_value(free, at, word)
-    firsts = [own for rank, own in enumerate(everywhere) if hosts.index(own["host"]) == rank]
-    for name in ("nvidia-smi", "links"):
-        texts = [own[name] for own in firsts if own.get(name)]
-        if texts:
-            each = [f"{own['host']}:\n{own.get(name, 'nothing')}" for own in firsts]
-            facts[name] = texts[0] if len({*texts}) == 1 else "\n".join(each)
-    formats = [describe_formats(each["formats"]) for each in used]
-    facts["precisions"] = places.by_value(formats, at, word)
-    facts |= {name: of_processes(name) for name in ("cpu", "cores", "memory")}
-    free = [f"{own['host']}: {own['free']}" for own in firsts]
-    facts["memory free"] = "\n".join(free) if several else first["free"]
-    if word == "process":
-        facts["network"] = "\n".join(dict.fromkeys(own["network"] for own in everywhere))
-
-    section = Section("check", facts, lines=warnings(everywhere, firsts))
-    for own in firsts:
-        where = own["host"] if several else ""
-        if own["shared memory"]:
-            shared = own["shared memory"] / GB
-            section.figures.append(Figure("shared memory (/dev/shm)", shared, "GB", where))
-        section.figures.append(Figure("free disk of --report", own["free disk"], "GB", where))
-        for each in own["speeds"]:
-            section.figures.append(Figure(each.name, each.value, each.unit, where))
-
-    # What must be the same everywhere, or right.
-    same = {name: [own[name] for own in everywhere] for name in ("cpu", "cores", "memory")}
-    same |= {"device": names} if word == "process" else {}
-    for name, values in (same | versions).items():
-        if len({*values}) > 1:
-            text = places.by_value(values, hosts).replace("\n", "; ")
-            section.failures.append(f"{name} differs: {text}")
-    cards = [(own["host"], device["uuid"]) for own in everywhere for device in own["devices"]]
-    for (_, uuid), sharing in places.group(cards).items():
-        if uuid and len(sharing) > 1:
-            section.failures.append(
-                f"{places.name(sharing, hosts)} use one GPU, {uuid}; lower num_processes to the "
-                "number of GPUs, or check CUDA_VISIBLE_DEVICES"
-            )
-    wrong = [
-        "; ".join(f"{f} {state}" for f, state in each["formats"].items() if "wrong" in state)
-        for each in used
-    ]
-    for problem, numbers in places.group(wrong).items():
-        if problem:
-            place = places.name(numbers, hosts if word == "process" else [], word)
-            section.failures.append(f"{place} computes wrong numbers: {problem}")
+def describe(everywhere: list[Section], hosts: list[str]) -> Section:
+    """The report on all processes: what each has found, on which machine."""
+    section, alone = Section("check"), len(everywhere) == 1
+    named = hosts if len({*hosts}) > 1 else []  # one machine needs no name in a table
+    if not alone:
+        machines = f"{len({*hosts})} machines" if named else f"one machine, {hosts[0]}"
+        section.facts["processes"] = f"{len(everywhere)} on {machines}"
+    for name in dict.fromkeys(name for own in everywhere for name in own.facts):
+        values = [own.facts.get(name) for own in everywhere]
+        section.facts[name] = places.by_value(values, named)
+        if name not in MAY_DIFFER and len({*values}) > 1:
+            text = places.by_value([value or "missing" for value in values], hosts)
+            section.failures.append(f"{name} differs: {text}".replace("\n", "; "))
+    for rank, (own, host) in enumerate(zip(everywhere, hosts, strict=True)):
+        place = "" if alone else f"{places.name([rank], hosts)}: "
+        section.lines += [f"warning: {place}{line}" for line in own.lines]
+        section.failures += [place + line for line in own.failures]
+        where = host if named else ""
+        section.figures += [dataclasses.replace(each, where=where) for each in own.figures]
     return section
-
-
-def describe_formats(found: dict[str, str]) -> str:
-    """The formats that run in a line, and a line for each other kind."""
-    lines = [f"runs: {', '.join(f for f, state in found.items() if state == 'runs') or 'none'}"]
-    slow = [f for f, state in found.items() if state == "emulated"]
-    lines += [f"emulated, slow: {', '.join(slow)}"] if slow else []
-    return "\n".join(lines + [f"{f}: {state}" for f, state in found.items() if ": " in state])
-
-
-def warnings(everywhere: list[dict], firsts: list[dict]) -> list[str]:
-    """What is likely to go wrong, or to be slow; `firsts`: the first process of each machine."""
-    hosts, found = [own["host"] for own in everywhere], []  # (condition, text)
-    for own in firsts:
-        host, shared, free = own["host"], own["shared memory"], own["free disk"]
-        shared, local = LEAST_SHARED_MEMORY if shared is None else shared / GB, hosts.count(host)
-        found += [
-            (
-                shared < LEAST_SHARED_MEMORY,
-                f"/dev/shm of {host} has {shared:.2g} GB, where the workers of data loaders hand "
-                "over batches, and end with a bus error once it is full; give the container more "
-                "(docker run --shm-size 8g), or set num_workers to 0",
-            ),
-            (
-                free < LEAST_FREE_DISK,
-                f"{free:.2g} GB are free in the folder --report of {host}; a checkpoint takes "
-                "three times the weights in fp32",
-            ),
-            (own["allowed"] < local, f"{local} processes on {host} share {own['allowed']:g} cores"),
-        ]
-    kinds = {device["name"] for device in everywhere[0]["devices"]}
-    many = "the GPUs differ; a run on all of them needs device_shares: auto"
-    found.append((len(kinds) > 1, many))
-    for rank, own in enumerate(everywhere):
-        for i, device in enumerate(own["devices"]):
-            alone = len(everywhere) == 1
-            place = f"device {i}" if alone else f"the GPU of {places.name([rank], hosts)}"
-            free, total = device.get("free", 1), device.get("total", 0)
-            used = f"{place} has {free:.1f} of {total:.1f} GiB free; nvidia-smi names who has them"
-            found.append((free < LEAST_FREE_MEMORY * total, used))
-    return [f"warning: {text}" for condition, text in found if condition]

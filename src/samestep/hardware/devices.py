@@ -100,7 +100,7 @@ def formats_of(device: torch.device) -> tuple[str, ...]:
     return {"cpu": ("fp32", "bf16"), "mps": ("fp32", "bf16", "fp16")}.get(device.type, FORMATS)
 
 
-def measure_products(format: str, device: torch.device, seconds: float, where: str) -> list[Figure]:
+def measure_products(format: str, device: torch.device, seconds: float) -> list[Figure]:
     """TFLOP/s of products in one format, 2 n^3 operations for matrices of n x n.
 
     Raises RuntimeError if a GPU does not compute in it, or only emulates it.
@@ -116,22 +116,22 @@ def measure_products(format: str, device: torch.device, seconds: float, where: s
             a, b = (each.to(device) for each in draw_matrices(format, size, device))
             taken = seconds_per_call(functools.partial(multiply, format, a, b), seconds)
             name = f"matmul {format}, {size}"
-            figures.append(Figure(name, 2e-12 * size**3 / taken, "TFLOP/s", where, size, peak))
+            figures.append(Figure(name, 2e-12 * size**3 / taken, "TFLOP/s", size=size, peak=peak))
     finally:
         allow_tf32(before)
     return figures
 
 
-def measure_memory(device: torch.device, seconds: float, where: str) -> list[Figure]:
+def measure_memory(device: torch.device, seconds: float) -> list[Figure]:
     """GB/s, 10^9 bytes, of a copy within the device's memory; what it reads and writes counts."""
     source = torch.ones(BUFFER // 4, device=device)
     target = torch.empty_like(source)
     taken = seconds_per_call(lambda: target.copy_(source), seconds)
     peak = peaks_of(device).get("memory")
-    return [Figure("memory, read + written", 2 * BUFFER / taken / 1e9, "GB/s", where, peak=peak)]
+    return [Figure("memory, read + written", 2 * BUFFER / taken / 1e9, "GB/s", peak=peak)]
 
 
-def measure_copies(device: torch.device, seconds: float, where: str) -> list[Figure]:
+def measure_copies(device: torch.device, seconds: float) -> list[Figure]:
     """GB/s of copies between host and device.
 
     A device reads and writes pinned memory of the host by itself; other memory the CPU first copies
@@ -140,10 +140,10 @@ def measure_copies(device: torch.device, seconds: float, where: str) -> list[Fig
     figures, there = [], torch.ones(BUFFER // 4, device=device)
     for pinned in (True, False):
         here = torch.ones(BUFFER // 4, pin_memory=pinned)
-        for name, target, source in (("host to device", there, here),
-                                     ("device to host", here, there)):  # fmt: skip
+        kind = "pinned" if pinned else "not pinned"
+        ways = {"host to device": (there, here), "device to host": (here, there)}
+        for name, (target, source) in ways.items():
             copy = functools.partial(target.copy_, source, non_blocking=pinned)
             speed = BUFFER / seconds_per_call(copy, seconds) / 1e9
-            kind = "pinned" if pinned else "not pinned"
-            figures.append(Figure(f"{name}, {kind}", speed, "GB/s", where))
+            figures.append(Figure(f"{name}, {kind}", speed, "GB/s"))
     return figures

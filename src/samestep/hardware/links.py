@@ -1,4 +1,4 @@
-"""Measures what connects the processes: collective operations, and messages between two."""
+"""Measures what connects the processes: collective operations."""
 
 import itertools
 from collections.abc import Callable
@@ -22,23 +22,16 @@ def size_name(size: int) -> str:
     return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
 
 
-def operation(
-    kind: str, size: int, processes: int, device: torch.device
-) -> tuple[Callable[[], object], int]:
-    """A function that does this operation on float32 arrays of about `size` bytes, and the bytes.
-
-    Each process has an equal part. The names of torch 2.13 come first: there the older ones warn.
-    """
-    # Zeros stay finite, however often they are added up.
-    part = torch.zeros(max(size // 4 // processes, 1), device=device)
-    whole = torch.zeros(part.numel() * processes, device=device)
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole), whole.nbytes
-    if kind == "all_gather":
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return lambda: gather(whole, part), whole.nbytes
+def operation(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
+    """A function that does this operation; each process has an equal part of the whole array."""
+    # The names of torch 2.13 come first: there the older ones warn.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return lambda: reduce(part, whole), whole.nbytes
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: gather(whole, part),
+        "reduce_scatter": lambda: reduce(part, whole),
+    }[kind]
 
 
 def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> list[Figure]:
@@ -52,48 +45,15 @@ def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> l
     figures, processes = [], ranks.layout.processes
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for kind, size in itertools.product(FACTORS, sizes):
-        work, sent = operation(kind, size, processes, device)
+        # Zeros stay finite, however often they are added up.
+        part = torch.zeros(max(size // 4 // processes, 1), device=device)
+        whole = torch.zeros(part.numel() * processes, device=device)
+        work = operation(kind, whole, part)
         taken = max(ranks.gather(seconds_per_call(work, seconds, ranks.from_main)))
-        name, algorithm = size_name(size), sent / taken / 1e9
+        name, algorithm = size_name(size), whole.nbytes / taken / 1e9
         if size == sizes[0]:
             figures.append(Figure(f"{kind} latency, {name}", taken * 1e6, "us", size=size))
         bus = algorithm * FACTORS[kind] * (processes - 1) / processes
-        for bandwidth, value in (("algbw", algorithm), ("busbw", bus)):
-            figures.append(Figure(f"{kind} {bandwidth}, {name}", value, "GB/s", size=size))
+        figures.append(Figure(f"{kind} algbw, {name}", algorithm, "GB/s", size=size))
+        figures.append(Figure(f"{kind} busbw, {name}", bus, "GB/s", size=size))
     return figures
-
-
-def measure_pairs(ranks: Ranks, device: torch.device) -> list[Figure]:
-    """Latency and bandwidth between neighbours, one pair at a time while the others wait.
-
-    A message goes there and one back; half the time of a round is that of a message. Call it after
-    a collective operation of all processes: NCCL makes its connections in that.
-    """
-    small, large = CPU_SIZES[0], 4 * MiB if device.type == "cpu" else 256 * MiB
-    figures, rank = [], ranks.layout.rank
-    for pair in itertools.pairwise(range(ranks.layout.processes)):
-        times = [0.0, 0.0]
-        if rank in pair:
-            times = [ping_pong(rank, pair, size, device) for size in (small, large)]
-        latency, taken = ranks.gather(times)[pair[0]]  # the others wait here
-        where, speed = f"{pair[0]}-{pair[1]}", large / taken / 1e9
-        figures += [
-            Figure(f"point-to-point latency, {size_name(small)}", latency * 1e6, "us", where),
-            Figure(f"point-to-point, {size_name(large)}", speed, "GB/s", where),
-        ]
-    return figures
-
-
-def ping_pong(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:
-    """Seconds that a message of `size` bytes takes between this process and the other of a pair."""
-    peer = pair[1] if rank == pair[0] else pair[0]
-    message = torch.zeros(size // 4, device=device)
-    turns = [dist.isend, dist.irecv] if rank == pair[0] else [dist.irecv, dist.isend]
-
-    def round_trip() -> None:
-        for turn in turns:
-            # In a batch NCCL uses the connections of all; otherwise it makes new ones for a pair.
-            for work in dist.batch_isend_irecv([dist.P2POp(turn, message, peer)]):
-                work.wait()
-
-    return seconds_per_call(round_trip, calls=60 if size <= MiB else 10) / 2

@@ -3,7 +3,6 @@
 The estimates leave out the allocator's gaps, and about 1 GB of CUDA and NCCL.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 from samestep.processes.ranks import UserError
@@ -136,7 +135,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Choice:
-    """What fits."""
+    """A cut of the step under a rung."""
 
     rung: Rung
     checkpointing: bool
@@ -172,34 +171,19 @@ def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
     return [ddp, hsdp, every] if gpus > 1 else [ddp, every]
 
 
-def fit(
-    rung: Rung, working: Working, checkpointing: bool, hardware: Hardware, step: Step
-) -> Choice | None:
-    """The plan with the largest micro-batches that fit under a rung; None if there is none."""
-    largest = step.largest
-    while largest and rung.host <= USABLE * hardware.host:
-        try:
+def fit(rung: Rung, study: Study, hardware: Hardware, step: Step) -> Choice | None:
+    """What fits under a rung: as it is, with smaller micro-batches, then with checkpointing.
+
+    Raises UserError if its processes cannot divide the step.
+    """
+    if rung.host > USABLE * hardware.host:
+        return None
+    for checkpointing, working in study.items():
+        largest = step.largest
+        while largest:
             plan = rung.plan(step, largest)
-        except UserError:  # the processes of this rung cannot divide the step
-            return None
-        need = rung.need(working, plan, checkpointing)
-        if need <= hardware.usable:
-            return Choice(rung, checkpointing, plan, need)
-        largest = 0 if step.exact else plan.micro_batch_size - 1
+            need = rung.need(working, plan, checkpointing)
+            if need <= hardware.usable:
+                return Choice(rung, checkpointing, plan, need)
+            largest = 0 if step.exact else plan.micro_batch_size - 1
     return None
-
-
-def choose(found: list[Rung], study: Study, hardware: Hardware, step: Step) -> Choice | None:
-    """The first rung that fits: as it is, with smaller micro-batches, then with checkpointing."""
-    for rung in found:
-        for checkpointing, working in study.items():
-            choice = fit(rung, working, checkpointing, hardware, step)
-            if choice:
-                return choice
-    return None
-
-
-def busy(hardware: Hardware, samples: int) -> Hardware:
-    """The hardware, with no more devices than a step has samples."""
-    devices = max(1, min(hardware.devices, samples // hardware.machines))
-    return dataclasses.replace(hardware, devices=devices)

@@ -15,7 +15,7 @@ def group(values: Sequence[Value]) -> dict[Value, list[int]]:
     return found
 
 
-def name(numbers: Sequence[int], hosts: Sequence[str] = (), word: str = "process") -> str:
+def name(numbers: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """These processes, ascending, and their machines: `hosts` has that of each of the run."""
     runs: list[list[int]] = []
     for number in numbers:
@@ -23,17 +23,18 @@ def name(numbers: Sequence[int], hosts: Sequence[str] = (), word: str = "process
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    plural = {"process": "es", "device": "s"}[word] if len(numbers) > 1 else ""
+    word = "processes" if len(numbers) > 1 else "process"
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
     machines = list(dict.fromkeys(hosts[n] for n in numbers)) if hosts else []
     more = ", ..." if len(machines) > HOSTS else ""
     where = f" on {', '.join(machines[:HOSTS])}{more}" if machines else ""
-    return f"{word}{plural} {shown}{where}"
+    return f"{word} {shown}{where}"
 
 
-def by_value(values: Sequence[str], hosts: Sequence[str] = (), word: str = "process") -> str:
-    """The value, if it is the same everywhere; otherwise a line for each value and its places."""
+def by_value(values: Sequence[str | None], hosts: Sequence[str] = ()) -> str:
+    """The value, if all that have one have the same; otherwise a line for each and its places."""
     groups = group(values)
+    groups.pop(None, None)
     if len(groups) == 1:
-        return values[0]
-    return "\n".join(f"{name(numbers, hosts, word)}: {value}" for value, numbers in groups.items())
+        return next(iter(groups))
+    return "\n".join(f"{name(numbers, hosts)}: {value}" for value, numbers in groups.items())

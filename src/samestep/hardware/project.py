@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from samestep.checkpoint.weights import enable_gradient_checkpointing
 from samestep.processes.ranks import UserError
 from samestep.settings import config, contract
 from samestep.settings.mesh import Layout
@@ -36,10 +37,13 @@ class Project:
     prepared: Any  # what task.prepare_data returned
     rows: SampleDataset  # of training
 
-    def build_model(self) -> torch.nn.Module:
-        """The task's model; the seed gives all processes the same one."""
+    def build_model(self, checkpointing: bool = False) -> torch.nn.Module:
+        """The task's model, to be trained; the seed gives all processes the same one."""
         torch.manual_seed(self.cfg.seed)
-        return contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+        model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+        if checkpointing:
+            enable_gradient_checkpointing(model)
+        return model.train()
 
     def batch(self, positions: Iterable[int]) -> Batch:
         """The training micro-batch of the samples at these positions of the run."""
@@ -63,7 +67,18 @@ def read_project(flags: list[str], unread: Iterable[str] = ()) -> Project:
             raise UserError(f"a few steps do not read --{name}; leave it out")
     layout = startup.read_layout(cfg)
     startup.check_sharing(cfg, layout)
-    plan = batches.plan_step(
+    plan = plan_of(cfg, layout)
+    prepared = task.prepare_data(cfg.task)
+    data = task.datasets(cfg.task, prepared)
+    contract.check_datasets(data)
+    rows = SampleDataset(data[0], task, cfg.seed)
+    build = train.build_optimizer
+    return Project(cfg, recipe, flags, task, build, layout, plan, prepared, rows)
+
+
+def plan_of(cfg: Any, layout: Layout) -> StepPlan:
+    """The cut of this config's step on the processes that run now."""
+    return batches.plan_step(
         cfg.global_batch_size,
         cfg.micro_batch_size,
         layout.replicas,
@@ -73,9 +88,3 @@ def read_project(flags: list[str], unread: Iterable[str] = ()) -> Project:
         layout.replica,
         layout.sharded,
     )
-    prepared = task.prepare_data(cfg.task)
-    data = task.datasets(cfg.task, prepared)
-    contract.check_datasets(data)
-    rows = SampleDataset(data[0], task, cfg.seed)
-    build_optimizer = train.build_optimizer
-    return Project(cfg, recipe, flags, task, build_optimizer, layout, plan, prepared, rows)

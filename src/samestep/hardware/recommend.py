@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import gc
 import math
 from collections.abc import Sequence
@@ -55,14 +54,11 @@ def check(options: argparse.Namespace) -> None:
             "`python -m samestep hardware recommend`"
         )
     for path in (YAML, RECIPE):
-        if not path.exists() and not path.is_symlink():
-            continue
-        with open(path, encoding="utf-8", errors="replace") as file:
-            if not file.readline().startswith(HEADING):
-                raise UserError(
-                    f"{path} is not a file that samestep hardware wrote, and stays as it is; "
-                    "rename it, and start again"
-                )
+        if path.exists() and not path.read_bytes().startswith(HEADING.encode()):
+            raise UserError(
+                f"{path} is not a file that samestep hardware wrote, and stays as it is; rename "
+                "it, and start again"
+            )
     read_hardware(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -130,7 +126,6 @@ def measure_model(
         for checkpointing in (False, True):
             if checkpointing:
                 weights.enable_gradient_checkpointing(model)
-            model.train()
             found = [
                 (n, simulate.bytes_of_step(project.task, model, samples[n], precision))
                 for n in sorted(samples)
@@ -159,10 +154,7 @@ def count_parameters(model: torch.nn.Module) -> Sizes:
 def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.device) -> int:
     """Peak bytes of two steps on one GPU that holds the whole model."""
     torch.cuda.reset_peak_memory_stats(device)
-    model = project.build_model()
-    if choice.checkpointing:
-        weights.enable_gradient_checkpointing(model)
-    model = model.to(device).train()
+    model = project.build_model(choice.checkpointing).to(device)
     optimizer = project.build_optimizer(model, project.cfg)
     batch = longest_rows(project, choice.plan.micro_batch_size)
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -188,12 +180,10 @@ def compare_with_a_step(
 ) -> Study:
     """What micro-batches need, by the estimate; by a measured step, if that differs too much."""
     name = "estimate and measurement"
-    alone = dataclasses.replace(hardware, devices=1, machines=1)
-    step = dataclasses.replace(step, device_shares="equal")  # of one device
-    choice = memory.choose(memory.rungs(sizes, alone)[:1], study, alone, step)
+    alone = memory.rungs(sizes, dataclasses.replace(hardware, devices=1, machines=1))[0]
+    choice = memory.fit(alone, study, hardware, dataclasses.replace(step, device_shares="equal"))
     if device.type != "cuda" or not hardware.here or not choice:
-        reason = "that takes a GPU that is here" if choice else "no step fits into one device"
-        section.facts[name] = f"not measured: {reason}"
+        section.facts[name] = "not measured: that takes a GPU that is here, and holds a step"
         return study
     try:
         measured = measure(project, hardware, choice, device)
@@ -228,57 +218,36 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:,.{0 if size >= 1e11 else 1 if size >= 1e9 else 3}f} GB"
 
 
-def describe_rung(rung: Rung, study: Study, hardware: Hardware, step: Step) -> str:
-    """Bytes on a device with the largest micro-batches, and whether they fit."""
-    plan, refusal = catch(rung.plan, step, step.largest)
-    if refusal:
-        return str(refusal).partition(";")[0]
-    size = plan.micro_batch_size
-    row, verdict = f"{size} sample{'s' if size > 1 else ''}", "does not fit"
-    for checkpointing, working in study.items():
-        row += ", checkpointing" if checkpointing else ""
-        row += f" {gigabytes(rung.need(working, plan, checkpointing))}"
-        fitting = memory.fit(rung, working, checkpointing, hardware, step)
-        if fitting and verdict == "does not fit":
-            verdict = "fits with checkpointing" if checkpointing else "fits"
-            if fitting.plan != plan:
-                verdict += f", at most {fitting.plan.micro_batch_size} at a time"
-    row += f", host {gigabytes(rung.host)}" if rung.host else ""
-    return f"{row}: {verdict}"
+def describe_fit(rung: Rung, choice: Choice | None, study: Study, step: Step) -> str:
+    """What fits under a rung, or what the least of it would take."""
+    host = f", host {gigabytes(rung.host)}" if rung.host else ""
+    if choice:
+        words, plan, need = "fits", choice.plan, choice.need
+        checkpointing = choice.checkpointing
+    else:
+        checkpointing, working = [*study.items()][-1]
+        plan = rung.plan(step, step.largest if step.exact else 1)
+        words, need = "does not fit", rung.need(working, plan, checkpointing)
+    words += " with checkpointing" if checkpointing else ""
+    samples = f"{plan.micro_batch_size} sample{'s' if plan.micro_batch_size > 1 else ''}"
+    return f"{words}: {gigabytes(need)}{host}, {samples} at a time"
 
 
-def explain(sizes: Sizes, study: Study, hardware: Hardware, choice: Choice | None) -> list[str]:
-    """Why, in three lines."""
-    total = hardware.total
-    trained = "all" if sizes.trained == sizes.parameters else f"{sizes.trained:,}"
-    working = study[bool(choice and choice.checkpointing)]
-    samples = choice.plan.micro_batch_size if choice else 1
-    lines = [
-        f"The model has {sizes.parameters:,} parameters, and trains {trained} of them. Weights, "
-        f"gradients and optimizer states take {gigabytes(sizes.states)}; a micro-batch of "
-        f"{samples} adds {gigabytes(working.of(samples))}.",
-        f"There {'is' if total == 1 else 'are'} {total} x {hardware.name} with "
-        f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled.",
-    ]
-    if not choice and hardware.kind != "cuda":
-        other = "Take a GPU (--device_memory 80 plans for one), or a smaller model."
-        return [*lines, f"So nothing fits. {other}"]
+def explain(choice: Choice | None, hardware: Hardware) -> str:
+    """What is recommended, and what it fills."""
+    if not choice and hardware.kind == "cuda":
+        return (
+            "So nothing fits. Plan for more GPUs with --devices, or for larger ones; take LoRA, a "
+            "smaller model, or shorter rows."
+        )
     if not choice:
-        held = gigabytes(sizes.gathered() + min(each.of(1) for each in study.values()))
-        return [
-            *lines,
-            f"So nothing fits. However many GPUs there are, FSDP2 needs {held} on each, for the "
-            "largest part of the model and a sample. Plan for more of them with --devices, or for "
-            "larger ones; take LoRA, a smaller model, or shorter rows.",
-        ]
-    rung = choice.rung
-    host = f" and {gigabytes(rung.host)} of the host's memory" if rung.host else ""
-    checkpointing = "with" if choice.checkpointing else "without"
-    return [
-        *lines,
-        f"So: {rung.words}, {checkpointing} gradient checkpointing, which fills "
-        f"{gigabytes(choice.need)} of a device{host}. A step is {choice.plan.describe()}.",
-    ]
+        return "So nothing fits. Take a GPU (--device_memory 80 plans for one), or a smaller model."
+    host = f" and {gigabytes(choice.rung.host)} of the host's memory" if choice.rung.host else ""
+    return (
+        f"So: {choice.rung.words}, {'with' if choice.checkpointing else 'without'} gradient "
+        f"checkpointing, which fills {gigabytes(choice.need)} of a device{host}. A step is "
+        f"{choice.plan.describe()}."
+    )
 
 
 # ---- The verb ------------------------------------------------------------------------------------
@@ -311,13 +280,14 @@ def run(
 ) -> Section:
     """Estimates, measures where it can, decides, and writes the two files. Raises UserError."""
     cfg, section = project.cfg, Section("recommend")
-    present = read_hardware(options, device)
-    hardware = memory.busy(present, cfg.global_batch_size)
-    if hardware.devices < present.devices:
+    hardware = read_hardware(options, device)
+    busy = max(1, min(hardware.devices, cfg.global_batch_size // hardware.machines))
+    if busy < hardware.devices:
         section.lines.append(
-            f"Only {hardware.devices} of {present.devices} devices of a machine have work: "
+            f"Only {busy} of {hardware.devices} devices of a machine have work: "
             f"global_batch_size is {cfg.global_batch_size}."
         )
+        hardware = dataclasses.replace(hardware, devices=busy)
     all_at_once = hardware.kind == "cuda" and not cfg.exact
     largest = cfg.global_batch_size if all_at_once else cfg.micro_batch_size
     _, refusal = catch(startup.check_sharing, cfg, Layout(2, kinds=("FSDP",)))
@@ -326,20 +296,27 @@ def run(
 
     most = min(plan.micro_batch_size, MOST_SAMPLES)
     sizes, study, remark = study_model(project, hardware.precision, most)
-    found = memory.rungs(sizes, hardware)
+    if remark:
+        section.lines.append(f"The model was {remark}.")
     section.facts |= {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "largest unit of FSDP": f"{sizes.unit:,} parameters",
-        "hardware": f"{hardware.machines} x {hardware.devices} x {hardware.name}",
+        "weights, gradients, moments": gigabytes(sizes.states),
+        "a micro-batch of 1 adds": gigabytes(study[False].of(1)),
+        "hardware": f"{hardware.machines} x {hardware.devices} x {hardware.name} with "
+        f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled",
     }
-    if remark:
-        section.lines.append(f"The model was {remark}.")
     study = compare_with_a_step(section, sizes, study, project, hardware, step, device)
-    section.facts["memory of a device"] = {
-        rung.words: describe_rung(rung, study, hardware, step) for rung in found
-    }
-    choice = memory.choose(found, study, hardware, step)
-    section.lines += explain(sizes, study, hardware, choice)
+    choices, verdicts = [], {}
+    for rung in memory.rungs(sizes, hardware):
+        try:
+            choices.append(memory.fit(rung, study, hardware, step))
+            verdicts[rung.words] = describe_fit(rung, choices[-1], study, step)
+        except UserError as error:
+            verdicts[rung.words] = str(error).partition(";")[0]
+    section.facts["memory of a device"] = verdicts
+    choice = next(filter(None, choices), None)
+    section.lines.append(explain(choice, hardware))
     if not choice:
         section.failures.append("nothing fits; no file was written")
         return section
@@ -352,10 +329,7 @@ def run(
     section.figures.append(
         Figure("memory, recommended", choice.need / 1e9, "GB", peak=hardware.memory / 1e9)
     )
-    heading = (
-        f"recommend on {datetime.date.today()} for {hardware.total} x {hardware.name}: "
-        f"{choice.rung.words}; {gigabytes(choice.need)} of {gigabytes(hardware.memory)}."
-    )
+    heading = f"recommend for {hardware.total} x {hardware.name}: {choice.rung.words}."
     # A config that is in use may differ from the recipe: tasks write into it what they found.
     recipe, _, _ = config.parse_config(type(cfg), project.flags, "")
     write(RECIPE, heading, startup.resolved_config(recipe) | chosen)

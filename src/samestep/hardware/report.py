@@ -14,12 +14,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samestep.base.console import escaped, one_line
+from samestep.base.console import escaped, one_line, say
 from samestep.base.files import read_text, replace_text
+from samestep.hardware import places
 from samestep.processes.ranks import catch
 
 FORMAT = 1  # of hardware.json
-MOST_ROWS = 4  # of the table, for a figure of several devices; of more it shows two in one row
 
 
 @dataclass(frozen=True)
@@ -63,26 +63,16 @@ def show(section: Section) -> None:
         table = Table(title=f"{section.verb}: figures")
         for heading in ("what", "where", "value", "unit", "of the peak"):
             table.add_column(heading, justify="right" if heading == "value" else "left")
-        for group in side_by_side(section.figures):
-            shares = [f"{each.value / each.peak:.0%}" for each in group if each.peak]
-            cells = [each.where for each in group], [short(each.value) for each in group], shares
+        for alike in places.group([each.name for each in section.figures]).values():
+            row = sorted((section.figures[n] for n in alike), key=lambda each: each.value)
+            ends = [row[0], row[-1]]  # of several devices the lowest and the highest
+            shares = [f"{each.value / each.peak:.0%}" for each in ends if each.peak]
+            cells = [each.where for each in ends], [short(each.value) for each in ends], shares
             where, value, share = (" .. ".join(dict.fromkeys(cell)) for cell in cells)
-            table.add_row(escaped(group[0].name), escaped(where), value, group[0].unit, share)
+            table.add_row(escaped(row[0].name), escaped(where), value, row[0].unit, share)
         console.print(table)
     for line in [*section.lines, *(f"failed: {line}" for line in section.failures)]:
         console.print(escaped(line))
-
-
-def side_by_side(figures: list[Figure]) -> list[list[Figure]]:
-    """The rows of the table: one figure; or of many devices the lowest and the highest."""
-    rows: dict[tuple, list[Figure]] = {}
-    for each in figures:
-        rows.setdefault((each.name, each.size), []).append(each)
-    found = []
-    for row in rows.values():
-        low, *_, high = sorted(row, key=lambda each: each.value) * 2
-        found += [[each] for each in row] if len(row) <= MOST_ROWS else [[low, high]]
-    return found
 
 
 def short(value: float) -> str:
@@ -99,12 +89,7 @@ def readable(value: Any) -> str:
 
 def load(path: Path) -> dict[str, Any]:
     """The content of a hardware.json; raises ValueError if it is none."""
-    try:
-        content = json.loads(read_text(path))
-    except OSError as error:
-        raise ValueError(f"{one_line(path, 100)}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        content = None
+    content, _ = catch(json.loads, read_text(path))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"{one_line(path, 100)} is no hardware.json of this version of the program; give one "
@@ -114,19 +99,15 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Creates the folder for hardware.json; raises ValueError if nothing can be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = f"{error.strerror or error}; give a folder that can be written to"
-        raise ValueError(f"--report {folder}: {reason}") from None
+    """Creates the folder for hardware.json; raises an error if nothing can be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
     if (folder / "hardware.json").exists():  # a file of someone else is not replaced
         load(folder / "hardware.json")
 
 
-def save(folder: Path, section: Section) -> None:
-    """Adds the section to hardware.json in this folder."""
+def save(folder: Path, section: Section) -> Path:
+    """Adds the section to hardware.json in this folder; the file."""
     path = folder / "hardware.json"
     entries = dataclasses.asdict(section)
     entries["figures"] = [
@@ -137,6 +118,20 @@ def save(folder: Path, section: Section) -> None:
     content = load(path) if path.exists() else {"format": FORMAT}
     content[section.verb] = {"time": now, **entries}
     replace_text(path, json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def finish(section: Section, options: argparse.Namespace, old: dict[str, Any]) -> int:
+    """Prints, saves and compares what a verb has found; the exit code."""
+    show(section)
+    say(f"figures: {save(options.report, section)}")
+    worse = []
+    if old:
+        changes, worse = compare(section, old, options.threshold)
+        say("\n".join([f"compared with {options.compare}:", *changes]))
+        slower = f"more than {options.threshold:.0%} slower, or missing"
+        say(f"{len(worse)} of {len(changes)} figures are {slower}")
+    return 1 if section.failures or worse else 0
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
@@ -166,9 +161,9 @@ def check_comparable(verb: str, conditions: dict[str, Any], old: dict[str, Any])
         raise ValueError(f"the older report has no speeds of {verb}; nothing can be compared")
     before = old[verb]["conditions"]
     differ = [
-        f"{name} was {one_line(before[name], 100)} and is {one_line(conditions[name], 100)}"
-        for name in sorted(before.keys() & conditions.keys())
-        if before[name] != conditions[name]
+        f"{name} was {one_line(before.get(name), 100)} and is {one_line(value, 100)}"
+        for name, value in sorted(conditions.items())
+        if before.get(name) != value
     ]
     if differ:
         raise ValueError(f"the older report is of something else: {'; '.join(differ)}")
@@ -179,16 +174,17 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
 
     `old` is the content of an older hardware.json that `check_comparable` has passed.
     """
-    before = {
-        (each["name"], each.get("where", ""), each.get("size", 0), each["unit"]): each["value"]
-        for each in old[section.verb]["figures"]
-        if is_compared(each["unit"])
-    }
+    before = {}
+    for each in old[section.verb]["figures"]:
+        if is_compared(each["unit"]):
+            place = f" ({each['where']})" if "where" in each else ""
+            before[each["name"] + place, each["unit"]] = each["value"]
     lines, worse = [], []
-    for each in [figure for figure in section.figures if is_compared(figure.unit)]:
-        was = before.pop((each.name, each.where, each.size, each.unit), None)
-        line = f"{each.name}{f' ({each.where})' if each.where else ''}"
-        line += f": {short(each.value)} {each.unit}"
+    for each in section.figures:
+        if not is_compared(each.unit):
+            continue
+        name = each.name + (f" ({each.where})" if each.where else "")
+        line, was = f"{name}: {short(each.value)} {each.unit}", before.pop((name, each.unit), None)
         if not was:
             lines.append(f"{line}, not in the older report")
             continue
@@ -196,8 +192,5 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> tuple[list[s
         change = "faster" if ratio >= 1 else "slower"
         lines.append(f"{line}, was {short(was)}: {abs(ratio - 1):.0%} {change}")
         worse += [] if ratio >= 1 - limit else lines[-1:]  # NaN, too
-    missing = [
-        f"{name}{f' ({where})' if where else ''}: only in the older report"
-        for name, where, *_ in before
-    ]
+    missing = [f"{name}: only in the older report" for name, _ in before]
     return lines + missing, worse + missing

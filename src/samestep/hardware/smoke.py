@@ -20,16 +20,17 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate.utils import send_to_device
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from samestep.base.console import IS_MAIN, one_line
 from samestep.checkpoint import weights
 from samestep.hardware import places
 from samestep.hardware.own_loop import digest
-from samestep.hardware.project import Project
+from samestep.hardware.project import Project, plan_of
 from samestep.hardware.report import Section
-from samestep.processes import agreement, device
+from samestep.processes import device
 from samestep.processes.device import PROCESSES
-from samestep.processes.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
+from samestep.processes.ranks import Ranks, as_user_error, catch, is_out_of_memory
 from samestep.processes.shutdown import STOPPED
 from samestep.settings import contract
 from samestep.start.startup import resolved_config
@@ -59,27 +60,30 @@ def run(
     options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
 ) -> Section:
     """Checks a step; all processes must call it."""
-    section, folder = Section("smoke"), options.report / ranks.from_main(secrets.token_hex(4))
-    folder = folder.with_name(f".smoke-{folder.name}")
+    section = Section("smoke")
+    folder = options.report / f".smoke-{ranks.from_main(secrets.token_hex(4))}"
     try:
         with ranks.fail_together(), as_user_error():
-            if IS_MAIN:
-                folder.mkdir(parents=True)
-        trial = Trial(project, ranks, folder)
-        section.facts = {"what": trial.describe()}
+            trial = Trial(project, ranks, folder)
+        size, kind = sum(p.numel() for p in trial.model.parameters()), trial.accelerator
+        section.facts = {
+            "model": f"{type(trial.model).__name__}, {size:,} parameters",
+            "recipe": str(project.recipe),
+            "processes": f"{PROCESSES} x {kind.device.type}, {kind.distributed_type.value}",
+            "precision": trial.precision.replace("no", "fp32"),
+            "step": trial.plan.describe(trial.layout.unit),
+        }
         for name, check in CHECKS.items():
             try:
                 section.facts[name] = check(trial)
             except Wrong as error:
                 section.facts[name] = "failed, see below"
                 section.failures.append(f"{name}: {error}")
-                if check is check_start and "shapes" in str(error):  # an exchange would hang
+                if check is check_start:  # an exchange of other shapes would hang
                     break
     finally:
-        if IS_MAIN:
-            shutil.rmtree(folder, ignore_errors=True)
-    said = [str(section.facts.get(name)) for name in CHECKS]
-    passed = sum(each.startswith("passed") for each in said)
+        shutil.rmtree(folder, ignore_errors=True)
+    passed = sum(str(fact).startswith("passed") for fact in section.facts.values())
     left_out = len(CHECKS) - passed - len(section.failures)
     section.lines.append(f"{passed} passed, {len(section.failures)} failed, {left_out} left out")
     return section
@@ -89,41 +93,36 @@ class Trial:
     """The model of a project on each process alone, and a small step of its data."""
 
     def __init__(self, project: Project, ranks: Ranks, folder: Path):
-        self.project, self.cfg, self.ranks, self.folder = project, project.cfg, ranks, folder
+        self.project, self.ranks, self.folder = project, ranks, folder
         self.layout, self.hosts = project.layout, ranks.gather(socket.gethostname())
         self.right: tuple[float, float] | None = None  # loss and norm of the gradient of the step
         self.states: list[dict] = []  # what own_loop has noted, of each process
-        cfg, size = self.cfg, min(SAMPLES, project.plan.micro_batch_size)
-        with ranks.fail_together(), as_user_error():
-            self.accelerator = device.make_accelerator(cfg)
-            self.plan = batches.plan_step(
-                size * TURNS * self.layout.replicas,
-                size,
-                self.layout.replicas,
-                cfg.exact,
-                "equal" if cfg.device_shares == "auto" else cfg.device_shares,
-                self.layout.replica,
-                self.layout.sharded,
-            )
-            model = project.build_model()
-            if cfg.gradient_checkpointing:
-                weights.enable_gradient_checkpointing(model)
-            sharding.check_model_shares_rows(model, self.layout)
-            self.model = weights.sync_batch_norms(
-                model, self.accelerator, self.plan, cfg.device_shares
-            )
-        self.precision = self.accelerator.mixed_precision
-
-    def describe(self) -> str:
-        """What is trained here, and on what."""
-        size = sum(p.numel() for p in self.model.parameters())
-        return (
-            f"{type(self.model).__name__}, {size:,} parameters\n"
-            f"recipe {self.project.recipe}\n"
-            f"{PROCESSES} x {self.accelerator.device.type}, {self.precision.replace('no', 'fp32')},"
-            f" distributed: {self.accelerator.distributed_type.value}\n"
-            f"a step of {self.plan.describe(self.layout.unit)}"
+        cfg, size = project.cfg, min(SAMPLES, project.plan.micro_batch_size)
+        self.cfg = dataclasses.replace(
+            cfg,
+            max_steps=3,
+            num_epochs=0.0,
+            global_batch_size=size * TURNS * self.layout.replicas,
+            micro_batch_size=size,
+            device_shares="equal" if cfg.device_shares == "auto" else cfg.device_shares,
+            learning_rate=cfg.learning_rate or 1e-3,
+            log_every=1,
+            tracker="none",
+            profile_steps=None,
+            async_save=False,
+            output_dir=str(folder / "run"),
+            timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
         )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.recipe = folder / f"recipe-{self.layout.rank}.yaml"
+        text = yaml.safe_dump(resolved_config(self.cfg), sort_keys=False, allow_unicode=True)
+        self.recipe.write_text(text, encoding="utf-8")
+        self.accelerator = device.make_accelerator(cfg)
+        self.precision = self.accelerator.mixed_precision
+        self.plan = plan_of(self.cfg, self.layout)
+        model = project.build_model(cfg.gradient_checkpointing)
+        sharding.check_model_shares_rows(model, self.layout)
+        self.model = weights.sync_batch_norms(model, self.accelerator, self.plan, cfg.device_shares)
 
     def everyone(self, function: Callable, *arguments: Any) -> Any:
         """Calls a function on all processes; if it fails on some, all raise Wrong for these."""
@@ -142,19 +141,12 @@ class Trial:
             return limit * (TF32 if self.cfg.tf32 else 1)
         return limit * (SHARDED if self.layout.sharded else 1)
 
-    def put_model(self) -> None:
-        """Moves the model to the device; it computes as in training, with the main one's bytes."""
-        context = sharding.compute_context(self.accelerator, self.cfg.exact)
-        self.model = weights.TaskModule(self.model.to(self.accelerator.device), context)
-        if self.cfg.compile:
-            device.compile_blocks(self.model)
-
     def gradient(self, numbers: range) -> tuple[float, int, dict[str, np.ndarray]]:
         """The summed loss of these micro-batches of the step, its terms, and its gradient,
-        computed on this process without any other."""
+        computed on this process without any other, as in training."""
         scale, losses, terms = LOSS_SCALE if self.precision == "fp16" else 1, [], 0
         task, positions = self.project.task, self.project.rows.sort(range(self.plan.samples))
-        self.model.train().zero_grad()
+        self.model.zero_grad()
         for number in numbers:
             batch = self.project.batch(self.plan.positions(positions, number))
             terms += task.count(batch)
@@ -173,20 +165,15 @@ class Trial:
                 gradients[weights.bare_name(name)] = values.numpy()
         return math.fsum(losses), terms, gradients
 
-    def run_own_loop(self, recipe: Path) -> None:
+    def run_own_loop(self) -> None:
         """Runs a step of the owner's train.py on all processes; raises Wrong if it does not end as
         it should."""
-        port = 0
-        if IS_MAIN:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                port = probe.getsockname()[1]
         own = ("TORCHELASTIC_", "EXIT_CODE_FILE", "LAUNCHING")
         env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        env["MASTER_PORT"] = str(self.ranks.from_main(port))
+        env["MASTER_PORT"] = str(self.ranks.from_main(get_free_port()))
         states = self.folder / f"state-{self.layout.rank}.json"
         states.unlink(missing_ok=True)
-        command = [*OWN_LOOP, str(states), "--config", str(recipe)]
+        command = [*OWN_LOOP, str(states), "--config", str(self.recipe)]
         ended = subprocess.run(command, env=env, capture_output=True, text=True)
         said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
         said = said if ended.returncode != STOPPED else []
@@ -200,45 +187,34 @@ class Trial:
 # ---- Comparing processes -------------------------------------------------------------------------
 
 
-def odd_ones(values: np.ndarray, scales: np.ndarray, limit: float) -> dict[int, tuple[float, int]]:
-    """The rows of `values`, (n, k), that are not like the median row: {row: (deviation, column)}.
-
-    A deviation is the largest of a row, as a fraction of `scales`, (k,). Of two rows that differ
-    nobody knows which one is wrong: both are. A row with a NaN is always wrong.
-    """
-    finite = np.isfinite(values).all(1)
-    rows = values[finite] if finite.any() else np.zeros_like(values[:1])
-    away = np.abs(values - np.median(rows, axis=0)) / scales
-    away *= 2 if finite.sum() == 2 else 1  # the median of two lies between them
-    away[~np.isfinite(values)] = np.inf
-    return {
-        row: (float(each.max()), int(each.argmax()))
-        for row, each in enumerate(away)
-        if each.max() > limit
-    }
-
-
-def sketch(gradient: dict[str, np.ndarray]) -> np.ndarray:
-    """The norm of each weight's gradient, and its product with a fixed vector: shape (2 k,).
+def sketch(loss: float, gradient: dict[str, np.ndarray]) -> np.ndarray:
+    """The loss; the norm of each weight's gradient; its product with a fixed vector: (1 + 2 k,).
 
     Nearly all errors change one of them, and the processes can compare them all.
     """
     flat = [values.ravel() for values in gradient.values()]
     norms = [np.linalg.norm(values) for values in flat]
-    return np.array([*norms, *(values @ np.cos(np.arange(values.size)) for values in flat)])
+    return np.array([loss, *norms, *(values @ np.cos(np.arange(values.size)) for values in flat)])
 
 
-def check_same(trial: Trial, own: Any, what: str) -> None:
-    """Raises Wrong, which names the processes whose value is not that of most."""
-    groups = places.group(trial.ranks.gather(own))
-    if len(groups) == 1:
-        return
-    most = max(groups.values(), key=len)
-    if 2 * len(most) <= PROCESSES:  # nobody knows which ones are right
-        names = [places.name(numbers, trial.hosts) for numbers in groups.values()]
-        raise Wrong(f"{' and '.join(names[:4])} have different {what}")
-    wrong = [rank for rank in range(PROCESSES) if rank not in most]
-    raise Wrong(f"{places.name(wrong, trial.hosts)} has other {what} than the rest")
+def distances(rows: np.ndarray) -> np.ndarray:
+    """How far each number is from that of the median row.
+
+    Of two rows that differ nobody knows which one is wrong: both are. A NaN is infinitely far.
+    """
+    finite = rows[np.isfinite(rows).all(1)]
+    away = np.abs(rows - (np.median(finite, axis=0) if len(finite) else 0))
+    away *= 2 if len(finite) == 2 else 1  # the median of two lies between them
+    away[~np.isfinite(rows)] = np.inf
+    return away
+
+
+def check_same(trial: Trial, own: str, what: str) -> None:
+    """Raises Wrong, which names the processes, if not all have the same."""
+    found = trial.ranks.gather(own)
+    if len({*found}) > 1:
+        text = places.by_value(found, trial.hosts).replace("\n", "; ")
+        raise Wrong(f"{what} differ, by their digests: {text}")
 
 
 # ---- The checks, in their order ------------------------------------------------------------------
@@ -246,25 +222,31 @@ def check_same(trial: Trial, own: Any, what: str) -> None:
 
 def check_start(trial: Trial) -> str:
     """All processes have built the same model."""
-    plugin = getattr(trial.accelerator.state, "fsdp_plugin", None)
-    named = [*trial.model.named_parameters()]
-    shapes = " ".join(f"{name} {tuple(each.shape)} {each.dtype}" for name, each in named)
-    check_same(trial, shapes, "shapes of weights")
     if PROCESSES == 1:
         return "left out: there is one process"
+    plugin = getattr(trial.accelerator.state, "fsdp_plugin", None)
+    given = [*trial.model.parameters()]
     if plugin and plugin.cpu_ram_efficient_loading:
+        check_same(trial, digest(torch.tensor(each.shape) for each in given), "shapes of weights")
         return "left out: with fsdp_cpu_ram_efficient_loading only process 0 has the weights"
-    check_same(trial, digest(each for _, each in named), "weights")
-    return f"passed: the bytes of {len(named)} weights"
+    check_same(trial, digest(given), "weights")
+    return f"passed: the bytes of {len(given)} weights"
 
 
 def check_common(trial: Trial) -> str:
     """All processes compute the same loss and gradient of the same micro-batch, each alone; and
     what those of the whole step are."""
-    ranks, layout = trial.ranks, trial.layout
+    ranks, layout, accelerator = trial.ranks, trial.layout, trial.accelerator
+
+    def put_model() -> None:
+        context = sharding.compute_context(accelerator, trial.cfg.exact)
+        trial.model = weights.TaskModule(trial.model.to(accelerator.device), context)
+        if trial.cfg.compile:
+            device.compile_blocks(trial.model)
+
     try:
-        trial.everyone(trial.put_model)
-        if PROCESSES > 1:
+        trial.everyone(put_model)
+        if PROCESSES > 1:  # the main process's buffers, and weights, which FSDP may not load here
             for values in (*trial.model.parameters(), *trial.model.buffers()):
                 dist.broadcast(values.detach(), 0)
         loss, _, gradient = trial.everyone(trial.gradient, range(1))
@@ -284,7 +266,7 @@ def check_common(trial: Trial) -> str:
     finally:
         trial.model = None
         gc.collect()
-        if trial.accelerator.device.type == "cuda":
+        if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
     limits = f"loss {trial.limit(LOSS):g}, gradient {trial.limit(GRADIENT):g}"
     return f"passed: within {limits}, relative to the median process"
@@ -292,71 +274,36 @@ def check_common(trial: Trial) -> str:
 
 def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) -> None:
     """Raises Wrong, which names the processes whose loss or gradient is not that of the others."""
-    found = trial.ranks.gather((loss, sketch(gradient)))
-    losses = np.array([[each] for each, _ in found])
-    sketches = np.stack([each for _, each in found])
-    middle = np.nanmedian(losses)
-    bad_losses = odd_ones(losses, np.abs(middle) + 1e-30, trial.limit(LOSS))
-    names = [*gradient]
-    norms = np.median(sketches[:, : len(names)], axis=0)
-    scales = np.maximum(norms, FLOOR * np.linalg.norm(norms)) + 1e-30
-    bad = odd_ones(sketches, np.tile(scales, 2), trial.limit(GRADIENT))
+    rows, names = np.stack(trial.ranks.gather(sketch(loss, gradient))), [*gradient]
+    middle = np.nanmedian(rows, axis=0)
+    norms = middle[1 : 1 + len(names)]
+    scales = np.maximum(norms, FLOOR * np.linalg.norm(norms))
+    away = distances(rows) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
     lines = []
-    for rank in sorted({*bad_losses, *bad}):
-        text = f"{places.name([rank], trial.hosts)}: loss {losses[rank, 0]:.6g}"
-        if rank in bad:
-            away, column = bad[rank]
-            off = f"is off by {away:.2g} of its norm" if np.isfinite(away) else "is not finite"
-            text += f", gradient of {names[column % len(names)]} {off}"
+    for rank, (off, *offs) in enumerate(away):
+        text = f"{places.name([rank], trial.hosts)}: loss {rows[rank, 0]:.6g}"
+        if max(offs) > trial.limit(GRADIENT):
+            worst = f"off by {max(offs):.2g} of its norm" if max(offs) < np.inf else "not finite"
+            text += f", gradient of {names[np.argmax(offs) % len(names)]} is {worst}"
+        elif off <= trial.limit(LOSS):
+            continue
         lines.append(text)
     if lines:
-        others = f"the median loss is {middle:.6g}"
+        others = f"the median loss is {middle[0]:.6g}"
         others = "one of the two is wrong" if len(lines) == PROCESSES == 2 else others
         raise Wrong(f"{'; '.join(lines[:8])}; {others}")
 
 
 def check_loop(trial: Trial) -> str:
     """The first step of train.py, as its owner has it, has the loss and gradient found here."""
-    cfg, folder = trial.cfg, trial.folder
-    recipe = dataclasses.replace(
-        cfg,
-        max_steps=3,
-        num_epochs=0.0,
-        global_batch_size=trial.plan.samples,
-        micro_batch_size=trial.plan.micro_batch_size,
-        device_shares="equal" if cfg.device_shares == "auto" else cfg.device_shares,
-        learning_rate=cfg.learning_rate or 1e-3,
-        log_every=1,
-        tracker="none",
-        profile_steps=None,
-        async_save=False,
-        output_dir=str(folder / "run"),
-        timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
-    )
-    file = folder / "recipe.yaml"
-
-    def write() -> None:
-        if IS_MAIN:
-            text = yaml.safe_dump(resolved_config(recipe), sort_keys=False, allow_unicode=True)
-            file.write_text(text, encoding="utf-8")
-
-    def see() -> None:
-        if not agreement.appears(folder):
-            raise UserError(
-                f"{folder} of process 0 is not there; put --report on a disk that all machines "
-                "share, as output_dir of train.py"
-            )
-
-    trial.everyone(write)
-    trial.everyone(see)
-    trial.run_own_loop(file)
+    trial.run_own_loop()
     if trial.right is None or trial.precision == "fp8":
         return "left out: it runs, and there is nothing to compare with"
 
     def compare() -> str:
         if not IS_MAIN:
             return ""
-        lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (trial.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         line = next(line for line in map(json.loads, lines) if "loss" in line)
         limits = trial.limit(LOSS), trial.limit(GRADIENT)
         for name, right, limit in zip(("loss", "grad_norm"), trial.right, limits, strict=True):
@@ -394,7 +341,7 @@ def check_saving(trial: Trial) -> str:
     if trial.layout.deepspeed:
         return "left out: DeepSpeed writes and reads checkpoints by itself"
     saved = [each["after"] for each in trial.states]
-    trial.run_own_loop(trial.folder / "recipe.yaml")
+    trial.run_own_loop()
     loaded = [each.get("before") for each in trial.states]
     wrong = [rank for rank in range(PROCESSES) if loaded[rank] != saved[rank]]
     if wrong:

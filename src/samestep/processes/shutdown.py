@@ -154,16 +154,20 @@ def as_input_error(error: BaseException) -> BaseException:
 
 
 def run_alone(main: Callable) -> None:
-    """Exits with 0 after main(), or with the code of its error: for a program without a run."""
+    """Exits with what main() returns, or with the code of its error: for a program without a run.
+
+    Where several processes run it, all raise an error of one; the main process prints the line.
+    """
     protect_output()
     StopRequest()
-    code = 0
     try:
         raise_open_files_limit()
-        as_user_error()(main)()
+        code = as_user_error()(main)() or 0
     except BaseException as error:
         code, line = exit_code_for(error)
-        report(error, line, Path(sys.argv[0]).name)
+        line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
+        if is_speaker(error) or not line:
+            report(error, line, Path(sys.argv[0]).name)
     exit_process(code)
 
 
