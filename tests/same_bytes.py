@@ -21,20 +21,14 @@ from conftest import bake, digest, lines
 SHORT = "--max_steps 6 --save_every 3 --eval_every 3 --log_every 1 --keep_checkpoints 0".split()
 CHATS = "--task.data docstrings --task.rows chat --task.context_length 256".split()
 LORA = "--task.model_name_or_path base --task.lora_rank 4 --export best".split()
+EXACT = "--exact true --micro_batch_size 4".split()
+ALL = "causal_lm text_classification image_classification seq2seq preference".split()
 CASES = {  # task, processes, flags
-    **{task: (task, 1, []) for task in ("causal_lm", "text_classification", "seq2seq")},
-    "image_classification": ("image_classification", 1, []),
-    **{f"{task}-2": (task, 2, []) for task in ("causal_lm", "text_classification", "seq2seq")},
-    "image_classification-2": ("image_classification", 2, []),
-    "causal_lm-exact": ("causal_lm", 1, ["--exact", "true", "--micro_batch_size", "4"]),
-    "causal_lm-exact-2": ("causal_lm", 2, ["--exact", "true", "--micro_batch_size", "4"]),
-    "text_classification-exact-2": (
-        "text_classification",
-        2,
-        ["--exact", "true", "--micro_batch_size", "4"],
-    ),
-    "preference": ("preference", 1, []),
-    "preference-2": ("preference", 2, []),
+    **{task: (task, 1, []) for task in ALL},
+    **{f"{task}-2": (task, 2, []) for task in ALL},
+    "causal_lm-exact": ("causal_lm", 1, EXACT),
+    "causal_lm-exact-2": ("causal_lm", 2, EXACT),
+    "text_classification-exact-2": ("text_classification", 2, EXACT),
     "chats": ("causal_lm", 1, CHATS),
     "chats-2": ("causal_lm", 2, CHATS),
     "lora": ("causal_lm", 1, LORA),

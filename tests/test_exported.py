@@ -91,7 +91,7 @@ def test_a_pair_of_texts_and_its_labels(tmp_path):
         check(output, asked)
     swapped = {"odd": "even", "even": "odd"}
     file.write_text(re.sub("(odd|even)", lambda name: swapped[name[0]], text))
-    with pytest.raises(from_outside.Different, match="a logit differs by"):
+    with pytest.raises(from_outside.Different, match="its labels are 'odd, even'"):
         check(output, asked)
 
 

@@ -8,15 +8,14 @@ import torch
 from safetensors import safe_open
 
 from conftest import (
-    ROOT,
     digest,
-    latest,
     lines,
     load_task,
     read_checkpoint,
     status,
     wait_until,
 )
+from test_sharding import train as sharded_run
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
 PROCESSES = [pytest.param(1, marks=pytest.mark.slow), 2]
@@ -81,31 +80,22 @@ def test_processes_share_the_writing(tiny, tmp_path):
     assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
 
 
-def sharded(project, hardware, processes, *flags):
-    """Train as the YAML says, on CPUs that accelerate takes for GPUs."""
-    launch = ["accelerate", "launch", "--quiet", "--mixed_precision", "no"]
-    launch += ["--config_file", f"configs/accelerate/{hardware}.yaml"]
-    launch += ["--num_processes", processes, ROOT / "tests" / "sharded_on_cpu.py", "train.py"]
-    result = project.run(*launch, *latest(flags), timeout=300)
-    return result.stdout + result.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", ["false", "true"])
 def test_fsdp2_continues_bit_by_bit(tiny, tmp_path, async_save):
     """Also evaluated alone, and exported from its best checkpoint."""
     run, flags = tmp_path / "run", [*FLAGS, "--async_save", async_save]
-    sharded(tiny, "fsdp2", 2, "--output_dir", run, *flags)
+    sharded_run(tiny, "fsdp2", 2, "--output_dir", run, *flags)
     again = half(run, 6, tmp_path / "again")
-    sharded(tiny, "fsdp2", 2, "--output_dir", again, *flags)
+    sharded_run(tiny, "fsdp2", 2, "--output_dir", again, *flags)
     for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
         mine, theirs = ((checkpoint(output, 12) / name).read_bytes() for output in (again, run))
         assert mine == theirs
-    printed = sharded(tiny, "fsdp2", 2, "--output_dir", run, *flags, "--eval_only", "true")
+    printed = sharded_run(tiny, "fsdp2", 2, "--output_dir", run, *flags, "--eval_only", "true")
     assert f"eval_loss {lines(run, 'eval_loss')[-1]['eval_loss']:.5g}" in printed
     best = tmp_path / "best"
     flags += ["--export", "best", "--eval_every", 3]
-    printed = sharded(tiny, "fsdp2", 2, "--output_dir", best, *flags)
+    printed = sharded_run(tiny, "fsdp2", 2, "--output_dir", best, *flags)
     losses = {line["step"]: line["eval_loss"] for line in lines(best, "eval_loss")}
     step = min(losses, key=losses.get)
     assert step < 12 and f"the best evaluation was that of step {step}" in printed

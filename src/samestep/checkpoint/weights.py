@@ -282,12 +282,10 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     """A tensor, or a number as one; raises ValueError for anything else."""
     if torch.is_tensor(value):
         return value
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
-    if isinstance(value, int):
-        return torch.tensor(value)
-    kind = type(value).__name__
-    raise ValueError(f"{name} is a {kind}, and a checkpoint holds tensors and numbers only")
+    if not isinstance(value, float | int):
+        kind = type(value).__name__
+        raise ValueError(f"{name} is a {kind}, and a checkpoint holds tensors and numbers only")
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 @dataclass
@@ -311,15 +309,20 @@ class TrainingState:
         Only the main process has the buffers, which may differ between processes: DDP sends those
         of the main process to the others.
         """
-        tensors, scaler = {}, self.accelerator.scaler
-        bare = bare_model(self.accelerator, self.module)
+        tensors, bare = {}, bare_model(self.accelerator, self.module)
         for name, values in trained_weights(bare).items():
             if isinstance(values, torch.nn.Parameter | DTensor) or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
-        numbers = {f"scaler.{n}": v for n, v in (scaler.state_dict() if scaler else {}).items()}
-        numbers |= registered_state(self.accelerator)
-        tensors |= {name: as_tensor(value, name) for name, value in numbers.items()}
+        for prefix, each in self.others().items():
+            for name, value in each.state_dict().items():
+                tensors[prefix + name] = as_tensor(value, prefix + name)
         return tensors | self.collect_optimizer()
+
+    def others(self) -> dict[str, Any]:
+        """What else has a state, by the beginning of the names of its tensors."""
+        objects = enumerate(self.accelerator._custom_objects)
+        found: dict[str, Any] = {f"registered.{i}.": each for i, each in objects}
+        return found | ({"scaler.": self.accelerator.scaler} if self.accelerator.scaler else {})
 
     def collect_optimizer(self) -> dict[str, torch.Tensor]:
         """Those of the optimizer alone: moments do not wait for the device."""
@@ -383,7 +386,7 @@ class TrainingState:
                 changed = [n for n in self.settings[i] if before[i].get(n) != now[i][n]]
                 group.update({name: self.settings[i][name] for name in changed})
             return
-        reader, scaler = TensorReader(path), self.accelerator.scaler
+        reader = TensorReader(path)
         load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
         for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
             for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
@@ -392,11 +395,6 @@ class TrainingState:
                     value = read_like(parts[0].get(key), reader, name)
                     for part in parts:
                         part[key] = value
-        if scaler:
-            numbers = {
-                n: read_like(v, reader, f"scaler.{n}") for n, v in scaler.state_dict().items()
-            }
-            scaler.load_state_dict(numbers)
 
     def load_weights(self, path: Path, saved: dict, manifest: dict) -> None:
         """Restores the weights and buffers of a checkpoint, and what else evaluation depends on.
@@ -414,7 +412,9 @@ class TrainingState:
                 f"{path} was not trained in fp16; give the YAML that it was trained with"
             )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
-        registered = registered_state(self.accelerator)
+        others, registered = self.others(), {}
+        for prefix in [each for each in others if each != "scaler."]:
+            registered |= {prefix + n: v for n, v in others[prefix].state_dict().items()}
         check_shapes(tensors | registered, reader, path)
         check_frozen(path, saved, manifest)
         reader.read(tensors)
@@ -422,11 +422,9 @@ class TrainingState:
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
         state = {names[name]: values.detach() for name, values in tensors.items()}
         bare.load_state_dict(state, strict=False)
-        loaded = {name: read_like(value, reader, name) for name, value in registered.items()}
-        for i, each in enumerate(self.accelerator._custom_objects):
-            prefix = f"registered.{i}."
-            own = {n.removeprefix(prefix): v for n, v in loaded.items() if n.startswith(prefix)}
-            each.load_state_dict(own)
+        for prefix, each in others.items():
+            numbers = each.state_dict().items()
+            each.load_state_dict({n: read_like(v, reader, prefix + n) for n, v in numbers})
 
 
 def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
@@ -512,12 +510,6 @@ def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> to
     if not shape:
         return torch.empty(shape, dtype=dtype)
     return parameter.detach().new_empty(shape, dtype=dtype)
-
-
-def registered_state(accelerator: Accelerator) -> dict:
-    """Tensors and numbers of the objects that accelerator.register_for_checkpointing was given."""
-    states = [each.state_dict() for each in accelerator._custom_objects]
-    return {f"registered.{i}.{n}": v for i, state in enumerate(states) for n, v in state.items()}
 
 
 def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:

@@ -167,7 +167,9 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     return inputs
 
 
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction="sum") -> torch.Tensor:
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, reduction: str = "sum"
+) -> torch.Tensor:
     """In fp32: logits (N, V), labels (N,)."""
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction=reduction)
 
