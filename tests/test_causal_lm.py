@@ -28,27 +28,14 @@ def test_every_token_but_the_first_is_predicted_once_and_its_bytes_are_counted(k
         real = kit.task.count(batch)
         assert len(labels) >= real > 16 * (len(part) - 1)
         assert inputs[1:real].tolist() == labels[: real - 1].tolist()
-    texts = kit.keys(kit.task, cfg, prepared, parts[1])
-    assert int(batch["bytes"].sum()) == sum(len(text.encode()) for text in texts)
-
-
-def test_the_loss_is_the_sum_over_the_counted_tokens(kit, task, prepare):
-    cfg, prepared, (_, rows) = prepare(kit.rows)
+    size = sum(len(text.encode()) for text in kit.keys(kit.task, cfg, prepared, parts[1]))
     torch.manual_seed(0)
-    model = task.build_model(cfg, prepared).eval()
-    batch = task.collate([*rows])
-    with torch.no_grad():
-        # transformers shifts labels itself: the row with its first token again gives the same mean.
-        labels = torch.cat([batch["input_ids"][:, :1], batch["labels"]], 1)
-        inputs = torch.cat([batch["input_ids"], batch["labels"][:, -1:].clamp(min=0)], 1)
-        mean = model(input_ids=inputs, labels=labels).loss.item()
-    nats = task.loss_sum(model, batch).item()
-    assert nats / task.count(batch) == pytest.approx(mean, rel=1e-5)
-    sums = task.eval_sums(model, batch)
-    scores = task.metrics(sums)
-    assert scores["loss"] == pytest.approx(mean, rel=1e-5)
+    sums = kit.task.eval_sums(kit.task.build_model(cfg, prepared).eval(), batch)
+    scores = kit.task.metrics(sums)
+    assert int(batch["bytes"].sum()) == size
     assert scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    assert scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / float(sums["bytes"]))
+    bits = scores["loss"] * real / math.log(2)
+    assert scores["bits_per_byte"] == pytest.approx(bits / size)
     assert scores["unigram_loss"] < math.log(300)
 
 
@@ -127,7 +114,7 @@ def separating(request):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), whole
 
 
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
+def test_a_text_in_pieces_or_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monkeypatch):
     tokenizer, source = separating
     wanted = tokenizer(source, add_special_tokens=False).input_ids
     assert len(wanted) < 0.5 * len(source.encode())  # tokens of several bytes
@@ -137,11 +124,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(separating, monkeypatch):
         assert found[1] == found[4] == wanted, short
         assert found[2] == []
 
-
-def test_a_file_in_blocks_has_the_tokens_of_the_whole(separating, tmp_path, monkeypatch):
-    tokenizer, source = separating
     (tmp_path / "a.txt").write_text(source, encoding="utf-8")
-    wanted = tokenizer(source, add_special_tokens=False).input_ids
     monkeypatch.setattr(tables, "BLOCK", 5000)
     monkeypatch.setattr(tables, "SEARCHED", 4000)
     maker = corpus.RowMaker(tokenizer, "text", 64, 64, "split", False, "<u2")
@@ -209,10 +192,8 @@ def texts_and_learnt(tokenizer, batch):
     ]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, attention):
-    fields = {"context_length": 128, "attn_implementation": attention}
-    cfg, prepared, (train, _) = prepare(PROMPTS, **fields)
+def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare):
+    cfg, prepared, (train, _) = prepare(PROMPTS, context_length=128)
     batch = task.collate([*train])
     torch.manual_seed(0)
     model = task.build_model(cfg, prepared).double()
@@ -230,9 +211,8 @@ def test_the_loss_of_a_packed_row_is_that_of_its_texts_alone(task, prepare, atte
     assert task.loss_sum(model, batch).item() != pytest.approx(together, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_completions_alone_are_learnt_and_every_one_of_them(pack, kind):
-    found = texts_and_learnt(*pack(PROMPTS, kind))
+def test_completions_alone_are_learnt_and_every_one_of_them(pack):
+    found = texts_and_learnt(*pack(PROMPTS))
     answers = {row["completion"] + "<|endoftext|>" for row in PROMPTS}
     assert len(found) == 53 and {learnt for _, learnt in found} < answers
 
@@ -248,24 +228,6 @@ def test_all_answers_of_a_chat_are_learnt_and_nothing_else(pack, kind):
         number = int(text.split("User: ")[1].split()[0])
         answers = f"that is {number + 1}", f"yes{'!' * (number % 7)}"
         assert learnt == "".join(f" {answer}<|endoftext|>\n" for answer in answers)
-
-
-def test_rows_that_are_left_out_are_counted_by_reason(prepare, capsys, tmp_path):
-    data = tmp_path / "folder"
-    data.mkdir()
-    rows = [*CHATS, {"messages": CHATS[0]["messages"][:1]}, {"messages": []}, {"messages": []}]
-    (data / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (data / "b.json").write_text(json.dumps([*CHATS[:1], {"messages": []}]))
-    (data / "notes.xyz").write_text("")
-    prepare(str(data), incomplete_rows="skip", vocab_size=300)
-    said = capsys.readouterr().out
-    assert f"Prepared: {len(rows) + 2} chats read, " in said
-    for reason in (
-        "1 incomplete: no message after the first has the role assistant (the first: ",
-        "3 incomplete: there are no messages (the first: ",
-    ):
-        assert reason in said
-    assert f"{data}: 1 .json, 1 .jsonl (skipped 1 other file: 1 .xyz)" in said
 
 
 def test_best_fit_wastes_less_than_a_hundredth(pack):
@@ -461,38 +423,37 @@ def test_rows_are_known_by_their_columns_and_by_fields(config, names, fields, ki
     assert row_format.names == ([] if fields else [*row])
 
 
-def test_other_names_of_roles_are_read_as_the_known_ones_and_said(pack, capsys):
-    names = {"user": "human", "assistant": "model"}
-    chats = [
-        {"messages": [{**m, "role": names.get(m["role"], "System")} for m in row["messages"]]}
-        for row in CHATS
-    ]
-    assert torch.equal(*(pack(rows)[1]["labels"] for rows in (CHATS, chats)))
-    said = [line for line in capsys.readouterr().out.splitlines() if "is read as" in line]
-    pairs = ("System is read as system", "human is read as user", "model is read as assistant")
-    assert said == [f"Preparing data: in {len(CHATS):,} chats {each}" for each in pairs]
-
-
-def test_names_in_messages_are_what_roles_says(kit, config, pack):
-    """Equal batches; and the prepared data of other names is not taken."""
-    names = {"user": "Agent 7", "assistant": "clerk"}
+def test_names_in_messages_are_read_as_the_known_ones_or_as_roles_says(kit, config, pack, capsys):
     chats = [chat(f"{i}?", f"{i}!", "Why?", "So.") for i in range(30)]
-    named = [
-        {"talk": [{"who": names[m["role"]], "text": m["content"]} for m in row["messages"]]}
-        for row in chats
-    ]
+    expected = pack(chats)[1]["labels"]
+
+    def named(user, assistant, role="role", content="content"):
+        names = {"user": user, "assistant": assistant}
+        return [
+            [{role: names[m["role"]], content: m["content"]} for m in row["messages"]]
+            for row in chats
+        ]
+
+    known = [{"messages": each} for each in named("human", "model")]
+    capsys.readouterr()
+    assert torch.equal(expected, pack(known)[1]["labels"])
+    said = [line for line in capsys.readouterr().out.splitlines() if "is read as" in line]
+    pairs = ("human is read as user", "model is read as assistant")
+    assert said == [f"Preparing data: in 30 chats {each}" for each in pairs]
+
+    own = [{"talk": each} for each in named("Agent 7", "clerk", "who", "text")]
     fields = {"messages_column": "talk", "roles": "who=role, text=content, Agent 7=user,clerk=tool"}
     with pytest.raises(ValueError, match="no message after the first has the role assistant"):
-        pack(named, **fields)
-    fields["roles"] = fields["roles"].replace("tool", "assistant")
-    assert torch.equal(pack(chats)[1]["labels"], pack(named, **fields)[1]["labels"])
-    said = refusal(kit, config(named, messages_column="talk", roles="who=role,text=content"))
+        pack(own, **fields)
+    fields["roles"] = fields["roles"].replace("tool", "assistant")  # prepared anew
+    assert torch.equal(expected, pack(own, **fields)[1]["labels"])
+    said = refusal(kit, config(own, messages_column="talk", roles="who=role,text=content"))
     role = "line 1: message 1 is from 'Agent 7', none of user, assistant, "
     assert role in said and said.endswith("; say which it is: --task.roles 'Agent 7'=user")
-    said = refusal(kit, config(named, messages_column="talk"))
+    said = refusal(kit, config(own, messages_column="talk"))
     assert said.endswith("has no role, only who, text; name its key with --task.roles KEY=role")
     for roles in ("bot", "bot=robot", "=user", "a=user,a=tool"):
-        assert "gives no name a meaning" in refusal(kit, config(named, rows="chat", roles=roles))
+        assert "gives no name a meaning" in refusal(kit, config(own, rows="chat", roles=roles))
     said = refusal(kit, config([{"text": "a"}], rows="text", roles="a=user"))
     assert "roles" in said and "where task.rows is text" in said
 

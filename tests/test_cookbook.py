@@ -3,16 +3,16 @@
 import functools
 import importlib.util
 import json
-import math
 import re
 import shutil
 import subprocess
 import sys
-import types
-from pathlib import Path
+from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import HfApi
 
 from conftest import (
     ROOT,
@@ -30,16 +30,6 @@ from conftest import (
 COOKBOOK = ROOT / SOURCE / "docs" / "cookbook.md"
 # It takes most of the time.
 NO_PICTURE = "from samestep.report import curves; curves.draw = lambda *_: 'none'"
-# A signal comes as soon as the evaluation of this step begins.
-CUT = """{}
-from samestep.training import log, loading
-steps, batches = [], loading.EvalLoader.batches
-begin = log.RunLog.begin
-log.RunLog.begin = lambda self, step: (steps.append(step), begin(self, step))[1]
-def cut(self, model, requested):
-    return batches(self, model, lambda: 1 if steps[-1:] == [{}] else requested())
-loading.EvalLoader.batches = cut
-"""
 # The tiny task with a head called as those of real models, and with more rows to evaluate on.
 MORE = """
 
@@ -68,42 +58,19 @@ def recipes():
     return found
 
 
-def test_a_model_is_pushed_with_its_card(tmp_path, monkeypatch):
-    """The lines of the last section, on a Hub that notes what it gets."""
-    import huggingface_hub
-
+def test_a_model_is_pushed_with_its_license(monkeypatch):
+    """The lines of the last section, with the signatures of the Hub."""
     *_, code = re.findall(r"^```python\n(.*?)^```$", COOKBOOK.read_text("utf-8"), re.M | re.S)
-    model, pushed = tmp_path / "runs" / "default" / "model", {}
-    model.mkdir(parents=True)
-    (model / "README.md").write_text("---\nlicense: unknown\n---\n\n# a model\n")
-
-    def upload(self, *, repo_id, folder_path):
-        pushed[repo_id] = {path.name: path.read_text() for path in Path(folder_path).iterdir()}
-
-    def update(repo_id, metadata, overwrite):
-        card = huggingface_hub.ModelCard(pushed[repo_id]["README.md"])
-        assert overwrite and card.data.license == "unknown"
-        card.data.license = metadata["license"]
-        pushed[repo_id]["README.md"] = str(card)
-
-    monkeypatch.chdir(tmp_path)
-    made = types.SimpleNamespace(repo_id="OWNER/NAME")
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **options: made)
-    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    calls = {}
+    for owner, name in [(HfApi, "create_repo"), (HfApi, "upload_folder")]:
+        calls[name] = mock.create_autospec(getattr(owner, name))
+        monkeypatch.setattr(owner, name, calls[name])
+    update = mock.create_autospec(huggingface_hub.metadata_update)
     monkeypatch.setattr(huggingface_hub, "metadata_update", update)
     exec(code, {})
-    assert "license: apache-2.0" in pushed["OWNER/NAME"]["README.md"]
-    assert [*pushed["OWNER/NAME"]] == ["README.md"]
-
-
-def apply(project, heading):
-    """Applies a recipe as its reader would."""
-    # Or git would take the project for a part of whatever repository stands around it.
-    env = project.env(GIT_CEILING_DIRECTORIES=str(project.path.parent))
-    command = ["git", "apply", "--whitespace=error", "-"]
-    options = {"cwd": project.path, "env": env, "capture_output": True, "text": True}
-    result = subprocess.run(command, input=recipes()[heading], **options)
-    assert result.returncode == 0, f"{heading}: {result.stderr}"
+    repo = calls["create_repo"].return_value.repo_id
+    assert calls["upload_folder"].call_args.kwargs["repo_id"] == repo
+    update.assert_called_once_with(repo, {"license": "apache-2.0"}, overwrite=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +83,15 @@ def base(tmp_path_factory):
 
 
 def cook(base, heading, folder):
-    """That project after a recipe."""
+    """That project after a recipe, applied as its reader would."""
     project = BakedProject(folder)
     shutil.copytree(base.path, project.path)
-    apply(project, heading)
+    # Or git would take the project for a part of whatever repository stands around it.
+    env = project.env(GIT_CEILING_DIRECTORIES=str(folder.parent))
+    command = ["git", "apply", "--whitespace=error", "-"]
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+    result = subprocess.run(command, input=recipes()[heading], **options)
+    assert result.returncode == 0, f"{heading}: {result.stderr}"
     return project
 
 
@@ -135,14 +107,8 @@ def recipe(heading):
 
 @pytest.fixture
 def train(cooked):
-    """Trains in it, in one process, without pictures."""
-    return functools.partial(cooked.train, 1, before=NO_PICTURE)
-
-
-@pytest.fixture
-def train_two(cooked):
-    """The same in two processes."""
-    return functools.partial(cooked.train, 2, before=NO_PICTURE)
+    """Trains in it, in so many processes, without pictures."""
+    return functools.partial(cooked.train, before=NO_PICTURE)
 
 
 def checkpoint(output, step):
@@ -170,6 +136,23 @@ def continued(whole, step, output):
     return output
 
 
+def check_break(train, whole, step, *flags, processes=1):
+    """A run that died after this step continues with the same bytes."""
+    half = whole.with_name(f"{whole.name}-half")
+    train(processes, "--output_dir", continued(whole, step, half), *flags)
+    assert final(half) == final(whole)
+
+
+def check_two_processes(train, whole, step, *flags, keys=("loss", "eval_loss")):
+    """Two processes have the numbers of one, and continue with the same bytes."""
+    two = whole.with_name("two")
+    train(2, "--output_dir", two, *flags)
+    for key in keys:
+        pairs = zip(lines(whole, key), lines(two, key), strict=True)
+        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
+    check_break(train, two, step, *flags, processes=2)
+
+
 def task_of(project):
     """The project's task.py as a module."""
     spec = importlib.util.spec_from_file_location("tiny_task", project.path / "task.py")
@@ -186,17 +169,6 @@ def eval_loss(project, state, dataset=None):
     dataset = dataset or task.datasets(task.TaskConfig(), None)[1]
     batch = task.collate([dataset[i] for i in range(len(dataset))])
     return task.metrics(task.eval_sums(model.eval(), batch))["loss"]
-
-
-def check_two_processes(train_two, whole, folder, flags, step, keys=("loss", "eval_loss")):
-    """Two processes have the numbers of one, and continue with the same bytes."""
-    two, again = folder / "two", folder / "again"
-    train_two("--output_dir", two, *flags)
-    for key in keys:
-        pairs = zip(lines(whole, key), lines(two, key), strict=True)
-        assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
-    train_two("--output_dir", continued(two, step, again), *flags)
-    assert final(again) == final(two)
 
 
 # ---- The page ------------------------------------------------------------------------------------
@@ -218,10 +190,10 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
 
 @pytest.mark.slow
 @recipe("An average of the weights (EMA)")
-def test_the_average_is_evaluated_exported_and_continued(cooked, train, train_two, tmp_path):
+def test_the_average_is_evaluated_exported_and_continued(cooked, train, tmp_path):
     whole, best = tmp_path / "whole", tmp_path / "best"
     flags = ["--ema_decay", 0.7, "--save_every", 1, "--keep_checkpoints", 0]
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     # By hand, in float64, from the weights after each step.
     averages = [weights(whole, 1)]
     for step in range(2, 13):
@@ -238,24 +210,21 @@ def test_the_average_is_evaluated_exported_and_continued(cooked, train, train_tw
         last = eval_loss(cooked, weights(whole, line["step"]))
         assert line["eval_loss"] != pytest.approx(last, rel=1e-3)
 
-    half = continued(whole, 6, tmp_path / "half")
-    train("--output_dir", half, *flags)
-    assert final(half) == final(whole)
+    check_break(train, whole, 6, *flags)
     saved = read_checkpoint(checkpoint(whole, 12))
     assert sum(name.startswith("registered.0.module.model.") for name in saved) == len(exported)
     number = lines(whole, "eval_loss")[-1]["eval_loss"]
-    assert f"eval_loss {number:.5g} " in train("--output_dir", whole, *flags, "--eval_only")
+    assert f"eval_loss {number:.5g} " in train(1, "--output_dir", whole, *flags, "--eval_only")
 
     # The best evaluation is that of an average, and so is what is exported.
     flags += ["--eval_every", 1, "--export", "best", "--learning_rate", 0.5]
-    train("--output_dir", best, *flags)
+    train(1, "--output_dir", best, *flags)
     losses = {line["step"]: line["eval_loss"] for line in lines(best, "eval_loss")}
     assert min(losses, key=losses.get) < 12
     exported = torch.load(best / "model" / "weights.pt")
     assert eval_loss(cooked, exported) == pytest.approx(min(losses.values()), rel=1e-5)
 
-    flags = ["--ema_decay", 0.7, "--save_every", 6]
-    check_two_processes(train_two, whole, tmp_path, flags, 6)
+    check_two_processes(train, whole, 6, "--ema_decay", 0.7, "--save_every", 6)
 
 
 @pytest.mark.slow
@@ -265,7 +234,7 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
     flags += ["--lr_schedule", "constant", "--keep_checkpoints", 0, "--task.samples", 5]
     flags += ["--seed", 1]
     free, whole, half = (tmp_path / name for name in ("free", "whole", "half"))
-    train("--output_dir", free, *flags, "--patience", 0)
+    train(1, "--output_dir", free, *flags, "--patience", 0)
     losses = [line["eval_loss"] for line in lines(free, "eval_loss")]
     assert len(losses) == 14
     best = next(i for i in range(10) if min(losses[i + 1 : i + 5]) >= min(losses[: i + 1]))
@@ -273,7 +242,7 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
     stop = best + 5
     assert 5 < stop < 14 and stop % 5, f"choose other settings: {losses}"
 
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     assert [line["eval_loss"] for line in lines(whole, "eval_loss")] == losses[:stop]
     assert lines(whole, "loss")[-1]["step"] == stop and checkpoint(whole, stop).exists()
     assert status(whole)["state"] == "finished" and status(whole)["exit_code"] == 0
@@ -282,10 +251,10 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
 
     # The same command again, also where the end was cut off, trains no further.
     before = (whole / "metrics.jsonl").read_bytes()
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     expected = final(whole)
     shutil.rmtree(whole / "model")
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     assert final(whole) == expected and (whole / "metrics.jsonl").read_bytes() == before
 
     # A run that was killed after step 5 repeats steps; what was logged of them does not count.
@@ -293,37 +262,8 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
     shutil.copytree(checkpoint(whole, best + 1), checkpoint(half, best + 1))
     with open(half / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "eval_loss": 0.0}\n')
-    train("--output_dir", half, *flags)
+    train(1, "--output_dir", half, *flags)
     assert final(half) == expected and lines(half, "loss")[-1]["step"] == stop
-
-    # A signal cuts the last evaluation short: the second start makes up for it, and ends.
-    cut = continued(whole, 5, tmp_path / "cut")
-    shutil.copytree(checkpoint(whole, best + 1), checkpoint(cut, best + 1))
-    train("--output_dir", cut, *flags, before=CUT.format(NO_PICTURE, stop), codes=[75])
-    assert checkpoint(cut, stop).exists() and not (cut / "model").exists()
-    train("--output_dir", cut, *flags)
-    assert final(cut) == expected and lines(cut, "loss")[-1]["step"] == stop
-
-
-def test_evaluations_that_count_for_patience(base, tmp_path):
-    project = cook(base, "Early stopping", tmp_path / "project")
-    source, names = (project.path / "train.py").read_text(), {"math": math}
-    exec(re.search(r"^class Patience.*?\n\n\n(?=\S)", source, flags=re.M | re.S)[0], names)
-    nan = math.nan
-
-    def over(losses, limit):
-        patience = names["Patience"](limit)
-        for loss in losses[:-1]:
-            patience.best, patience.waited = patience.after({"eval_loss": loss})
-        again = names["Patience"](limit)
-        again.load_state_dict(patience.state_dict())
-        return again.over({"eval_loss": losses[-1]})
-
-    for losses, limit in [([3, 3], 1), ([3, 4], 1), ([2, 3, 3], 2), ([4, nan], 1), ([nan], 1)]:
-        assert over(losses, limit), losses
-    for losses, limit in [([3], 1), ([3, 2], 1), ([3, 4], 0), ([3, 4], 2), ([3, 4, 2], 2)]:
-        assert not over(losses, limit), losses
-    assert not over([nan, 4], 1) and not over([4, nan, 3], 2)
 
 
 @pytest.mark.slow
@@ -332,7 +272,7 @@ def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
     whole = tmp_path / "whole"
     flags = ["--save_every", 1, "--keep_checkpoints", 0, "--learning_rate", 0.1]
     flags += ["--task.poisoned", 9]  # in the first step, and once in each epoch
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     skipped = {line["step"] for line in lines(whole, "event") if line["event"] == "skipped"}
     assert 1 in skipped and len(skipped) < 4
     rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
@@ -344,41 +284,39 @@ def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
             buffer = state[name]["momentum_buffer"]
             expected = -rates[step] * buffer if step not in skipped else 0 * buffer
             torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
-    train("--output_dir", continued(whole, 6, tmp_path / "half"), *flags)
-    assert final(tmp_path / "half") == final(whole)
-
+    check_break(train, whole, 6, *flags)
     manifest = json.loads((checkpoint(whole, 6) / "manifest.json").read_text())
     assert {group["class"] for group in manifest["optimizer"]} == {"'SGD'"}
 
 
 @pytest.mark.slow
 @recipe("Muon")
-def test_muon_makes_orthogonal_updates_continues_and_is_exact(cooked, train, train_two, tmp_path):
-    whole, half, two, sharded = (tmp_path / name for name in ("whole", "half", "two", "sharded"))
+def test_muon_makes_orthogonal_updates_continues_and_is_exact(train, tmp_path):
+    whole = tmp_path / "whole"
     flags = ["--exact", "true", "--micro_batch_size", 2, "--save_every", 6, "--keep_checkpoints", 0]
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     moments = optimizer(whole, 12)
     matrices = {name for name, state in moments.items() if "momentum" in state}
     assert matrices and all("classifier" not in name for name in matrices)
     assert {*weights(whole, 12)} - matrices == {n for n, s in moments.items() if "exp_avg" in s}
     (name,) = matrices
-    train("--output_dir", tmp_path / "one", *flags, "--max_steps", 1, "--weight_decay", 0)
-    train("--output_dir", tmp_path / "none", *flags, "--max_steps", 1, "--learning_rate", 0)
+    train(1, "--output_dir", tmp_path / "one", *flags, "--max_steps", 1, "--weight_decay", 0)
+    train(1, "--output_dir", tmp_path / "none", *flags, "--max_steps", 1, "--learning_rate", 0)
     step = weights(tmp_path / "one", 1)[name] - weights(tmp_path / "none", 1)[name]
     sizes = torch.linalg.svdvals(step.double()) / max(step.shape) ** 0.5 / 0.2
     rate = lines(tmp_path / "one", "lr")[0]["lr"]
     assert (0.5 < sizes / rate).all() and (sizes / rate < 1.5).all()
-    train("--output_dir", continued(whole, 6, half), *flags)
-    train_two("--output_dir", two, *flags)
-    assert final(half) == final(whole) == final(two)
+    check_break(train, whole, 6, *flags)
+    train(2, "--output_dir", tmp_path / "two", *flags)
+    assert final(tmp_path / "two") == final(whole)
 
 
 @pytest.mark.slow
 @recipe("The head first, then all")
-def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
+def test_the_head_is_trained_alone_and_then_all(train, tmp_path):
     flags = ["--head_steps", 5, "--save_every", 1, "--keep_checkpoints", 0]
     whole = tmp_path / "whole"
-    train("--output_dir", whole, *flags)
+    train(1, "--output_dir", whole, *flags)
     for step in range(2, 13):
         now, before = weights(whole, step), weights(whole, step - 1)
         moved = {name for name in now if (now[name] != before[name]).any()}
@@ -389,19 +327,15 @@ def test_the_head_is_trained_alone_and_then_all(train, train_two, tmp_path):
         step: sorted(int(s["step"]) for s in state.values()) for step, state in states.items()
     }
     assert counts == {5: [5, 5], 12: [7, 7, 12, 12]}  # no moments of what does not train yet
-
-    half = continued(whole, 3, tmp_path / "half")
-    train("--output_dir", half, *flags)
-    assert final(half) == final(whole)
-
-    check_two_processes(train_two, whole, tmp_path, flags, 3, ("loss", "eval_loss", "grad_norm"))
+    check_break(train, whole, 3, *flags)
+    check_two_processes(train, whole, 3, *flags, keys=("loss", "eval_loss", "grad_norm"))
 
 
 @pytest.mark.slow
 @recipe("A second set to evaluate on")
-def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, train_two, tmp_path):
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    train("--output_dir", whole)
+def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, tmp_path):
+    whole = tmp_path / "whole"
+    train(1, "--output_dir", whole)
     other = task_of(cooked).other_dataset(task_of(cooked).TaskConfig())
     evaluated = lines(whole, "eval_loss")
     assert [line["step"] for line in evaluated] == [4, 8, 12]
@@ -410,13 +344,11 @@ def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, train_two,
         assert line["eval_loss"] == pytest.approx(eval_loss(cooked, state), rel=1e-6)
         assert line["other_loss"] == pytest.approx(eval_loss(cooked, state, other), rel=1e-6)
         assert (line["rows"], line["other_rows"]) == (11, 13)
-    train("--output_dir", continued(whole, 4, half))
-    assert final(half) == final(whole)
-    printed = train("--output_dir", whole, "--eval_only")
+    check_break(train, whole, 4)
+    printed = train(1, "--output_dir", whole, "--eval_only")
     assert f"other_loss {evaluated[-1]['other_loss']:.5g}" in printed
     assert "other_loss" in (whole / "model" / "README.md").read_text()
-
-    check_two_processes(train_two, whole, tmp_path, [], 4, ("loss", "other_loss", "other_rows"))
+    check_two_processes(train, whole, 4, keys=("loss", "other_loss", "other_rows"))
 
 
 @recipe("A learning rate for each layer")
@@ -424,7 +356,7 @@ def test_each_layer_has_its_learning_rate(train, tmp_path):
     whole, half = tmp_path / "whole", tmp_path / "half"
     flags = ["--layer_decay", 0.5, "--save_every", 1]
     named = {"before": f"{NO_PICTURE}\nimport task; task.build_model = task.numbered"}  # 0 and 3
-    train("--output_dir", whole, *flags, **named)
+    train(1, "--output_dir", whole, *flags, **named)
     rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
     for step in range(2, 13):
         before, now = (weights(whole, each) for each in (step - 1, step))
@@ -437,22 +369,7 @@ def test_each_layer_has_its_learning_rate(train, tmp_path):
             fraction = 0.125 if name.startswith("0.") else 1.0
             expected = before[name] - rates[step] * fraction * moved
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
-    train("--output_dir", continued(whole, 4, half), *flags, **named)
+    train(1, "--output_dir", continued(whole, 4, half), *flags, **named)
     assert final(half) == final(whole)
-    changed = train("--output_dir", half, "--layer_decay", 0.6, codes=[2])
+    changed = train(1, "--output_dir", half, "--layer_decay", 0.6, codes=[2])
     assert "layer_decay: 0.5 -> 0.6" in changed
-
-    program = """
-import re, torch, train
-names = ["embed.weight", "layers.0.mlp.bias", "layers.0.mlp.weight", "layers.1.mlp.weight"]
-names += ["norm.weight", "head.weight"]
-model = torch.nn.Module()
-model.named_parameters = lambda: [
-    (name, torch.nn.Parameter(torch.ones((1,) if "bias" in name or "norm" in name else (1, 1))))
-    for name in names
-]
-for group in train.build_optimizer(model, train.Config(layer_decay=0.5)).param_groups:
-    print(len(group["params"]), group["lr_fraction"], group["weight_decay"])
-"""
-    printed = train("--output_dir", tmp_path / "none", "--check", before=program).splitlines()
-    assert printed[:5] == ["1 0.25 0.1", "1 0.5 0.0", "1 0.5 0.1", "2 1.0 0.1", "1 1.0 0.0"]

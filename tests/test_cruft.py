@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import DEFAULT_SLUG, ROOT, SOURCE, BakedProject, copy_template, wait_until
+from conftest import DEFAULT_SLUG, SOURCE, copy_template
 
 
 @pytest.fixture
@@ -115,74 +113,3 @@ def test_refusal_is_one_line_of_cruft_too(tmp_path, run):
         assert result.returncode == 1 and result.stdout == ""
         assert result.stderr.count("\n") == 1 and words in result.stderr
         assert [path.name for path in tmp_path.iterdir()] == ["template"]
-
-
-BEFORE = "5c8e952a2bec9983a15031b981ec9c73625cecc2"  # the last commit without the library
-
-
-@pytest.mark.slow
-def test_project_from_before_the_library_moves_to_it_and_continues(tmp_path, run):
-    """By docs/migrating.md, with edits of its owner, in the middle of a run: the same bytes."""
-    found = subprocess.run(["git", "cat-file", "-e", BEFORE], cwd=ROOT, capture_output=True)
-    if found.returncode:
-        pytest.skip("this copy of the template has no history")
-    template = tmp_path / "template"
-    run(tmp_path, "git", "clone", "--quiet", str(ROOT), str(template))
-    run(template, "git", "checkout", "--quiet", "-B", "main", BEFORE)
-    run(tmp_path, "cruft", "create", str(template), "--no-input", "--checkout", "main")
-    project = BakedProject(tmp_path / DEFAULT_SLUG)
-    folder = project.path
-    commit(run, folder)
-    for name, old, new in (
-        ("train.py", "    parameters = [p for p in model.", "    assert model  # mine\n"),
-        ("task.py", "from tasklib.sources import", "from tasklib.tables import TABLES as MINE\n"),
-    ):
-        text = (folder / name).read_text(encoding="utf-8")
-        assert text.count(old) == 1
-        (folder / name).write_text(text.replace(old, new + old), encoding="utf-8")
-    with open(folder / "task.py", "a") as file:
-        file.write("\n\nassert MINE\n")
-    own = "from tasklib import cache, text\nfrom tasklib.sources import DataConfig as Mine\n"
-    own += "from training.monitor import skip_unless_finite\n"
-    (folder / "own.py").write_text(f"{own}assert text.learn_vocabulary and cache.prepare_once\n")
-    commit(run, folder)
-
-    # One run to its end, and one that is stopped in its middle.
-    flags = ["--config", "configs/train/smoke.yaml", "--output_dir"]
-    project.run("python", "train.py", *flags, tmp_path / "whole", PYTHONPATH="")
-    (begun,) = project.start(1, *flags, "runs/smoke", PYTHONPATH="")
-    wait_until(lambda: [*folder.glob("runs/smoke/checkpoints/step-*")], begun)
-    begun.terminate()
-    assert begun.wait() == 75
-
-    # The template goes on, and the project with it.
-    for path in template.iterdir():
-        if path.name != ".git":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.copytree(copy_template(tmp_path / "now"), template, dirs_exist_ok=True)
-    commit(run, template)
-    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    update, delete, move, after = re.findall(r"^```\n(.*?)^```$", page, flags=re.M | re.S)
-    assert "# mine" in (folder / "train.py").read_text(encoding="utf-8")
-    there = [name for name in delete.split()[2:] if (folder / name).exists()]
-    assert there == delete.split()[2:]
-    for line in update.replace("cruft update", "cruft update --skip-apply-ask").splitlines():
-        run(folder, *line.partition("#")[0].split())
-    assert not [name for name in there if (folder / name).exists()]
-    (folder / ".venv").symlink_to(sys.prefix)
-    text = (folder / "task.py").read_text(encoding="utf-8")  # the edit once more
-    again = "from tasklib.tables import TABLES as MINE\n\nfrom samestep"
-    text = text.replace("from samestep", again, 1) + "\n\nassert MINE\n"
-    (folder / "task.py").write_text(text, encoding="utf-8")
-    (lint,) = (line for line in after.splitlines() if line.startswith("make lint"))
-    for script in (move.replace("- task.py", "- task.py own.py"), lint):
-        run(folder, "bash", "-ec", script)
-    assert "import TABLES as MINE" in (folder / "task.py").read_text(encoding="utf-8")
-    project.run("python", "-c", "import own", PYTHONPATH=str(ROOT / "src"))
-    assert "# mine" in (folder / "train.py").read_text(encoding="utf-8")
-    printed = project.run("make", "train", "RECIPE=smoke", PYTHONPATH=str(ROOT / "src")).stdout
-    assert "continuing from" in printed, printed
-    for name in ("model/model.safetensors", "model/config.json"):
-        assert (folder / "runs" / "smoke" / name).read_bytes() == (
-            tmp_path / "whole" / name
-        ).read_bytes()

@@ -6,6 +6,7 @@ files and flags exist. Slow tests run those that need neither a GPU, nor another
 
 import ast
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import zipfile
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from conftest import ROOT, SOURCE, BakedProject, bake, status
+from conftest import ROOT, SOURCE, BakedProject, bake, status, write_table
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 TASKS = QUESTIONS["task"]
@@ -300,69 +301,62 @@ def write_data(folder):
     from PIL import Image
 
     texts = [f"This is text {i}, and it says {i * i} times nothing." for i in range(300)]
-    for name in ("path/to/texts", "path/to/images/one", "path/to/images/two"):
-        (folder / name).mkdir(parents=True)
+    ask = {"role": "user", "content": "Go on."}
+    chats = [[ask, {"role": "assistant", "content": text}] for text in texts]
+    labels = [("yes", "no")[i % 2] for i in range(300)]
+    pairs = [{"source": text, "target": text[:12]} for text in texts]
+    preferences = [{"prompt": text, "chosen": " Yes.", "rejected": " No."} for text in texts]
+    tables = {
+        "wiki": [{"text": text} for text in texts],
+        "code": [{"text": f"print({i})"} for i in range(300)],
+        "chats": [{"messages": messages} for messages in chats],
+        "tweets": [{"text": text, "label": "yes"} for text in texts],
+        **dict.fromkeys(("pairs", "news", "talks"), pairs),
+        **dict.fromkeys(("preferences", "helpful", "safe"), preferences),
+    }
+    for name, rows in tables.items():
+        write_table(folder, rows, name=name)
+    reviews = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
+    write_table(folder, reviews, "csv", "reviews")
+    for name in ("texts", "images/one", "images/two"):
+        (folder / "path/to" / name).mkdir(parents=True)
     for i, text in enumerate(texts):
-        (folder / "path" / "to" / "texts" / f"{i}.txt").write_text(text)
+        (folder / "path/to/texts" / f"{i}.txt").write_text(text)
     for i in range(80):
         image = Image.new("RGB", (48, 40), (3 * i, 255 - 3 * i, 90 * (i % 2)))
-        image.save(folder / "path" / "to" / "images" / ("one", "two")[i % 2] / f"{i}.jpg")
+        image.save(folder / "path/to/images" / ("one", "two")[i % 2] / f"{i}.jpg")
     image.save(folder / "photo.jpg")
-    ask = {"role": "user", "content": "Go on."}
-    rows = {
-        "wiki.jsonl": [{"text": text} for text in texts],
-        "code.jsonl": [{"text": f"print({i})"} for i in range(300)],
-        "chats.jsonl": [
-            {"messages": [ask, {"role": "assistant", "content": text}]} for text in texts
-        ],
-        "tweets.jsonl": [{"text": text, "label": "yes"} for text in texts],
-        "pairs.jsonl": [{"source": text, "target": text[:12]} for text in texts],
-    }
-    rows |= {"news.jsonl": rows["pairs.jsonl"], "talks.jsonl": rows["pairs.jsonl"]}
-    preferences = [{"prompt": text, "chosen": " Yes.", "rejected": " No."} for text in texts]
-    rows |= {f"{name}.jsonl": preferences for name in ("preferences", "helpful", "safe")}
-    for name, content in rows.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in content))
-    labelled = [f'"{text}",{("yes", "no")[i % 2]}\n' for i, text in enumerate(texts)]
-    (folder / "reviews.csv").write_text("text,label\n" + "".join(labelled))
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory, baked):
-    """The folder of the unpacked wheel, which has the examples too."""
-    folder = tmp_path_factory.mktemp("library")
-    (wheel,) = baked[TASKS[0]].path.glob("vendor/*.whl")
-    zipfile.ZipFile(wheel).extractall(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shell(tmp_path_factory, library):
+def shell(tmp_path_factory, baked):
     """Runs a script in a project, as its reader would after `source .venv/bin/activate`."""
-    editor = tmp_path_factory.mktemp("editor") / "remove_task"
+    folder = tmp_path_factory.mktemp("shell")
+    (wheel,) = baked[TASKS[0]].path.glob("vendor/*.whl")  # which has the examples too
+    zipfile.ZipFile(wheel).extractall(folder / "library")
+    editor = folder / "remove_task"
     editor.write_text(REMOVE_TASK)
     editor.chmod(0o755)
-    variables = {"EDITOR": str(editor), "PYTHONPATH": str(library)}
+    variables = {"EDITOR": str(editor), "PYTHONPATH": str(folder / "library")}
     for who in ("AUTHOR", "COMMITTER"):
         variables |= {f"GIT_{who}_NAME": "Test", f"GIT_{who}_EMAIL": "test@example.org"}
-
-    def run(project, script):
-        return project.run("bash", "-ec", script, **variables)
-
-    return run
+    return lambda project, script: project.run("bash", "-ec", script, **variables)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, baked, shell):
-    """Projects with the data that pages call by name, and a model of each task."""
-    folder, projects = tmp_path_factory.mktemp("trained"), {}
-    for task, project in baked.items():
-        projects[task] = BakedProject(shutil.copytree(project.path, folder / task, symlinks=True))
-        write_data(projects[task].path)
-        shell(projects[task], "make train")
-        model = projects[task].path / "path" / "to" / "model"
-        shutil.copytree(projects[task].path / "runs" / "default" / "model", model)
-    return projects
+    """Gives a project with the data that pages call by name, and with a model of its task."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    @functools.cache
+    def train(task):
+        made = BakedProject(shutil.copytree(baked[task].path, folder / task, symlinks=True))
+        write_data(made.path)
+        shell(made, "make train")
+        shutil.copytree(made.path / "runs" / "default" / "model", made.path / "path/to/model")
+        return made.path
+
+    return train
 
 
 RENDERED = [(task, name) for task in TASKS for name in ("README.md", "docs/data.md")]
@@ -371,19 +365,19 @@ OTHERS_OF_FIRST = [(TASKS[0], n) for n in pages(ROOT / SOURCE) if (TASKS[0], n) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task, name", [*RENDERED, *OTHERS_OF_FIRST])
-def test_commands_run(tmp_path, trained, shell, task, name):
+def test_commands_run(tmp_path, baked, trained, shell, task, name):
     """Each block of a page in a fresh copy, without the commands that can_run leaves out.
 
     Blocks that read the same for another task are run with the first one.
     """
-    others = scripts(trained[TASKS[0]].path / name) if task != TASKS[0] else []
-    for number, script in enumerate(scripts(trained[task].path / name)):
+    others = scripts(baked[TASKS[0]].path / name) if task != TASKS[0] else []
+    for number, script in enumerate(scripts(baked[task].path / name)):
         rows = script.replace("\\\n", " ").splitlines()
         if "<<" in script or any(row.count('"') % 2 for row in rows):
             rows = [script]
         rows = [row for row in rows if all(map(can_run, commands(row)))]
         if script not in others and any(map(commands, rows)):
-            folder = shutil.copytree(trained[task].path, tmp_path / str(number), symlinks=True)
+            folder = shutil.copytree(trained(task), tmp_path / str(number), symlinks=True)
             for recommended in folder.glob("configs/*/recommended.yaml"):
                 recommended.unlink()
             if "make plot" in script:
@@ -395,21 +389,18 @@ def test_commands_run(tmp_path, trained, shell, task, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hardware, stop",
-    [("cpu", "breakpoint()"), ("cpu_multi", "if accelerator.is_main_process: breakpoint()")],
-)
-def test_breakpoint_opens_under_make_train(tmp_path, baked, hardware, stop):
+def test_breakpoint_opens_under_make_train(tmp_path, baked):
     """In the loop of train.py, on a terminal: it shows the step, and goes on."""
     folder = shutil.copytree(baked[TASKS[0]].path, tmp_path / "project", symlinks=True)
     train = folder / "train.py"
     text = train.read_text(encoding="utf-8")
     indent, call = re.search(r"^( +)(accelerator\.backward\()", text, flags=re.M).groups()
-    train.write_text(text.replace(indent + call, f"{indent}{stop}\n{indent}{call}", 1))
+    stop = f"{indent}if accelerator.is_main_process: breakpoint()\n"
+    train.write_text(text.replace(indent + call, f"{stop}{indent}{call}", 1))
     process, terminal = pty.fork()
     if process == 0:
         try:
-            words = ["make", "train", "RECIPE=smoke", f"HARDWARE={hardware}", "ARGS=--max_steps 2"]
+            words = ["make", "train", "RECIPE=smoke", "HARDWARE=cpu_multi", "ARGS=--max_steps 2"]
             os.execvpe("make", [*words, "-C", str(folder)], BakedProject(folder).env())
         finally:
             os._exit(1)

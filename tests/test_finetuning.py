@@ -5,16 +5,15 @@ The pretrained weights are those of a model that the tests train first.
 
 import json
 import shutil
-import subprocess
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from conftest import bake, digest, lines, read_weights, status
+from conftest import bake, lines, read_weights
 from test_exact import check_same
-from test_invariance import check_same_curve
+from test_tasks import check_two_processes_and_a_lost_half
 
 # They train a model first, and then its descendants.
 pytestmark = pytest.mark.slow
@@ -67,29 +66,20 @@ def checkpoint(output, step):
 
 
 @pytest.mark.parametrize("name", ["prompts", "lora"])
-def test_two_processes_tune_as_one_does(project, tuned, name):
+def test_two_processes_tune_as_one_does_and_a_lost_half_is_made_up_for(
+    project, tuned, tmp_path, name
+):
     # Dropout follows the micro-batch, and these are of the same size in both runs.
-    output = project.path / "runs" / f"{name}-2"
-    project.train(2, *recipe_of(name), "--output_dir", output)
-    check_same_curve(tuned[name], output, rel=1e-6)
+    check_two_processes_and_a_lost_half(project, tmp_path, *recipe_of(name), whole=tuned[name])
 
 
 @pytest.mark.parametrize("name", ["prompts", "lora"])
 def test_exact_tunes_to_the_same_bytes_on_any_processes(project, tmp_path, name):
     """Packed rows; LoRA with its dropout, of chats."""
     flags = [*recipe_of(name), "--exact", "true", "--micro_batch_size", "1", "--output_dir"]
-    for processes in (1, 2, 3):
+    for processes in (1, 3):
         project.train(processes, *flags, tmp_path / str(processes))
-    check_same(*(tmp_path / str(processes) for processes in (1, 2, 3)))
-
-
-@pytest.mark.parametrize("name", ["prompts", "lora"])
-def test_a_continued_run_ends_with_the_same_bytes(project, tuned, name):
-    output = project.path / "runs" / f"{name}-continued"
-    shutil.copytree(checkpoint(tuned[name], 3), checkpoint(output, 3))
-    printed = project.train(1, *recipe_of(name), "--output_dir", output)
-    assert "continuing from" in printed
-    assert digest(checkpoint(output, 6)) == digest(checkpoint(tuned[name], 6))
+    check_same(tmp_path / "1", tmp_path / "3")
 
 
 def test_lora_trains_adapters_alone_and_saves_no_more(project, tuned):
@@ -165,60 +155,16 @@ def test_eval_only_says_what_the_last_evaluation_said_and_changes_nothing(projec
     assert "there is no checkpoint in runs/none/checkpoints; train first" in printed
 
 
-def test_a_run_that_died_before_its_export_evaluates_and_exports(project, tuned):
-    """Only its last checkpoint is left; a lower max_steps then changes nothing but that."""
-    score = lines(tuned["prompts"], "eval_loss")[-1]["eval_loss"]
-    for steps in ("6", "4"):
-        output = project.path / "runs" / f"died-{steps}"
-        shutil.copytree(checkpoint(tuned["prompts"], 6), checkpoint(output, 6))
-        flags = ["--output_dir", output, "--max_steps", steps, "--accept_changes"]
-        project.train(1, *recipe_of("prompts"), *flags)
-        card = (output / "model" / "README.md").read_text()
-        assert "Trained for 6 steps" in card and f"| eval_loss | {score:.5g} |" in card
-        assert status(output)["state"] == "finished"
-
-
 def test_the_card_says_what_the_model_is(tuned):
-    folder = tuned["prompts"] / "model"
-    card = (folder / "README.md").read_text(encoding="utf-8")
+    card = (tuned["prompts"] / "model" / "README.md").read_text(encoding="utf-8")
     about = yaml.safe_load(card.split("---")[1])
-    assert about == {
-        "license": "unknown", "library_name": "transformers", "pipeline_tag": "text-generation",
-        "base_model": "runs/base/model",
-    }  # fmt: skip
+    expected = {"license": "unknown", "library_name": "transformers"}
+    expected |= {"pipeline_tag": "text-generation", "base_model": "runs/base/model"}
     last = lines(tuned["prompts"], "eval_loss")[-1]
-    assert f"| eval_loss | {last['eval_loss']:.5g} |" in card
+    assert about == expected and f"| eval_loss | {last['eval_loss']:.5g} |" in card
     assert f"torch {torch.__version__}" in card and "data: prompts.jsonl" in card
     settings = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
     assert settings == yaml.safe_load((tuned["prompts"] / "config.yaml").read_text())
-
-
-def test_predict_answers_from_arguments_a_file_and_standard_input(project, tuned, tmp_path):
-    def predict(*flags, text=None, code=0):
-        command = ["python", "-m", "samestep", "predict", *map(str, flags)]
-        options = {"cwd": project.path, "env": project.env(), "capture_output": True, "text": True}
-        result = subprocess.run(command, input=text, **options)
-        assert result.returncode == code, result.stderr
-        return result.stdout if code == 0 else result.stderr
-
-    flags = ["--model", "runs/prompts/model", "--json", "--tokens", "5"]
-    (tmp_path / "in.txt").write_text("1 + 1 = \n2 + 1 = \n")
-    answers = predict(*flags, "1 + 1 = ", "2 + 1 = ")
-    assert [json.loads(line)["input"] for line in answers.splitlines()] == ["1 + 1 = ", "2 + 1 = "]
-    assert all(isinstance(json.loads(line)["text"], str) for line in answers.splitlines())
-    assert predict(*flags, "--file", tmp_path / "in.txt") == answers
-    assert predict(*flags, text=(tmp_path / "in.txt").read_text()) == answers
-    chat = predict("--model", "runs/lora/model", "--chat", "--json", "7 + 1?")
-    assert json.loads(chat)["input"] == "7 + 1?"
-    assert "python -m samestep predict photo.jpg" in predict("--help")
-    for wrong, said in [
-        (["--model", "configs", "x"], "configs holds no model of transformers"),
-        ([*flags, "--chat", "x"], "has no chat template; leave out --chat"),
-        ([*flags, "x", "--file", "y"], "give inputs or --file, not both"),
-    ]:
-        printed = predict(*wrong, code=2)
-        assert said in printed and printed.count("\n") == 1
-    assert "there is no input" in predict("--model", "runs/prompts/model", text="", code=2)
 
 
 def test_a_folder_that_is_no_beginning_is_one_line(project, tuned):

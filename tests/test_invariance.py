@@ -56,17 +56,15 @@ def test_three_processes_continue_bit_for_bit(tiny, tmp_path):
     """Sums of three numbers depend on their order: DDP's buckets are the same after each start."""
     flags = ["--global_batch_size", 12, "--micro_batch_size", 1, "--save_every", 3, "--output_dir"]
     tiny.train(3, *flags, tmp_path / "whole")
-    last = "checkpoints/step-00000012"
-    for step in (3, 9):
-        half, name = tmp_path / str(step), f"checkpoints/step-{step:08d}"
-        shutil.copytree(tmp_path / "whole" / name, half / name)
-        tiny.train(3, *flags, half)
-        assert digest(half / last) == digest(tmp_path / "whole" / last)
+    name, last = "checkpoints/step-00000003", "checkpoints/step-00000012"
+    shutil.copytree(tmp_path / "whole" / name, tmp_path / "half" / name)
+    tiny.train(3, *flags, tmp_path / "half")
+    assert digest(tmp_path / "half" / last) == digest(tmp_path / "whole" / last)
 
 
 def test_any_micro_batch_of_one_global_batch(tiny, tmp_path):
     """Without dropout, whose masks follow the micro-batches. Measured: 2e-7, and 6e-8."""
-    for micro in (1, 2, 4, 8):
+    for micro in (1, 4, 8):
         tiny.train(1, "--output_dir", tmp_path / str(micro), "--micro_batch_size", micro)
         check_same_curve(tmp_path / "1", tmp_path / str(micro), rel=1e-6)
         for name, tensor in weights(tmp_path / "1").items():
@@ -83,13 +81,11 @@ def vae(tmp_path_factory):
 
 def test_noise_that_is_drawn_by_the_row_depends_on_no_cut(vae, tmp_path):
     """A variational autoencoder: the same curve. Drawn in the model, the noise follows the cut."""
-    for processes in (1, 2):
-        for micro in (1, 2, 4):
-            output = tmp_path / f"{processes}-{micro}"
-            vae.train(processes, "--output_dir", output, "--micro_batch_size", micro)
-            check_same_curve(tmp_path / "1-1", output, rel=1e-6)
-    vae.train(2, "--output_dir", tmp_path / "workers", "--num_workers", 1)
-    check_same_curve(tmp_path / "1-1", tmp_path / "workers", rel=1e-6)
+    for processes, micro, workers in ((1, 1, 0), (1, 4, 0), (2, 2, 1)):
+        output = tmp_path / f"{processes}-{micro}"
+        flags = ["--micro_batch_size", micro, "--num_workers", workers]
+        vae.train(processes, "--output_dir", output, *flags)
+        check_same_curve(tmp_path / "1-1", output, rel=1e-6)
 
 
 def test_noise_that_the_model_draws_follows_the_cut_and_comes_back(vae, tmp_path):
@@ -121,7 +117,7 @@ def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp
     assert [line["rows"] for line in lines(tmp_path / "3", "eval_loss")] == [11] * 4
 
 
-@pytest.mark.parametrize("size, batch", [(1, 8), (3, 8), (5, 2), (7, 6)])
+@pytest.mark.parametrize("size, batch", [(1, 8), (3, 8), (7, 6)])
 def test_data_smaller_than_a_step_or_not_divided_by_it(tiny, tmp_path, size, batch):
     """Epochs run on within a step: no ragged tail, and each sample as often as the others."""
     flags = ["--task.samples", size, "--global_batch_size", batch, "--max_steps", 7]

@@ -102,6 +102,7 @@ ARGUMENTS = [
         "names classes or a number, and --tokens is not",
     ),
     (["--model", "images", "pipe"], "cannot read pipe: it is a folder, a pipe or"),
+    ([*LM, "--chat", "x"], "has no chat template; leave out --chat"),
     ([*LM, "--system", "Be brief", "x"], "--system is a message of a chat; give --chat too"),
     (["--model", "chats", "--chat", "--file", "none.jsonl"], '{"messages": []} is no chat; write'),
     ([*NAMED, "who=role,value=content"], "is no chat: message 1 is from 'Patron', none of"),

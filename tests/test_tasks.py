@@ -4,7 +4,6 @@ A kit has what the tests need of one task: rows of a small data set, settings of
 how a prepared row is told from others.
 """
 
-import json
 import math
 import pickle
 import re
@@ -19,7 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import bake, lines, load_task, parse_error, write_table
+from conftest import bake, digest, load_task, parse_error, status, write_table
+from test_invariance import check_same_curve
 
 NUMBERS = "zero one two three four five six seven eight nine".split()
 SPELLED = [" ".join(NUMBERS[int(digit)] for digit in str(n)) for n in range(100, 160)]
@@ -56,6 +56,12 @@ def pixels(task, cfg, prepared, part):
     return [image.tobytes() for image, *_ in part]
 
 
+def picture(color, number=0):
+    """An image of one color, and a little noise that is its own."""
+    noise = np.random.default_rng([number, *color]).integers(0, 20, (12, 12, 3))
+    return Image.fromarray((np.array(color) + noise).astype(np.uint8))
+
+
 @dataclass
 class Kit:
     """One task, and a small data set for it."""
@@ -67,6 +73,8 @@ class Kit:
     empty: tuple[str, str]  # a column that may be empty, and what is said then
     other: dict  # a setting that changes prepared rows
     noise: dict = field(default_factory=dict)  # settings that make training draw random numbers
+    answer: str = ""  # a column in which rows that belong together may differ
+    long: tuple = ()  # for LONG: settings, what is said, and the columns with their lengths then
 
     @cached_property
     def task(self):
@@ -99,9 +107,8 @@ class Kit:
         ]
         for row in rows:
             if number := re.fullmatch(r"i(\d+)\.png", str(row.get("image"))):
-                noise = np.random.default_rng(int(number[1])).integers(0, 20, (12, 12, 3))
-                color = np.array(COLORS.get(row["label"], (0, 0, 0)))
-                Image.fromarray((color + noise).astype(np.uint8)).save(folder / row["image"])
+                color = COLORS.get(row["label"], (0, 0, 0))
+                picture(color, int(number[1])).save(folder / row["image"])
         return write_table(folder, rows, kind)
 
     def flags(self, **fields):
@@ -127,6 +134,7 @@ KITS = [
         ("label", "the label is empty"),
         {"max_length": 4},
         {"token_dropout": 0.5},
+        long=({}, [" 32 at most; 1 cut to 32\n"], {"input_ids": 32}),
     ),
     Kit(
         "image_classification",
@@ -145,6 +153,12 @@ KITS = [
         ("target", "the target is empty"),
         {"max_source_length": 3},
         {"dropout": 0.1},
+        answer="target",
+        long=(
+            {"max_source_length": 12, "max_target_length": 5},
+            ["12 at most (1 cut to 12); targets of", "5 at most (1 cut to 5)\n"],
+            {"input_ids": 12, "labels": 5},
+        ),
     ),
     Kit(
         "preference",
@@ -153,6 +167,7 @@ KITS = [
         prompts,
         ("chosen", "the chosen is empty"),
         {"max_length": 5},
+        answer="chosen",
     ),
 ]
 
@@ -199,10 +214,32 @@ def test_every_row_is_in_one_part_the_same_from_every_kind_of_file(kit, tmp_path
         assert sorted(found[0][0] + found[0][1]) == expected
 
 
-def test_equal_rows_are_on_one_side(kit, tmp_path):
-    cfg, prepared, parts = kit.prepare(tmp_path, kit.rows * 3)
+def test_rows_that_belong_together_are_on_one_side_and_columns_have_any_name(kit, tmp_path):
+    kit.write(tmp_path)  # the images
+    rows = [{f"my {name}": value for name, value in row.items()} for row in kit.rows]
+    if kit.answer:
+        rows += [{**row, f"my {kit.answer}": row[f"my {kit.answer}"] + " or so"} for row in rows]
+    else:
+        rows *= 3
+    fields = {f"{name}_column": f"my {name}" for name in kit.rows[0]}
+    cfg, prepared, parts = kit.prepare(tmp_path, rows, **fields)
     train, held_out = ({*kit.keys(kit.task, cfg, prepared, part)} for part in parts)
     assert train and held_out and not train & held_out and len(train | held_out) == 60
+
+
+LONG = {"text": "nine " * 100, "label": "odd", "source": "nine " * 50, "target": "9" * 50}
+
+
+@pytest.mark.parametrize("kit", [kit for kit in KITS if kit.long], ids=lambda kit: kit.name)
+def test_long_texts_are_cut_aloud_and_keep_their_end(kit, tmp_path, capsys):
+    settings, said, columns = kit.long
+    rows = [*kit.rows, {name: LONG[name] for name in kit.rows[0]}]
+    _, _, parts = kit.prepare(tmp_path, rows, **settings)
+    printed, rows = capsys.readouterr().out, [row for part in parts for row in part]
+    assert all(words in printed for words in said), printed
+    for name, most in columns.items():
+        assert max(len(row[name]) for row in rows) == most
+        assert len({int(row[name][-1]) for row in rows}) == 1
 
 
 def test_given_validation_rows_are_all_that_is_evaluated_on(kit, tmp_path, capsys):
@@ -276,7 +313,21 @@ def test_the_loss_is_a_sum_however_rows_are_batched_and_padded(kit, tmp_path):
             assert torch.allclose(whole.double(), added, rtol=1e-5), name
     scores = task.metrics({name: value.double() for name, value in sums[0].items()})
     assert scores["loss"] == pytest.approx(float(losses[0]) / int(task.count(batch)), rel=1e-5)
+    if kit.name != "preference":  # compared with the papers in test_preference.py
+        assert scores["loss"] == pytest.approx(loss_of_transformers(kit, model, batch), rel=1e-5)
     assert all(math.isfinite(score) for score in scores.values())
+
+
+@torch.no_grad()
+def loss_of_transformers(kit, model, batch):
+    """The mean that a model of transformers gives."""
+    names = {"input_ids", "attention_mask", "pixel_values", "labels"} & {*batch}
+    inputs = {name: batch[name] for name in names}
+    if kit.name == "causal_lm":  # there labels are shifted: the row with its first token again
+        labels = torch.cat([batch["input_ids"][:, :1], batch["labels"]], 1)
+        tokens = torch.cat([batch["input_ids"], batch["labels"][:, -1:].clamp(min=0)], 1)
+        inputs = {"input_ids": tokens, "labels": labels}
+    return model(**inputs).loss.item()
 
 
 @pytest.mark.parametrize("kit", [BY_NAME["image_classification"], BY_NAME["text_classification"]])
@@ -511,24 +562,33 @@ def test_one_request_at_most_is_made_for_a_model_that_is_missing(
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
+def check_two_processes_and_a_lost_half(project, folder, *flags, whole=None):
+    """Two processes have the numbers of one; one process makes up for a lost half bit by bit.
+
+    `whole` is the run folder of one process, if there is one: with checkpoints of steps 3 and 6.
+    """
+    printed = project.train(2, *flags, "--num_workers", 1, "--output_dir", folder / "two")
+    if not whole:
+        whole = folder / "whole"
+        project.train(1, *flags, "--output_dir", whole)
+    check_same_curve(whole, folder / "two", rel=1e-6)
+    shutil.copytree(whole / "checkpoints", folder / "again" / "checkpoints")
+    shutil.rmtree(folder / "again" / "checkpoints" / "step-00000006")
+    assert "continuing from" in project.train(1, *flags, "--output_dir", folder / "again")
+    ends = (folder / "again" / "checkpoints" / "step-00000006", whole / "checkpoints/step-00000006")
+    assert len({digest(end) for end in ends}) == 1
+    for file in whole.glob("model/*.safetensors"):
+        assert file.read_bytes() == (folder / "again" / "model" / file.name).read_bytes()
+    assert status(folder / "again")["state"] == "finished"
+    return printed
+
+
 @pytest.mark.parametrize(
     "kit", [pytest.param(k, marks=pytest.mark.slow if k.name != "seq2seq" else []) for k in KITS]
 )
 def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(kit, tmp_path):
     project = bake(tmp_path, task=kit.name, tracker="none")
-    data = ["--task.data", kit.write(tmp_path), *kit.flags(**kit.noise), *STEPS]
-    one, two, again = (project.path / "runs" / name for name in ("one", "two", "again"))
-    printed = project.train(2, *data, "--num_workers", 1, "--output_dir", two)
+    flags = ["--task.data", kit.write(tmp_path), *kit.flags(**kit.noise), *STEPS]
+    printed = check_two_processes_and_a_lost_half(project, tmp_path, *flags)
     said = [line for line in printed.splitlines() if line.startswith("Prepar")]
     assert said and len(said) == len({*said})  # prepared by one of them
-    assert "Prepar" not in project.train(1, *data, "--output_dir", one)
-    for key in ("loss", "eval_loss"):
-        for mine, theirs in zip(lines(one, key), lines(two, key), strict=True):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-6)
-            assert mine.get("batch_hash") == theirs.get("batch_hash")
-    shutil.copytree(one / "checkpoints", again / "checkpoints")
-    shutil.rmtree(again / "checkpoints" / "step-00000006")
-    assert "continuing from" in project.train(1, *data, "--output_dir", again)
-    for name in ("checkpoints/step-00000006/rank-00000.safetensors", "model/model.safetensors"):
-        assert (one / name).read_bytes() == (again / name).read_bytes()
-    assert json.loads((one / "status.json").read_text())["state"] == "finished"

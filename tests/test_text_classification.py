@@ -1,5 +1,6 @@
 """The task text_classification: what it reads and counts, how well it learns, what it refuses."""
 
+import itertools
 import json
 
 import numpy as np
@@ -36,17 +37,7 @@ def test_numbers_and_truths_are_classes_too(kit, prepare, tmp_path, kind, labels
     assert sum(map(len, parts)) == sum(row[1] in labels[: len(names)] for row in rows)
 
 
-def test_long_texts_are_cut_aloud(task, prepare, capsys):
-    cfg, prepared, parts = prepare([*ROWS, ("word " * 100, "fish")])
-    printed = capsys.readouterr().out
-    assert "Prepared: texts of 12 tokens on average, 32 at most; 1 cut to 32\n" in printed
-    assert "tree with 7" in printed
-    rows = [row for part in parts for row in part]
-    assert max(row["length"] for row in rows) == max(part.sizes().max() for part in parts) == 32
-    end = task.text_data.load_tokenizer(cfg, prepared).sep_token_id
-    assert {int(row["input_ids"][-1]) for row in rows} == {end}
-
-
+@pytest.mark.slow
 def test_functions_of_a_file_stay_together_and_none_is_there_twice(task):
     rows = list(task.demo_data.area_rows())
     assert len({row["label"] for row, _ in rows}) == 10
@@ -69,8 +60,7 @@ def test_lists_in_cells_are_several_labels(kit, prepare, tmp_path, form):
     lists = [["love", "it's god"], [], ["god"], ["love"]]
     rows = [(f"text {i}", form(lists[i % 4])) for i in range(40)]
     _, prepared, parts = prepare(kit.write(tmp_path, rows, "csv"), problem_type=SEVERAL)
-    expected = [sorted(lists[i % 4]) for i in range(40)]
-    assert labels_in(prepared, parts) == sorted(expected)
+    assert labels_in(prepared, parts) == sorted(sorted(lists[i % 4]) for i in range(40))
 
 
 FLAGS = {"csv": ["0", "1", "True", "false"], "jsonl": [0, 1, True, False], "parquet": [0.0, 1.0]}
@@ -78,17 +68,15 @@ FLAGS = {"csv": ["0", "1", "True", "false"], "jsonl": [0, 1, True, False], "parq
 
 @pytest.mark.parametrize("kind", FLAGS)
 def test_a_column_for_each_label(kit, prepare, tmp_path, kind):
-    values, names = FLAGS[kind], ("text", "rude", "kind", "odd")
+    values, names = FLAGS[kind], ["rude", "kind", "odd"]
     rows = [(f"text {i}", values[i % len(values)], values[1 - i % 2], values[0]) for i in range(8)]
+    path = kit.write(tmp_path, rows, kind, ["text", *names])
     several = {"problem_type": SEVERAL, "label_columns": "rude, kind,odd"}
-    cfg, prepared, parts = prepare(kit.write(tmp_path, rows, kind, names), **several)
-    there = [
-        [name for name, value in zip(names[1:], row[1:], strict=True) if str(value)[0] in "1T"]
-        for row in rows
-    ]
+    cfg, prepared, parts = prepare(path, **several)
+    truths = [[str(value)[0] in "1T" for value in row[1:]] for row in rows]
+    there = [[*itertools.compress(names, each)] for each in truths]
     assert labels_in(prepared, parts) == sorted(there)
-    model = kit.task.build_model(cfg, prepared)
-    assert list(model.config.id2label.values()) == ["rude", "kind", "odd"]
+    assert [*kit.task.build_model(cfg, prepared).config.id2label.values()] == names
 
 
 def test_many_classes_of_one_row_each_are_named(prepare, tmp_path, capsys):
@@ -220,6 +208,10 @@ def test_numbers_are_learnt_in_standard_deviations_whatever_their_scale(task, pr
         ids |= {task.identity(cfg, prepared), task.cache.content_digest(prepared), prepared.name}
     assert found[1] == pytest.approx(found[0], rel=1e-3) and len(ids) == 9
     assert found[2] == pytest.approx(found[0], rel=1e-3)
+    rows = [(text, 0.1) for text, _ in ROWS]  # equal numbers leave nothing to explain
+    cfg, prepared, (train, _) = prepare(rows, problem_type="regression")
+    model = task.build_model(cfg, prepared).eval()
+    assert task.metrics(task.eval_sums(model, task.collate([*train])))["r2"] == 0
 
 
 def test_marks_of_another_training_do_not_stay_in_the_config(task, prepare, tmp_path):
@@ -236,13 +228,6 @@ def test_marks_of_another_training_do_not_stay_in_the_config(task, prepare, tmp_
     assert found["label_mean"] == pytest.approx(saved["label_mean"] / 100)
     cfg, prepared, _ = prepare(ROWS, **model)
     assert not {"label_mean", "label_std"} & {*task.build_model(cfg, prepared).config.to_dict()}
-
-
-def test_equal_numbers_leave_nothing_to_explain(task, prepare, tmp_path):
-    rows = [(text, 0.1) for text, _ in ROWS]
-    cfg, prepared, (train, _) = prepare(rows, problem_type="regression")
-    model = task.build_model(cfg, prepared).eval()
-    assert task.metrics(task.eval_sums(model, task.collate([*train])))["r2"] == 0
 
 
 def test_balanced_weights_give_each_class_the_same_share(task, prepare, tmp_path):
@@ -294,6 +279,22 @@ def test_areas_of_the_library_are_told_apart_and_the_exported_model_answers_so(t
     assert printed["classes"][0]["label"] == best["label"] == "encodings"
 
 
+def tune(baked, data, name, *flags):
+    """Trains runs/NAME from that run; gives what was printed and how predict is called."""
+    start = ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
+    flags = [*STEPS, "--warmup_steps", 2, *start, *flags]
+    printed = baked.train(1, *flags, "--task.data", data, "--output_dir", f"runs/{name}")
+    return printed, [
+        "python",
+        "-m",
+        "samestep",
+        "predict",
+        "--json",
+        "--model",
+        f"runs/{name}/model",
+    ]
+
+
 @pytest.mark.slow
 def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt, tmp_path):
     rows = [
@@ -301,14 +302,11 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
         for text, name in ROWS
     ]
     data = kit.write(tmp_path, rows, "csv", ("text", "pair", "label"))
-    flags = ["--task.problem_type", "regression", "--task.data", data]
-    flags += ["--task.text_pair_column", "pair", "--output_dir", "runs/numbers"]
-    flags += ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
-    flags += [*STEPS, "--max_steps", 80, "--warmup_steps", 2]
+    flags = ["--task.problem_type", "regression", "--task.text_pair_column", "pair"]
     flags += ["--gradient_checkpointing", "true", "--task.attn_implementation", "eager"]
-    flags += ["--task.token_dropout", 0]
-    assert "new weights for classifier" in baked.train(1, *flags)
-    command = ["python", "-m", "samestep", "predict", "--json", "--model", "runs/numbers/model"]
+    flags += ["--max_steps", 80, "--task.token_dropout", 0]
+    printed, command = tune(baked, data, "numbers", *flags)
+    assert "new weights for classifier" in printed
     given = ["the oak\tand the elm", "the carp\tand the eel"]
     said = baked.run(*command, *given).stdout.splitlines()
     high, low = (json.loads(line)["value"] for line in said)
@@ -325,15 +323,11 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
 @pytest.mark.slow
 def test_several_labels_are_learnt_from_a_model_of_ones_own(kit, baked, learnt, tmp_path):
     rows = [(text, "tree;living" if name == "tree" else "living") for text, name in ROWS]
-    flags = ["--task.problem_type", SEVERAL, "--task.data", kit.write(tmp_path, rows, "csv")]
-    flags += ["--task.model_name_or_path", "runs/learnt/model", "--task.max_length", 32]
-    flags += ["--output_dir", "runs/several", *STEPS, "--max_steps", 20, "--warmup_steps", 2]
-    baked.train(1, *flags)
-    command = ["python", "-m", "samestep", "predict", "--json", "--model", "runs/several/model"]
+    flags = ["--task.problem_type", SEVERAL, "--max_steps", 20]
+    _, command = tune(baked, kit.write(tmp_path, rows, "csv"), "several", *flags)
     said = baked.run(*command, "the oak and the elm", "the carp and the eel").stdout.splitlines()
-    found = [
-        {each["label"]: each["score"] for each in json.loads(line)["classes"]} for line in said
-    ]
+    found = [json.loads(line)["classes"] for line in said]
+    found = [{each["label"]: each["score"] for each in classes} for classes in found]
     assert found[0]["tree"] > found[1]["tree"] + 0.1
     assert [{*each} for each in found] == [{"living", "tree"}] * 2
 
