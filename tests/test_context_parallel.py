@@ -10,6 +10,7 @@ from conftest import load_task
 from samestep.checkpoint import weights
 from samestep.processes import ranks
 from samestep.settings import mesh as layout
+from samestep.settings.run_config import DDPConfig
 from samestep.start import startup
 from samestep.step import sharding
 from test_sharding import agree, curve, make_small, train
@@ -83,7 +84,8 @@ def test_other_tasks_are_refused(name, tmp_path):
 def test_compile_and_exact_are_refused():
     off = {"exact": False, "compile": False, "device_shares": "equal"}
     for field in ("exact", "compile"):
-        cfg = types.SimpleNamespace(**off | {field: True}, gradient_compression="none")
+        off |= {"gradient_compression": "none", "ddp": DDPConfig()}
+        cfg = types.SimpleNamespace(**off | {field: True})
         with pytest.raises(ValueError, match=f"^{field} does not go with .*context paralleli"):
             startup.check_sharing(cfg, SHARED)
 

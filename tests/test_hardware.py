@@ -13,6 +13,7 @@ from accelerate.utils import launch as launching
 from conftest import ROOT, SOURCE
 from samestep.settings import accelerate_yaml
 from samestep.settings import mesh as layout
+from samestep.settings.run_config import DDPConfig
 from samestep.start import startup
 
 FOLDER = ROOT / SOURCE / "configs" / "accelerate"
@@ -231,7 +232,7 @@ def test_refused_in_what_the_launcher_has_set(machine, kind, name, value, said):
 
 
 DEFAULTS = {"exact": False, "compile": False, "device_shares": "equal", "async_save": False}
-DEFAULTS |= {"gradient_compression": "none"}
+DEFAULTS |= {"gradient_compression": "none", "ddp": DDPConfig()}
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 KINDS = {
     "DDP": ((), {}),
@@ -255,6 +256,8 @@ KINDS = {
         ("TP", {"exact": True}, "exact does not go with tensor"),
         ("FSDP", {"device_shares": "auto"}, "device_shares does not go with sharded"),
         ("FSDP", {"gradient_compression": "fp16"}, "gradient_compression does not go with sh"),
+        ("FSDP", {"ddp": DDPConfig(bucket_cap_mb=1)}, "ddp does not go with sharded weights"),
+        ("DDP", {"ddp": DDPConfig(bucket_cap_mb=1), "exact": True}, "ddp does not go with exact"),
         ("DDP", {"exact": True, "compile": True}, "exact does not go with compile"),
     ],
 )

@@ -62,6 +62,32 @@ def test_three_processes_continue_bit_for_bit(tiny, tmp_path):
     assert digest(tmp_path / "half" / last) == digest(tmp_path / "whole" / last)
 
 
+DDP = {
+    "static": ["--ddp.static_graph", "true", "--ddp.bucket_cap_mb", 1],
+    "used": ["--ddp.find_unused_parameters", "false", "--ddp.broadcast_buffers", "false"],
+}
+
+
+@pytest.mark.slow
+def test_settings_of_ddp_change_no_number(tiny, tmp_path):
+    """The sum of two numbers has one order, so the bytes are the same."""
+    flags = ["--micro_batch_size", 4, "--output_dir"]
+    tiny.train(2, *flags, tmp_path / "default")
+    expected = weights(tmp_path / "default")
+    for name, settings in DDP.items():
+        tiny.train(2, *flags, tmp_path / name, *settings)
+        check_same_curve(tmp_path / "default", tmp_path / name, rel=0)
+        for each, tensor in weights(tmp_path / name).items():
+            assert torch.equal(tensor, expected[each]), (name, each)
+
+
+def test_a_static_graph_takes_one_micro_batch(tiny, tmp_path):
+    """With more, torch fails in the middle of the first step."""
+    flags = ["--ddp.static_graph", "true", "--check", "--output_dir", tmp_path / "run"]
+    ((code, _, errors),) = tiny.forked([{"flags": flags}])
+    assert (code, errors.count("\n")) == (2, 1) and "ddp.static_graph: torch takes one" in errors
+
+
 def test_any_micro_batch_of_one_global_batch(tiny, tmp_path):
     """Without dropout, whose masks follow the micro-batches. Measured: 2e-7, and 6e-8."""
     for micro in (1, 4, 8):

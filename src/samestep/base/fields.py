@@ -119,7 +119,13 @@ def is_local_name(name: str) -> bool:
     return bool(rest) and (first == "runs" or Path(first).is_dir())
 
 
+SECTIONS = ("task", "ddp")  # of a recipe
+
+
 def flatten(config: dict) -> dict:
-    """A config without nesting. The task's fields are called task.FIELD, like their flags."""
-    own = {name: value for name, value in config.items() if name != "task"}
-    return own | {f"task.{name}": value for name, value in config.get("task", {}).items()}
+    """A config without nesting. Fields of a section are called task.FIELD, like their flags."""
+    found = {name: value for name, value in config.items() if name not in SECTIONS}
+    for section in SECTIONS:
+        own = config.get(section, {}).items()
+        found |= {f"{section}.{name}": value for name, value in own}
+    return found

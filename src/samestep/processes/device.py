@@ -63,9 +63,9 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         comm_hook=compression,
-        # Some rows may not use a weight. And so DDP keeps its buckets: otherwise it makes others in
-        # the second step after each start, and sums round in another way.
-        find_unused_parameters=True,
+        # With find_unused_parameters DDP keeps its buckets. Otherwise it makes others in the second
+        # step after each start, and sums round in another way.
+        **vars(cfg.ddp),
     )
     return {
         "cpu": use_cpu(),

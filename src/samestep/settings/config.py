@@ -106,6 +106,7 @@ def read_small_yaml(path: Path) -> Any:
 LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}
 
 BatchSize = number_type("BatchSize", int, 1, 10_000_000)
+Megabytes = number_type("Megabytes", int, 1, 100_000)
 Workers = number_type("Workers", int, 0, 256)
 Seconds = number_type("Seconds", int, 1, 31_536_000)  # a year
 Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data

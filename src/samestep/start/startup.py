@@ -33,6 +33,7 @@ from samestep.processes.ranks import UserError
 from samestep.report import tracking
 from samestep.settings import accelerate_yaml, config, contract
 from samestep.settings.mesh import Layout, this_layout
+from samestep.settings.run_config import DDPConfig
 from samestep.step import batches
 from samestep.step.batches import StepPlan
 from samestep.step.order import first_mixture, hash64, next_mixture
@@ -185,10 +186,13 @@ def check_sharing(cfg: Any, layout: Layout) -> None:
     compression, equal = "gradient_compression", cfg.device_shares == "equal"
     compresses, auto = cfg.gradient_compression != "none", cfg.device_shares == "auto"
     zero, shares, none = layout.deepspeed, "set device_shares to equal", "set it to none"
+    ddp = cfg.ddp != DDPConfig()
     check_pairs(
         (compresses and cfg.exact, compression, "exact", none),
         (compresses and auto, compression, "device_shares auto", none),
         (compresses and layout.sharded, compression, "sharded weights", none),
+        (ddp and layout.sharded, "ddp", "sharded weights", "leave it out"),
+        (ddp and cfg.exact, "ddp", "exact, which adds by itself", "leave it out"),
         (not equal and layout.sharded, "device_shares", "sharded weights", shares),
         (cfg.exact and cfg.compile, "exact", "compile", "set one of them to false"),
         (cfg.exact and zero, "exact", "DeepSpeed", "use fsdp2.yaml"),
@@ -255,6 +259,11 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         layout.replica,
         layout.sharded,
     )
+    if cfg.ddp.static_graph and (max(plan.shares) > 1 or cfg.device_shares == "auto"):
+        raise ValueError(
+            "ddp.static_graph: torch takes one micro-batch of a process in a step, and equal "
+            "shares; raise micro_batch_size, or leave it out"
+        )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
         tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.offline)
