@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from samestep.base.files import (
 MANIFEST = "manifest.json"
 BLOCK = 64 << 20  # bytes that a thread hashes at a time
 FOLDER_NAME = re.compile(r"step-\d{8,}")
-INTACT: set[Path] = set()  # checkpoints that this process has written, or hashed to prune others
+INTACT: set[Path] = set()  # checkpoints that this process has written, or hashed to find the best
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -364,21 +364,13 @@ def prune(newest: Path, keep: int) -> None:
         return
     older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
     valid = [p for p in older if is_valid(p, hashed=False)]  # hashing all would take too long
-
-    def is_intact(path: Path) -> bool:
-        if path not in INTACT and is_valid(path):
-            INTACT.add(path)
-        return path in INTACT
-
-    best, broken = best_of(valid, read_manifest(newest), is_intact)
+    best, broken = best_of(valid, read_manifest(newest))
     for path in [p for p in valid if p not in broken][keep:]:
         if path not in (best, newest):
             remove(path)
 
 
-def best_of(
-    paths: list[Path], manifest: dict, is_good: Callable = is_valid
-) -> tuple[Path | None, list[Path]]:
+def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]:
     """The checkpoint with the smallest eval_loss, or None, and better ones that are broken.
 
     Only losses on the validation data of `manifest` are compared. The oldest of equals wins.
@@ -386,7 +378,8 @@ def best_of(
     losses = [(read_eval_loss(path, manifest), path) for path in paths]
     broken = []
     for _, path in sorted((loss, path) for loss, path in losses if loss is not None):
-        if is_good(path):
+        if path in INTACT or is_valid(path):
+            INTACT.add(path)
             return path, broken
         broken.append(path)
     return None, broken

@@ -195,11 +195,6 @@ def sync_batch_norms(
     return model
 
 
-def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of build_optimizer, inside of accelerate's."""
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
     """The settings of each parameter group: the optimizer's class, weight_decay, betas, ...
 
@@ -301,7 +296,10 @@ class TrainingState:
         if not this_layout().deepspeed:
             bare = bare_model(self.accelerator, self.module)
             names = {parameter: bare_name(name) for name, parameter in bare.named_parameters()}
-            ContractCheck(bare_optimizer(self.optimizer), names, self.collect_optimizer)
+            ContractCheck(self.bare_optimizer(), names, self.collect_optimizer)
+
+    def bare_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def collect(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
@@ -387,7 +385,7 @@ class TrainingState:
                 group.update({name: self.settings[i][name] for name in changed})
             return
         reader = TensorReader(path)
-        load_moments(bare_model(self.accelerator, self.module), self.optimizer, reader)
+        load_moments(bare_model(self.accelerator, self.module), self.bare_optimizer(), reader)
         for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
             for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
                 key = name.split(".", 2)[2]
@@ -412,19 +410,19 @@ class TrainingState:
                 f"{path} was not trained in fp16; give the YAML that it was trained with"
             )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
-        others, registered = self.others(), {}
-        for prefix in [each for each in others if each != "scaler."]:
-            registered |= {prefix + n: v for n, v in others[prefix].state_dict().items()}
-        check_shapes(tensors | registered, reader, path)
+        numbers = {}
+        for prefix, each in self.others().items():
+            numbers |= {prefix + name: value for name, value in each.state_dict().items()}
+        check_shapes(tensors | numbers, reader, path)
         check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
         state = {names[name]: values.detach() for name, values in tensors.items()}
         bare.load_state_dict(state, strict=False)
-        for prefix, each in others.items():
-            numbers = each.state_dict().items()
-            each.load_state_dict({n: read_like(v, reader, prefix + n) for n, v in numbers})
+        for prefix, each in self.others().items():
+            states = each.state_dict().items()
+            each.load_state_dict({n: read_like(v, reader, prefix + n) for n, v in states})
 
 
 def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
@@ -495,7 +493,7 @@ def load_moments(
         for key, saved in names.items():
             value = tensors[saved]
             names[key] = value.item() if saved.startswith("number.") else value
-    restore(bare_optimizer(optimizer), states, {p: name for name, p in parameters.items()})
+    restore(optimizer, states, {p: name for name, p in parameters.items()})
 
 
 def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
@@ -514,10 +512,10 @@ def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> to
 
 def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
-    kinds = ("model.", "registered.")
-    saved = {n: str(tuple(s)) for n, s in reader.shapes.items() if n.startswith(kinds)}
+    saved = {n: str(tuple(shape)) for n, shape in reader.shapes.items()}
     built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
-    for name in sorted({**saved, **built}):
+    kinds = ("model.", "registered.")
+    for name in sorted(n for n in {**saved, **built} if n.startswith(kinds)):
         if saved.get(name) != built.get(name):
             before, now = (each.get(name, "missing") for each in (saved, built))
             raise UserError(

@@ -6,7 +6,6 @@ it, by the answer, without it and with it.
 """
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +139,13 @@ def draw_confusion(
 def draw_images(
     answers: list[tuple[np.ndarray, int, int]], names: list[str], total: int, path: Path
 ) -> Path:
-    """Sixteen of the answers (image, true class, predicted class), wrong ones first and in orange,
-    the classes in turn. `total`: the number of validation images."""
+    """Sixteen of the answers (image, true class, predicted class), wrong ones first and in orange.
+    `total`: the number of validation images."""
     from matplotlib.figure import Figure
 
     from samestep.base.pictures import save_figure
 
-    before: Counter = Counter()
-
-    def rank(answer: tuple) -> tuple[bool, int]:
-        """Whether it is right, and how many of its class came before it."""
-        _, label, guess = answer
-        before[label, label == guess] += 1
-        return label == guess, before[label, label == guess]
-
-    shown = sorted(answers, key=rank)[:16]
+    shown = sorted(answers, key=lambda answer: answer[1] == answer[2])[:16]
     wrong = sum(label != guess for _, label, guess in answers)
     figure = Figure((8, 9), dpi=150, layout="constrained")
     figure.suptitle(

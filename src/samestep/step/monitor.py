@@ -17,14 +17,6 @@ from samestep.processes.ranks import Ranks
 from samestep.settings.mesh import this_layout
 
 
-def one_or_nan(loss: torch.Tensor) -> torch.Tensor:
-    """1 if the loss is finite, else NaN: a factor that makes the gradients NaN, too.
-
-    A process knows only its own loss; through the gradients all see the NaN, and skip the step.
-    """
-    return 1 + 0 * loss.detach()
-
-
 def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
     """Makes the next optimizer.step() change nothing if the gradient's norm is not finite.
 

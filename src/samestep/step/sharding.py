@@ -31,18 +31,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(parameters: Tensors, parts: Tensors) -> Tensors:
-    """These parts of tensors, sharded as the parameters are."""
-    tensors = []
-    for p, part in zip(parameters, parts, strict=True):
-        if isinstance(p, DTensor):
-            part = DTensor.from_local(
-                part, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-            )
-        tensors.append(part)
-    return tensors
-
-
 def compute_context(accelerator: Accelerator, exact: bool) -> Callable:
     """Sets FSDP's precision. Returns a function whose context the model computes in.
 

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
-from samestep.step import monitor, sharding
+from samestep.step import sharding
 from samestep.step.batches import Batch, StepPlan
 from samestep.step.sharding import local, whole
 from samestep.step.stopwatch import Stopwatch
@@ -204,7 +205,8 @@ class StepGradients:
             self.guarded = True
             with self.ranks.fail_together(), as_user_error():
                 contract.check_loss(loss)
-        return loss * monitor.one_or_nan(loss)
+        # A process knows only its own loss; through the gradients all see the NaN.
+        return loss * (1 + 0 * loss.detach())
 
     @contextlib.contextmanager
     def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
@@ -260,11 +262,14 @@ class StepGradients:
         if self.exact:
             used = self.ranks.sum_over_ranks(*used, problem=self.problem)
             if self.sharded:
-                totals = sharding.like([*self.parameters], self.tree.total())
+                totals = self.tree.total()
             else:
                 totals = total_over_ranks(self.tree, self.plan, [*self.parameters])
-            for parameter, total in zip(self.parameters, totals, strict=True):
-                parameter.grad = total
+            for p, total in zip(self.parameters, totals, strict=True):
+                if isinstance(p, DTensor):
+                    form: Any = {"shape": p.shape, "stride": p.stride()}
+                    total = DTensor.from_local(total, p.device_mesh, p.placements, **form)
+                p.grad = total
         if self.exact or self.ranks.layout.fsdp:
             for parameter, count in zip(self.parameters, used, strict=True):
                 parameter.grad = parameter.grad if count else None
@@ -370,16 +375,11 @@ class EvaluationSums:
         Raises UserError if batches differ in the names or shapes of their sums.
         """
         first, *others = (each for layouts in ranks.gather(self.layouts) for each in layouts)
-        for other in others:
-            if other != first:
-                one, another = (
-                    ", ".join(f"{name} {shape}" for name, shape in layout.items())
-                    for layout in (first, other)
-                )
-                raise UserError(
-                    f"task.eval_sums returns {one} for one batch, and {another} for another; "
-                    "return the same for all"
-                )
+        for other in [each for each in others if each != first]:
+            raise UserError(
+                f"task.eval_sums returns tensors {first} for one batch, and {other} for another; "
+                "return the same for all"
+            )
         totals = []
         for plan, tree in zip(self.plans, self.trees, strict=True):
             if ranks.layout.cp > 1:  # each process has the sums of its parts of the rows

@@ -167,10 +167,10 @@ class Saver:
         Only losses on the validation data of the run are compared.
         """
         start, best, loss, saved = self.run.start, None, math.inf, {}
-        with self.ranks.fail_together():
+        with self.ranks.fail_together(), as_user_error():
             if self.main:
                 best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
-                saved = checkpoints.read_manifest(best) if best else {}
+                saved = checkpoints.verify(best) if best else {}
         best, loss, saved = self.ranks.from_main((best, loss, saved))
         if best is None:
             say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
