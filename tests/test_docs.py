@@ -21,7 +21,7 @@ import zipfile
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from conftest import ROOT, SOURCE, BakedProject, bake, status, write_table
+from conftest import ROOT, SOURCE, BakedProject, bake, status
 
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
 TASKS = QUESTIONS["task"]
@@ -278,9 +278,9 @@ def test_commands_name_what_is_there(baked, fields, place):
 # ---- Commands, run -------------------------------------------------------------------------------
 
 
-# Run by no test here: they install, take minutes, or need GPUs, machines and services.
+# Run by no test here: they install, take minutes, or need GPUs, machines, services and data.
 LEFT_OUT = "make (setup|test|demo|torture|bench|gpu|evaluate)|hardware bench|samestep evaluate|"
-LEFT_OUT += "llama_cpp|OWNER/NAME|-m (venv|pip) "
+LEFT_OUT += r"llama_cpp|OWNER/NAME|-m (venv|pip) |path/to|\.(csv|jpg|jsonl)\b"
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
 REMOVE_TASK = r"""#!/bin/sh
 sed -i '/^task:/,$d' "$1"
@@ -294,38 +294,6 @@ def can_run(words):
     if words[0] in OTHERS - SYSTEM or re.search(LEFT_OUT, text):
         return False
     return all(name.startswith("cpu") for name in yamls)
-
-
-def write_data(folder):
-    """What the pages of a task call by name: texts, chats, tables, images."""
-    from PIL import Image
-
-    texts = [f"This is text {i}, and it says {i * i} times nothing." for i in range(300)]
-    ask = {"role": "user", "content": "Go on."}
-    chats = [[ask, {"role": "assistant", "content": text}] for text in texts]
-    labels = [("yes", "no")[i % 2] for i in range(300)]
-    pairs = [{"source": text, "target": text[:12]} for text in texts]
-    preferences = [{"prompt": text, "chosen": " Yes.", "rejected": " No."} for text in texts]
-    tables = {
-        "wiki": [{"text": text} for text in texts],
-        "code": [{"text": f"print({i})"} for i in range(300)],
-        "chats": [{"messages": messages} for messages in chats],
-        "tweets": [{"text": text, "label": "yes"} for text in texts],
-        **dict.fromkeys(("pairs", "news", "talks"), pairs),
-        **dict.fromkeys(("preferences", "helpful", "safe"), preferences),
-    }
-    for name, rows in tables.items():
-        write_table(folder, rows, name=name)
-    reviews = [{"text": text, "label": label} for text, label in zip(texts, labels, strict=True)]
-    write_table(folder, reviews, "csv", "reviews")
-    for name in ("texts", "images/one", "images/two"):
-        (folder / "path/to" / name).mkdir(parents=True)
-    for i, text in enumerate(texts):
-        (folder / "path/to/texts" / f"{i}.txt").write_text(text)
-    for i in range(80):
-        image = Image.new("RGB", (48, 40), (3 * i, 255 - 3 * i, 90 * (i % 2)))
-        image.save(folder / "path/to/images" / ("one", "two")[i % 2] / f"{i}.jpg")
-    image.save(folder / "photo.jpg")
 
 
 @pytest.fixture(scope="module")
@@ -345,15 +313,13 @@ def shell(tmp_path_factory, baked):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, baked, shell):
-    """Gives a project with the data that pages call by name, and with a model of its task."""
+    """Gives a project with a run of its task."""
     folder = tmp_path_factory.mktemp("trained")
 
     @functools.cache
     def train(task):
         made = BakedProject(shutil.copytree(baked[task].path, folder / task, symlinks=True))
-        write_data(made.path)
         shell(made, "make train")
-        shutil.copytree(made.path / "runs" / "default" / "model", made.path / "path/to/model")
         return made.path
 
     return train

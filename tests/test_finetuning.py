@@ -151,8 +151,6 @@ def test_eval_only_says_what_the_last_evaluation_said_and_changes_nothing(projec
     flags = [*recipe_of("prompts"), "--eval_only"]
     first = project.train(1, *flags, "--resume", checkpoint(output, 3))
     assert "step-00000003\neval_loss" in first, first
-    printed = project.train(1, *flags, "--output_dir", "runs/none", codes=(2,))
-    assert "there is no checkpoint in runs/none/checkpoints; train first" in printed
 
 
 def test_the_card_says_what_the_model_is(tuned):
@@ -186,7 +184,7 @@ def test_a_folder_that_is_no_beginning_is_one_line(project, tuned):
         shutil.copytree(project.path / "runs" / run / "model", folder)
         change(folder)
         flags = ["--task.model_name_or_path", f"runs/{name}", "--output_dir", "runs/refused"]
-        [(code, _, printed)] = project.forked([{"flags": [*recipe_of("prompts"), *flags]}])
+        [(code, _, printed)] = project.ends(1, *recipe_of("prompts"), *flags)
         assert code == 2 and printed.count("\n") == 1 and said in printed, printed
         assert printed.startswith("train.py: task.model_name_or_path: ")
 
@@ -229,7 +227,7 @@ def test_adapters_of_a_model_with_tied_weights_make_small_checkpoints(project):
 
 def test_a_model_that_cannot_keep_packed_texts_apart_is_refused(project):
     flags = [*recipe_of("prompts"), *make_model(project, "opt", OPT)]
-    [(code, _, printed)] = project.forked([{"flags": flags}])
+    [(code, _, printed)] = project.ends(1, *flags)
     assert code == 2 and "models of the type opt cannot keep packed texts apart" in printed
 
 
@@ -241,7 +239,7 @@ def test_a_run_goes_on_with_more_data_and_its_own_vocabulary(project):
     project.train(1, *flags, "--max_steps", "3", "--task.data", "some.jsonl")
     vocabulary = (project.path / "runs/words/model/tokenizer.json").read_bytes()
     more = [*flags, "--max_steps", "6", "--task.data", "more.jsonl"]
-    [(code, _, printed)] = project.forked([{"flags": more}])
+    [(code, _, printed)] = project.ends(1, *more)
     assert code == 2 and "--accept_changes to continue with the new ones" in printed
     assert "task.data: some.jsonl -> more.jsonl" in printed and "vocabulary: " not in printed
     printed = str(project.train(1, *more, "--accept_changes"))
@@ -256,6 +254,6 @@ def test_a_run_goes_on_with_more_data_and_its_own_vocabulary(project):
     assert [line["step"] for line in lines(project.path / "runs/words", "loss")][-1] == 6
     assert model.read_bytes() == trained
     (project.path / "runs/words/tokenizer.json").unlink()
-    [(code, _, printed)] = project.forked([{"flags": [*more, "--accept_changes"]}])
+    [(code, _, printed)] = project.ends(1, *more, "--accept_changes")
     assert code == 2 and "another vocabulary, so its weights" in printed
     assert "--task.model_name_or_path runs/words/model" in printed
