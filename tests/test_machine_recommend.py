@@ -195,40 +195,45 @@ def test_the_ladder_and_its_yamls(monkeypatch, name, tokens, hardware, expected)
         assert [*values["parallelism_config"].values()] == [2, 8]
 
 
-def test_two_micro_batches_under_ddp_need_room_for_their_sum():
-    sizes, study = Sizes(10**9, 10**9, 10**8, 10**8), {False: Working(0, GB)}
-    cases = [(20, 4, 20, 2), (23.1, 16, 23, 1)]  # 18 or 22 GB, and 2 samples or 1
-    for card, samples, need, size in cases:
-        fits = decide(sizes, study, gpus(2, card / 0.92), samples)
-        assert (fits.need, fits.plan.micro_batch_size) == (need * GB, size)
-    assert decide(sizes, study, gpus(2, 22.9 / 0.92), 16).rung.yaml == "fsdp2"
+EXACT = {"samples": 8, "largest": 4, "exact": True}
+# GB that a sample needs; GPUs, GB of each; the step: GB on a device, and its micro-batch, or none.
+# The model has 10^9 parameters: 18 GB, and 22 where DDP holds the sum of two micro-batches.
+STEPS = [
+    (1, 2, 20 / 0.92, {"samples": 4}, ("multi_gpu_bf16", 20, 2)),
+    (1, 2, 23.1 / 0.92, {"samples": 16}, ("multi_gpu_bf16", 23, 1)),
+    (1, 2, 22.9 / 0.92, {"samples": 16}, ("fsdp2", 17, 8)),
+    (0, 3, 80, {"samples": 8}, ("multi_gpu_bf16", 22, 1)),
+    (0, 3, 15, {"samples": 8}, None),  # FSDP's devices share equally
+    (1, 2, 24, EXACT, ("multi_gpu_bf16", 22, 4)),
+    (2, 1, 24, EXACT, None),
+]
 
 
-def test_a_step_that_devices_cannot_divide():
-    sizes, study = Sizes(10**9, 10**9, 10**8, 10**8), {False: Working(0, 0)}
-    assert decide(sizes, study, gpus(3, 80), 8).rung.yaml == "multi_gpu_bf16"
-    assert decide(sizes, study, gpus(3, 15), 8) is None  # FSDP's share equally
-    exact = {"samples": 8, "largest": 4, "exact": True}
-    assert decide(sizes, {False: Working(0, GB)}, gpus(2, 24), **exact).need == 22 * GB
-    assert decide(sizes, {False: Working(0, 2 * GB)}, gpus(1, 24), **exact) is None
+@pytest.mark.parametrize("sample, count, card, step, expected", STEPS)
+def test_the_micro_batches_that_fit(sample, count, card, step, expected):
+    sizes, study = Sizes(10**9, 10**9, 10**8, 10**8), {False: Working(0, sample * GB)}
+    fits = decide(sizes, study, gpus(count, card), **step)
+    assert expected == (fits and (fits.rung.yaml, fits.need / GB, fits.plan.micro_batch_size))
 
 
-FLAGS = {
-    "--devices: expected a whole number above 0, up to 100,000; got '2.5'": ["--devices", "2.5"],
-    "--device_memory: expected a number above 0, up to 100,000; got 'nan'": ["--device_memory=nan"],
-    "torch sees no GPU on this machine; to plan for others, give --device_mem": ["--devices=2"],
-    "recommended.yaml is not a file that samestep hardware wrote": ["--device_memory", "24"],
-}
-
-
-@pytest.mark.parametrize("line", FLAGS)
-def test_hardware_that_is_not_there_is_named_before_data_is_prepared(line, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("--devices 2.5", "--devices: expected a whole number above 0, up to 100,000; got '2.5'"),
+        ("--device_memory=nan", "--device_memory: expected a number above 0, up to 100,000; got"),
+        ("--devices=2", "torch sees no GPU on this machine; to plan for others, give --device_mem"),
+        ("--device_memory 24", "recommended.yaml is not a file that samestep hardware wrote"),
+    ],
+)
+def test_hardware_that_is_not_there_is_named_before_data_is_prepared(
+    flags, line, monkeypatch, tmp_path
+):
     own = tmp_path / "configs" / "accelerate" / "recommended.yaml"
     own.parent.mkdir(parents=True)
-    own.write_text("mine: 1\n" if "recommended" in line else "# Written by samestep hardware\n")
+    own.write_text("mine: 1\n" if "is not a file" in line else "# Written by samestep hardware\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(program, "read_project", lambda *_: pytest.fail("data is prepared"))
-    monkeypatch.setattr(sys, "argv", ["samestep hardware", "recommend", *FLAGS[line]])
+    monkeypatch.setattr(sys, "argv", ["samestep hardware", "recommend", *flags.split()])
     with pytest.raises(ValueError, match=re.escape(line)):
         program.prepare()
 

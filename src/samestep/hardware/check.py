@@ -36,10 +36,6 @@ FREE = "memory free"
 MAY_DIFFER = {FREE, f"device, {FREE}", "network", "nvidia-smi", "links"}  # all else is compared
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of check: none."""
-
-
 def run(
     options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
 ) -> Section:

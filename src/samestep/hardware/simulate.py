@@ -73,17 +73,13 @@ class Peak(TorchDispatchMode):
 @contextlib.contextmanager
 def no_numbers() -> Iterator[FakeTensorMode]:
     """Inside, tensors have no content, and pretrained weights are not read."""
-    with contextlib.ExitStack() as patches:
-        with contextlib.suppress(ImportError):  # the task has a model of its own
-            from transformers import PreTrainedModel
-
-            change = mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_config))
-            patches.enter_context(change)
-        # It draws again while a number is too far out.
-        normal = mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda x, *_, **__: x)
-        move = mock.patch.object(torch.nn.Module, "to", move_if_needed)
-        with normal, move, FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            yield mode
+    # Told that this device is the default, pretrained.load_model reads nothing but the config.
+    meta = mock.patch.object(torch, "get_default_device", lambda: torch.device("meta"))
+    # It draws again while a number is too far out.
+    normal = mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda x, *_, **__: x)
+    move = mock.patch.object(torch.nn.Module, "to", move_if_needed)
+    with meta, normal, move, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
 
 
 def move_if_needed(module: torch.nn.Module, *args: Any, **options: Any) -> torch.nn.Module:
@@ -92,16 +88,6 @@ def move_if_needed(module: torch.nn.Module, *args: Any, **options: Any) -> torch
     if any(each.to(*args, **options) is not each for each in tensors):
         raise RuntimeError("build_model converts weights")
     return module
-
-
-def from_config(
-    cls: Any, path: Any, *_: Any, config: Any = None, output_loading_info: bool = False, **more: Any
-) -> Any:
-    """In place of from_pretrained: the model, without the weights."""
-    options = {name: more[name] for name in ("dtype", "attn_implementation") if name in more}
-    model = cls._from_config(config or cls.config_class.from_pretrained(path), **options)
-    nothing = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": [], "error_msgs": []}
-    return (model, nothing) if output_loading_info else model
 
 
 def bytes_of_step(task: Any, model: torch.nn.Module, batch: Batch, precision: str) -> int:

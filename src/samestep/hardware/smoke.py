@@ -52,10 +52,6 @@ class Wrong(Exception):
     """A check that did not pass: raised on all processes together, with the same text."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of smoke: none; those of train.py choose recipe and model."""
-
-
 def run(
     options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
 ) -> Section:
@@ -65,11 +61,12 @@ def run(
     try:
         with ranks.fail_together(), as_user_error():
             trial = Trial(project, ranks, folder)
-        size, kind = sum(p.numel() for p in trial.model.parameters()), trial.accelerator
+        size = sum(p.numel() for p in trial.model.parameters())
+        kind = trial.accelerator.distributed_type.value
         section.facts = {
             "model": f"{type(trial.model).__name__}, {size:,} parameters",
             "recipe": str(project.recipe),
-            "processes": f"{PROCESSES} x {kind.device.type}, {kind.distributed_type.value}",
+            "processes": f"{PROCESSES} x {device.type}, distributed: {kind}",
             "precision": trial.precision.replace("no", "fp32"),
             "step": trial.plan.describe(trial.layout.unit),
         }

@@ -56,7 +56,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
         share = report.number(float, 1)
         add("--threshold", type=share, metavar="SHARE", default=0.1, help=slower)
-        module.add_arguments(verb)
+        if module in (bench, recommend):  # the others have no flags of their own
+            module.add_arguments(verb)
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["check", *words]
     return parser.parse_known_args(words)
