@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -104,7 +103,7 @@ RECIPES = {
     "seed: 1\n" + "# much\n" * 20_000: "has more than 100,000 bytes; give a YAML file",
     "config: other.yaml\n": "give it as a flag, --config",
     "check: true\n": "give it as a flag, --check",
-    "reference_batch_size: 8\n": "with lr_scaling none nothing reads it",
+    "reference_batch_size: 8\n": "with lr_scaling none nothing reads it; leave it out, or give",
     "max_steps: 3\nnum_epochs: 1\n": "the recipe gives both max_steps and num_epochs",
 }
 YAMLS = {
@@ -133,7 +132,7 @@ YAMLS = {
     MANY + "4\nnum_machines: 2\n": "num_machines is 2; give main_process_ip, machine 0's",
     MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
 }
-# Name: (flags, files to write, environment), what the line says.
+# Name: (flags, files to write), what the line says.
 CASES = {
     **{flags: (flags.split(), said) for flags, said in FLAGS.items()},
     **{f"recipe {text[:50]!r}": (recipe(text), said) for text, said in RECIPES.items()},
@@ -146,19 +145,12 @@ CASES = {
     "bad JSON": (data('{"text": "a"}\n{"text": \n', "d.jsonl"), "d.jsonl, line 2"),
     "row without text": (data('{"txt": "a"}\n', "d.jsonl"), "d.jsonl has the columns txt, but"),
     "truncated Parquet": (data(b"PAR1" + b"\0" * 50, "d.parquet"), "cannot read d.parquet"),
-    **{
-        f"LAUNCH_{name}={number}": (
-            (["--config_file", CPU], {}, {f"LAUNCH_{name}": number}),
-            f"is {number}; give a whole number from 1",
-        )
-        for name, number in [("PROCESSES", "0"), ("PROCESSES", "1e3"), ("MACHINES", "x")]
-    },
 }
 
 
 def parts(case):
-    """Flags, files and environment of a case, some of which may be left out."""
-    return (*case, {}, {})[:3] if isinstance(case, tuple) else (case, {}, {})
+    """Flags and files of a case."""
+    return case if isinstance(case, tuple) else (case, {})
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +161,7 @@ def answer(project, tmp_path_factory):
     with forks(type(project)(path)) as fork:
 
         def run(name):
-            (flags, files, env), i = parts(CASES[name][0]), list(CASES).index(name)
+            (flags, files), i = parts(CASES[name][0]), list(CASES).index(name)
             write = [f"from pathlib import Path\nPath({n!r}).write_bytes({c!r})" for n, c in (
                 (name, content if isinstance(content, bytes) else content.encode())
                 for name, content in files.items()
@@ -179,7 +171,7 @@ def answer(project, tmp_path_factory):
             flags = [*flags, "--task.cache_dir", f"cache/{i}"]
             flags += [] if "--tracker" in flags else ["--tracker", "none"]
             flags += [] if "--output_dir" in flags else ["--output_dir", f"runs/{i}"]
-            each = {"before": "\n".join(write), "env": {"HOME": str(path), **env}}
+            each = {"before": "\n".join(write), "env": {"HOME": str(path)}}
             ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
             return [fork({**each, "flags": [*flags, *way]}) for way in ways]
 
@@ -217,7 +209,7 @@ def test_nothing_that_is_given_is_imported(tiny, tmp_path):
     left = tmp_path / "left"
     names, cases = [], []
     for name, case in IMPORTS.items():
-        flags, files, _ = parts(case)
+        flags, files = parts(case)
         before = "import os, sys\nfrom pathlib import Path\n"
         before += f"os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(tmp_path)!r})\n"
         before += "".join(f"Path({n!r}).write_text({text!r})\n" for n, text in files.items())
@@ -385,29 +377,14 @@ def test_gpus_that_are_missing_or_cannot_be_used_are_one_line(gpus, text, number
 class Schedule:
     lr_schedule: str = "cosine"
     decay_fraction: float = 0.2
-    check: bool = field(default=False, metadata={"saved": False})
 
 
-WSD, COSINE = (f"lr_schedule: {name}\ndecay_fraction: 0.5\n" for name in ("wsd", "cosine"))
-
-
-@pytest.mark.parametrize(
-    "text, flags, fine",
-    [
-        (WSD, [], True),
-        (WSD, ["--lr_schedule", "linear"], True),  # the recipe can stay as it is
-        (COSINE, [], True),  # it names all fields, as the config.yaml of a run does
-        (COSINE, ["--decay_fraction", "0.1"], False),
-        (COSINE, ["--lr_schedule", "wsd", "--decay_fraction", "0.1"], True),
-        ("decay_fraction: 0.5\n", [], False),
-        ("decay_fraction: 0.5\n", ["--lr_schedule", "wsd"], True),
-        ("", ["--decay_fraction", "0.2"], False),
-    ],
-)
-def test_fields_that_nothing_reads(tmp_path, text, flags, fine):
-    (tmp_path / "mine.yaml").write_text(text)
-    with nullcontext() if fine else pytest.raises(ValueError, match="decay_fraction is given, but"):
-        config.parse_config(Schedule, ["--config", str(tmp_path / "mine.yaml"), *flags], "")
+def test_a_flag_may_switch_off_what_reads_a_field_of_the_recipe(tmp_path):
+    (tmp_path / "mine.yaml").write_text("lr_schedule: wsd\ndecay_fraction: 0.5\n")
+    flags = ["--config", str(tmp_path / "mine.yaml"), "--lr_schedule", "linear"]
+    config.parse_config(Schedule, flags, "")
+    with pytest.raises(ValueError, match="decay_fraction is set, but with lr_schedule linear"):
+        config.parse_config(Schedule, [*flags, "--decay_fraction", "0.1"], "")
 
 
 @pytest.mark.slow
