@@ -49,7 +49,8 @@ FLAGS = {  # what is written, and what the line says
     "--seed": "--seed: expected one argument",
     "--seed 1 --seed=1": "--seed is given twice",
     "faster": "there is no field faster",
-    "--task task.yaml": "there is no field task; python train.py --help lists them",
+    "--task spy.Spy": "there is no field task; python train.py --help lists them",
+    "--task.class_path spy.Spy": "there is no field task.class_path",
     "--config none.yaml": "none.yaml: No such file or directory",
     "--config configs": "configs: Is a directory; --config takes the path of a recipe",
     "--config_file none.yaml": "none.yaml: No such file",
@@ -63,7 +64,7 @@ FLAGS = {  # what is written, and what the line says
     "--timeout 31536001": "from 1 to 31,536,000; got",
     "--compile perhaps": "compile: expected true or false",
     "--beta2 0.99999999": "beta2: expected a number from",
-    "--lr_schedule cosin": "expected one of 'cosine', 'linear'",
+    "--lr_schedule spy.Spy": "expected one of 'cosine', 'linear'",
     "--task.validation_fraction 1": "above 0 and below 1",
     "--task.num_heads 3": "task.hidden_size is 128 but must be",
     "--upload_code true": "with tracker none nothing reads it",
@@ -93,13 +94,16 @@ RECIPES = {
     "task: {image_size: 64}\n": "there is no field task.image_size; did you mean task.hidden_si",
     "seed: [1\n": "bad.yaml: line 2: expected",
     "seed: 0x10\n": "got '0x10'",
-    "seed: {a: 1}\n": "got a mapping",
+    "seed: {class_path: spy.Spy}\n": "got a mapping",
+    "task: {class_path: spy.Spy}\n": "there is no field task.class_path",
+    "task:\n  data: {class_path: spy.Spy}\n": "task.data: expected text or a list; got a mapping",
+    "task: spy.Spy\n": "task: expected lines of the form 'field: value'",
     "seed:\n": "got nothing",
     'output_dir: "a\\0b"\n': "output_dir: expected text; got 'a\\x00b'",
     "? [a, b]\n: 1\n": "line 1: a key must be a name",
     "<<: {seed: 1}\n": "line 1: a key must be a name, not <<",
     "a: &a [x, x]\nb: [*a, *a]\n": "line 1: & and * (anchors",
-    "seed: !!python/name:os.system\n": "& and * (anchors, aliases) and !",
+    "seed: !!python/object/apply:spy.Spy []\n": "& and * (anchors, aliases) and !",
     "seed: 1\n" + "# much\n" * 20_000: "has more than 100,000 bytes; give a YAML file",
     "config: other.yaml\n": "give it as a flag, --config",
     "check: true\n": "give it as a flag, --check",
@@ -108,6 +112,7 @@ RECIPES = {
 }
 YAMLS = {
     "": "expected lines of the form 'key: value'",
+    "debug: !!python/object/apply:spy.Spy []\n": "& and * (anchors, aliases) and !",
     NO_GPU + "num_process: 2\n": "no key num_process; did you mean num_processes?",
     NO_GPU + "num_processes: 2\n": "is given twice",
     NO_GPU + "dynamo_config: {dynamo_backend: 1}\n": "remove it; the recipe's field compile",
@@ -158,6 +163,7 @@ def answer(project, tmp_path_factory):
     """Exit codes, stdouts and stderrs of a case: checked and, without a YAML, trained."""
     path = tmp_path_factory.mktemp("bad") / "project"
     shutil.copytree(project.path, path)
+    (path / "spy.py").write_text("open('imported', 'w')\nclass Spy:\n    pass\n")
     with forks(type(project)(path)) as fork:
 
         def run(name):
@@ -176,6 +182,7 @@ def answer(project, tmp_path_factory):
             return [fork({**each, "flags": [*flags, *way]}) for way in ways]
 
         yield run
+    assert not (path / "imported").exists()  # whatever was named
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,42 +194,6 @@ def test_bad_input_is_one_line(answer, name):
         assert CASES[name][1] in errors and len(errors) < 500
         printed = [line for line in printed.splitlines() if not line.startswith("Prepar")]
         assert printed == []
-
-
-# What a module is named by, wherever a recipe or a flag can name anything.
-IMPORTS = {
-    "class_path": recipe("task: {class_path: spy.Spy}\n"),
-    "class alone": recipe("task: spy.Spy\n"),
-    "class_path in text": recipe("task:\n  data: {class_path: spy.Spy}\n"),
-    "class_path for a number": recipe("seed: {class_path: spy.Spy}\n"),
-    "tag": recipe("task: !!python/object/apply:spy.Spy []\n"),
-    "tag in the hardware": hardware("debug: !!python/object/apply:spy.Spy []\n"),
-    "flag": ["--task", "spy.Spy"],
-    "flag of class_path": ["--task.class_path", "spy.Spy"],
-    "flag for a choice": ["--lr_schedule", "spy.Spy"],
-}
-
-
-@pytest.mark.slow
-def test_nothing_that_is_given_is_imported(tiny, tmp_path):
-    """A module that leaves a file behind leaves none, checked or trained."""
-    left = tmp_path / "left"
-    names, cases = [], []
-    for name, case in IMPORTS.items():
-        flags, files = parts(case)
-        before = "import os, sys\nfrom pathlib import Path\n"
-        before += f"os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(tmp_path)!r})\n"
-        before += "".join(f"Path({n!r}).write_text({text!r})\n" for n, text in files.items())
-        flags = flags if files else [*flags, "--config", "empty.yaml"]
-        flags = [*flags, "--config", "empty.yaml"] if "--config_file" in flags else flags
-        for way in ([], ["--check"]):
-            names.append(name)
-            cases.append({"flags": [*flags, "--output_dir", "run", *way], "before": before})
-    (tmp_path / "empty.yaml").write_text("")
-    (tmp_path / "spy.py").write_text(f"open({str(left)!r}, 'w')\nclass Spy:\n    pass\n")
-    for name, (code, printed, errors) in zip(names, tiny.forked(cases), strict=True):
-        assert code == 2 and printed == "" and errors.count("\n") == 1, (name, printed, errors)
-    assert not left.exists() and not (tmp_path / "run").exists()
 
 
 @dataclass
@@ -405,31 +376,24 @@ def test_good_input_is_one_line_too_and_a_check_trains_nothing(project, tmp_path
 
 
 @pytest.mark.slow
-def test_checkpoints_in_the_way(tiny, tmp_path):
+@pytest.mark.parametrize("more", [[], ["--check"]])
+def test_checkpoints_in_the_way_are_kept(tiny, tmp_path, more):
     """resume: never over checkpoints, none that is valid, and a manifest of something else."""
     output = tmp_path / "run"
-    tiny.train(1, "--output_dir", output, "--max_steps", 4)
+    base = ["--output_dir", output, "--max_steps", 4]
+    tiny.train(1, *base)
     manifest = output / "checkpoints" / "step-00000004" / "manifest.json"
     whole = manifest.read_text()
-    base = ["--output_dir", output, "--max_steps", 4]
-
-    def saved():  # the lock says who was there last
-        files = [p for p in output.rglob("*") if p.is_file() and p.name != "lock"]
-        return {p: p.read_bytes() for p in files}
-
-    def refused(said, text, *flags):
+    for text, flags, said in [
+        (whole, ["--resume", "never"], "holds checkpoints and resume is never"),
+        (whole[:-20], [], "no checkpoint in "),
+        (json.dumps({**json.loads(whole), "config": None}), [], "no checkpoint in "),
+    ]:
         manifest.write_text(text)
-        before = saved()
-        for more in ([], ["--check"]):
-            ((code, printed, errors),) = tiny.forked([{"flags": [*base, *flags, *more]}])
-            assert code == 2 and errors.count("\n") == 1 and said in errors and printed == ""
-        assert before == saved()
-
-    refused("holds checkpoints and resume is never", whole, "--resume", "never")
-    refused("no checkpoint in ", whole[:-20])
-    refused("no checkpoint in ", json.dumps({**json.loads(whole), "config": None}))
-    manifest.write_text(whole)
-    assert "is finished" in tiny.train(1, *base)
+        before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "lock"}
+        ((code, printed, errors),) = tiny.forked([{"flags": [*base, *flags, *more]}])
+        assert code == 2 and errors.count("\n") == 1 and said in errors and printed == ""
+        assert all(path.read_bytes() == content for path, content in before.items())
 
 
 def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
