@@ -94,7 +94,7 @@ TINY = {"samples": 36, "held_out": 10, "dropout": 0.5, "seed": 1, "silent": 3}
 
 @pytest.mark.slow
 def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
-    """Every field that changes the result: it is refused, and accepted it shows in the numbers."""
+    """Every field that changes the result shows in the numbers."""
     program = "import json, train; from samestep.start import startup; c = train.Config(); "
     program += "print(json.dumps([startup.change_effects(c), startup.resolved_config(c)]))"
     effects, defaults = json.loads(tiny.run("python", "-c", program).stdout)
@@ -114,16 +114,11 @@ def test_each_accepted_change_changes_something(tiny, whole, tmp_path):
         given += ["--decay_fraction"] if name == "lr_schedule" else []  # that another does not read
         kept = [w for i in range(0, len(BASE), 2) if BASE[i] not in given for w in BASE[i : i + 2]]
         flags.append([*kept, *changed, "--output_dir", half(whole, tmp_path / name)])
-    refused = tiny.forked([{"flags": [*each, "--check"]} for each in flags])
     accepted = [{"flags": [*each, "--accept_changes"], "before": NO_PICTURE} for each in flags]
     accepted = tiny.forked(accepted)
     expected = [line for line in lines(whole, "step") if line["step"] > 4]
-    for name, (code, _, errors), (done, _, problem) in zip(cases, refused, accepted, strict=True):
-        assert code == 2 and f"{name}: " in errors + name and errors.count("\n") == 1, (
-            name,
-            errors,
-        )
-        assert done == 0, (name, problem)
+    for name, (code, _, problem) in zip(cases, accepted, strict=True):
+        assert code == 0, (name, problem)
         output = tmp_path / name
         event = lines(output, "event")[0]["changes"]
         assert name in event or name.startswith("task."), (name, event)

@@ -252,12 +252,12 @@ def test_a_start_and_a_step_take_the_same_memory_for_any_number_of_rows(tmp_path
         ([], "task.sources returns [], list; give a list of sources, each with name, rows, weight"),
         (None, "task.sources returns None"),
         (["a"], "each with name, rows, weight, shards, window"),
-        ([Source("a", 10)], "a has 10 rows; together 10, but the dataset has 12"),
+        ([Source("a", 10)], "they have 10 rows together, but the dataset has 12"),
         ([Source("a", 6), Source("a", 6)], "task.sources: 2 are called 'a'; give each another"),
-        ([Source("a", 12), Source("b", 0)], "'b' has no rows to train on; leave it out"),
+        ([Source("a", 12), Source("b", 0)], "b has no rows to train on; leave it out"),
         ([Source("a", 12, 1.5)], "task.sources: 'a' needs whole numbers: rows from 0, a weight"),
         ([Source("a", 12, 1, np.array([13, -1]))], "task.sources: 'a' needs whole numbers: rows"),
-        ([Source("a", 6, 99_999), Source("b", 6, 2)], "repeat after 100,001 samples; give weights"),
+        ([Source("a", 6, 99_999), Source("b", 6, 2)], "are too fine; their sum is above 100,000"),
     ],
 )  # fmt: skip
 def test_wrong_sources_are_one_line(sources, said):

@@ -77,11 +77,10 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
                 pipe.send((unit, error))
                 return
 
-    lines = {} if sys.stderr.isatty() else {"file": io.StringIO(), "mininterval": SECONDS}
-    progress = tqdm(
-        total=sum(sizes), desc=what, disable=not what, unit="B", unit_scale=True, leave=False,
-        miniters=1, **lines,
-    )  # fmt: skip
+    options: dict[str, Any] = {"unit": "B", "unit_scale": True, "leave": False, "miniters": 1}
+    if not sys.stderr.isatty():  # the bar is printed, line by line
+        options |= {"file": io.StringIO(), "mininterval": SECONDS}
+    progress = tqdm(total=sum(sizes), desc=what, disable=not what, **options)
     try:
         for _ in range(min(count_cores(), len(sizes))):
             pipe, theirs = context.Pipe(duplex=False)
@@ -100,7 +99,7 @@ def do_units(work: Callable[[int, Tell], None], sizes: Sequence[int], what: str)
                     end.value = min(end.value, problem[0])
                 elif process.exitcode:
                     raise killed(process.exitcode)
-            if progress.update(sum(done) - progress.n) and lines:
+            if progress.update(sum(done) - progress.n) and "file" in options:
                 print(one_line(progress), flush=True)
     finally:
         for process in processes.values():

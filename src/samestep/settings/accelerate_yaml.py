@@ -52,16 +52,6 @@ for key in """sharding_strategy backward_prefetch forward_prefetch use_orig_para
 FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 
 
-def launcher_number(name: str, otherwise: int) -> int:
-    """The number that samestep launch got as --name; without one `otherwise`, that of the YAML."""
-    text = os.environ.get(f"LAUNCH_{name.removeprefix('num_').upper()}")
-    if text is None:
-        return otherwise
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--{name} is {one_line(text, 60)}; give a whole number from 1")
-    return int(text)
-
-
 def without_gpu() -> str:
     """What to do where torch sees no GPU, and why it sees none."""
     version = f"torch {torch.__version__}"
@@ -203,8 +193,9 @@ def read_hardware(path: Path) -> Layout:
 def check_hardware(hardware: ClusterConfig) -> Layout:
     """The layout that a YAML asks for; raises ValueError if it or this machine do not allow it."""
     kind, precision = hardware.distributed_type.value, hardware.mixed_precision or "no"
-    processes = launcher_number("num_processes", hardware.num_processes or 0)
-    machines = launcher_number("num_machines", hardware.num_machines or 0)
+    # Options of samestep launch override the YAML.
+    processes = int(os.environ.get("LAUNCH_PROCESSES", hardware.num_processes or 0))
+    machines = int(os.environ.get("LAUNCH_MACHINES", hardware.num_machines or 0))
     rank = str(os.environ.get("LAUNCH_MACHINE_RANK", hardware.machine_rank))
     address = hardware.main_process_ip or os.environ.get("LAUNCH_MAIN_PROCESS_IP")
     # torchelastic takes the range from PET_NNODES, such as 2:4; accelerate has no option for it.

@@ -315,37 +315,36 @@ def parse_config(
         show_help(cfg, path, usage)
         raise SystemExit(0)
     remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
-    check_unread_fields(cfg, flags, recipe, fields)
+    check_unread_fields(cfg, flags, fields)
     return cfg, path, remarks
 
 
 # Fields that are read only with some values of another field.
 READERS = {
-    "decay_fraction": ("lr_schedule", ["wsd"]),
-    "final_lr_fraction": ("lr_schedule", ["cosine", "linear", "wsd"]),
-    "reference_batch_size": ("lr_scaling", ["linear", "sqrt"]),
-    "upload_code": ("tracker", ["wandb"]),
+    "decay_fraction": ("lr_schedule", "wsd"),
+    "reference_batch_size": ("lr_scaling", "linear sqrt"),
+    "upload_code": ("tracker", "wandb"),
 }
 
 
-def check_unread_fields(cfg: Any, flags: dict, recipe: dict, fields: dict) -> None:
-    """Raises ValueError for a field that is given although the other settings ignore it.
+def check_unread_fields(cfg: Any, flags: dict, fields: dict) -> None:
+    """Raises ValueError for a field that is set although the other settings ignore it.
 
-    Fields of the recipe are exempt if a flag switches off their reader, and so is a recipe with all
-    fields: a run wrote it.
+    A flag that switches off the reader of a recipe's field leaves the recipe as it is.
     """
     if flags.get("config_file") and not cfg.check:
         raise ValueError(
             "only --check reads config_file; to train, give it to the launcher: "
             "accelerate launch --config_file FILE train.py"
         )
-    saved = {name for name, (_, field) in fields.items() if field.metadata.get("saved", True)}
-    for name, (switch, readers) in READERS.items():
-        by_hand = name in recipe and switch not in flags and not saved <= recipe.keys()
-        if (name in flags or by_hand) and getattr(cfg, switch) not in readers:
+    for name in READERS.keys() & fields.keys():
+        switch, readers = READERS[name]
+        value, default = getattr(cfg, switch), fields[name][1].default
+        by_recipe = name not in flags and switch in flags
+        if getattr(cfg, name) != default and value not in readers.split() and not by_recipe:
             raise ValueError(
-                f"{name} is given, but with {switch} {getattr(cfg, switch)} nothing reads it; "
-                f"leave it out, or give another {switch}"
+                f"{name} is set, but with {switch} {value} nothing reads it; leave it out, or give "
+                f"its default, {default}"
             )
 
 

@@ -221,24 +221,17 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
                 "window from 1, and shards, an int array, that add up to the rows"
             )
     name, times = Counter(each.name for each in sources).most_common(1)[0]
-    rows = {each.name: each.rows for each in sources}
+    total, rows = sum(each.rows for each in sources), len(dataset)
+    empty = [each.name for each in sources if training and not each.rows]
     weights = [int(each.weight) for each in sources]
-    period = sum(weights) // math.gcd(*weights)
+    period, limit = sum(weights) // math.gcd(*weights), f"{LONGEST_PERIOD:,}"
     refuse(
         (times > 1, f"{times} are called {name!r}; give each another name"),
-        (
-            sum(rows.values()) != len(dataset),
-            f"{', '.join(f'{name} has {n:,} rows' for name, n in rows.items())}; together "
-            f"{sum(rows.values()):,}, but the dataset has {len(dataset):,}",
-        ),
-        *(
-            (training and not n, f"{name!r} has no rows to train on; leave it out")
-            for name, n in rows.items()
-        ),
+        (total != rows, f"they have {total:,} rows together, but the dataset has {rows:,}"),
+        (empty, f"{', '.join(empty)} has no rows to train on; leave it out"),
         (
             period > LONGEST_PERIOD,
-            f"the weights {weights} repeat after {period:,} samples; give weights in about the "
-            f"same proportion with a sum of at most {LONGEST_PERIOD:,}",
+            f"the weights {weights} are too fine; their sum is above {limit}",
         ),
         start="task.sources: ",
     )

@@ -148,8 +148,7 @@ def read_layout(cfg: Any) -> Layout:
     if cfg.config_file:
         return accelerate_yaml.read_hardware(Path(cfg.config_file))
     if cfg.check:  # samestep launch without a YAML
-        accelerate_yaml.launcher_number("num_machines", 1)
-        return Layout(accelerate_yaml.launcher_number("num_processes", 1))
+        return Layout(int(os.environ.get("LAUNCH_PROCESSES", 1)))
     layout = this_layout()
     accelerate_yaml.check_launched(layout)
     if layout.sharded and use_cpu():
