@@ -1,6 +1,5 @@
 """How a device is told to compute, and what happens while it does."""
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -88,43 +87,6 @@ def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes
     assert "no row here" in printed
     saved = max(int(f.name[5:]) for f in tmp_path.glob("checkpoints/step-*"))
     assert saved == place // 8 == lines(tmp_path, "loss")[-1]["step"]
-
-
-def test_the_next_step_is_fetched_ahead_and_its_errors_wait_for_it(monkeypatch):
-    from samestep.processes import ranks
-    from samestep.training import loading
-
-    def read():
-        for number in range(4):
-            yield {"number": number}, (10 * number + 1, number, 2)
-        raise ValueError("no more")
-
-    one = object.__new__(ranks.Ranks)
-    one.group, one.layout = None, load_task("samestep.settings.mesh").Layout()
-    meter = SimpleNamespace(
-        waiting=contextlib.nullcontext, add=lambda *counts: added.append(counts)
-    )
-    run = SimpleNamespace(ranks=one, meter=meter, problem=None, first_step=0, last_step=3)
-    run.plan, run.first_sample, run.samples = loading.batches.StepPlan(4, 2, (2,)), 0, lambda _: 12
-    run.task, run.stop = None, SimpleNamespace(requested=lambda: asked)
-    run.cfg = SimpleNamespace(seed=0, device_shares="equal", num_workers=0)
-    run.accelerator = SimpleNamespace(device=None)
-    run.point, added, asked = SimpleNamespace(mixture=None), [], 0
-    monkeypatch.setattr(loading.batches, "make_loader", lambda *_: read())
-    loader = loading.TrainLoader(run, range(12), None)
-    assert not loader.stop_seen()
-    loader.fetch()
-    assert loader.take() == ([(0, {"number": 0}), (1, {"number": 1})], 12) and added == [(12, 1, 0)]
-    asked = 1
-    assert not loader.stop_seen()  # nothing has been fetched since
-    loader.fetch()
-    assert loader.stop_seen() and loader.stop_seen()
-    assert loader.take() == ([(0, {"number": 2}), (1, {"number": 3})], 52)
-    assert added[1] == (52, 5, 0)
-    loader.fetch()
-    assert loader.stop_seen()  # the step before can still be saved
-    with pytest.raises(ValueError, match="no more"):
-        loader.take()
 
 
 @pytest.mark.slow

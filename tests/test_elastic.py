@@ -207,40 +207,41 @@ ELASTIC = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTI
 ELASTIC |= {"TORCHELASTIC_MAX_RESTARTS": "3", "MASTER_ADDR": "127.0.0.1"}
 
 
-def test_where_restarted_processes_meet(monkeypatch):
+# Restarts, machines, the most restarts, whether the launcher keeps the store -> the prefix there.
+MEETINGS = [
+    (0, 1, 3, True, ""),  # c10d on one machine; its store is not the launcher's own
+    (2, 1, 3, True, "restart-2"),
+    (0, 2, 3, False, ""),  # c10d on several machines, as samestep launch sets it up
+    (2, 2, 3, False, ""),
+    (0, 2, 3, True, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),  # with a shared store
+    (2, 2, 3, True, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    (0, 2, 0, True, ""),
+    (0, 2, 3, "static", ""),
+    (1, 2, 3, "static", "restart-1"),
+]
+
+
+@pytest.mark.parametrize("restarts, machines, most, shared, expected", MEETINGS)
+def test_where_restarted_processes_meet(monkeypatch, restarts, machines, most, shared, expected):
     """In a new store; or, where the launcher keeps its store, under another prefix in that."""
     from samestep.processes import ranks
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in (ELASTIC | {"MASTER_PORT": str(store.port)}).items():
-        monkeypatch.setenv(name, value)
-
-    def found(shared, restarts, machines):
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(shared))
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
-        place = ranks.restart_store()
-        if place is None:
-            return ""
+    env = {"MASTER_PORT": store.port, "TORCHELASTIC_RESTART_COUNT": restarts}
+    env |= {"GROUP_WORLD_SIZE": machines, "TORCHELASTIC_MAX_RESTARTS": most}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": bool(shared)}
+    for name, value in (ELASTIC | env).items():
+        monkeypatch.setenv(name, str(value))
+    if shared == "static":  # its launchers leave this in the store
+        store.set("id/torchelastic/role_info/0", "")
+    if expected.startswith("export"):
+        with pytest.raises(ranks.UserError, match=expected):
+            ranks.restart_store()
+    elif place := ranks.restart_store():
         place.set("mine", "")
-        (prefix,) = [p for p in ("restart-1", "restart-2") if store.check([f"{p}/mine"])]
-        store.delete_key(f"{prefix}/mine")
-        return prefix
-
-    # c10d on one machine; its store is not the launcher's own.
-    assert found(True, 0, 1) == "" and found(True, 2, 1) == "restart-2"
-    # c10d on several machines, as samestep launch sets it up.
-    assert found(False, 0, 2) == "" and found(False, 2, 2) == ""
-    # c10d on several machines with a shared store.
-    for restarts in (0, 2):
-        with pytest.raises(ranks.UserError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-            found(True, restarts, 2)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
-    assert found(True, 0, 2) == ""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    # The static rendezvous, whose launchers leave this in the store.
-    store.set("id/torchelastic/role_info/0", "")
-    assert found(True, 0, 2) == "" and found(True, 1, 2) == "restart-1"
+        assert store.check([f"{expected}/mine"])
+    else:
+        assert not expected
 
 
 def test_processes_whose_launchers_count_differently_meet(tiny):

@@ -48,8 +48,10 @@ def command(folder, *arguments):
 # ---- Reading -------------------------------------------------------------------------------------
 
 
-def test_the_last_line_of_a_step_counts(tmp_path):
+@pytest.mark.parametrize("torn", ['{"step": 20, "lo', "\x00\x00", "[]"])
+def test_the_last_line_of_a_step_counts_and_torn_lines_do_not(tmp_path, torn):
     lines = [
+        {"note": "started"},
         training(10, 3.0),
         training(20, 2.5),
         {"step": 20, "eval_loss": 2.6},
@@ -57,26 +59,19 @@ def test_the_last_line_of_a_step_counts(tmp_path):
         training(20, 2.4),  # killed and resumed: 20 again, and then its evaluation
         {"step": 20, "eval_loss": 2.7},
         training(30, 1.9),
+        "",
+        torn,
     ]
     train, evals = curves.read_metrics(write(tmp_path / "a", lines))
     assert {step: row["loss"] for step, row in train.items()} == {10: 3.0, 20: 2.4, 30: 1.9}
     assert {step: row["eval_loss"] for step, row in evals.items()} == {20: 2.7}
 
 
-@pytest.mark.parametrize("torn", ['{"step": 20, "lo', "\x00\x00", "[]"])
-def test_other_and_torn_lines_are_ignored(tmp_path, torn):
-    lines = [{"note": "started"}, {"step": 10, "note": "saved"}, "", training(10, 3.0), torn]
-    train, evals = curves.read_metrics(write(tmp_path / "a", lines))
-    assert curves.column(train, "loss") == [3.0]
-    assert evals == {}
-
-
-def test_what_is_not_finite_is_a_gap(tmp_path):
-    lines = [training(i, loss) for i, loss in enumerate([2.0, math.nan, math.inf, None, "x", 1])]
-    train, _ = curves.read_metrics(write(tmp_path / "a", lines))
-    values = curves.column(train, "loss")
-    assert [math.isnan(value) for value in values] == [False, True, True, True, True, False]
-    assert all(math.isnan(value) for value in curves.column(train, "no such key"))
+def test_what_is_not_finite_is_a_gap():
+    rows = {i: training(i, loss) for i, loss in enumerate([2.0, math.nan, math.inf, None, "x", 1])}
+    found = [math.isnan(value) for value in curves.column(rows, "loss")]
+    assert found == [False, True, True, True, True, False]
+    assert all(math.isnan(value) for value in curves.column(rows, "no such key"))
 
 
 def test_the_average_neither_lags_nor_spreads_gaps():
@@ -105,40 +100,51 @@ def test_the_picture_shows_the_data(tmp_path):
     assert sorted(path.name for path in a.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def texts(monkeypatch, runs, output):
-    """All the words in the picture of `runs`."""
-    figures = []
-    monkeypatch.setattr(curves, "FigureCanvasAgg", figures.append)
-    curves.draw(runs, output)
-    return {text.get_text() for text in figures[0].findobj(lambda part: hasattr(part, "get_text"))}
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn; nothing is written into them any more."""
+    found = []
+    monkeypatch.setattr(curves, "FigureCanvasAgg", found.append)
+    return found
 
 
-def test_the_words_of_one_run(tmp_path, monkeypatch):
+def words_of(figure):
+    """All the words in a picture."""
+    return {text.get_text() for text in figure.findobj(lambda part: hasattr(part, "get_text"))}
+
+
+def test_the_words_of_one_run(tmp_path, figures):
+    """Means are told from what was logged, and only evaluations have dots."""
     lines = curve(last=2.0)
     lines[-1] |= {"unigram_loss": 2.8, "baseline_accuracy": 0.25}
-    words = texts(monkeypatch, [write(tmp_path / "a", lines)], tmp_path / "a.png")
-    assert {"a", "training, as logged", "training, mean of 5 values", "validation"} <= words
-    assert {"2.000", "unigram loss 2.800"} <= words
+    curves.draw([write(tmp_path / "a", lines)], tmp_path / "a.png")
+    words = words_of(figures[0])
+    said = ["training, as logged", "training, mean of 5 values", "validation"]
+    assert {"a", "2.000", "unigram loss 2.800", *said} <= words
     assert {"loss", "learning rate", "tokens / s", "optimizer step"} <= words
     assert not any("accuracy" in word for word in words)
+    *drawn, validation, _ = figures[0].axes[0].get_lines()
+    assert [line.get_label() for line in (*drawn, validation)] == said
+    assert [line.get_marker() for line in (*drawn, validation)] == ["None", "None", "o"]
+    losses = [line["loss"] for line in lines[:60]]
+    assert [list(line.get_ydata()) for line in drawn] == [losses, curves.smooth(losses)]
 
 
-def test_the_words_of_a_comparison(tmp_path, monkeypatch):
+def test_the_words_of_a_comparison(tmp_path, figures):
     runs = [
         write(tmp_path / "x" / "a", curve(last=2.0)),
         write(tmp_path / "y" / "a", curve(last=1.5)),
         write(tmp_path / "y" / "b", [{"step": 1, "loss": 3, "samples_per_second": 8}]),
     ]
-    words = texts(monkeypatch, [*runs, runs[0]], tmp_path / "compared.png")
+    curves.draw([*runs, runs[0]], tmp_path / "compared.png")
+    words = words_of(figures[0])
     assert {"2.000   x/a", "1.500   y/a", "–   y/b", "samples or\ntokens / s"} <= words
     assert "training loss, mean over about 8% of the run" in words
     assert size(tmp_path / "compared.png") == (1600, 1240)  # the run given twice counts once
 
 
-def test_twelve_runs_have_colors_of_their_own_in_every_panel(tmp_path, monkeypatch):
+def test_twelve_runs_have_colors_of_their_own_in_every_panel(tmp_path, figures):
     """And the legend is above the curves; labels of panels do not reach each other."""
-    figures = []
-    monkeypatch.setattr(curves, "FigureCanvasAgg", lambda figure: figures.append(figure))
     lines = scored(accuracy=(0.5, 0.9))
     for line in lines:
         if "tokens_per_second" in line:
@@ -156,26 +162,6 @@ def test_twelve_runs_have_colors_of_their_own_in_every_panel(tmp_path, monkeypat
     assert all(above.y0 > below.y1 for above, below in itertools.pairwise(labels))
     assert rate.get_ylabel() == "target\ntokens / s"
     assert rate.get_ylim()[1] > 1.04 * max(rate.get_lines()[0].get_ydata())
-
-
-def test_what_is_drawn_is_said(tmp_path, monkeypatch):
-    """Means are told from what was logged, and only evaluations have dots."""
-    figures = []
-    monkeypatch.setattr(curves, "FigureCanvasAgg", figures.append)
-    for number, said in [
-        (3, ["training"]), (24, ["training"]),
-        (100, ["training, as logged", "training, mean of 9 values"]),
-    ]:  # fmt: skip
-        run = write(tmp_path / str(number), curve(steps=number))
-        curves.draw([run], tmp_path / "a.png")
-        *drawn, validation = figures[-1].axes[0].get_lines()
-        assert [line.get_label() for line in drawn] == said
-        assert len(drawn[0].get_xdata()) == number
-        assert (validation.get_label(), validation.get_marker()) == ("validation", "o")
-        assert not any(line.get_marker() == "o" for line in drawn)
-    training = [line["loss"] for line in curve(steps=100)[:100]]
-    assert list(drawn[0].get_ydata()) == training
-    assert list(drawn[1].get_ydata()) == curves.smooth(training)
 
 
 def scored(**scores):
@@ -199,22 +185,21 @@ def scored(**scores):
         ({f"score {i}": (0, 1 / (i + 1)) for i in range(99)}, ["scores"]),
     ],
 )
-def test_scores_have_panels(tmp_path, monkeypatch, scores, panels):
+def test_scores_have_panels(tmp_path, figures, scores, panels):
     run = write(tmp_path / "a", scored(**scores))
-    words = texts(monkeypatch, [run], tmp_path / "a.png")
+    curves.draw([run], run / "a.png")
+    words = words_of(figures[0])
     assert {word for word in words if word.startswith("validation\n")} == {
         f"validation\n{panel}" for panel in panels
     }
     for name, (_, last) in list(scores.items())[:5]:
         if panels == ["scores"] and name != "unigram_loss" and name.isascii() and last == last:
             assert f"{name.replace('_', ' ')} {last:#.4g}" in words
-    monkeypatch.undo()
-    assert size(curves.draw([run], run / "a.png")) == (1600, 1200 + 280 * len(panels))
     both = [run, write(tmp_path / "b", scored(**scores))]
-    assert size(curves.draw(both, tmp_path / "both.png")) == (1600, 1200 + 280 * len(panels))
+    assert size(run / "a.png") == size(curves.draw(both, tmp_path / "both.png"))
 
 
-def test_settings_that_differ_are_named(tmp_path, monkeypatch):
+def test_settings_that_differ_are_named(tmp_path, figures):
     same = {"max_steps": 60, "project": "x", "task": {"data": "d", "cache_dir": "1", "flip": False}}
     other = {**same, "project": "y", "output_dir": "runs/b", "learning_rate": 0.001, "seed": 2}
     other["task"] = {"data": "a\n$b" + "c" * 99, "cache_dir": "2", "flip": True}
@@ -222,10 +207,11 @@ def test_settings_that_differ_are_named(tmp_path, monkeypatch):
     (runs[0] / "config.yaml").write_text(yaml.safe_dump({"learning_rate": 0.003, "seed": 1} | same))
     (runs[1] / "config.yaml").write_text(yaml.safe_dump(other))
     (runs[2] / "config.yaml").write_text("learning_rate: [1")  # broken: the others are compared
-    words = texts(monkeypatch, runs, tmp_path / "both.png")
-    assert "2.000   a   learning_rate 0.003, seed 1, task.data d, and 1 more" in words
-    assert "2.000   c" in words
-    monkeypatch.undo()
+    curves.draw(runs, tmp_path / "both.png")
+    assert {
+        "2.000   a   learning_rate 0.003, seed 1, task.data d, and 1 more",
+        "2.000   c",
+    } <= words_of(figures[0])
     result = command(tmp_path, "a", "b", "c")
     lines = result.stdout.splitlines()
     assert lines[0] == "a: learning_rate 0.003, seed 1, task.data d, task.flip false"

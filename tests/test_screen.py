@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import shutil
-import signal
 import struct
 import subprocess
 import termios
@@ -63,19 +62,6 @@ def test_in_a_log_file_each_line_is_shown_and_no_bar(quick, tmp_path):
     assert found == list(range(1, 13)) and "\r" not in printed and "%|" not in printed
 
 
-@pytest.mark.parametrize("hardware", ["cpu", pytest.param("cpu_multi", marks=pytest.mark.slow)])
-def test_ctrl_c_ends_with_one_line(tiny, tmp_path, hardware):
-    output = tmp_path / "run"
-    run = tiny.launch("samestep", hardware, *LONG, "--output_dir", output)
-    wait_until(lambda: trained(output, 3), run)
-    os.killpg(run.pid, signal.SIGINT)
-    printed = run.communicate(timeout=60)[0]
-    after = printed[printed.rindex("step ") - 100 :].split("\n")
-    assert run.returncode == 75 and "Traceback" not in printed and "Error" not in printed
-    assert re.fullmatch(r"stopped after step \d+; the same command continues the run", after[-2])
-    assert not [line for line in printed.split("\n") if "torch" in line or "Signal" in line]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["cpu", "cpu_multi"])
 def test_a_killed_process_is_named_with_its_signal(tiny, tmp_path, hardware):
@@ -114,19 +100,7 @@ def test_eval_only_says_that_it_evaluates_and_keeps_the_scores(quick, tmp_path):
     assert found == {"step": 12, "checkpoint": str(newest), **last}
 
 
-def test_eval_only_needs_no_settings_of_the_training(quick, tmp_path):
-    flags = ["--output_dir", tmp_path / "run", "--eval_only"]
-    quick(*flags[:2], "--learning_rate", 0.03, "--max_steps", 8)
-    quick(*flags)
-    found = json.loads((tmp_path / "run" / "evaluation" / "metrics.json").read_text())
-    assert found["eval_loss"] == lines(tmp_path / "run", "eval_loss")[-1]["eval_loss"]
-    said = quick(*flags, "--task.held_out", 5, codes=[2])
-    assert "data validation: " in said and "task.held_out: 11 -> 5" in said
-    assert "learning_rate" not in said
-
-
-def test_eval_only_takes_the_best_checkpoint(quick, tmp_path):
-    """With export best, unless resume names another."""
+def test_eval_only_takes_the_best_checkpoint_and_needs_no_settings_of_the_training(quick, tmp_path):
     output = tmp_path / "run"
     base = ["--output_dir", output, "--max_steps", 24, "--learning_rate", 0.05]
     often = [*base, "--save_every", 2, "--eval_every", 2, "--keep_checkpoints", 0]
@@ -143,6 +117,9 @@ def test_eval_only_takes_the_best_checkpoint(quick, tmp_path):
         quick(*flags, "--eval_only")
         scores = json.loads(found.read_text())
         assert scores["step"] == step and scores["eval_loss"] == pytest.approx(losses[step])
+    quick(*base[:2], "--eval_only")  # settings of the training are not needed
+    said = quick(*base[:2], "--eval_only", "--task.held_out", 5, codes=[2])
+    assert "task.held_out: 11 -> 5" in said and "learning_rate" not in said
 
 
 @pytest.mark.parametrize("flag", ["--check", "--eval_only"])

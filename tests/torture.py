@@ -9,7 +9,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,88 +35,81 @@ class Folders:
         self.root = Path(tempfile.mkdtemp(prefix="torture"))
 
     def mktemp(self, name):
-        folder = Path(tempfile.mkdtemp(prefix=name, dir=self.root))
-        return folder
+        return Path(tempfile.mkdtemp(prefix=name, dir=self.root))
 
 
-def kill_chains(tiny, folders, kills, draw, *flags):
-    """Kills runs of one and two processes at random moments of their whole life, then ends them.
+def chains(what, folders, kills, start, check, seconds):
+    """Kills runs at random moments of their whole life, until they end, or five times.
 
-    `flags` change how they save, not what they compute. A chain counts when its end has the bytes
-    of an unbroken run. Gives kills tried, kills survived and the seconds from each kill in training
-    to the next new step.
+    `start(output, number)` starts a run of this chain, `seconds()` later it is killed; then one
+    ends, and `check(output, number)` compares it with an undisturbed one. Gives kills tried, kills
+    survived, and the seconds from each kill in training to the next new step.
     """
-    unbroken = {}
-    for processes in (1, 2):
-        unbroken[processes] = folders.mktemp("unbroken") / "run"
-        tiny.train(processes, *CHAIN, "--output_dir", unbroken[processes])
-    tried, survived, seconds = 0, 0, []
+    tried, survived, until_new, number = 0, 0, [], 0
     while tried < kills:
-        processes = 1 + tried // 5 % 2
-        hardware = ("cpu", "cpu_multi")[processes - 1]
         output, chain, ended = folders.mktemp("chain") / "run", 0, False
         while chain < 5 and tried < kills and not ended:
             seen = max((line["step"] for line in written(output)), default=0)
-            began = time.monotonic()
-            run = tiny.launch("accelerate", hardware, *CHAIN, *flags, "--output_dir", output)
-            last = began + draw.uniform(0.5, 9)
-            new = None
+            began, new = time.monotonic(), None
+            run, last = start(output, number), began + seconds()
             while time.monotonic() < last and run.poll() is None:
-                if new is None and any(line["step"] > seen for line in written(output)):
+                if not new and any(line["step"] > seen for line in written(output)):
                     new = time.monotonic() - began
-                time.sleep(0.02)
-            ended = run.poll() is not None
-            if not ended:
-                test_stopping.kill_all(run)
-                chain, tried = chain + 1, tried + 1
-            if new and seen:
-                seconds.append(new)
-        tiny.train(processes, *CHAIN, *flags, "--output_dir", output)
-        test_stopping.check_same_end(output, unbroken[processes])
-        survived += chain
-        shutil.rmtree(output)
-        print(f"kills: {survived} of {tried} survived", file=sys.stderr, flush=True)
-    return tried, survived, seconds
-
-
-def exact_chains(tiny, folders, kills, draw):
-    """Kills exact runs, and goes on with another number of processes each time: 1, 3, 2, 4, 1, ...
-
-    A chain counts when its end has the bytes and the lines of an unbroken run of one process. Gives
-    kills tried, and kills survived.
-    """
-    unbroken = folders.mktemp("unbroken") / "run"
-    tiny.train(1, *EXACT, "--output_dir", unbroken)
-    numbers, tried, survived = itertools.cycle((1, 3, 2, 4)), 0, 0
-    while tried < kills:
-        output, chain, ended = folders.mktemp("exact") / "run", 0, False
-        while chain < 5 and tried < kills and not ended:
-            processes = next(numbers)
-            hardware = "cpu" if processes == 1 else "cpu_multi"
-            launcher = f"accelerate --num_processes {processes}"
-            run = tiny.launch(launcher, hardware, *EXACT, "--output_dir", output)
-            last = time.monotonic() + draw.uniform(0.5, max(9, 5 * processes))
-            while time.monotonic() < last and run.poll() is None:
                 time.sleep(0.02)
             ended = run.poll() is not None
             assert not ended or run.returncode == 0, run.communicate()[0]
             if not ended:
                 test_stopping.kill_all(run)
                 chain, tried = chain + 1, tried + 1
-        tiny.train(next(numbers), *EXACT, "--output_dir", output)
-        test_exact.check_same_end(output, unbroken)
-        survived += chain
+            if new and seen:
+                until_new.append(new)
+        run = start(output, number)
+        printed = run.communicate()[0]
+        assert run.returncode == 0, printed
+        check(output, number)
+        survived, number = survived + chain, number + 1
         shutil.rmtree(output)
-        print(f"exact kills: {survived} of {tried} survived", file=sys.stderr, flush=True)
-    return tried, survived
+        print(f"{what}: {survived} of {tried} survived", file=sys.stderr, flush=True)
+    return tried, survived, until_new
+
+
+def kill_chains(tiny, folders, kills, draw, *flags):
+    """Chains of one and two processes; `flags` change how they save, not what they compute."""
+    hardware, unbroken = ("cpu", "cpu_multi"), []
+    for processes in (1, 2):
+        unbroken.append(folders.mktemp("unbroken") / "run")
+        tiny.train(processes, *CHAIN, "--output_dir", unbroken[-1])
+
+    def start(output, number):
+        words = [*CHAIN, *flags, "--output_dir", output]
+        return tiny.launch("accelerate", hardware[number % 2], *words)
+
+    def check(output, number):
+        test_stopping.check_same_end(output, unbroken[number % 2])
+
+    return chains("kills", folders, kills, start, check, lambda: draw.uniform(0.5, 9))
+
+
+def exact_chains(tiny, folders, kills, draw):
+    """Chains that go on with another number of processes each time: 1, 3, 2, 4, 1, ..."""
+    unbroken, numbers = folders.mktemp("unbroken") / "run", itertools.cycle((1, 3, 2, 4))
+    tiny.train(1, *EXACT, "--output_dir", unbroken)
+
+    def start(output, _):
+        processes = next(numbers)
+        launcher, hardware = f"accelerate --num_processes {processes}", "cpu_multi"
+        return tiny.launch(
+            launcher, hardware if processes > 1 else "cpu", *EXACT, "--output_dir", output
+        )
+
+    def check(output, _):
+        test_exact.check_same_end(output, unbroken)
+
+    return chains("exact kills", folders, kills, start, check, lambda: draw.uniform(0.5, 15))
 
 
 def preparation_kills(folders, kills, draw):
-    """Kills the preparation of 24 MB of text at random moments, until it ends or five times.
-
-    A chain counts when the prepared files have the bytes of an undisturbed preparation. Gives kills
-    tried, and kills survived.
-    """
+    """Chains of the preparation of 24 MB of text, whose files have the bytes of one that ended."""
     project = bake(folders.mktemp("prepare"), tracker="none")
     rows = folders.mktemp("rows") / "rows.jsonl"
     words = (project.path / "docs" / "hardware.md").read_text().split()
@@ -126,7 +118,7 @@ def preparation_kills(folders, kills, draw):
             text = " ".join(draw.choices(words, k=draw.randint(20, 400)))
             file.write(json.dumps({"text": text}) + "\n")
 
-    def start(cache):
+    def start(cache, _):
         flags = ["--task.data", rows, "--task.cache_dir", cache]
         command = [sys.executable, "-m", "samestep", "prepare", *map(str, flags)]
         options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
@@ -137,39 +129,19 @@ def preparation_kills(folders, kills, draw):
         files = sorted(each for each in folder.iterdir() if each.name != "index")
         return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
 
-    undisturbed, began = folders.mktemp("undisturbed"), time.monotonic()
-    assert start(undisturbed).wait() == 0
-    whole, tried, survived = time.monotonic() - began, 0, 0
-    while tried < kills:
-        cache, chain, ended = folders.mktemp("cache"), 0, False
-        while chain < 5 and tried < kills and not ended:
-            run = start(cache)
-            try:
-                ended = run.wait(draw.uniform(0.3, 1) * whole) == 0
-            except subprocess.TimeoutExpired:
-                run.send_signal(signal.SIGKILL)
-                run.wait()
-                chain, tried = chain + 1, tried + 1
-        run = start(cache)
-        assert run.wait() == 0, run.stderr.read()
+    def check(cache, _):
         assert digests(cache) == digests(undisturbed)
-        survived += chain
-        shutil.rmtree(cache)
-        print(f"kills of preparations: {survived} of {tried} survived", file=sys.stderr, flush=True)
-    return tried, survived
+
+    undisturbed, began = folders.mktemp("undisturbed"), time.monotonic()
+    assert start(undisturbed, 0).wait() == 0
+    whole = time.monotonic() - began
+    what = "kills of preparations"
+    return chains(what, folders, kills, start, check, lambda: draw.uniform(0.3, 1) * whole)
 
 
 def written(output):
     """The training lines of a run that may not have begun."""
     return lines(output, "loss") if (output / "metrics.jsonl").exists() else []
-
-
-def stop_signals(tiny, folders, rounds):
-    """Signals honoured, of those sent."""
-    for _ in range(rounds):
-        for case in test_stopping.SIGNALS:
-            test_stopping.stop(tiny, folders.mktemp("stop") / "run", *case)
-    return rounds * len(test_stopping.SIGNALS)
 
 
 def checkpoint_files(folders):
@@ -190,13 +162,6 @@ def checkpoint_files(folders):
         assert checkpoints.verify(test_checkpoints.save(intact, step))["step"] == step
     assert checkpoints.find_checkpoint(intact, "auto")[2] == []
     return points, len(test_checkpoints.DAMAGES)
-
-
-def clean_exits(tiny, folders, runs):
-    """Two processes that finish: exit code 0, each time."""
-    for _ in range(runs):
-        tiny.train(2, "--max_steps", 2, "--output_dir", folders.mktemp("exit") / "run")
-    return runs
 
 
 def share_of_saving(folders):
@@ -224,10 +189,13 @@ def main():
         begun, intact, _ = kill_chains(
             tiny, folders, max(5, kills // 3), random.Random(seed), *BACKGROUND
         )
-        changes, same = exact_chains(tiny, folders, max(5, kills // 3), random.Random(seed))
-        stops, prepared = preparation_kills(folders, max(5, kills // 3), random.Random(seed))
-        stopped = stop_signals(tiny, folders, rounds=max(1, kills // 50))
-        exits = clean_exits(tiny, folders, 50)
+        changes, same, _ = exact_chains(tiny, folders, max(5, kills // 3), random.Random(seed))
+        stops, prepared, _ = preparation_kills(folders, max(5, kills // 3), random.Random(seed))
+        signals = test_stopping.SIGNALS * max(1, kills // 50)
+        for case in signals:
+            test_stopping.stop(tiny, folders.mktemp("stop") / "run", *case)
+        for _ in range(50):
+            tiny.train(2, "--max_steps", 2, "--output_dir", folders.mktemp("exit") / "run")
     finally:
         shutil.rmtree(folders.root, ignore_errors=True)
     print(
@@ -235,7 +203,7 @@ def main():
         f"{same} of {changes} after which exact went on with another number of processes, "
         f"{prepared} of {stops} kills of preparations, {points} of {points} crash points, "
         f"{damages} of {damages} kinds of damage detected and 0 false alarms of 100, "
-        f"{stopped} of {stopped} stop signals honoured, {exits} of {exits} clean exits; "
+        f"{len(signals)} of {len(signals)} stop signals honoured, 50 of 50 clean exits; "
         f"{statistics.median(seconds):.1f} s from a kill to the next new step (median of "
         f"{len(seconds)}); {100 * share:.2f} % of training time in checkpoints"
     )

@@ -5,7 +5,6 @@ would train something else.
 """
 
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -54,19 +53,21 @@ def collect_facts(manifest: dict, exact: bool, project: Path) -> dict[str, str]:
 
 def check_same(processes: Ranks, facts: dict[str, str]) -> None:
     """Raises UserError on all processes, which names machines and differences, if there are any."""
-    text = json.dumps(facts, sort_keys=True)
-    if len({*processes.gather(hashlib.sha256(text.encode()).hexdigest())}) == 1:
-        return
     everywhere = processes.gather((socket.gethostname(), facts))
     differences = []
     for name in dict.fromkeys(name for _, each in everywhere for name in each):
         hosts: dict[str, dict[str, None]] = {}  # by value
         for host, each in everywhere:
-            value = one_line(each.get(name, "missing"), 20 if name.startswith("data ") else 300)
-            hosts.setdefault(value, {})[host] = None
+            hosts.setdefault(each.get(name, "missing"), {})[host] = None
         if len(hosts) > 1:
-            places = [f"{value} on {some([*names], 3)}" for value, names in hosts.items()]
+            longest = 20 if name.startswith("data ") else 300  # 20: of a digest
+            places = [
+                f"{one_line(value, longest)} on {some([*names], 3)}"
+                for value, names in hosts.items()
+            ]
             differences.append(f"{name} is {' and '.join(places)}")
+    if not differences:
+        return
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     raise UserError(
         f"the machines do not run the same: {'; '.join(differences[:SHOWN])}{more}; give all of "

@@ -53,8 +53,12 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True)
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = not deterministic
-    if cfg.compile:
-        keep_compiled_code(os.path.abspath(".cache/compiled"))
+    if cfg.compile:  # torch's compiled code: the next start compiles in seconds
+        folder = os.path.abspath(".cache/compiled")
+        with contextlib.suppress(OSError):  # of a read-only project
+            os.makedirs(folder, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     # torchao's weights for gathering in fp8 have no memory of their own: they could not be saved.
     os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
@@ -107,7 +111,9 @@ def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
             f"warning: torch {torch.__version__} loses memory in each step where weights are "
             "sharded (pytorch#188174); for a long run install 2.12 or newer, or 2.9"
         )
-    if offloads_optimizer():  # launchers give each of several processes one thread
+    zero = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    # The CPU updates the weights. Launchers give each of several processes one thread.
+    if parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or zero != "none":
         torch.set_num_threads(max(torch.get_num_threads(), cores_per_process()))
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
         say("warning: tf32 is true, but only a GPU in fp32 reads it")
@@ -128,23 +134,6 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
-def keep_compiled_code(folder: str) -> None:
-    """Makes torch keep compiled code in this folder: the next start compiles in seconds.
-
-    Where the folder cannot be written, as in a read-only project, torch keeps its own.
-    """
-    with contextlib.suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-
-
-def offloads_optimizer() -> bool:
-    """Whether the CPU updates the weights, of FSDP or DeepSpeed, while a GPU computes gradients."""
-    device = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    return parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or device != "none"
-
-
 def cores_per_process() -> int:
     """Cores of this machine for each of its training processes, at least 1."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -161,10 +150,10 @@ def check_device(accelerator: Any) -> None:
     """Raises ValueError if accelerate's device is not the one that its YAML asks for."""
     if accelerator.device.type != "cpu":
         return
-    names = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
-    cpu, hidden = [os.environ.get(name, "") for name in names]
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "")
     # For YAMLs with GPUs the launcher sets "False", or nothing.
-    if cpu == "False" or (PROCESSES > 1 and not cpu and not hidden):
+    unsaid = PROCESSES > 1 and not cpu and not os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cpu == "False" or unsaid:
         raise ValueError(f"the launcher was told to use a GPU, but there is none: {without_gpu()}")
     if accelerator.mixed_precision == "fp16":
         raise ValueError("mixed_precision fp16 needs a GPU; write 'no' in the accelerate YAML")

@@ -65,6 +65,7 @@ class Meeting:
         self.watched = [0] if rank else range(1, size)  # those that must give signs of life
         self.alive: dict[int, tuple[int, float]] = {}  # signs of life so far, and when one came
         self.hosts: dict[int, str] = {}
+        self.addresses: list[str] = []  # of all processes, when they are ready
         self.ready = self.left = 0  # number of processes
         self.problems: list[dict] = []  # of all processes
         self.lost = ""  # why there is no connection any more
@@ -108,7 +109,11 @@ class Meeting:
     def exchange(self) -> None:
         """Gives a sign of life, and reads what the others say."""
         self.store.add(f"beats/{self.rank}", 1)
-        self.ready, self.left = self.store.add("ready", 0), self.store.add("left", 0)
+        ready, self.left = self.store.add("ready", 0), self.store.add("left", 0)
+        if ready == self.size and not self.addresses:
+            keys = [f"address/{rank}" for rank in range(self.size)]
+            self.addresses = [each.decode() for each in self.store.multi_get(keys)]
+        self.ready = ready
         if self.store.check(["problems"]):
             lines = self.store.get("problems").decode().splitlines()
             self.problems = [json.loads(line) for line in lines]
@@ -189,8 +194,6 @@ class Meeting:
         """Lets all processes, which are ready, add a number through gloo. Raises Failed."""
         patience = datetime.timedelta(seconds=timeout)
         self.store.set_timeout(patience)
-        keys = [f"address/{rank}" for rank in range(self.size)]
-        self.addresses = [each.decode() for each in self.store.multi_get(keys)]
 
         def exchange():
             store = dist.PrefixStore("network", self.store)

@@ -4,6 +4,7 @@ A firewall, a wrong interface or a host name that stands for 127.0.0.1 lets proc
 store of the main process, and hang in their first exchange, without a word. Here this is one line.
 """
 
+import contextlib
 import os
 import socket
 import threading
@@ -21,29 +22,23 @@ CPU_LIMIT, GPU_LIMIT = 60, 180
 
 
 def own_address() -> str:
-    """Host, interface and address where gloo waits for other processes.
+    """Host and address where gloo waits for other processes.
 
     gloo takes the first interface of GLOO_SOCKET_IFNAME, or the address of the host's name, or
     127.0.0.1. Raises UserError if this machine has no such interface.
     """
     host, given = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not given:
+        with contextlib.suppress(OSError):
+            return f"{host} at {socket.gethostbyname(host)}"
+        return f"{host} at 127.0.0.1"
+    name, found = given.split(",")[0], psutil.net_if_addrs()
+    if name not in found:
+        there = ", ".join(found)
+        raise UserError(f"GLOO_SOCKET_IFNAME is {given}, but {host} has the interfaces {there}")
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {
-        name: [each.address for each in addresses if each.family in families]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
-    if given:
-        name = given.split(",")[0]
-        if name not in found:
-            there = ", ".join(found)
-            raise UserError(f"GLOO_SOCKET_IFNAME is {given}, but {host} has the interfaces {there}")
-        return f"{host} at {name} {(found[name] or ['without an address'])[0]}"
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        address = "127.0.0.1"
-    name = next((name for name, addresses in found.items() if address in addresses), "lo")
-    return f"{host} at {name} {address}"
+    addresses = [each.address for each in found[name] if each.family in families]
+    return f"{host} at {name} {(addresses or ['without an address'])[0]}"
 
 
 def try_exchange(

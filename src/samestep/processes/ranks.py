@@ -11,7 +11,6 @@ import datetime
 import os
 import re
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -125,15 +124,14 @@ class Ranks:
     def __init__(self, timeout: int, others: Any = None):
         self.group, self.layout, self.timeout = None, this_layout(), timeout
         self.limit = datetime.timedelta(seconds=timeout)
-        self.store = others.wait(timeout) if others else None
+        store = others.wait(timeout) if others else None
         if PROCESSES > 1:
             others.try_network(timeout)
         else:
-            self.store = restart_store()
+            store = restart_store()
         place: dict[str, Any] = {}
-        if self.store:
-            rank = int(os.environ["RANK"])
-            place = {"store": self.store, "rank": rank, "world_size": PROCESSES}
+        if store:
+            place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": PROCESSES}
             if self.layout.deepspeed:  # it takes no store, but a group that exists
                 device = torch.accelerator.current_accelerator() or torch.device("cpu")
                 backend = dist.get_default_backend_for_device(device)
@@ -149,6 +147,7 @@ class Ranks:
             if state.device.type != "cpu":
                 others.try_gpus(state.device, timeout)
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
+            self.probe_group = dist.new_group(backend="gloo", timeout=self.limit)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.
@@ -205,14 +204,14 @@ class Ranks:
         if problem:
             text = str(problem) or repr(problem)
             text = text if by_user else f"{type(problem).__name__}: {text}"
-        rank = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-        problems = [each for each in self.gather((by_user, text, rank)) if each[1]]
+        who = f"process {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+        problems = [each for each in self.gather((by_user, text, who)) if each[1]]
         if not problems:
             return
         if problem and not by_user:
             raise problem  # with its traceback
-        name_ranks = len(problems) < PROCESSES
-        lines = [f"{rank}: {text}" if name_ranks else text for _, text, rank in problems]
+        named = len(problems) < PROCESSES
+        lines = [f"{who}: {text}" if named else text for _, text, who in problems]
         error = UserError if all(by_user for by_user, _, _ in problems) else Failed
         raise error("; ".join(dict.fromkeys(lines)))
 
@@ -224,19 +223,18 @@ class Ranks:
             return error
         if "Timed out" not in text and not behind:
             return Failed("lost the connection to another process, which has died")
-        # All that wait come here at once: the first whose time is over closes the connections.
-        self.store.set_timeout(datetime.timedelta(seconds=10))
         try:
-            self.store.set(f"waits/{os.environ['RANK']}", "")
-            time.sleep(5)
-            missing = [r for r in range(PROCESSES) if not self.store.check([f"waits/{r}"])]
-            if os.environ["RANK"] == "0":  # the store may lie here; the others read it, too
-                time.sleep(2)
-        except dist.DistError:
-            missing = [0]
-        silent = ", ".join(map(str, missing[:10]))
-        end = f"no answer from process {silent}" if missing else "all answer now"
-        return Failed(f"waited {self.timeout} s for the other processes; {end}", missing)
+            # The others wait until the main process has asked all, and then lose it. No operation
+            # of the store would do: none has a timeout that holds where its server hangs.
+            brief = datetime.timedelta(seconds=15 if dist.get_rank() else 5)
+            dist.monitored_barrier(self.probe_group, timeout=brief, wait_all_ranks=True)
+            missing, silent = [], "all answer now"
+        except RuntimeError as reply:
+            ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0]
+            ranks = ranks or ("0" if "Timed out" in str(reply) else "")
+            missing = [int(rank) for rank in ranks.split(", ") if rank]
+            silent = f"no answer from process {ranks or '?'}"
+        return Failed(f"waited {self.timeout} s for the other processes; {silent}", missing)
 
 
 class PendingSum:

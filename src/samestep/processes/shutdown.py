@@ -8,6 +8,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -50,10 +51,9 @@ def find_launcher() -> int | None:
         words = psutil.Process(os.getppid()).cmdline()[:3]
     except psutil.Error:  # no such process, or no permission
         return None
-    names = ("accelerate", "accelerate-launch")
-    module = "accelerate.commands.launch"  # `python -m`, or the program of samestep launch
-    is_launcher = any(Path(word).name in names or module in word for word in words)
-    return os.getppid() if is_launcher else None
+    # The module: of `python -m`, or in the program of samestep launch.
+    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch"
+    return os.getppid() if any(re.search(launcher, word) for word in words) else None
 
 
 LAUNCHER_PID = find_launcher()  # now, since the launcher may die before training begins
@@ -112,7 +112,7 @@ def run(main: Callable, prepare: Callable) -> None:
     try:
         raise_open_files_limit()
         others = meeting.join()
-        start = as_user_error()(prepare)()
+        start = prepare()
         ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
@@ -133,7 +133,9 @@ def run(main: Callable, prepare: Callable) -> None:
     stop.training = True  # from here on a signal is only recorded
     if error and others:
         others.leave(error, stop.requested)
-    join_background_save()
+    for thread in threading.enumerate():
+        if thread.name == SAVE_THREAD:  # a run that fails keeps the checkpoint that it began
+            thread.join()
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
@@ -141,7 +143,7 @@ def run(main: Callable, prepare: Callable) -> None:
 
 def is_speaker(error: BaseException) -> bool:
     """Whether this process reports an error: the main one, unless that is the one that is gone."""
-    return int(os.environ.get("RANK", 0)) == getattr(error, "speaker", 0)
+    return PROCESSES == 1 or int(os.environ["RANK"]) == getattr(error, "speaker", 0)
 
 
 def as_input_error(error: BaseException) -> BaseException:
@@ -181,26 +183,18 @@ def report(
     """
     if not line and not isinstance(error, SystemExit):
         text = without_credentials("".join(traceback.format_exception(error)))
-        file = f"error{'' if IS_MAIN else '-' + os.environ['RANK']}.txt"
-        if not folder or os.environ.get("SAMESTEP_TRACEBACK") == "1":
-            sys.stderr.write(text)
-        elif catch(replace_text, folder / file, text)[1]:  # the disk is full, or the folder gone
+        folder = None if os.environ.get("SAMESTEP_TRACEBACK") == "1" else folder
+        file = (folder or Path()) / f"error{'' if IS_MAIN else '-' + os.environ['RANK']}.txt"
+        if not folder or catch(replace_text, file, text)[1]:  # the disk is full, or it is gone
             sys.stderr.write(text)
         else:
             frames = traceback.extract_tb(error.__traceback__)
             own = [each for each in frames if "site-packages" not in each.filename] or frames
             place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
             told = one_line(error, 300)
-            line = f"{type(error).__name__}: {told} ({place}); traceback: {folder / file}"
+            line = f"{type(error).__name__}: {told} ({place}); traceback: {file}"
     if line:
         print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
-
-
-def join_background_save() -> None:
-    """Waits for a save in the background: a run that fails keeps the checkpoint that it began."""
-    for thread in threading.enumerate():
-        if thread.name == SAVE_THREAD:
-            thread.join()
 
 
 def exit_code_for(error: BaseException) -> tuple[int, str | None]:

@@ -22,19 +22,18 @@ def main() -> None:
     parser = make_parser("example", __doc__)
     parser.add_argument("name", nargs="?", help="a name of the list")
     name = parser.parse_args().name
-    paths = [path for path in sorted(EXAMPLES.iterdir()) if path.suffix in (".py", ".yaml")]
-    sources, files = {p.stem: p.read_text("utf-8") for p in paths}, {p.stem: p.name for p in paths}
+    files = {p.stem: p for p in sorted(EXAMPLES.iterdir()) if p.suffix in (".py", ".yaml")}
     if not name:
-        for each, source in sources.items():
-            about = source.splitlines()[0].strip('#" ')
+        for each, path in files.items():
+            about = path.read_text("utf-8").splitlines()[0].strip('#" ')
             print(f"{each:24}{about}")
         return
-    if name not in sources:
-        parser.error(f"there is no example {one_line(name, 60)}; give one of {', '.join(sources)}")
-    file = Path(files[name])
+    if name not in files:
+        parser.error(f"there is no example {one_line(name, 60)}; give one of {', '.join(files)}")
+    file = Path(files[name].name)
     try:
-        with open(file, "x", encoding="utf-8") as new:
-            new.write(sources[name])
+        with open(file, "xb") as new:
+            new.write(files[name].read_bytes())
     except FileExistsError:
         parser.error(f"{file} is there already; move it away")
     except OSError as error:

@@ -14,7 +14,6 @@ answers line n of the input, and a blank line stays blank.
 """
 
 import argparse
-import io
 import json
 import os
 import signal
@@ -23,14 +22,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from samestep.base.console import escaped, one_line
+from samestep.base.console import escaped, one_line, protect_output
 from samestep.programs import make_parser
 from samestep.report.model_card import TEXT_TO_TEXT, pipeline_task
 from samestep.text import chats
 
 # transformers takes 4 s to import. It is imported once the arguments have been checked.
 
-MAX_NUMBER = 100_000  # classes, tokens, inputs at once
+WRITERS = ("text-generation", TEXT_TO_TEXT)
 EMPTY = "(empty: the model ends its answer at once)"
 KEPT = "\n\t\u200c\u200d"  # of a text that a model continues; joiners are part of words and emoji
 
@@ -62,23 +61,16 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
         return arguments.inputs
     is_piped = arguments.file in (None, "-")
     name = "standard input" if is_piped else arguments.file
-    if is_piped and sys.stdin.isatty():
-        print("One input a line; Ctrl-D ends the input.", file=sys.stderr)
     try:
-        with open(0 if is_piped else name, "rb") as stream:
-            content = stream.read()
-        text = io.StringIO(content.decode("utf-8-sig"), newline=None)
+        with open(0 if is_piped else name, encoding="utf-8-sig") as lines:
+            inputs = [line.removesuffix("\n") for line in lines]
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"cannot read {name}: line {line} is not UTF-8") from None
-    lines = [line.removesuffix("\n") for line in text]
-    if not any(map(str.strip, lines)):
-        raise ValueError(
-            "there is no input; give texts or paths, --file, or lines on standard input"
-        )
-    return lines
+    except UnicodeDecodeError:
+        raise ValueError(f"cannot read {name}: it is not UTF-8") from None
+    if not any(map(str.strip, inputs)):
+        raise ValueError("there is no input; give texts or paths, --file, or standard input")
+    return inputs
 
 
 def read_chat(text: str, arguments: argparse.Namespace) -> list[dict]:
@@ -155,22 +147,20 @@ class SourceToTarget:
 
 def pipeline_options(task: str, arguments: argparse.Namespace, model: Any) -> dict:
     """The options for calls of the pipeline of this task."""
-    if task not in ("text-generation", TEXT_TO_TEXT):
-        top_k = min(arguments.top or 3, model.config.num_labels)
+    if task not in WRITERS:
+        top_k = min(arguments.top, model.config.num_labels)
         options = {"truncation": True} if task == "text-classification" else {}
         return {"top_k": top_k, "batch_size": arguments.batch, **options}
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(model.generation_config.to_dict())
-    continues = task == "text-generation"
+    continues, samples = task == "text-generation", arguments.temperature != 0
     tokens = arguments.tokens or (None if continues else settings.max_new_tokens) or 50
-    settings.update(max_length=None, max_new_tokens=tokens)
-    if arguments.temperature:
-        settings.update(do_sample=True, temperature=arguments.temperature)
-    else:
-        settings.update(do_sample=False)
-        if continues:  # the penalty keeps small models out of loops
-            settings.update(repetition_penalty=1.2)
+    settings.update(max_length=None, max_new_tokens=tokens, do_sample=samples)
+    if samples:
+        settings.update(temperature=arguments.temperature)
+    elif continues:  # the penalty keeps small models out of loops
+        settings.update(repetition_penalty=1.2)
     return {"generation_config": settings} | ({"return_full_text": False} if continues else {})
 
 
@@ -209,7 +199,7 @@ def format_answer(given: str, pipe: Any, result: list[dict], arguments: argparse
     """The line for an input and what a pipeline answers: a text, a number, or classes."""
     config, kind = pipe.model.config, "classes"
     answer: Any = result
-    if pipe.task in ("text-generation", TEXT_TO_TEXT):
+    if pipe.task in WRITERS:
         kind, answer = "text", result and result[0]["generated_text"]
     elif config.problem_type == "regression":
         scale, mean = getattr(config, "label_std", 1.0), getattr(config, "label_mean", 0.0)
@@ -236,8 +226,9 @@ def ask(pipe: Any, given: list, options: dict) -> list:
     try:
         return pipe(given, **options)
     except Exception as error:
-        advice = "; give shorter texts or fewer --tokens" * pipe.task.endswith("generation")
-        problem = f"{type(error).__name__}: {error}{advice}"
+        problem = f"{type(error).__name__}: {error}"
+        if pipe.task in WRITERS and not isinstance(error, ValueError):
+            problem += "; give shorter texts or fewer --tokens"
         raise ValueError(f"{pipe.model.name_or_path} cannot answer: {problem}") from None
 
 
@@ -257,20 +248,7 @@ def talk(pipe: Any, options: dict, arguments: argparse.Namespace) -> None:
 
 def predict(arguments: argparse.Namespace) -> None:
     """Reads the inputs, loads the model, prints the answers; raises ValueError."""
-    for name in ("top", "tokens", "batch"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= MAX_NUMBER:
-            raise ValueError(f"--{name} is {value}; give a number from 1 to {MAX_NUMBER:,}")
-    # Logits may overflow when divided by less; divided by more, they are all the same.
-    heat = arguments.temperature
-    if heat and not 0.01 <= heat <= 100:
-        raise ValueError(f"--temperature is {heat:g}; give 0, or a number from 0.01 to 100")
     folder, task = find_model(arguments.model)
-    writes = task in ("text-generation", TEXT_TO_TEXT)
-    for name in ["top"] if writes else ["tokens", "temperature"]:
-        if getattr(arguments, name):
-            what = "writes text" if writes else "names classes or a number"
-            raise ValueError(f"{folder} {what}, and --{name} is not read; leave it out")
     if arguments.system and not arguments.chat:
         raise ValueError("--system is a message of a chat; give --chat too")
     talks = arguments.chat and not (arguments.inputs or arguments.file) and sys.stdin.isatty()
@@ -284,8 +262,9 @@ def predict(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{folder} has no chat template; leave out --chat")
     if talks:
         talk(pipe, options, arguments)
-    for start in range(0, len(inputs), arguments.batch):
-        batch = inputs[start : start + arguments.batch]
+    size = max(arguments.batch, 1)
+    for start in range(0, len(inputs), size):
+        batch = inputs[start : start + size]
         given = [model_input(text, pipe, arguments) for text in batch if text.strip()]
         results = iter(ask(pipe, given, options) if given else [])
         for text in batch:  # a blank input stays blank
@@ -298,8 +277,7 @@ def main() -> None:
     # Ctrl-C, and a reader that has seen enough, as `head` has, end it at once, without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    protect_output()
     warnings.simplefilter("ignore")
     parser = make_parser("predict", __doc__)
     add = parser.add_argument
@@ -307,15 +285,14 @@ def main() -> None:
     add("--model", type=Path, help="folder; default: the newest runs/*/model")
     add("--file", help="file with one input a line; -: standard input")
     add("--json", action="store_true", help="print a JSON object a line")
-    add("--top", type=int, help="classes to name (default: 3)")
+    add("--top", type=int, default=3, help="classes to name (default: 3)")
     add("--tokens", type=int, help="tokens to add (default: 50, or what an encoder-decoder names)")
-    add("--temperature", type=float, help="0, the default: the likeliest token")
+    add("--temperature", type=float, default=0, help="0, the default: the likeliest token")
     add("--chat", action="store_true", help="inputs are messages; lines of a .jsonl file, chats")
     add("--task.roles", dest="roles", default="", help="--chat: other names, as for train.py")
     add("--system", help="--chat: a system message before each chat")
     add("--batch", type=int, default=16, help="inputs at once (default: 16)")
-    arguments = parser.parse_args()
     try:
-        predict(arguments)
+        predict(parser.parse_args())
     except (ValueError, OSError) as error:
         parser.error(str(error))

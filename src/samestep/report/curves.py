@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from samestep.base.console import one_line
 from samestep.base.fields import flatten
-from samestep.base.pictures import save_figure, try_picture
+from samestep.base.pictures import save_figure
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
@@ -146,10 +146,8 @@ def group_scores(evaluations: list[Rows]) -> list[list[str]]:
 
 def read_settings(run: Path) -> dict[str, Any]:
     """The compared settings in config.yaml of a run, by flag; empty if it cannot be read."""
-    file = run / "config.yaml"
     try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        settings = flatten(yaml.safe_load(text))
+        settings = flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
         return {}
     return {name: value for name, value in settings.items() if name not in NOT_COMPARED}
@@ -161,22 +159,12 @@ def differing_settings(runs: list[Path]) -> list[list[str]]:
     known = [each for each in settings if each]
     names = dict.fromkeys(name for each in known for name in each)
     differ = [name for name in names if len({repr(each.get(name)) for each in known}) > 1]
-    texts: list[list[str]] = [[] for _ in runs]
-    for each, found in zip(settings, texts, strict=True):
-        for name in [name for name in differ if name in each]:
-            value = each[name]
-            text = value if value and isinstance(value, str) else json.dumps(value, default=str)
-            found.append(f"{name} {one_line(text, 40)}")
-    return texts
 
+    def show(value: Any) -> str:
+        text = value if value and isinstance(value, str) else json.dumps(value, default=str)
+        return one_line(text, 40)
 
-def abbreviate(settings: list[str], longest: int) -> str:
-    """The first settings, at most three in `longest` characters, and the number of the others."""
-    number = min(3, len(settings))
-    while number > 1 and len(", ".join(settings[:number])) > longest:
-        number -= 1
-    others = len(settings) - number
-    return ", ".join(settings[:number] + [f"and {others} more"] * (others > 0))
+    return [[f"{name} {show(each[name])}" for name in differ if name in each] for each in settings]
 
 
 def short_names(runs: list[Path]) -> list[str]:
@@ -293,7 +281,8 @@ def draw(runs: list[Path], output: Path) -> Path:
         if single:
             style["color"] = COLORS[1]
         else:
-            settings = abbreviate(differing[i], 80 - len(name))
+            more = [f"and {len(differing[i]) - 3} more"] if len(differing[i]) > 3 else []
+            settings = one_line(", ".join([*differing[i][:3], *more]), 80)
             label = "   ".join(filter(None, [final, name, settings]))
         if losses or not single:
             draw_evaluations(loss_axes, evals, losses, **style, zorder=3, label=label)
@@ -345,8 +334,3 @@ def draw(runs: list[Path], output: Path) -> Path:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
     figure.align_ylabels()
     return save_figure(figure, output)
-
-
-def try_draw(runs: list[Path], output: Path) -> Path | str:
-    """The picture that `draw` makes, or the reason why it failed, which must not end a run."""
-    return try_picture(draw, runs, output)

@@ -23,6 +23,9 @@ from samestep.base.files import named, replace_text
 if TYPE_CHECKING:  # importing them takes 2 s
     from accelerate import Accelerator
 
+# Discards the dozen lines that Trackio prints about itself at the start and the end.
+SILENCE = contextlib.redirect_stdout(io.StringIO())
+
 
 def nan_to_null(line: dict) -> dict:
     """The line with None in place of NaN and infinities, which JSON does not have."""
@@ -185,11 +188,6 @@ def log_in_to_wandb() -> bool:
         raise ValueError(f"W&B: {one_line(error)}") from None
 
 
-def silence() -> contextlib.redirect_stdout:
-    """Discards the dozen lines that Trackio prints about itself at the start and the end."""
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def start_tracker(accelerator: "Accelerator", config: dict) -> None:
     """Starts the tracker on the main process, and prints where to look.
 
@@ -203,7 +201,7 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         start_wandb(accelerator, config, output)
     elif tracker == "trackio":
         options = {"name": one_line(output.name, 100), "resume": "allow"}
-        with silence():
+        with SILENCE:
             accelerator.init_trackers(project, config, {"trackio": options})
         say(f"trackio: `trackio show --project {project}` shows the run")
     else:  # without a name it logs into the run folder, and TensorBoard shows the folder's name
@@ -214,7 +212,7 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
 
 def end_tracker(accelerator: "Accelerator") -> None:
     """Closes the tracker, which first sends everything that is pending."""
-    with silence():
+    with SILENCE:
         if any(tracker.name == "trackio" for tracker in accelerator.trackers):
             importlib.import_module("trackio").finish()  # otherwise it does so at exit, and prints
         accelerator.end_training()
@@ -227,8 +225,6 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     upload, file = config["upload_code"], output / "wandb_run_id"
     known = file.read_bytes().strip() if file.exists() else b""
     if not re.fullmatch(rb"[\w-]{1,64}", known):
-        if known:
-            say(f"{file} holds no W&B id, so W&B starts a new run")
         known = secrets.token_hex(4).encode()
         file.write_bytes(known)
     online = not config["offline"] and log_in_to_wandb()

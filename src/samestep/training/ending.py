@@ -61,7 +61,7 @@ def finish(
         shown = attempt("no report", report, run, saver, whole, sums, run.output)
         attempt("the tracker has no report", log.lines.show, shown or {}, step)
         attempt("the export was not checked", check_export, run)
-        picture, problem = catch(curves.try_draw, [run.output], run.output / "curves.png")
+        picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
         picture = picture or f"no picture: {one_line(problem)}"
         say(f"model: {run.output / 'model'}  curves: {picture}")
     else:
