@@ -148,18 +148,12 @@ def test_a_folder_with_a_file_that_has_just_changed_is_not_in_the_memo(cfg, tmp_
     assert len(keys) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"[" * 200_000, b"\xff", "a pipe"])
+@pytest.mark.parametrize("content", [b"[1]", b"\xff"])
 def test_a_broken_memo_is_made_again(cfg, later, content):
     before, memo = name(cfg), Path(cfg.cache_dir) / "digests.json"
-    assert str(Path(cfg.data)) in memo.read_text()
-    memo.unlink()
-    if content == "a pipe":
-        os.mkfifo(memo)
-    else:
-        memo.write_bytes(content)
+    memo.write_bytes(content)
     assert name(cfg) == before
-    assert cfg.data in json.loads(memo.read_text())
-    assert not list(Path(cfg.cache_dir).glob("*.partial"))
+    assert [*json.loads(memo.read_text())] == [cfg.data]
 
 
 def test_files_beside_the_data_and_counts_of_other_files_are_part_of_the_key(cfg, tmp_path):
@@ -369,27 +363,14 @@ def zero_half(path):
         file.write(bytes(size - size // 2))
 
 
-def change_text(path, old, new):
-    path.write_text(path.read_text().replace(old, new))
-
-
-def replace_by(path, make):
-    path.unlink()
-    make(path)
-
-
 ROWS_FILE = "train/rows.npy"
 DAMAGE = {
     "half zeroed": lambda f: zero_half(f / ROWS_FILE),
     "missing": lambda f: (f / ROWS_FILE).unlink(),
-    "longer": lambda f: (f / "names.json").write_text("[ ]"),
-    "a pipe": lambda f: replace_by(f / ROWS_FILE, os.mkfifo),
-    "a link to nothing": lambda f: replace_by(f / "names.json", lambda p: p.symlink_to("none")),
+    "a pipe": lambda f: ((f / ROWS_FILE).unlink(), os.mkfifo(f / ROWS_FILE)),
     "one file more": lambda f: (f / "train/more.npy").write_bytes(b""),
-    "a folder gone": lambda f: shutil.rmtree(f / "train"),
     "index missing": lambda f: (f / "index").unlink(),
-    "index flipped": lambda f: change_text(f / "index", "train", "trial"),
-    "a pipe in its place": lambda f: (shutil.rmtree(f), os.mkfifo(f)),
+    "index flipped": lambda f: zero_half(f / "index"),
     "a link in its place": lambda f: (shutil.rmtree(f), f.symlink_to("nowhere")),
 }
 
@@ -456,43 +437,35 @@ def test_a_cache_that_cannot_be_written_can_be_read(cfg, tmp_path):
 # ---- Failures ------------------------------------------------------------------------------------
 
 
-def test_a_failed_preparation_leaves_nothing_and_the_next_tries_anew(cfg):
-    def fail(folder):
-        build(folder)
-        raise ValueError("task.data: bad row")
-
-    for _ in range(2):
-        with pytest.raises(ValueError, match="^task.data: bad row$"):
-            cache.prepare_once(cfg, lambda: name(cfg), fail)
-        assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
-    made = []
-    folder = prepare(cfg, made)
-    assert len(made) == 1 and folder.exists()
-
-
 @pytest.mark.parametrize(
     "raised, kind, said",
     [
-        (MemoryError(), ValueError, "task.data: .* does not fit into the memory"),
+        (ValueError("task.data: bad row"), ValueError, "^task.data: bad row$"),
+        (OSError(errno.ENOLCK, "No locks"), ValueError, "task.cache_dir: cannot write .*: No l"),
         (OSError(errno.ENOSPC, "No space left on device"), ValueError, "task.cache_dir: cannot wr"),
+        (OSError("5 requested and 3 written"), ValueError, "cannot write .*: 5 requested and 3"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), BrokenPipeError, "Broken pipe"),
         (SystemExit(75), SystemExit, "75"),
-        (TypeError("a bug"), TypeError, "a bug"),
     ],
 )
-def test_what_else_can_end_a_preparation(cfg, raised, kind, said):
+def test_a_failed_preparation_leaves_nothing_and_the_next_tries_anew(cfg, raised, kind, said):
     def fail(folder):
         build(folder)
         raise raised
 
-    with pytest.raises(kind, match=said):
-        cache.prepare_once(cfg, lambda: name(cfg), fail)
-    assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
+    for _ in range(2):
+        with pytest.raises(kind, match=said):
+            cache.prepare_once(cfg, lambda: name(cfg), fail)
+        assert not [p for p in Path(cfg.cache_dir).iterdir() if p.is_dir()]
+    assert prepare(cfg).exists()
 
 
-def test_files_that_change_while_they_are_prepared_are_said(cfg):
+@pytest.mark.parametrize("problem", [None, ValueError("task.data: half a row")])
+def test_files_that_change_while_they_are_prepared_are_said(cfg, problem):
     def change(folder):
         Path(cfg.data).write_text('{"text": "other"}')
+        if problem:
+            raise problem
         return build(folder)
 
     before = name(cfg)
@@ -655,15 +628,6 @@ def test_whoever_waits_for_a_lock_says_so_once(holder, tmp_path, capsys, monkeyp
         "waiting for another process, which prepares the same data; if its machine is gone, delete "
         f"{path}\n"
     )
-
-
-def test_a_disk_without_locks_is_named(cfg, monkeypatch):
-    def flock(file, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(cache.fcntl, "flock", flock)
-    with pytest.raises(ValueError, match="^task.cache_dir: cannot write .*: this disk has no file"):
-        prepare(cfg)
 
 
 def test_a_child_that_outlives_the_preparation_does_not_keep_the_lock(tmp_path):

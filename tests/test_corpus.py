@@ -389,20 +389,16 @@ def flip(path):
         ("000009.odd", lambda path: path.write_text("not ours")),
     ],
 )
-def test_what_is_damaged_is_named_and_it_alone_is_written_again(
-    task, config, tmp_path, capsys, name, damage
-):
+def test_what_is_damaged_is_named_and_made_again(task, config, tmp_path, capsys, name, damage):
     cfg = config(write(tmp_path / "a.jsonl"))
     folder = task.prepare_data(cfg)
-    wanted, before = contents(folder), times(folder)
+    wanted = contents(folder)
     damage(folder / name)
     (folder.parent / "digests.json").unlink()
     capsys.readouterr()
     assert task.prepare_data(cfg) == folder
     assert f" has a damaged file: {name}: preparing again\n" in capsys.readouterr().out
     assert contents(folder) == wanted
-    again = {each.name[:6] for each, at in times(folder).items() if before[each] != at}
-    assert again == ({name[:6]} if name[:6] in ("000001", "000002") else set())
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
 
 

@@ -278,6 +278,13 @@ def test_whole_shards_are_held_out(config, tmp_path):
         images.prepare_data(config(data / "part-001.tar"))
 
 
+def test_shards_on_both_sides_are_said(config, tmp_path, capsys):
+    data = write_images(tmp_path / "rows", "tar")
+    images.prepare_data(config(data, validation_data=str(data / "part-001.tar")))
+    said = "5 of 5 validation rows are training rows too: evaluation will look better"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("scheme", ["", "counting://"])
 def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, scheme):
     for number, split in enumerate(("train", "val", "test")):
@@ -290,13 +297,6 @@ def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, sch
         assert names == [f"{split}/part-{i:03}.tar" for i in range(3)]
     said = "has, by the names: 3 files to train on, 3 to evaluate on; not read: 3 for test"
     assert said in capsys.readouterr().out
-
-
-def write_tar_of(path, texts, labels="ab"):
-    """A .tar of texts, whose labels alternate."""
-    path.parent.mkdir(exist_ok=True)
-    parts = ((text.encode(), labels[i % 2].encode()) for i, text in enumerate(texts))
-    write_tar(path, members(parts, ("txt", "cls")))
 
 
 @pytest.mark.parametrize("scheme", ["", "counting://"])
@@ -345,40 +345,6 @@ def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
             (tmp_path / "other").write_bytes(content)
             found.add(shards.sample_digest(open(tmp_path / "other", "rb")))
         assert len(found) == 1 + len(places)
-
-
-def test_rows_on_both_sides_are_said(tmp_path, capsys, monkeypatch, config):
-    """Of equal shards, of a shard that is given, and of images in each format."""
-    given = str(tmp_path / "given.tar")
-    write_tar_of(tmp_path / "given.tar", ["text 1 3", "other", "text 0 9", "text 1 3"], "ba")
-
-    def overlap(module, cfg):
-        capsys.readouterr()
-        module.prepare_data(cfg)
-        found = [line for line in capsys.readouterr().out.splitlines() if " rows too: " in line]
-        return found and found[0].removeprefix("Preparing data: ").partition(" validation rows")[0]
-
-    def overlap_of(data, **fields):
-        cache = str(tmp_path / f"cache{len([*tmp_path.iterdir()])}")
-        fields |= {"streaming": True, "vocab_size": 300, "cache_dir": cache}
-        return overlap(texts, texts.TaskConfig(data=str(data), **fields))
-
-    for number in range(6):
-        write_tar_of(tmp_path / f"a/{number}.tar", [f"text {number % 3} {i}" for i in range(10)])
-    assert overlap_of(tmp_path / "a", validation_data=given) == "3 of 4"
-    assert overlap_of(f"counting://{tmp_path / 'a'}", validation_data=given) == "3 of 4"
-    # Of six shards two by two are equal.
-    assert overlap_of(tmp_path / "a", validation_fraction=0.1) == "6 of 6"
-    for number in range(3, 6):
-        os.unlink(tmp_path / f"a/{number}.tar")
-    assert overlap_of(tmp_path / "a", validation_fraction=0.4) == []
-    for kind in KINDS:
-        data = write_images(tmp_path / kind, kind, (4, 5, 6))
-        held = write_images(tmp_path / f"{kind}-held", kind, (4, 2), 0)
-        assert overlap(images, config(data, validation_data=str(held))) == "6 of 6"
-    monkeypatch.setattr(streaming, "COMPARED", 15)
-    found = overlap_of(tmp_path / "a", validation_data=given)
-    assert found.startswith("at least ")
 
 
 # ---- Copies on this machine ----------------------------------------------------------------------
@@ -578,17 +544,6 @@ def test_copies_larger_than_their_shards_say_stay_bounded(tmp_path):
         copies = [*(tmp_path / "cache" / "shards").glob("*.parquet")]
         assert 0 < sum(file.stat().st_size for file in copies) < 2e6
     assert len(copies) == 5
-
-
-def test_a_damaged_copy_is_named(config, tmp_path):
-    train, _ = datasets(config(write_images(tmp_path / "rows", "parquet")))
-    shard = train.shards[0]
-    copy = train.cache.bring(shard)
-    copy.write_bytes(copy.read_bytes()[:100])
-    with pytest.raises(ValueError) as error:
-        train.read(0)
-    said = f"cannot read the copy of {shard.path}: Not an Arrow file; delete {copy}"
-    assert str(error.value) == said
 
 
 def cut(path, share=0.3):
@@ -807,28 +762,6 @@ def test_streaming_equals_prepared(tmp_path, task):
     project.train(1, *flags, "--output_dir", runs[1])
     assert losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == 8
     assert lines(runs[0], "eval_loss")[0] == lines(runs[1], "eval_loss")[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_unreadable_rows_end_a_run_with_one_line(project, tmp_path, workers):
-    data = write_images(tmp_path / "rows", "tar", (11, 9) * 4)
-    held = write_images(tmp_path / "held", "tar", (5,), seed=1)
-    for file in sorted(data.iterdir())[1:]:  # the first is read at the start
-        with tarfile.open(file) as archive:
-            member = archive.getmember(archive.getnames()[8])
-        with open(file, "r+b") as shard:
-            shard.seek(member.offset_data)
-            shard.write(b"x" * 20)
-    flags = [*SHORT, *STREAMED, "--task.data", data, "--task.validation_data", held]
-    output = project.path / "runs" / f"damaged-{workers}"
-    flags += ["--num_workers", workers, "--output_dir", output, "--max_steps", 12]
-    printed = project.train(1, *flags, codes=[2])
-    assert "Traceback" not in printed
-    (line,) = [line for line in printed.splitlines() if line.startswith("train.py: ")]
-    assert line.startswith(f"train.py: cannot read {data}/part-00") and ".tar, row 4: its" in line
-    printed = project.train(1, *flags, "--task.corrupt", "skip", "--accept_changes", "true")
-    assert len(lines(output, "loss")) >= 12
 
 
 # A store that only opens to a secret, and that fails where there is a file `down`.

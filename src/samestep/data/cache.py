@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from samestep.base.console import one_line, without_credentials
 from samestep.base.fields import local_path
-from samestep.base.files import PERMANENT_ERRORS, fsync, read_json_object, remove
+from samestep.base.files import PERMANENT_ERRORS, fsync, read_json_object, remove, replace_text
 from samestep.data import hub, sources
 from samestep.data.own_code import own_code
 from samestep.data.sources import DataConfig
@@ -34,6 +34,7 @@ from samestep.models import pretrained
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
 PASSING_ERRORS = (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)  # not the fault of a file
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
@@ -76,27 +77,25 @@ def hash_input_files(
     renamed or replaced, and reads a folder again after `touch FOLDER`.
     """
     check_cache_outside_data(cfg)
-    found, skipped, given = [*more, *(shipped or [])], [], []
-    if shipped is None and hub.is_hub_name(cfg.data):
+    on_hub = shipped is None and hub.is_hub_name(cfg.data)
+    if on_hub:
         hub.check_commit(cfg)
-    elif shipped is None:
-        given.append(("data", cfg.data))
-    if cfg.validation_data:
-        given.append(("validation_data", cfg.validation_data))
+    given = [("validation_data", cfg.validation_data)] if cfg.validation_data else []
+    if shipped is None and not on_hub:
+        given.insert(0, ("data", cfg.data))
+    found, skipped = [*more, *(shipped or [])], []
     for name, path in given:
-        paths, folders, number, others = [], [], 0, Counter()
         read = endings(path) if callable(endings) else endings
-        for folder, names, skipped_here in sources.walk(path, read, name):
-            others += skipped_here
-            number += len(names)
-            folders += [Path(folder)] * bool(names)
-            if number <= MANY_FILES:
-                paths += [Path(folder, each) for each in names]
-        paths = folders if number > MANY_FILES else sorted(paths)
-        found += paths or sources.list_files(path, read, name)  # raises, with the reason
-        skipped.append(others)
-    counted: list[Any] = [sorted(each.items()) for each in skipped]
-    return [*hash_files(found, cfg).items(), *counted]
+        listed = [*sources.walk(path, read, name)]
+        if sum(len(names) for _, names, _ in listed) > MANY_FILES:
+            found += [Path(folder) for folder, names, _ in listed if names]
+        else:
+            found += sources.list_files(path, read, name)
+        skipped.append(sorted(sum((others for *_, others in listed), Counter()).items()))
+    digests = hash_files(found, cfg)
+    if unread := next((path for path, digest in digests.items() if not digest), ""):
+        raise ValueError(f"cannot read {one_line(unread, 200)}: fix or remove it")
+    return [*map(list, digests.items()), *skipped]
 
 
 def check_cache_outside_data(cfg: DataConfig) -> None:
@@ -153,87 +152,71 @@ def short_digest(*files: Path) -> str:
 # ---- Digests of files ----------------------------------------------------------------------------
 
 
-def file_stamp(status: os.stat_result) -> list[int]:
-    """Size, times and inode. They change with the file: its ctime cannot be set back."""
-    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
 def read_stamp(path: str) -> list[int]:
-    """The stamp of a file. A folder's size is the number of its entries. Raises OSError."""
+    """Size (of a folder: its entries), times and inode. They change with the content: a ctime
+    cannot be set back."""
     status = os.stat(path)
-    stamp = file_stamp(status)
-    return [len(os.listdir(path)), *stamp[1:]] if stat.S_ISDIR(status.st_mode) else stamp
+    size = len(os.listdir(path)) if stat.S_ISDIR(status.st_mode) else status.st_size
+    return [size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
-def hash_file(path: Path | str) -> tuple[str, list[int]]:
-    """A file's SHA-256 and its stamp. Raises OSError, also for a pipe or device: it may block."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
-        status, digest, block = os.fstat(file.fileno()), hashlib.sha256(), bytearray(1 << 20)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "not a file", str(path))
+def hash_file(path: Path | str) -> str:
+    """A file's SHA-256. Raises OSError, also for a pipe or a device, which may block."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(errno.ENOENT, "no file", str(path))
+    digest, block = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
         while size := file.readinto(block):
             digest.update(memoryview(block)[:size])
-    return digest.hexdigest(), file_stamp(status)
+    return digest.hexdigest()
 
 
-def hash_path(path: str, missing: str | None, settled: int) -> tuple[str, list[int]]:
+def hash_path(path: str) -> tuple[str, list[int]]:
     """A digest of a file, or of the names and contents of a folder's own files; and its stamp.
 
-    Hidden files and folders inside do not count. The stamp is empty if something changed after the
-    time `settled`, in ns, or cannot be read: the digest is `missing` then; None: raise ValueError.
+    Hidden files and folders inside do not count. The digest of what cannot be read is empty. So is
+    the stamp of what changed in the last two seconds: another change might leave the same times.
     """
+    settled = time.time_ns() - 2_000_000_000
     try:
+        stamp = read_stamp(path)  # first: a change while the content is read makes another
         if not os.path.isdir(path):
-            digest, stamp = hash_file(path)
-            return digest, stamp if stamp[2] < settled else []
-        stamp, total = read_stamp(path), hashlib.sha256()  # a later change makes another stamp
-        old = stamp[2] < settled
+            return hash_file(path), stamp if stamp[2] < settled else []
         with os.scandir(path) as entries:
             names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
-        for start in range(0, len(names), 10_000):
-            some = names[start : start + 10_000]
-            hash_one = functools.partial(hash_path, missing=missing, settled=settled)
-            hashed = map_in_threads(hash_one, [os.path.join(path, name) for name in some])
-            for name, (digest, own_stamp) in zip(some, hashed, strict=True):
-                total.update(f"{digest} {name}\0".encode(errors="surrogateescape"))
-                old = old and bool(own_stamp)
-        return total.hexdigest(), stamp if old else []
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         if getattr(error, "errno", None) in PASSING_ERRORS:
             raise
-        if missing is not None:
-            return missing, []
-        if isinstance(error, ValueError):
-            raise
-        shown = one_line(path, 200)
-        raise ValueError(f"cannot read {shown}: {error.strerror}; fix or remove it") from None
+        return "", []
+    total, old = hashlib.sha256(), stamp[2] < settled
+    hashed = hash_all([os.path.join(path, name) for name in names])
+    for name, (digest, own_stamp) in zip(names, hashed, strict=True):
+        total.update(f"{digest} {name}\0".encode(errors="surrogateescape"))
+        old = old and bool(own_stamp)
+    return total.hexdigest(), stamp if old else []
 
 
-def map_in_threads(function: Callable, items: list) -> list:
-    """[function(item) for item in items], in threads: hashing and reading release the GIL."""
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, 32)) as pool:
-        return list(pool.map(function, items))
+def hash_all(paths: list[str]) -> Iterator[tuple[str, list[int]]]:
+    """`hash_path` of each, in threads: reading and hashing release the GIL."""
+    with ThreadPool(min(os.cpu_count() or 1, 32)) as pool:
+        yield from pool.imap(hash_path, paths, 16)
 
 
-def hash_files(
-    paths: Iterable[Path], cfg: DataConfig, missing: str | None = None
-) -> dict[str, str]:
-    """The digest of each file or folder (`hash_path`) by its path.
+def hash_files(paths: Iterable[Path | str], cfg: DataConfig) -> dict[str, str]:
+    """The digest of each file or folder (`hash_path`) by its path; empty: it cannot be read.
 
-    A memo in the cache folder spares reading what has the same size, times and inode. What changed
-    less than two seconds before it was read is not in the memo: another change might leave the same
-    times. Of processes that start together, the first reads and the others wait for its memo; if
-    the memo cannot be written, each reads.
+    A memo in the cache folder spares reading what has the same stamp. Of processes that start
+    together, the first reads and the others wait for its memo; if the memo cannot be written, each
+    reads.
     """
     cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
 
     def read_memo() -> dict[str, str]:
         memo, digests = read_json_object(cache / MEMO), {}
         for name in names:
-            # hash_path reports what is wrong with a file; an odd memo is made again.
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                *stamp, digest = memo[os.path.abspath(name)]
-                if read_stamp(name) == stamp:
+            *stamp, digest = memo.get(os.path.abspath(name), [""])
+            with contextlib.suppress(OSError):
+                if digest and read_stamp(name) == stamp:
                     digests[name] = digest
         return digests
 
@@ -243,13 +226,11 @@ def hash_files(
             with contextlib.suppress(OSError):  # a read-only disk
                 stack.enter_context(file_lock(cache / "digests.lock"))
                 digests = read_memo()
-            settled = time.time_ns() - 2_000_000_000
-            hash_one = functools.partial(hash_path, missing=missing, settled=settled)
             new = [name for name in names if name not in digests]
-            folders = [name for name in new if os.path.isdir(name)]  # each has threads of its own
-            files = [name for name in new if name not in {*folders}]
-            hashed = dict(zip(files, map_in_threads(hash_one, files), strict=True))
-            hashed |= {name: hash_one(name) for name in folders}
+            folders = {name for name in new if os.path.isdir(name)}
+            files = [name for name in new if name not in folders]
+            hashed = dict(zip(files, hash_all(files), strict=True))
+            hashed |= {name: hash_path(name) for name in folders}  # each has threads of its own
             digests |= {name: digest for name, (digest, _) in hashed.items()}
             remember(cache, {n: [*stamp, digest] for n, (digest, stamp) in hashed.items() if stamp})
     return {name: digests[name] for name in names}
@@ -257,14 +238,11 @@ def hash_files(
 
 def remember(cache: Path, known: dict[str, list]) -> None:
     """Adds stamps and digests of files to the memo; a failure is ignored, as only time is lost."""
-    partial = cache / f"{MEMO}.{os.getpid()}.partial"
-    with contextlib.suppress(OSError):
-        if known:
-            own = {os.path.abspath(name): saved for name, saved in known.items()}
-            partial.write_text(json.dumps(read_json_object(cache / MEMO) | own), encoding="utf-8")
-            partial.replace(cache / MEMO)
-    with contextlib.suppress(OSError):
-        partial.unlink(missing_ok=True)
+    own = {os.path.abspath(name): saved for name, saved in known.items()}
+    if own:
+        with contextlib.suppress(OSError):
+            text = json.dumps(read_json_object(cache / MEMO) | own)
+            replace_text(cache / MEMO, text, cache / f"{MEMO}.{os.getpid()}.partial")
 
 
 # ---- Lock ----------------------------------------------------------------------------------------
@@ -294,10 +272,8 @@ def file_lock(
         if not said and time.monotonic() - start > LOCK_SECONDS:
             said = True
             # A machine that was switched off keeps its lock on some network disks.
-            print(
-                f"waiting for {what}; if its machine is gone, delete {one_line(path, 200)}",
-                flush=True,
-            )
+            gone = f"if its machine is gone, delete {one_line(path, 200)}"
+            print(f"waiting for {what}; {gone}", flush=True)
         time.sleep(min(0.02 + (time.monotonic() - start) / 5, 1))
 
 
@@ -308,17 +284,26 @@ def is_locked(path: Path) -> bool:
 
 
 def try_lock(file: TextIO) -> bool:
-    """Locks an open file, unless another process holds it. Raises OSError if there are no locks."""
+    """Locks an open file, unless another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            raise
-        reason = "this disk has no file locks; give a folder on another one"
-        raise OSError(error.errno, reason, file.name) from None
     return True
+
+
+@contextlib.contextmanager
+def writes_to(folder: Path) -> Iterator[None]:
+    """Turns errors of a disk that is full, or cannot be written, into a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        full = type(error) is OSError and error.errno is None  # as numpy says it
+        if not full and error.errno not in (*PERMANENT_ERRORS, *NO_LOCKS):
+            raise
+        reason = error.strerror or one_line(error)
+        what = f"cannot write {one_line(folder, 100)}: {reason}"
+        raise ValueError(f"task.cache_dir: {what}") from None
 
 
 # ---- Prepared folders ----------------------------------------------------------------------------
@@ -369,39 +354,28 @@ def prepare_once(
     `build` returns {"content": `hash_columns(...)`, "named": digests of input files that are not
     part of the key} for the index, which is written last. Safe for processes that start together:
     one builds, the others wait. Leftovers of killed processes do not count, and the next process
-    removes them; or, if `build` goes on from them, it gets them, and also a folder with a damaged
-    file.
+    removes them; or, if `build` goes on from them, it gets them.
     """
     folder = name_folder()
     if not find_fault(folder, cfg):
         return folder
     unfinished = folder.with_suffix(".unfinished")
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(file_lock(folder.with_suffix(".lock")))
-        except OSError as error:
-            raise write_error(folder, error) from None
+    with writes_to(folder), file_lock(folder.with_suffix(".lock")):
         fault = find_fault(folder, cfg)
         if not fault:
             return folder
+        if os.path.lexists(folder):
+            print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
+            remove(folder)
         try:
             if not goes_on:
                 remove(unfinished)
-            if os.path.lexists(folder):
-                print(f"{one_line(folder, 100)} {fault}: preparing again", flush=True)
-                if goes_on:
-                    with contextlib.suppress(OSError, ValueError):  # nothing is known of its files
-                        for name in find_damaged(folder, cfg):
-                            remove(folder / name)
-                        remove(unfinished)
-                        folder.rename(unfinished)
-                remove(folder)
             unfinished.mkdir(exist_ok=True)
             remove(unfinished / INDEX)
-            facts, problem = {}, None
+            problem = None
             try:
                 facts = build(unfinished)
-            except ValueError as error:  # a file that changes while it is read has odd ones
+            except ValueError as error:  # a file that changes while it is read has odd rows
                 problem = error
             if name_folder() != folder:
                 raise ValueError("task.data: files changed during the preparation: start again")
@@ -411,13 +385,7 @@ def prepare_once(
         except BaseException as error:
             if not goes_on or type(error) is ValueError:
                 remove(unfinished)  # frees a full disk
-            if isinstance(error, MemoryError):
-                problem = f"{one_line(cfg.data, 60)} does not fit into the memory of this machine"
-                error = ValueError(f"task.data: {problem}: give fewer rows ({one_line(error, 60)})")
-            plain = type(error) is OSError and error.errno is None  # numpy: a full disk
-            if plain or isinstance(error, OSError) and error.errno in PERMANENT_ERRORS:
-                error = write_error(folder, error)
-            raise error from None
+            raise
     return folder
 
 
@@ -439,11 +407,6 @@ def once_per_folder(load: Callable) -> Callable:
     return load_once
 
 
-def write_error(folder: Path, error: BaseException) -> ValueError:
-    reason = getattr(error, "strerror", None) or one_line(error)
-    return ValueError(f"task.cache_dir: cannot write {one_line(folder, 100)}: {reason}")
-
-
 def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     """Turns a filled folder into prepared data. Files, index and names reach the disk in turn.
 
@@ -451,10 +414,11 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     those of files that are on the disk already.
     """
     files = dict(facts.pop("hashed", {}))
-    new = [name for name in sorted(list_sizes(unfinished)) if name not in files]
-    map_in_threads(fsync, [unfinished / name for name in new])
-    hashed = map_in_threads(hash_file, [unfinished / name for name in new])
-    files |= {name: [stamp[0], digest] for name, (digest, stamp) in zip(new, hashed, strict=True)}
+    for path in sorted(files_below(unfinished)):
+        name = path.relative_to(unfinished).as_posix()
+        if name not in files:
+            fsync(path)
+            files[name] = [path.stat().st_size, hash_file(path)]
     text = json.dumps({**facts, "files": files}).encode()
     own = hashlib.sha256(text).hexdigest().encode()
     (unfinished / INDEX).write_bytes(own + b"\n" + text + b"\n")
@@ -463,8 +427,8 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     fsync(unfinished)
     unfinished.rename(folder)
     fsync(folder.parent)
-    known = {str(folder / name): digest for name, (_, digest) in files.items()}
-    remember(folder.parent, {name: [*read_stamp(name), each] for name, each in known.items()})
+    paths = {str(folder / name): digest for name, (_, digest) in files.items()}
+    remember(folder.parent, {path: [*read_stamp(path), paths[path]] for path in paths})
 
 
 def read_index(folder: Path) -> dict:
@@ -478,44 +442,29 @@ def read_index(folder: Path) -> dict:
     return json.loads(text)
 
 
-def list_sizes(folder: Path) -> dict[str, int]:
-    """The size of each file below a folder; -1 for a link, a pipe or a device.
-
-    Hidden files do not count: file managers and network disks create them.
-    """
-    sizes = {}
+def files_below(folder: Path) -> Iterator[Path]:
+    """All but folders and hidden files, which file managers and network disks create."""
     for path in folder.rglob("*"):
-        status, below = path.lstat(), path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in below.parts)
-        if not stat.S_ISDIR(status.st_mode) and not hidden:
-            sizes[below.as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else -1
-    return sizes
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and (path.is_symlink() or not path.is_dir()):
+            yield path
 
 
 def find_fault(folder: Path, cfg: DataConfig) -> str:
-    """The fault of a prepared folder, or of the input files it names; empty: it is intact."""
-    try:
-        damaged, named = find_damaged(folder, cfg), read_index(folder).get("named", {})
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) in PASSING_ERRORS:
-            raise
-        return getattr(error, "strerror", None) or str(error)
-    if damaged:
-        return f"has a damaged file: {one_line(damaged[0], 60)}"
-    digests = hash_files(map(Path, named), cfg, missing="")
-    changed = next((name for name in named if digests[name] != named[name]), "")
-    return changed and f"is out of date, as {one_line(changed, 100)} has changed"
+    """The fault of a prepared folder, or of the input files it names; empty: it is intact.
 
-
-def find_damaged(folder: Path, cfg: DataConfig) -> list[str]:
-    """The files of a prepared folder that its index does not vouch for, or that are missing.
-
-    Names and sizes are compared; bytes where the memo of `hash_files` does not know the file, as
-    one that has changed since it was written. Raises OSError or ValueError without an intact index.
+    Bytes are read where the memo of `hash_files` does not know the file: it is new, or changed.
     """
-    files, sizes = read_index(folder)["files"], list_sizes(folder)
-    del sizes[INDEX]
-    whole = {folder / name: name for name in files if sizes.get(name) == files[name][0]}
-    digests = hash_files(whole, cfg, missing="")
-    intact = {name for path, name in whole.items() if digests[str(path)] == files[name][1]}
-    return [name for name in {**sizes, **files} if name not in intact]
+    try:
+        index = read_index(folder)
+    except ValueError as error:
+        return str(error)
+    files = {str(folder / name): digest for name, (_, digest) in index["files"].items()}
+    named = index.get("named", {})
+    digests = hash_files([*files, *named], cfg)
+    there = {str(path) for path in files_below(folder) if path != folder / INDEX}
+    for path in sorted({*files} | there):
+        if path not in files or path not in there or digests[path] != files[path]:
+            return f"has a damaged file: {one_line(os.path.relpath(path, folder), 60)}"
+    changed = next((path for path in named if digests[path] != named[path]), "")
+    return changed and f"is out of date, as {one_line(changed, 100)} has changed"

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from samestep.base.console import one_line, say
+from samestep.base.console import one_line
 from samestep.base.fields import (
     NOTHING,
     Fraction,
@@ -247,72 +247,55 @@ def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -
     return splits.count(chain.from_iterable(splits_of(data, *each[:2]) for each in listed))
 
 
-@functools.cache
-def say_once(text: str) -> None:
-    say(text)
-
-
 def walk_all(
     data: str, endings: Iterable[str], field: str
 ) -> Iterator[tuple[str, list[str], Counter]]:
     """`walk` over all splits.
 
     Lists folders, and asks the system about no file. Hidden files do not count: notebooks and file
-    managers keep copies in them. Raises ValueError for what is unreachable.
+    managers keep copies in them. Raises ValueError for what is neither file nor folder, as a broken
+    link, since its rows would be missing.
     """
     root = local_path(data, field)
-    folders: dict[tuple[int, int], str] = {}  # by device and inode, to notice links
+    seen: set[tuple[int, int]] = set()  # folders by device and inode: links may lead back
     to_visit = [str(root)] if data and os.path.lexists(root) else []
     if to_visit and not is_folder(root, field):
         folder, name = os.path.split(to_visit.pop())
-        yield folder, *choose_files(folder, [name], endings, field)
+        yield folder, *choose_files([name], endings)
     while to_visit:
         path = to_visit.pop()
-        files, below, shown = [], [], f"task.{field}: {one_line(path, 100)}"
-        try:
-            status = os.stat(path)
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if not entry.name.startswith("."):
-                        (below if is_folder(entry, field) else files).append(entry.name)
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror}): fix or remove it"
-            raise ValueError(f"{shown} {problem}") from None
-        first = folders.setdefault((status.st_dev, status.st_ino), path)
-        if first != path:
-            say_once(f"{shown} is the same folder as {one_line(first, 100)}: read once")
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) in seen:
             continue
+        seen.add((status.st_dev, status.st_ino))
+        files, below = [], []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if not entry.name.startswith("."):
+                    (below if is_folder(entry, field) else files).append(entry.name)
         to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
-        yield path, *choose_files(path, sorted(files), endings, field)
+        yield path, *choose_files(sorted(files), endings)
 
 
 def is_folder(path: Path | os.DirEntry, field: str) -> bool:
-    """Whether it is a folder, not a file. Raises ValueError for what is neither, or unreachable."""
-    problem = "is neither file nor folder: remove it"
-    try:
-        if path.is_file() or path.is_dir():
-            return path.is_dir()
-        os.stat(path)
-    except OSError as error:
-        problem = "is a broken link" if os.path.islink(path) else "cannot be read"
-        problem += f" ({error.strerror}): fix or remove it"
-    raise ValueError(f"task.{field}: {one_line(os.fspath(path), 100)} {problem}")
+    """Whether it is a folder, not a file. Raises ValueError for what is neither."""
+    if path.is_file():
+        return False
+    if not path.is_dir():
+        problem = "is a broken link" if os.path.islink(path) else "is neither file nor folder"
+        shown = one_line(os.fspath(path), 100)
+        raise ValueError(f"task.{field}: {shown} {problem}: fix or remove it")
+    return True
 
 
-def choose_files(
-    folder: str, names: list[str], endings: Iterable[str], field: str
-) -> tuple[list[str], Counter]:
+def choose_files(names: list[str], endings: Iterable[str]) -> tuple[list[str], Counter]:
     """The names with these endings, and the number of the others by their endings."""
     chosen, others, plain = [], Counter(), tuple(endings)
     for name in names:
-        if not name.lower().endswith(plain) and tables.file_ending(name) not in plain:
+        if name.lower().endswith(plain) or tables.file_ending(name) in plain:
+            chosen.append(name)
+        else:
             others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
-            continue
-        both = name + folder
-        if not both.isascii() and both != both.encode(errors="replace").decode():
-            shown = f"task.{field}: {one_line(os.path.join(folder, name), 100)}"
-            raise ValueError(f"{shown} has a name that is not UTF-8: rename it")
-        chosen.append(name)
     return chosen, others
 
 

@@ -157,7 +157,7 @@ def read_rows(
         if ending == ".parquet":
             yield from _read_parquet(columns, optional, cursor)
         elif ending in SEPARATORS:
-            yield from _read_csv(SEPARATORS[ending], columns, optional, cursor)
+            yield from _read_csv(columns, optional, cursor)
         elif ending not in TABLES:
             with open_at(path) as file:
                 row = {"text": file.read().decode(), "label": path.absolute().parent.name}
@@ -209,28 +209,17 @@ def _read_parquet(
                 yield select_columns(row, columns), f"{cursor.where}, row {number}"
 
 
-def _read_csv(
-    usual: str, columns: Columns | None, optional: Container[str], cursor: Cursor
-) -> Iterator[Row]:
+def _read_csv(columns: Columns | None, optional: Container[str], cursor: Cursor) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)
-    required = {role: columns[role] for role in columns or () if role not in optional}
-    wanted = {*column_names(required)}
+    mark = SEPARATORS[file_ending(cursor.path)]
     with open_at(cursor.path) as file:
-        first = file.readline().decode()
-        # Spreadsheets of many countries write semicolons into a .csv file.
-        marks = (usual, ",", ";", "\t", "|")
-        headers = {mark: next(csv.reader([first], delimiter=mark), []) for mark in marks}
-        right = [mark for mark in marks if wanted <= {*headers[mark]} and len(headers[mark]) > 1]
-        mark = next(iter(right), usual)
-        header = itertools.chain([first], map(bytes.decode, file))
-        names = next(csv.reader(header, delimiter=mark, strict=True), [])
+        names = next(csv.reader(map(bytes.decode, file), delimiter=mark, strict=True), [])
     check_columns(names, columns, optional)
     with open_at(cursor.path, cursor) as file:
         lines = map(bytes.decode, cursor.read_lines(file))
-        table = csv.reader(lines, delimiter=mark, strict=True)
         last_line, is_header = cursor.lines, not cursor.span.start
         try:
-            for row in table:
+            for row in csv.reader(lines, delimiter=mark, strict=True):
                 if row and not is_header:
                     if len(row) != len(names):
                         expected = f"the first line has {len(names)} fields"
@@ -253,10 +242,7 @@ def _read_jsonl(cursor: Cursor) -> Iterator[Any]:
 
 
 def _read_json(cursor: Cursor) -> Iterator[Any]:
-    """The objects of a JSON file: its list, or the only list of objects in its object.
-
-    A file with an object on each line, which many programs name .json too, gives its lines.
-    """
+    """The objects of a JSON file: its list, or its lines, since many programs name .jsonl so."""
     with open_at(cursor.path) as file:
         content = file.read().decode()
     try:
@@ -266,18 +252,8 @@ def _read_json(cursor: Cursor) -> Iterator[Any]:
             yield from _read_jsonl(cursor)
             return
         raise
-    if isinstance(value, dict):
-        lists = {
-            name: each
-            for name, each in value.items()
-            if isinstance(each, list) and each and all(isinstance(row, dict) for row in each)
-        }
-        if len(lists) > 1:
-            names = one_line(", ".join(lists), 60)
-            raise ValueError(f"it has several lists of objects: {names}; save each as its own file")
-        value = next(iter(lists.values()), value)
     if not isinstance(value, list):
-        raise ValueError("it holds neither a list of objects nor an object with one such list")
+        raise ValueError("it holds no list of objects")
     for number, row in enumerate(value, 1):
         cursor.place = f"{cursor.where}, row {number}"
         yield row
@@ -320,18 +296,9 @@ def find_cut(data: bytes) -> int:
 
 
 def first_columns(path: Path) -> list[str]:
-    """The columns of a file's first row; empty: it has none.
-
-    A .json file that begins with a list of small objects is not read to the end.
-    """
+    """The columns of a file's first row; empty: it has none."""
     if file_ending(path) not in TABLES:
         return ["text", "label"]
-    if file_ending(path) == ".json":
-        with contextlib.suppress(ValueError), open_at(path) as file:
-            text = file.read(2**20).decode(errors="ignore").lstrip()
-            row = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())[0]
-            if text.startswith("[") and isinstance(row, dict) and row:
-                return [*row]
     return [*next((row for row, _ in read_rows(path, None)), {})]
 
 

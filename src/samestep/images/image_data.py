@@ -174,7 +174,7 @@ def hash_named_images(
         (whole if many else single).add((folder, counts))
     named = [Path(folder) for folder, _ in whole]
     named += [Path(path) for path in paths if place_of(path) in single] if single else []
-    return cache.hash_files(named, cfg, missing="")
+    return cache.hash_files(named, cfg)
 
 
 # ---- Pretrained models ---------------------------------------------------------------------------

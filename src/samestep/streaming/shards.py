@@ -24,7 +24,7 @@ import numpy as np
 from samestep.base.console import USER, one_line, without_credentials
 from samestep.base.files import PERMANENT_ERRORS
 from samestep.data.sources import IncompleteRow, describe_skipped
-from samestep.data.tables import Columns, check_columns, column_names
+from samestep.data.tables import Columns, check_columns, column_names, select_columns
 
 # fsspec and pyarrow take 0.2 s to import: they wait for the functions that need them.
 
@@ -272,19 +272,6 @@ def read_footer(
         return facts.num_rows, size, values
 
 
-# ---- Columns -------------------------------------------------------------------------------------
-
-
-def by_role(columns: Columns, value_of: Callable[[str, str], Any]) -> dict[str, Any]:
-    """The value of each role; of several columns a dict. `value_of` takes a role and a column."""
-    return {
-        role: value_of(role, names)
-        if isinstance(names, str)
-        else {name: value_of(role, name) for name in names}
-        for role, names in columns.items()
-    }
-
-
 # ---- WebDataset ----------------------------------------------------------------------------------
 
 
@@ -338,17 +325,15 @@ def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
     values = json.loads(members["json"]) if "json" in members else {}
     if not isinstance(values, dict):
         raise ValueError("its .json member is not an object")
-
-    def value_of(role: str, column: str) -> Any:
-        if column in values:
-            return values[column]
-        name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
-        if name is None or role == "image":
-            return members.get(name)
-        text = members[name].decode()
-        return text if role == "text" else text.strip()
-
-    return by_role(columns, value_of)
+    for role, names in columns.items():
+        for column in {*column_names({role: names})} - {*values}:
+            name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
+            if name and role != "image":
+                text = members[name].decode()
+                values[column] = text if role == "text" else text.strip()
+            elif name:
+                values[column] = members[name]
+    return select_columns(values, columns)
 
 
 class TarReader:
@@ -373,10 +358,6 @@ class TarReader:
 # ---- Parquet -------------------------------------------------------------------------------------
 
 
-def table_row(values: dict[str, Any], columns: Columns) -> dict[str, Any]:
-    return by_role(columns, lambda _, name: values[name])
-
-
 class ArrowReader:
     """Rows of the Arrow file that a .parquet was unpacked into, memory-mapped."""
 
@@ -390,7 +371,8 @@ class ArrowReader:
 
     def read(self, row: int) -> dict[str, Any]:
         names = column_names(self.columns)
-        return table_row({n: self.table.column(n)[row].as_py() for n in names}, self.columns)
+        values = {name: self.table.column(name)[row].as_py() for name in names}
+        return select_columns(values, self.columns)
 
     def close(self) -> None:
         self.table = None
@@ -468,7 +450,7 @@ def index_shard(
             rows, size, listed = ask_store(what, read_footer, store, path, columns, wanted)
             held = size
             for i, row in enumerate(listed):
-                count(i, table_row, row)
+                count(i, select_columns, row)
     except ConnectionError:
         raise
     except OSError as error:  # of the disk or the network that the shard lies on

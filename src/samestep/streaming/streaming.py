@@ -12,17 +12,16 @@ windows.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -50,7 +49,6 @@ THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 TOKENS = "tokens"  # ending of a tokenised shard: see token_streams.py
 MOST_OPEN = 256  # shards in a process
-COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -133,9 +131,7 @@ def prepare(
         found = {
             name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
         }
-        facts = build_index(cfg, folder, found, {*known}, build)
-        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
-        return facts
+        return build_index(cfg, folder, found, {*known}, build)
 
     return cache.prepare_once(cfg, lambda: folder, build_all)
 
@@ -246,18 +242,21 @@ def build_index(
     for name, rows in (("data", total), (origin, used)):
         if not rows:
             raise ValueError(f"task.{name}: no rows in {one_line(getattr(cfg, name), 100)}")
-    names = write_part(folder, "train", "data", train, total, digest)
-    known = given or {*names}
+    labels = write_part(folder, "train", "data", train, total, digest)
+    names = given or {*labels}
     held_names = write_part(folder, "validation", origin, validation, used, digest)
-    if unknown := min({*held_names} - known, default=None):
+    if unknown := min({*held_names} - names, default=None):
         path = one_line(held_names[unknown], 150)
         raise ValueError(
             f"task.{origin}: the label {one_line(unknown, 60)} of {path} is none to train on"
         )
+    known = {each.index.digest for each in train}
+    both = sum(each.index.rows for each in validation if each.index.digest in known)
+    sources.say_overlap(both, sum(each.index.rows for each in validation))
     text = f"{total:,} rows of {len(train):,} shards to train"
     text += f" and {used:,} rows of {len(validation):,} to evaluate on"
     print(f"Preparing data: {text}", flush=True)
-    for file in build(folder, known):
+    for file in build(folder, names):
         digest.update(file.read_bytes())
     return {"content": digest.hexdigest()}
 
@@ -321,8 +320,10 @@ class ShardCache:
                 return open(self.bring(shard, size), "rb", buffering=0)
         raise ValueError(f"cannot read {one_line(shard.path, 150)}: it is no longer there")
 
-    def bring(self, shard: Shard, size: int = 0) -> Path:
-        """The path of a shard on this machine; copies it if it is not there.
+    def bring(
+        self, shard: Shard, size: int = 0, is_wanted: Callable[[], bool] = lambda: True
+    ) -> Path:
+        """The path of a shard on this machine; copies it if it is not there, and still wanted.
 
         `size`: about the bytes of the copy. Raises ValueError and ConnectionError.
         """
@@ -331,17 +332,16 @@ class ShardCache:
             return path
         if not path.exists():
             what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
-            try:
-                with cache.file_lock(path.with_suffix(".lock"), what):
-                    if not path.exists():
-                        self.copy(shard, path, size or shard.size)
-            except ConnectionError:
-                raise
-            except OSError as error:
-                raise cache.write_error(self.folder, error) from None
-        with contextlib.suppress(FileNotFoundError):  # another process needed room
-            os.utime(path)
+            with cache.writes_to(self.folder), cache.file_lock(path.with_suffix(".lock"), what):
+                if not path.exists() and is_wanted():
+                    self.copy(shard, path, size or shard.size)
+        self.touch(shard)
         return path
+
+    def touch(self, shard: Shard) -> None:
+        """Keeps the copy of a shard longer than those that were not touched since."""
+        with contextlib.suppress(FileNotFoundError):  # another process needed room
+            os.utime(self.path(shard))
 
     def copy(self, shard: Shard, path: Path, size: int) -> None:
         self.fill(path, size, lambda to: shards.bring(shard, self.data, to, self.columns))
@@ -425,8 +425,9 @@ class ShardRows(torch.utils.data.Dataset):
         self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
-        self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
-        self.waiting: set[int] = set()  # of those in the queue, what no reader has opened
+        self.threads: Any = None  # that copy shards
+        self.owner = 0  # the process that has them
+        self.waiting: set[int] = set()  # of the shards to copy, those that no reader has opened
         self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
         needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
@@ -455,28 +456,29 @@ class ShardRows(torch.utils.data.Dataset):
         return int(self.rows.mean() * self.cfg.shuffle_window) * self.copied
 
     def fetch(self, ids: Iterable[int]) -> None:
-        """Copies the shards of these rows in the background."""
+        """Copies the shards of these rows in the background, if they need a copy."""
+        if not self.copied:
+            return
         if self.owner != os.getpid():  # a fork has no threads
-            self.queue, self.owner = SimpleQueue(), os.getpid()
-            for _ in range(COPIES):
-                Thread(target=self.copy_asked, args=(self.queue,), daemon=True).start()
-        for number in {self.locate(i)[0] for i in ids} - self.asked.keys():
-            self.asked[number] = None
-            self.waiting.add(number)
-            self.queue.put(number)
+            self.threads, self.owner = ThreadPool(COPIES), os.getpid()
+        for number in {self.locate(i)[0] for i in ids}:
+            if number not in self.asked:
+                self.asked[number] = None
+                self.waiting.add(number)
+                self.threads.apply_async(self.copy_waiting, (number,))
+            elif number in self.waiting:  # older copies make room first, which have been read
+                self.cache.touch(self.shards[number])
         while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
 
-    def copy_asked(self, queue: SimpleQueue) -> None:
-        """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
+    def copy_waiting(self, number: int) -> None:
+        """Copies a shard, unless a reader has opened it: that copy may be gone again by now.
 
-        What a reader has opened meanwhile is passed over: its copy may be gone again by now.
+        An error shows when a row of the shard is read.
         """
-        while True:
-            number = queue.get()
-            if number in self.waiting:
-                with contextlib.suppress(Exception):
-                    self.cache.bring(self.shards[number], int(self.bytes[number]))
+        is_waiting = functools.partial(self.waiting.__contains__, number)
+        if is_waiting():
+            self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
 
     def locate(self, i: int) -> tuple[int, int]:
         """The shard of row i, and its place there. Rows that are used lie evenly among all."""
@@ -487,26 +489,6 @@ class ShardRows(torch.utils.data.Dataset):
     def by_hash(self) -> list[int]:
         """The numbers of all shards, in an order that their names decide."""
         return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
-
-    def sample(self) -> Iterator[dict[str, Any]]:
-        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
-        on this machine, or from those that fill 1 GB where they have to be unpacked."""
-        chosen = self.by_hash()
-        if shards.is_url(self.cache.data):
-            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
-        if self.copied:
-            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
-            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
-        total = int(self.ends[-1])
-        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
-        for number in chosen:
-            end = int(self.ends[number])
-            rows = (end - int(self.rows[number]), end)
-            first, last = (-(-row * self.used // total) for row in rows)
-            for i in range(-(-first // step) * step, last, step):
-                reader = self.reader(number)
-                with contextlib.suppress(Exception):  # training tells what cannot be read
-                    yield reader.read(self.locate(i)[1])
 
     def reader(self, number: int) -> Any:
         """The reader of a shard; some of those that were used last stay open."""
@@ -527,11 +509,7 @@ class ShardRows(torch.utils.data.Dataset):
             bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
             bounds = bounds[first : first + int(self.rows[number]) + 1]
         file = self.cache.open(shard, int(self.bytes[number]))
-        try:
-            return shards.open_reader(file, shard, self.columns, bounds)
-        except ValueError as error:  # of a copy: what is read in place is read row by row
-            what = f"cannot read the copy of {one_line(shard.path, 150)}: {one_line(error)}"
-            raise ValueError(f"{what}; delete {one_line(file.name, 150)}") from None
+        return shards.open_reader(file, shard, self.columns, bounds)
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
@@ -570,26 +548,5 @@ class ShardRows(torch.utils.data.Dataset):
         return self.__getitems__([i])[0]
 
     def __getitems__(self, ids: list[int]) -> list:
-        if self.copied:
-            self.fetch(ids)
+        self.fetch(ids)
         return [self.read(i) for i in ids]
-
-
-def say_overlap(train: ShardRows, validation: ShardRows) -> None:
-    """Prints how many of the validation rows are training rows too, of some of each."""
-    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
-    least, known = "at least " * (len(known) < len(train)), {*known}
-    sources.say_overlap(sum(each in known for each in held), len(held), least)
-
-
-def hash_values(values: dict[str, Any]) -> bytes:
-    """A hash of the values of a row without its label."""
-    digest = hashlib.sha256()
-    for role, value in values.items():
-        if role == "label":
-            continue
-        if isinstance(value, dict):  # an image of a .parquet
-            value = value.get("bytes") or value.get("path")
-        value = value.tobytes() if hasattr(value, "tobytes") else value
-        digest.update(value if isinstance(value, bytes) else repr(value).encode())
-    return digest.digest()
