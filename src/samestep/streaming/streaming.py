@@ -74,7 +74,12 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     check_ignored_fields(cfg, [(names, cfg.streaming, "unless task.streaming is true")])
     if not cfg.streaming:
         return
-    check_fields(cfg, [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")])
+    rules = [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")]
+    for name in ("data", "validation_data"):  # URLs are stored and shown
+        url = getattr(cfg, name)
+        text = "a URL without credentials: give them as the package of the store takes them"
+        rules.append((name, without_credentials(url) == url, text))
+    check_fields(cfg, rules)
     if cfg.data in shipped or hub.is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
         raise ValueError(
@@ -267,7 +272,7 @@ def write_part(
     """Writes the shards of a part to PART.json and the bounds of their rows to PART.npy.
 
     Adds them to the digest. Returns the names of the labels, each with a shard that has it.
-    `origin`: the field that names their store, whose URL may hold credentials.
+    `origin`: the field that names their store.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
     names = ("rows", "bytes", "held")
@@ -310,7 +315,7 @@ class ShardCache:
         """Where a shard is on this machine, or will be."""
         if not self.is_copied(shard):
             return Path(shard.path)
-        name = json.dumps([without_credentials(self.data), *shard[:4], self.columns])
+        name = json.dumps([self.data, *shard[:4], self.columns])
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
 
     def open(self, shard: Shard, size: int = 0) -> BinaryIO:
