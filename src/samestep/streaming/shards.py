@@ -192,21 +192,16 @@ def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
     """
     store = open_store(data)[0]
 
-    def download() -> None:
+    def write() -> None:
+        if shard.kind == "parquet":
+            unpack_parquet(store, shard, target, columns)
+            return
         store.get_file(shard.path, str(target))
         size = target.stat().st_size
         if size != shard.size:
             raise OSError(f"it has {size:,} bytes instead of {shard.size:,}")
 
-    def unpack() -> None:
-        unpack_parquet(store, shard, target, columns)
-
-    ask_store(f"cannot read {one_line(shard.path, 150)}", unpack if is_packed(shard) else download)
-
-
-def is_packed(shard: Shard) -> bool:
-    """Whether a shard must be unpacked before its rows can be read one by one."""
-    return shard.kind == "parquet"
+    ask_store(f"cannot read {one_line(shard.path, 150)}", write)
 
 
 def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> None:
@@ -351,15 +346,6 @@ class ArrowReader:
 
     def close(self) -> None:
         self.table = None
-
-
-def open_reader(
-    file: BinaryIO, shard: Shard, columns: Columns, bounds: np.ndarray | None
-) -> "TarReader | ArrowReader":
-    """The reader of a local file that `bring` wrote, or that needs no unpacking."""
-    if shard.kind == "tar":
-        return TarReader(file, columns, bounds)
-    return ArrowReader(file, columns)
 
 
 # ---- Index ---------------------------------------------------------------------------------------

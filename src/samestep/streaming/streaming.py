@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -309,7 +311,7 @@ class ShardCache:
         self.limit, self.data, self.columns = int(cfg.shard_cache_gb * 1e9), data, columns
 
     def is_copied(self, shard: Shard) -> bool:
-        return shards.is_url(self.data) or shards.is_packed(shard)
+        return shards.is_url(self.data) or shard.kind == "parquet"
 
     def path(self, shard: Shard) -> Path:
         """Where a shard is on this machine, or will be."""
@@ -430,8 +432,7 @@ class ShardRows(torch.utils.data.Dataset):
         self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
-        self.threads: Any = None  # that copy shards
-        self.owner = 0  # the process that has them
+        self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
         self.waiting: set[int] = set()  # of the shards to copy, those that no reader has opened
         self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
@@ -465,25 +466,30 @@ class ShardRows(torch.utils.data.Dataset):
         if not self.copied:
             return
         if self.owner != os.getpid():  # a fork has no threads
-            self.threads, self.owner = ThreadPool(COPIES), os.getpid()
+            self.queue, self.owner = SimpleQueue(), os.getpid()
+            for _ in range(COPIES):
+                Thread(target=self.copy_waiting, args=(self.queue,), daemon=True).start()
         for number in {self.locate(i)[0] for i in ids}:
             if number not in self.asked:
                 self.asked[number] = None
                 self.waiting.add(number)
-                self.threads.apply_async(self.copy_waiting, (number,))
+                self.queue.put(number)
             elif number in self.waiting:  # older copies make room first, which have been read
                 self.cache.touch(self.shards[number])
         while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
 
-    def copy_waiting(self, number: int) -> None:
-        """Copies a shard, unless a reader has opened it: that copy may be gone again by now.
+    def copy_waiting(self, queue: SimpleQueue) -> None:
+        """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
 
-        An error shows when a row of the shard is read.
+        What a reader has opened meanwhile is passed over: its copy may be gone again by now.
         """
-        is_waiting = functools.partial(self.waiting.__contains__, number)
-        if is_waiting():
-            self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
+        while True:
+            number = queue.get()
+            is_waiting = functools.partial(self.waiting.__contains__, number)
+            if is_waiting():
+                with contextlib.suppress(Exception):
+                    self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
 
     def locate(self, i: int) -> tuple[int, int]:
         """The shard of row i, and its place there. Rows that are used lie evenly among all."""
@@ -508,13 +514,13 @@ class ShardRows(torch.utils.data.Dataset):
     def open(self, number: int) -> Any:
         """A new reader of a shard."""
         self.waiting.discard(number)
-        shard, bounds = self.shards[number], None
-        if shard.kind == "tar":
-            first = int(self.ends[number] - self.rows[number]) + number
-            bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
-            bounds = bounds[first : first + int(self.rows[number]) + 1]
+        shard, rows = self.shards[number], int(self.rows[number])
         file = self.cache.open(shard, int(self.bytes[number]))
-        return shards.open_reader(file, shard, self.columns, bounds)
+        if shard.kind == "parquet":
+            return shards.ArrowReader(file, self.columns)
+        first = int(self.ends[number]) - rows + number
+        bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
+        return shards.TarReader(file, self.columns, bounds[first : first + rows + 1])
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
