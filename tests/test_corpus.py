@@ -421,16 +421,16 @@ def test_damaged_notes_of_the_first_pass_are_written_again(
 def test_leftovers_and_hidden_files_do_not_make_a_damaged_folder(task, config, tmp_path, capsys):
     cfg = config(write(tmp_path / "a.jsonl"))
     folder = task.prepare_data(cfg)
-    wanted = contents(folder)
-    unfinished = folder.with_suffix(".unfinished")
-    (folder / "000001.tokens").unlink()
-    (folder / ".scan-0-1.trash").mkdir()  # a start was killed while it removed its notes
-    (folder / ".scan-0-1.trash" / "000000.npy").write_text("a")
-    (folder / ".hidden").write_text("of a file manager")
-    task.prepare_data(cfg)
-    assert not unfinished.exists() and not (folder / ".scan-0-1.trash").exists()
+    wanted, unfinished = contents(folder), folder.with_suffix(".unfinished")
+    folder.rename(unfinished)
+    (unfinished / ".scan-0-1.trash").mkdir()  # a start was killed while it removed its notes
+    (unfinished / ".scan-0-1.trash" / "000000.npy").write_text("a")
+    (unfinished / ".hidden").write_text("of a file manager")
+    assert task.prepare_data(cfg) == folder and not unfinished.exists()
+    assert not (folder / ".scan-0-1.trash").exists()
     (folder / ".hidden").unlink()
     assert contents(folder) == wanted
+    (folder / ".hidden").write_text("of a file manager")
     capsys.readouterr()
     (folder.parent / "digests.json").unlink()
     task.prepare_data(cfg)

@@ -274,19 +274,6 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
     assert ghostscript.exists()  # so that it would have been seen above
 
 
-def test_images_beyond_the_limit_are_errors(models, tmp_path, monkeypatch):
-    picture(tmp_path / "a.png")  # of 108 pixels
-    for limit, said in [(107, "exceeds limit of 107"), (50, "exceeds limit of 100")]:
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        for source in (tmp_path / "a.png", {"bytes": (tmp_path / "a.png").read_bytes()}):
-            with pytest.raises(ValueError, match=said):
-                images.square(source, 8)
-        result = programs.run(predict, tmp_path, "--model", models / "images", "a.png")
-        assert refused(result, said)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 108)
-    assert images.square(tmp_path / "a.png", 8).shape == (8, 8, 3)
-
-
 @pytest.mark.parametrize("named", ["pipe.png", "/dev/zero", "folder", "none.png", "a\u0000.png"])
 def test_a_table_that_names_no_image_is_one_line(tmp_path, named):
     task = load_task("image_classification")

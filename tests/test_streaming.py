@@ -19,7 +19,6 @@ import fsspec
 import numpy as np
 import pyarrow
 import pytest
-import yaml
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 from pyarrow import parquet
@@ -632,7 +631,6 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
     ("make", "fields", "problem"),
     [
         (lambda path: write_tar(path / "a.tar.gz", []), {}, "unpack it to .tar"),
-        (shards_of(), {}, "no shards; task.streaming reads .tar and .parquet"),
         (lambda path: (path / "a.csv").write_text("a"), {}, r"no shards \(skipped 1 other file: 1"),
         (
             shards_of("tar", damage="part-001.tar"),
@@ -648,7 +646,6 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
         (archive(), {}, "task.data: no rows in"),
         (archive(("1.cls", b"a"), ("1.cls", b"b")), {}, "a.tar: the row 1 has two members cls"),
         (lambda path: (path / "a.tar").write_text("no archive"), {}, "a.tar: "),
-        (archive(("1.json", b"[1]")), {}, "a.tar: row 1: its .json member is not an object"),
         (archive(("1.json", b"{")), {}, "a.tar: row 1: Expecting property name"),
         (shards_of("tar"), {"cache_dir": "rows/cache"}, "rows/cache lies in task.data"),
         (
@@ -670,7 +667,11 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
         (shards_of(), {"data": "owner/name"}, "its files, hf://datasets/owner/name"),
         (shards_of(), {"data": "x.tar", "streaming": False}, "unless task.streaming is true"),
         (shards_of(), {"data": "./nothing"}, "task.data: ./nothing: there is no such file or"),
-        (shards_of(), {"data": "x-{9..1}.tar"}, "task.data: x-{9..1}.tar: no shards"),
+        (
+            shards_of(),
+            {"data": "https://me:x@y/z.tar"},
+            "must be a URL without credentials",
+        ),
         (shards_of(), {"data": "ftx://x/y.tar"}, "cannot open ftx://x/y.tar: Protocol not known"),
     ],
 )
@@ -764,48 +765,28 @@ def test_streaming_equals_prepared(tmp_path, task):
     assert lines(runs[0], "eval_loss")[0] == lines(runs[1], "eval_loss")[0]
 
 
-# A store that only opens to a secret, and that fails where there is a file `down`.
-DOOR = """
+# A store that fails where there is a file `down`.
+SHAKY = """
 import os
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from samestep.streaming import shards
 
-class Door(LocalFileSystem):
-    protocol = "door"
+class Shaky(LocalFileSystem):
+    protocol = "shaky"
 
     @classmethod
     def _strip_protocol(cls, path):
-        return str(path)  # as that of https
-
-    def local(self, path):
-        if not (path.startswith("door://me:SECRET") and path.endswith("?version=7&sig=SECRET/+%")):
-            raise PermissionError(f"403 at {path}")
-        return path.partition("?")[0].partition("@")[2]
-
-    def info(self, path, **_):
-        return {**fsspec.filesystem("file").info(self.local(path)), "name": path}
-
-    def find(self, path, **_):
-        found = fsspec.filesystem("file").find(self.local(path), detail=True)
-        path = path.rstrip("/")  # as that of https joins relative links
-        return {f"{path}/{name.rpartition('/')[2]}": info for name, info in found.items()}
-
-    def exists(self, path, **_):
-        return fsspec.filesystem("file").exists(self.local(path))
+        return super()._strip_protocol(str(path).removeprefix("shaky://"))
 
     def get_file(self, path, target, **_):
         if os.path.exists("down") and "part-000" not in path:
             raise OSError("503 Slow Down")
-        return fsspec.filesystem("file").get_file(self.local(path), target)
+        super().get_file(path, target)
 
-    def open(self, path, *_, **__):
-        return open(self.local(path), "rb")
-
-fsspec.register_implementation("door", Door)
+fsspec.register_implementation("shaky", Shaky)
 shards.WAITS = (0.01, 0.01)
 """
-QUERY = "?version=7&sig=SECRET/+%"
 
 
 @pytest.mark.slow
@@ -814,9 +795,9 @@ def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
     project = bake(tmp_path, task="image_classification", tracker="none")
     data = write_images(tmp_path / "rows", "tar", (11, 9) * 4)
     with open(project.path / "task.py", "a", encoding="utf-8") as file:
-        file.write(DOOR)
+        file.write(SHAKY)
     flags = [*SHORT, *STREAMED, "--max_steps", 12, "--save_every", 2]
-    flags += ["--task.data", f"door://me:SECRET@{data}{QUERY}"]
+    flags += ["--task.data", f"shaky://{data}"]
     whole, output = (project.path / "runs" / name for name in ("whole", "again"))
     project.train(1, *flags, "--output_dir", whole)
     shutil.rmtree(project.path / ".cache" / "data" / "shards")
@@ -827,41 +808,6 @@ def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
     (project.path / "down").unlink()
     project.train(1, *flags, "--output_dir", output)
     assert losses(output) == losses(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_credentials_of_a_url_are_neither_stored_nor_shown(tmp_path, kind):
-    """The same command goes on, also with others: they are no change of the data."""
-    project = bake(tmp_path, task="image_classification", tracker="tensorboard")
-    data = write_images(tmp_path / "rows", kind, (11, 9) * 4)
-    name = "/part-{000..007}.tar" if kind == "tar" else ""
-    with open(project.path / "task.py", "a", encoding="utf-8") as file:
-        file.write(DOOR)
-    flags = [*SHORT, *STREAMED, "--max_steps", 2, "--output_dir", project.path / "runs" / "a"]
-    first = ["--task.data", f"door://me:SECRET1@{data}{name}{QUERY}"]
-    other = ["--task.data", f"door://me:SECRET2@{data}{name}{QUERY}"]
-    text = project.train(1, *flags, *first)
-    assert "8 shards of door:///" in text
-    settings = yaml.safe_load((project.path / "runs" / "a" / "config.yaml").read_text())
-    assert settings["task"]["data"] == f"door://{data}{name}?version=7"
-    prepared = sorted((project.path / ".cache" / "data").rglob("*"))
-    text += project.train(1, *flags, *other)
-    assert "is finished: 2 steps" in text
-    assert sorted((project.path / ".cache" / "data").rglob("*")) == prepared
-    text += project.train(1, *flags, *other, "--eval_only")
-    wrong = ["--task.data", f"door://me:SECRET@{data}{name}?sig=SECRET&sig=SECRET"]
-    text += project.train(1, *flags, *wrong, codes=[2])
-    assert "403 at door://" in text
-    command = "python -m samestep hardware recommend --config configs/train/default.yaml".split()
-    flags = [*map(str, flags), "--task.cache_dir", tmp_path / "cache"]
-    text += project.run(*command, "--device_memory", 24, *flags, *first).stdout
-    assert (project.path / "configs" / "train" / "recommended.yaml").exists()
-    text += project.run("python", "-m", "samestep", "prepare", *flags, *first).stdout
-    assert "SECRET" not in text
-    for path in [*project.path.rglob("*"), *(tmp_path / "cache").rglob("*")]:
-        if path.is_file() and path.name != "task.py" and path.suffix != ".pyc":
-            assert b"SECRET" not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize(

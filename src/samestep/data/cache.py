@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from samestep.base.console import one_line, without_credentials
+from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.base.files import PERMANENT_ERRORS, fsync, read_json_object, remove, replace_text
 from samestep.data import hub, sources
@@ -51,9 +51,7 @@ def cache_folder(cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[
     """
     fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
-    # Weights and credentials shape nothing.
-    fields["data"] = [without_credentials(each.data) for each in sources.split_data(cfg.data)]
-    fields["validation_data"] = without_credentials(cfg.validation_data)
+    fields["data"] = [each.data for each in sources.split_data(cfg.data)]  # without weights
     code = own_code(shaped_by, [__name__, own_code.__module__])
     key = hashlib.sha256(json.dumps([fields, settings, used, code]).encode()).hexdigest()[:16]
     return local_path(cfg.cache_dir, "cache_dir") / key
@@ -95,7 +93,7 @@ def hash_input_files(
     digests = hash_files(found, cfg)
     if unread := next((path for path, digest in digests.items() if not digest), ""):
         raise ValueError(f"cannot read {one_line(unread, 200)}: fix or remove it")
-    return [*digests.items(), *skipped]
+    return [*map(list, digests.items()), *skipped]
 
 
 def check_cache_outside_data(cfg: DataConfig) -> None:

@@ -137,7 +137,7 @@ def store_images(images: ImageList, side: int, cfg: Any) -> np.ndarray:
         flush=True,
     )
     hashes, transparent = np.zeros((count, 32), np.uint8), np.zeros(count, bool)
-    problems: dict[int, str] = {}  # of all images that cannot be read; the text of the first ones
+    problems: dict[int, str] = {}  # of the images that cannot be read
 
     def store(number: int) -> str:
         """Stores an image. Returns the reason why it cannot be read, if so."""
@@ -173,7 +173,7 @@ def store_images(images: ImageList, side: int, cfg: Any) -> np.ndarray:
             numbers = range(start, min(start + BLOCK, count))
             for number, problem in zip(numbers, threads.map(store, numbers, 4), strict=True):
                 if problem:
-                    problems[number] = problem if len(problems) < SHOWN else ""
+                    problems[number] = problem
             progress.update(len(numbers))
     report_problems(images, problems, cfg)
     if number := transparent.sum():
@@ -219,15 +219,15 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
 
 def report_problems(images: ImageList, problems: dict[int, str], cfg: Any) -> None:
     """Names the first images that cannot be read; raises ValueError unless they are left out."""
-    shown = [f"{images.sources.place(i)}: {text}" for i, text in [*problems.items()][:SHOWN]]
-    if shown and cfg.corrupt == "refuse":
-        field = "data" if min(problems) < images.train else "validation_data"
-        raise ValueError(
-            f"task.{field}: cannot read {shown[0]}; of {len(images):,} images {len(problems):,} "
-            "cannot be read; --task.corrupt skip leaves them out"
-        )
-    for problem in shown:
-        print(f"left out: {one_line(problem)}", flush=True)
+    for number, problem in [*problems.items()][:SHOWN]:
+        shown = one_line(f"{images.sources.place(number)}: {problem}")
+        if cfg.corrupt == "refuse":
+            field = "data" if number < images.train else "validation_data"
+            raise ValueError(
+                f"task.{field}: cannot read {shown}; of {len(images):,} images {len(problems):,} "
+                "cannot be read; --task.corrupt skip leaves them out"
+            )
+        print(f"left out: {shown}", flush=True)
 
 
 # ---- Parts ---------------------------------------------------------------------------------------

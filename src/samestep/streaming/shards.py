@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from samestep.base.console import USER, one_line, without_credentials
+from samestep.base.console import one_line
 from samestep.base.files import PERMANENT_ERRORS
 from samestep.data.sources import IncompleteRow, describe_skipped
 from samestep.data.tables import Columns, check_columns, column_names, select_columns
@@ -34,6 +34,7 @@ DIGESTS = ("ETag", "etag", "md5Hash", "content_hash", "blob_id")  # of a file's 
 TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created", "ino")
 BLOCK = 2**20
 KINDS = ("tar", "parquet")
+ENDINGS = (".tar", ".parquet")
 ARCHIVES = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 # Members of a .tar that have a role where none is named after the column.
 MEMBERS = {
@@ -71,20 +72,6 @@ def open_store(data: str) -> tuple[Any, str]:
         raise ValueError(f"cannot open {one_line(data, 100)}: {one_line(error)}") from None
 
 
-def plain_path(path: str) -> str:
-    """A path in a store without credentials, which may change while the data stays."""
-    return without_credentials(path).partition("?")[0] if is_url(path) else path
-
-
-def with_credentials(path: str, data: str) -> str:
-    """A plain path with the credentials of the URL that names its store."""
-    if not is_url(path):  # the store has taken them from the URL
-        return path
-    user, query = USER.search(data), data.partition("?")[2]
-    path = path.replace("://", f"://{user[2]}@", 1) if user else path
-    return f"{path}?{query}" if query else path
-
-
 def ask_store(what: str, function: Callable, *arguments: Any, **options: Any) -> Any:
     """The result of a call to a store, which is repeated when it fails for a moment.
 
@@ -118,16 +105,14 @@ def list_shards(data: str, field: str) -> list[Shard]:
     roots, shards, others = [], [], Counter()
     for path in expand_braces(data):
         store, root = open_store(path)
-        root, what = plain_path(root).rstrip("/"), f"task.{field}: {one_line(path, 100)}"
-        info = {}
-        if os.path.splitext(root)[1][1:] in KINDS:
-            info = ask_store(what, store.info, with_credentials(root, path))
+        root, what = root.rstrip("/"), f"task.{field}: {one_line(path, 100)}"
+        info = ask_store(what, store.info, root) if root.endswith(ENDINGS) else {}
         if info.get("type", "directory") != "directory":
             found[root] = info
             root = os.path.dirname(root)
-        else:
-            listed = list_folder(store, root, what, path)
-            if not listed and not ask_store(what, store.exists, with_credentials(root, path)):
+        else:  # perhaps of the name of a shard, as Spark writes them
+            listed = ask_store(what, store.find, f"{root}/", detail=True)
+            if not listed and not ask_store(what, store.exists, root):
                 raise ValueError(f"{what}: there is no such file or folder")
             found |= listed
         roots.append(f"{root}/")
@@ -146,8 +131,6 @@ def list_shards(data: str, field: str) -> list[Shard]:
         if kind not in KINDS:
             others[ending or "no ending"] += 1
             continue
-        if info.get("size") is None:
-            raise ValueError(f"{where}: the store does not tell the size of {one_line(path)}")
         shards.append(Shard(name, path, info["size"], tag_of(info), kind))
     if not shards:
         skipped = describe_skipped(others)
@@ -158,14 +141,6 @@ def list_shards(data: str, field: str) -> list[Shard]:
     if len(kinds) > 1:
         raise ValueError(f"{where}: holds shards of several kinds, {' and '.join(kinds)}: give one")
     return shards
-
-
-def list_folder(store: Any, root: str, where: str, data: str) -> dict[str, dict]:
-    """What the store says of each file below a folder, by its plain path."""
-    folder = with_credentials(f"{root}/", data)
-    listed = ask_store(where, store.find, folder, detail=True)
-    # https joins relative links to the whole URL.
-    return {plain_path(name.replace(f"{folder}/", f"{root}/")): listed[name] for name in listed}
 
 
 def expand_braces(data: str) -> list[str]:
@@ -215,26 +190,21 @@ def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
 
     `data`: the path or URL that names the store. Raises ValueError and ConnectionError.
     """
-    store, path = open_store(data)[0], with_credentials(shard.path, data)
+    store = open_store(data)[0]
 
-    def download() -> None:
-        store.get_file(path, str(target))
+    def write() -> None:
+        if shard.kind == "parquet":
+            unpack_parquet(store, shard, target, columns)
+            return
+        store.get_file(shard.path, str(target))
         size = target.stat().st_size
         if size != shard.size:
             raise OSError(f"it has {size:,} bytes instead of {shard.size:,}")
 
-    def unpack() -> None:
-        unpack_parquet(store, path, shard.size, target, columns)
-
-    ask_store(f"cannot read {one_line(shard.path, 150)}", unpack if is_packed(shard) else download)
+    ask_store(f"cannot read {one_line(shard.path, 150)}", write)
 
 
-def is_packed(shard: Shard) -> bool:
-    """Whether a shard must be unpacked before its rows can be read one by one."""
-    return shard.kind == "parquet"
-
-
-def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Columns) -> None:
+def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> None:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -242,10 +212,10 @@ def unpack_parquet(store: Any, path: str, size: int, target: Path, columns: Colu
     # Buffers of 4 MB, and batches of about 8: memory must not grow with the groups of rows. fsspec
     # would read ahead for each column in turn.
     with (
-        store.open(path, "rb", cache_type="none") as file,
+        store.open(shard.path, "rb", cache_type="none") as file,
         ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
     ):
-        rows = max(2**23 * table.metadata.num_rows // size, 1)
+        rows = max(2**23 * table.metadata.num_rows // shard.size, 1)
         schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
         with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
             for batch in table.iter_batches(min(rows, 1024), columns=names):
@@ -378,15 +348,6 @@ class ArrowReader:
         self.table = None
 
 
-def open_reader(
-    file: BinaryIO, shard: Shard, columns: Columns, bounds: np.ndarray | None
-) -> "TarReader | ArrowReader":
-    """The reader of a local file that `bring` wrote, or that needs no unpacking."""
-    if shard.kind == "tar":
-        return TarReader(file, columns, bounds)
-    return ArrowReader(file, columns)
-
-
 # ---- Index ---------------------------------------------------------------------------------------
 
 
@@ -415,7 +376,7 @@ def index_shard(
     Raises ValueError for a shard that cannot be read, and ConnectionError.
     """
     what = f"cannot read {one_line(shard.path, 150)}"
-    store, path = open_store(data)[0], with_credentials(shard.path, data)
+    store = open_store(data)[0]
     wanted = {role: names for role, names in columns.items() if role == "label" and label_names}
     counts, incomplete = Counter(), []
 
@@ -433,7 +394,7 @@ def index_shard(
         if not is_url(data):
             return sample_digest(open(shard.path, "rb", buffering=0))
         if shard.kind == "parquet":
-            return sample_digest(store.open(path, "rb", cache_type="none"))
+            return sample_digest(store.open(shard.path, "rb", cache_type="none"))
         return sample_digest(open_local(shard))
 
     bounds, size, held = [], shard.size, 0
@@ -447,15 +408,10 @@ def index_shard(
                     count(one_line(key, 100), tar_row, members)
             rows = len(bounds) - 1
         else:
-            rows, size, listed = ask_store(what, read_footer, store, path, columns, wanted)
+            rows, size, listed = ask_store(what, read_footer, store, shard.path, columns, wanted)
             held = size
             for i, row in enumerate(listed):
                 count(i, select_columns, row)
-    except ConnectionError:
-        raise
-    except OSError as error:  # of the disk or the network that the shard lies on
-        kind = ValueError if error.errno in PERMANENT_ERRORS else ConnectionError
-        raise kind(f"{what}: {error.strerror or one_line(error)}") from None
     except (ValueError, tarfile.TarError, EOFError) as error:
         text = one_line(error)
         raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None

@@ -74,7 +74,12 @@ def check_streaming(cfg: Any, shipped: Iterable[str]) -> None:
     check_ignored_fields(cfg, [(names, cfg.streaming, "unless task.streaming is true")])
     if not cfg.streaming:
         return
-    check_fields(cfg, [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")])
+    rules = [("data", len(split_data(cfg.data)) == 1, "one folder or URL of shards")]
+    for name in ("data", "validation_data"):  # URLs are stored and shown
+        url = getattr(cfg, name)
+        text = "a URL without credentials: give them as the package of the store takes them"
+        rules.append((name, without_credentials(url) == url, text))
+    check_fields(cfg, rules)
     if cfg.data in shipped or hub.is_hub_name(cfg.data):
         example = f"hf://datasets/{cfg.data}" if "/" in cfg.data else "hf://datasets/OWNER/NAME"
         raise ValueError(
@@ -267,7 +272,7 @@ def write_part(
     """Writes the shards of a part to PART.json and the bounds of their rows to PART.npy.
 
     Adds them to the digest. Returns the names of the labels, each with a shard that has it.
-    `origin`: the field that names their store, whose URL may hold credentials.
+    `origin`: the field that names their store.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
     names = ("rows", "bytes", "held")
@@ -304,13 +309,13 @@ class ShardCache:
         self.limit, self.data, self.columns = int(cfg.shard_cache_gb * 1e9), data, columns
 
     def is_copied(self, shard: Shard) -> bool:
-        return shards.is_url(self.data) or shards.is_packed(shard)
+        return shards.is_url(self.data) or shard.kind == "parquet"
 
     def path(self, shard: Shard) -> Path:
         """Where a shard is on this machine, or will be."""
         if not self.is_copied(shard):
             return Path(shard.path)
-        name = json.dumps([without_credentials(self.data), *shard[:4], self.columns])
+        name = json.dumps([self.data, *shard[:4], self.columns])
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
 
     def open(self, shard: Shard, size: int = 0) -> BinaryIO:
@@ -425,7 +430,7 @@ class ShardRows(torch.utils.data.Dataset):
         self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
         self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
         self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
-        self.threads, self.owner = None, 0  # that copy shards, and the process that has them
+        self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
         self.waiting: set[int] = set()  # of the shards to copy, those that no reader has opened
         self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
@@ -459,25 +464,30 @@ class ShardRows(torch.utils.data.Dataset):
         if not self.copied:
             return
         if self.owner != os.getpid():  # a fork has no threads
-            self.threads, self.owner = ThreadPool(COPIES), os.getpid()
+            self.queue, self.owner = SimpleQueue(), os.getpid()
+            for _ in range(COPIES):
+                Thread(target=self.copy_waiting, args=(self.queue,), daemon=True).start()
         for number in {self.locate(i)[0] for i in ids}:
             if number not in self.asked:
                 self.asked[number] = None
                 self.waiting.add(number)
-                self.threads.apply_async(self.copy_waiting, (number,))
+                self.queue.put(number)
             elif number in self.waiting:  # older copies make room first, which have been read
                 self.cache.touch(self.shards[number])
         while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
 
-    def copy_waiting(self, number: int) -> None:
-        """Copies a shard, unless a reader has opened it: that copy may be gone again by now.
+    def copy_waiting(self, queue: SimpleQueue) -> None:
+        """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
 
         An error shows when a row of the shard is read.
         """
-        is_waiting = functools.partial(self.waiting.__contains__, number)
-        if is_waiting():
-            self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
+        while True:
+            number = queue.get()
+            is_waiting = functools.partial(self.waiting.__contains__, number)
+            if is_waiting():
+                with contextlib.suppress(Exception):
+                    self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
 
     def locate(self, i: int) -> tuple[int, int]:
         """The shard of row i, and its place there. Rows that are used lie evenly among all."""
@@ -502,13 +512,13 @@ class ShardRows(torch.utils.data.Dataset):
     def open(self, number: int) -> Any:
         """A new reader of a shard."""
         self.waiting.discard(number)
-        shard, bounds = self.shards[number], None
-        if shard.kind == "tar":
-            first = int(self.ends[number] - self.rows[number]) + number
-            bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
-            bounds = bounds[first : first + int(self.rows[number]) + 1]
+        shard, rows = self.shards[number], int(self.rows[number])
         file = self.cache.open(shard, int(self.bytes[number]))
-        return shards.open_reader(file, shard, self.columns, bounds)
+        if shard.kind == "parquet":
+            return shards.ArrowReader(file, self.columns)
+        first = int(self.ends[number]) - rows + number
+        bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
+        return shards.TarReader(file, self.columns, bounds[first : first + rows + 1])
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
