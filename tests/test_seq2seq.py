@@ -33,7 +33,7 @@ def test_long_texts_are_cut_aloud(prepare, capsys):
     assert max(len(row["labels"]) for row in rows) == 5
     assert {int(row["labels"][-1]) for row in rows} == {1}  # the end of a target stays
     printed = capsys.readouterr().out
-    assert "12 at most (1 cut to 12); targets of" in printed
+    assert "12 at most (1 cut to 12)\n" in printed
     assert "5 at most (1 cut to 5)\n" in printed
 
 

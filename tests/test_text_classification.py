@@ -39,7 +39,7 @@ def test_numbers_and_truths_are_classes_too(kit, prepare, tmp_path, kind, labels
 def test_long_texts_are_cut_aloud(task, prepare, capsys):
     cfg, prepared, parts = prepare([*ROWS, ("word " * 100, "fish")])
     printed = capsys.readouterr().out
-    assert "Prepared: texts of 12 tokens on average, 32 at most; 1 cut to 32\n" in printed
+    assert "Prepared train: texts of 12 tokens on average, 32 at most (1 cut to 32)\n" in printed
     assert "tree with 7" in printed
     rows = [row for part in parts for row in part]
     assert max(row["length"] for row in rows) == max(part.sizes().max() for part in parts) == 32
