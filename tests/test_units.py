@@ -1,30 +1,9 @@
-"""Data order and the cut of a batch, as pure functions."""
+"""The cut of a step and of an evaluation into micro-batches."""
 
-import numpy as np
 import pytest
 
 from samestep.processes.ranks import UserError
-from samestep.step import batches, order
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 100, 1000])
-def test_each_epoch_visits_every_sample_once(size):
-    for epoch in range(3):
-        positions = np.arange(epoch * size, (epoch + 1) * size)
-        assert sorted(order.sample_ids(positions, size, seed=7)) == list(range(size))
-
-
-def test_the_order_depends_on_seed_and_epoch_and_not_on_how_it_is_asked_for():
-    first = order.sample_ids(np.arange(500), 500, seed=0)
-    assert (first != order.sample_ids(np.arange(500), 500, seed=1)).mean() > 0.9
-    assert (first != order.sample_ids(np.arange(500, 1000), 500, seed=0)).mean() > 0.9
-    one_by_one = [order.sample_ids([position], 500, seed=0)[0] for position in range(500)]
-    assert first.tolist() == one_by_one
-
-
-def test_a_far_position_of_a_huge_dataset_is_found():
-    ids = order.sample_ids(np.arange(10**12, 10**12 + 512), 10**9, seed=3)
-    assert len(set(ids.tolist())) == 512 and 0 <= ids.min() and ids.max() < 10**9
+from samestep.step import batches
 
 
 @pytest.mark.parametrize(

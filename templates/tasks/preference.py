@@ -146,7 +146,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     """
     check_config(cfg)
     pretrained.check_unread(cfg)
-    preferences.check_model(cfg)
+    tokenizing.check_lengths(cfg, "max_length")
     names = ("prompt", "chosen", "rejected", "tools")
     columns = {name: getattr(cfg, f"{name}_column") for name in names}
     columns = {name: column for name, column in columns.items() if column}

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -38,7 +40,7 @@ from samestep.base.fields import (
     number_type,
 )
 from samestep.base.files import fsync
-from samestep.data import cache, hub, splits
+from samestep.data import cache, hub, sources, splits
 from samestep.data.own_code import own_code
 from samestep.data.sources import IncompleteRow, Source, split_data
 from samestep.streaming import shards
@@ -480,7 +482,7 @@ class ShardRows(torch.utils.data.Dataset):
     def copy_waiting(self, queue: SimpleQueue) -> None:
         """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
 
-        An error shows when a row of the shard is read.
+        What a reader has opened meanwhile is passed over: its copy may be gone again by now.
         """
         while True:
             number = queue.get()

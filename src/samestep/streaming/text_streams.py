@@ -13,6 +13,7 @@ from samestep.data import labels
 from samestep.data.labels import NUMBER
 from samestep.streaming import streaming
 from samestep.text import text_data
+from samestep.text.tokenizing import learn_vocabulary
 
 SAMPLE = 50_000_000  # characters of text that a vocabulary is learnt from
 
@@ -46,7 +47,7 @@ def prepare_index(cfg: Any) -> Path:
             return [folder / "names.json"]
         rows = sample_rows(StreamedTexts(folder, "train", cfg))
         texts = [text for row in rows for text in text_data.texts_of(row)]
-        text_data.learn_vocabulary(texts, cfg.vocab_size, folder)
+        learn_vocabulary(texts, cfg.vocab_size, folder, **text_data.VOCABULARY)
         return [folder / "names.json", folder / "tokenizer.json"]
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]

@@ -64,7 +64,8 @@ def read_names(roles: str) -> dict[str, str]:
 
 
 def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | None = None) -> list:
-    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles.
+    """Makes a row of OpenAI, ShareGPT or Alpaca a chat, in place. Returns what to say of its roles,
+    and "tools" if it has some.
 
     `train_on`: all answers, or the last alone; the others are context then. `names`: see
     `read_names`.
@@ -80,21 +81,25 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
         raise IncompleteRow("there are no messages")
     form = "a list of objects with role and content"
     require(isinstance(messages, list), "messages", messages, form)
-    messages = [rename_keys(message, names or {}) for message in messages]
-    row["messages"] = [
-        normalize_message(message, f"message {number}", names or {})
-        for number, message in enumerate(messages, 1)
-    ]
-    answers = [(n, m) for n, m in enumerate(row["messages"], 1) if m["role"] == "assistant"]
-    for number, message in answers:
-        if message.get("weight", 1) not in (0, 1):
-            weight = f"{message['weight']!r:.60}"
+    said: set[str] = set()
+    row["messages"], names = [], names or {}
+    for number, message in enumerate(messages, 1):
+        message = rename_keys(message, names)
+        known = normalize_message(message, f"message {number}", names)
+        row["messages"].append(known)
+        if message["role"] != known["role"]:
+            said.add(f"{one_line(message['role'])} is read as {known['role']}")
+        if known["role"] != "assistant":
+            continue
+        if known.get("weight", 1) not in (0, 1):
+            weight = f"{known['weight']!r:.60}"
             raise ValueError(f"weight of message {number} is {weight}; give 0 or 1")
-        if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
+        if number > 1 and not known["content"].strip() and not known.get("tool_calls"):
             raise IncompleteRow(f"message {number}, of the assistant, is empty")
-    for _, message in answers[:-1] if train_on == "last" else []:
+    answers = [each for each in row["messages"] if each["role"] == "assistant"]
+    for message in answers[:-1] if train_on == "last" else []:
         message["weight"] = 0
-    if not any(number > 1 for number, _ in answers):
+    if not any(each["role"] == "assistant" for each in row["messages"][1:]):
         roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
     if not any(map(is_trained_on, row["messages"][1:])):
@@ -103,9 +108,8 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
         fits = isinstance(tools, list) and all(map(function_name, tools))
         require(fits, "tools", tools, "a list of objects, each with a name")
         row["tools"] = tools
-    given = [message.get("role") or message["from"] for message in messages]
-    spoken = {(m["role"], name) for m, name in zip(row["messages"], given, strict=True)}
-    return [f"{one_line(name)} is read as {role}" for role, name in spoken if name != role]
+        said.add("tools")
+    return [*said]
 
 
 def is_trained_on(message: dict) -> bool:
@@ -128,9 +132,12 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
 
 
 def rename_keys(message: Any, names: dict[str, str]) -> Any:
-    """The message with the keys role and content in place of those that `names` gives."""
+    """The message with the keys role and content in place of those that `names` gives, and of those
+    of ShareGPT."""
     if not isinstance(message, dict):
         return message
+    if "from" in message and message.get("role") is None:
+        names = {"from": "role", "value": "content", **names}
     keys = {key: names[key] for key in names if names[key] in KEYS and key in message}
     left = {key: value for key, value in message.items() if key not in keys}
     return left | {meaning: message[key] for key, meaning in keys.items()}
@@ -145,18 +152,12 @@ def normalize_message(message: Any, where: str, names: dict[str, str]) -> dict:
     result = drop_nulls(message)
     if "train" in result:  # axolotl's name
         result["weight"] = result.pop("train")
-    if "from" in result and "role" not in result:
-        result["role"] = result.pop("from")
-        if "value" in message:
-            message, content = {"content": message["value"]}, result.pop("value", None)
-            result |= {} if content is None else {"content": content}
     calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
-    has = {"role": "role" in result, "content": "content" in message or calls}
-    for name in has:
-        if not has[name]:
-            there = one_line(", ".join(map(str, result)) or "nothing", 60)
-            hint = f"; name its key with --task.roles KEY={name}"
-            raise ValueError(f"{where} has no {name}, only {there}{hint}")
+    for name, there in (("role", "role" in result), ("content", "content" in message or calls)):
+        if not there:
+            only = one_line(", ".join(map(str, result)) or "nothing", 60)
+            hint = f"name its key with --task.roles KEY={name}"
+            raise ValueError(f"{where} has no {name}, only {only}; {hint}")
         value = result.get(name, "")
         require(isinstance(value, str), f"the {name} of {where}", value, "text")
     given = result["role"].strip()
@@ -246,12 +247,7 @@ def template_path(cfg: Any) -> Path | None:
 
 
 def read_template(cfg: Any) -> str:
-    """The text of the file in cfg.chat_template; raises ValueError if it cannot be read."""
-    try:
-        return template_path(cfg).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot read {one_line(cfg.chat_template, 100)}: {one_line(error)}"
-        raise ValueError(f"task.chat_template: {what}") from None
+    return template_path(cfg).read_text(encoding="utf-8")
 
 
 def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:
@@ -294,53 +290,56 @@ def check_nothing_left_out(
     kinds that have passed.
     """
     messages, tools = row["messages"], row.get("tools", [])
-    # What it is, its kind, its words, the text they are in, and the chat with it changed.
-    parts: list[tuple[str, tuple, list[str], str, list[dict], list[dict]]] = []
+
+    def check(what: str, kind: tuple, words: list, text: str, messages: list, tools: list) -> None:
+        if kind in shown and all(word in text for word in words):
+            return
+        shown.add(kind)
+        try:
+            if apply_template(messages, tools, place, tokenizer) != text:
+                return
+        except ValueError:  # the template reads this part, and refuses another value
+            return
+        raise ValueError(
+            f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
+            "it with --task.chat_template FILE, or take it out of the data"
+        )
+
     for i, tool in enumerate(tools):
         function = tool.get("function", tool)
         words = [text for text in function.values() if isinstance(text, str)]
         other = {**function, "name": f"{function['name']}x"}
         other = {**tool, "function": other} if "function" in tool else other
         kind = ("tools", i > 0, messages[0]["role"])
-        parts.append(("tools", kind, words, whole, messages, [*tools[:i], other, *tools[i + 1 :]]))
+        check("tools", kind, words, whole, messages, [*tools[:i], other, *tools[i + 1 :]])
     for i, message in enumerate(messages):
-        role, calls = message["role"], message.get("tool_calls", [])
         here, text = messages[: i + 1] if i in until else messages, until.get(i, whole)
-        form = (role, bool(message["content"].strip()), "tool_calls" in message)
+        form = (message["role"], bool(message["content"].strip()), "tool_calls" in message)
         around = (messages[i - 1]["role"] if i else "", i + 1 == len(here), bool(tools))
-        changes: list[tuple[str, int, list[str], dict]] = []  # name, number, words, the change
-        for name in ("content", *(REASONING if role == "assistant" else ())):
-            value = message.get(name)
-            if isinstance(value, str) and value.strip():
-                changes.append((name, 0, [value.strip()], {name: f"{value.rstrip()}x"}))
-        for n, call in enumerate(calls):
-            function, arguments = call["function"], call["function"]["arguments"]
-            words = [value for value in arguments.values() if isinstance(value, str)]
-            for what, found, other in (
-                ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
-                ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
-            ):
-                changed = {**call, "function": {**function, **other}}
-                others = [*calls[:n], changed, *calls[n + 1 :]]
-                changes.append((what, n, found, {"tool_calls": others}))
-        for what, n, words, change in changes:
-            kind = (what, n > 0, *form, *around)
-            what = f"{what} of message {i + 1} ({role})"
-            others = [*here[:i], {**message, **change}, *here[i + 1 :]]
-            parts.append((what, kind, words, text, others, tools))
-    for what, kind, words, text, *chat in parts:
-        if kind in shown and all(word in text for word in words):
-            continue
-        shown.add(kind)
-        try:
-            if apply_template(chat[0], chat[1], place, tokenizer) != text:
-                continue
-        except ValueError:  # the template reads this part, and refuses another value
-            continue
-        raise ValueError(
-            f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
-            "it with --task.chat_template FILE, or take it out of the data"
-        )
+        for name, number, words, other in changes_of(message):
+            what = f"{name} of message {i + 1} ({message['role']})"
+            kind = (name, number > 0, *form, *around)
+            check(what, kind, words, text, [*here[:i], other, *here[i + 1 :]], tools)
+
+
+def changes_of(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
+    """What a template has to show of a message: a name, a number, the words, and the message with
+    others in their place."""
+    for name in ("content", *(REASONING if message["role"] == "assistant" else ())):
+        value = message.get(name)
+        if isinstance(value, str) and value.strip():
+            yield name, 0, [value.strip()], {**message, name: f"{value.rstrip()}x"}
+    calls = message.get("tool_calls", [])
+    for number, call in enumerate(calls):
+        function, arguments = call["function"], call["function"]["arguments"]
+        words = [value for value in arguments.values() if isinstance(value, str)]
+        for what, found, other in (
+            ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
+            ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
+        ):
+            changed = {**call, "function": {**function, **other}}
+            others = [*calls[:number], changed, *calls[number + 1 :]]
+            yield what, number, found, {**message, "tool_calls": others}
 
 
 def apply_template(

@@ -7,17 +7,17 @@ and the second pass, which writes the tokens of each unit into files: see token_
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields
 from samestep.base.files import replace_text
 from samestep.data import demo_data, sources, tables
 from samestep.data.cache import once_per_folder
-from samestep.models import pretrained
+from samestep.data.tables import Span
 from samestep.text import chats, packing, row_formats, tokenizing, units
 from samestep.text.row_formats import OPTIONAL, RowFormat
 from samestep.text.unit_files import UnitWriter, finish_folder
@@ -25,7 +25,7 @@ from samestep.text.units import Batch, Input, Reader
 
 END_OF_TEXT = "<|endoftext|>"  # of a new model
 BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
-PART = {False: "train", True: "validation"}
+COUNTED = ("texts", "tokens", "held_texts", "held", "long", "empty", "used")  # of a unit
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -44,22 +44,13 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
 
 
 def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
-    """For the check of the export: the beginnings of texts, or chats of one and two questions."""
-    tokenizer = load_tokenizer(cfg, folder)
-    if cfg.rows == "chat":
-        user = {"role": "user", "content": cfg.sample_prompt}
-        asked: list = [[user], [user, {"role": "assistant", "content": "Yes."}, user]]
-        place, options = "task.sample_prompt", {"add_generation_prompt": True}
-        shown = [chats.apply_template(each, [], place, tokenizer, **options) for each in asked]
-        tokens = [tokenizer(text, add_special_tokens=False).input_ids for text in shown]
-    else:
-        length = min(cfg.context_length // 2, 32)
-        starts = [row["input_ids"][:length] for row in rows]
-        texts = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
-        asked = [text for text in [cfg.sample_prompt, *texts] if text.strip()]
-        tokens = [tokenizer(text, verbose=False).input_ids for text in asked]
-    longest, pairs = max_text_length(cfg, True), zip(asked, tokens, strict=True)
-    return [(text, {"input_ids": [ids]}) for text, ids in pairs if 0 < len(ids) < longest]
+    """For the check of the export: the beginnings of texts, or chats."""
+    tokenizer, length = load_tokenizer(cfg, folder), min(cfg.context_length // 2, 32)
+    starts = [row["input_ids"][:length] for row in rows]
+    texts = [tokenizer.decode(each, skip_special_tokens=True) for each in starts]
+    texts, longest = [cfg.sample_prompt, *texts], max_text_length(cfg, True)
+    asked = row_formats.ask(texts, cfg.sample_prompt, cfg.rows == "chat", tokenizer)
+    return [each for each in asked if 0 < len(each[1]["input_ids"][0]) < longest]
 
 
 def max_text_length(cfg: Any, best_fit: bool) -> int:
@@ -67,15 +58,8 @@ def max_text_length(cfg: Any, best_fit: bool) -> int:
 
     Raises ValueError for rows of one text that are longer than a model to start from can see.
     """
-    if not cfg.model_name_or_path:
-        return cfg.context_length
-    from transformers import AutoConfig
-
-    limit = getattr(pretrained.load(AutoConfig, cfg), "max_position_embeddings", None)
-    limit = limit if isinstance(limit, int) and limit > 0 else cfg.context_length
-    fits, wanted = best_fit or cfg.context_length <= limit, f"at most {limit}"
-    check_fields(cfg, [("context_length", fits, f"{wanted}, which the model can see")])
-    return min(limit, cfg.context_length)
+    tokenizing.check_lengths(cfg, *(() if best_fit else ("context_length",)))
+    return min(tokenizing.most_tokens(cfg), cfg.context_length)
 
 
 # ---- Build ---------------------------------------------------------------------------------------
@@ -109,80 +93,56 @@ def build(
 
     `longest`: tokens of a text that the model sees.
     """
-    inputs = scan_inputs(cfg, by_source, folder)
-    train, given = ([each for each in inputs if each.given == value] for value in (False, True))
-    held = choose_held(cfg, train, given)
+    readers = [make_reader(cfg, *each) for each in by_source]
+    inputs = units.scan_all(readers, folder)
+    for _, own, row_format in by_source:
+        found = [each for each in inputs if each.reader.cfg is own]
+        print(row_formats.describe_input(own, row_format, found), flush=True)
+    train = [each for each in inputs if not each.given]
+    held = choose_held(cfg, inputs)
     if kept := tokenizing.vocabulary_path(cfg):
         replace_text(folder / tokenizing.FILE, kept.read_text(encoding="utf-8"))
-    elif not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-        size = sum(each.size for each in train) / 1e6
-        part = f"{units.SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > units.SAMPLE)
-        print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
-        texts = units.read_sample(train, held)
-        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, last=[END_OF_TEXT])
+    units.learn_vocabulary(cfg, folder, train, held, last=[END_OF_TEXT])
     tokenizer = load_tokenizer(cfg, folder)
     # The smallest type for token ids, for positions in a row, and for IGNORE_INDEX.
     dtype = "<u2" if len(tokenizer) < 2**16 and cfg.context_length <= 2**16 else "<u4"
-    maker = RowMaker(
-        tokenizer, cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype
-    )
-    for each in train if not given else ():
-        cut_single_text(cfg, each)
+    how = (cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
+    maker = RowMaker(tokenizer, *how)
+    if len(train) == len(inputs):
+        for each in train:
+            cut_single_text(cfg, each)
     done = units.write(folder, inputs, held, maker.write_unit)
     return finish(inputs, done, folder, maker, cfg.validation_rows)
 
 
-def scan_inputs(cfg: Any, by_source: list, folder: Path) -> list[Input]:
-    """The first pass over each source, and over the rows to evaluate on."""
-    inputs: list[Input] = []
-    lines, endings = [], row_formats.endings_of(cfg)
-    for each, own, row_format in by_source:
-        shipped = None
-        if own.data in demo_data.TEXTS:
-            shipped = [*demo_data.text_rows(own.data, row_format.kind)]
-        sources.print_skipped_files(own, endings, shipped is not None)
-        reader = Reader(
-            each.name,
-            own,
-            endings,
-            row_format.columns,
-            row_formats.row_check(row_format.kind, cfg),
-            row_formats.key_of,
-            None if cfg.model_name_or_path else row_formats.texts_of,
-            shipped=shipped,
-            optional=OPTIONAL,
-            long_texts=row_format.kind == "text",
-        )
-        found = []
-        for field in reader.fields:
-            found.append(units.scan(reader, field, folder / f"scan-{len(inputs) + len(found)}"))
-        inputs += found
-        rows = sum(each.rows for each in found)
-        counts = sum((each.counts for each in found), Counter())
-        lines.append(row_formats.describe_input(own, row_format, rows, counts))
-    print(*lines, sep="\n", flush=True)
-    return inputs
+def make_reader(cfg: Any, source: sources.WeightedData, own: Any, row_format: RowFormat) -> Reader:
+    """How the rows of a source are read. Prints the files that are not."""
+    shipped, kind, endings = None, row_format.kind, row_formats.endings_of(cfg)
+    if own.data in demo_data.TEXTS:
+        shipped = [*demo_data.text_rows(own.data, kind)]
+    sources.print_skipped_files(own, endings, shipped is not None)
+    return Reader(
+        source.name,
+        own,
+        endings,
+        row_format.columns,
+        row_formats.row_check(kind, cfg),
+        row_formats.key_of,
+        None if cfg.model_name_or_path else row_formats.texts_of,
+        shipped=shipped,
+        optional=OPTIONAL,
+        long_texts=kind == "text",
+    )
 
 
-def choose_held(cfg: Any, train: list[Input], given: list[Input]) -> set[int]:
+def choose_held(cfg: Any, inputs: list[Input]) -> set[int]:
     """The hashes of the rows that are held out, whichever source they are in."""
-    if given:
-        units.say_overlap(train, given)
-        return set()
-    held: set[int] = set()
-    for each in train:
-        data, rows = one_line(each.reader.cfg.data, 100), each.rows
-        if rows == 1 and each.reader.long_texts:
-            continue
-        if rows == 1:
-            raise ValueError(f"task.data: {data} has one row; add rows, to hold one out")
-        most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows / len(train)
-        own = units.hold_out(each, cfg.validation_fraction, most, size_of_row=True)
-        if not own:
-            message = f"all rows of {data} are equal; add others, to hold some out"
-            raise ValueError(f"task.data: {message}")
-        held |= own
-    return held
+    most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
+
+    def problem(source: Input) -> str:
+        return f"all rows of {source.shown} are equal; add others, to hold some out"
+
+    return units.choose_held(inputs, cfg.validation_fraction, most, problem, size_of_row=True)
 
 
 def cut_single_text(cfg: Any, source: Input) -> None:
@@ -198,22 +158,18 @@ def cut_single_text(cfg: Any, source: Input) -> None:
     if not pieces[0].is_text:
         source.share = share
         return
-    place, parts = int(share * source.size), []
+    place = int(share * source.size)
     for piece in pieces[1:]:  # no part may be so short that no place to cut is found in it
         if abs(piece.span.start - place) < 2 * tables.SEARCHED:
             place = piece.span.start
+    source.units.clear()
     for piece in pieces:
-        start, stop = piece.span.start, piece.span.stop
-        if start >= place:
-            parts.append([piece._replace(held=True)])
-        elif stop is None or stop > place:
-            before, after = tables.Span(start, place, piece.span.lines), tables.Span(place, stop)
-            half = piece.size // 2
-            parts.append([piece._replace(span=before, size=half)])
-            parts.append([piece._replace(span=after, size=half, held=True)])
-        else:
-            parts.append([piece])
-    source.units[:] = parts
+        start, stop, lines = piece.span
+        inside = start < place and (stop is None or place < stop)
+        spans = [Span(start, place, lines), Span(place, stop)] if inside else [piece.span]
+        for span in spans:
+            size, is_held = piece.size // len(spans), span.start >= place
+            source.units.append([piece._replace(span=span, size=size, held=is_held)])
 
 
 # ---- A unit --------------------------------------------------------------------------------------
@@ -243,8 +199,7 @@ class RowMaker(NamedTuple):
     def write_unit(self, out: UnitWriter, source: Input, batches: Iterator[Batch]) -> dict:
         """Tokenises the rows of a unit into files: .tokens to train on, .held those held out."""
         counts, texts, waiting = np.zeros(len(self.tokenizer), np.int64), [], 0
-        names = "texts tokens held_texts held questions long empty used most_texts".split()
-        facts: dict[str, Any] = {**dict.fromkeys(names, 0), "questions": []}
+        facts: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "most_texts": 0, "questions": []}
 
         def write(values: np.ndarray, labels: np.ndarray) -> None:
             out.append("tokens", values)
@@ -317,41 +272,37 @@ def finish(
 
     Prints how many rows of the input were read, and what became of them.
     """
-    found: Counter = Counter()
-    parts: dict[str, list] = {"train": [], "validation": []}
+    found: Counter = Counter()  # of the texts of each part, and of pieces without a loss term
+    parts: dict[str, list] = {part: [] for part in units.PARTS}
     counts, most_texts = np.ones(len(maker.tokenizer), np.int64), 0
-    trains = sum(not each.given for each in inputs)
+    train = [each for each in inputs if not each.given]
     for number, source in enumerate(inputs):
+        part = units.PARTS[source.given]
         own = {i: facts for i, (each, facts) in enumerate(done) if each is source}
-        names = ("texts", "tokens", "long", "empty", "used", "held_texts")
-        totals = {name: sum(facts[name] for facts in own.values()) for name in names}
-        files = [(f"{i:06}.tokens", own[i]["tokens"]) for i in own if own[i]["tokens"]]
-        rows = list_rows(source, number, files, folder, maker, source.given)
-        parts[PART[source.given]].append(rows)
-        say_packed(source, totals, rows[1], maker)
-        found["held" if source.given else "train"] += totals["texts"]
-        found["empty"] += totals["empty"]
+        totals = {name: sum(facts[name] for facts in own.values()) for name in COUNTED}
+        files = [(f"{i:06}.tokens", facts["tokens"]) for i, facts in own.items()]
+        parts[part].append(list_rows(source, number, files, folder, maker, part))
+        say_packed(source, totals, parts[part][-1][1], maker)
+        found += Counter({part: totals["texts"], "empty": totals["empty"]})
         for i in own if not source.given else ():
             seen, times = np.fromfile(folder / f"{i:06}.counts", "<u4").reshape(2, -1)
             counts[seen] += times
-        packed = [*own.values()]
-        files = [(f"{i:06}.held", own[i]["held"]) for i in own if own[i]["held"]]
-        if files:
+        most_texts = max([most_texts, *(facts["most_texts"] for facts in own.values())])
+        if totals["held"]:
+            files = [(f"{i:06}.held", facts["held"]) for i, facts in own.items()]
             if maker.best_fit:
-                packed.append({"long": 0, "empty": 0, "used": 0, "most_texts": 0})
-                texts = [text for name, _ in files for text in read_held(folder / name, maker)]
-                block = maker.pack(texts, packed[-1])
+                texts = [text for name, n in files if n for text in read_held(folder / name, maker)]
+                packed: Counter = Counter()
+                block = maker.pack(texts, packed)
                 files = [(f"held-{number}.tokens", block.size)]
                 block.tofile(folder / files[0][0])
-            name, most, files = list_rows(source, number, files, folder, maker, True)
-            most = min(most, max(1, validation_rows // trains))
-            found["held"] += totals["held_texts"] or 1
-            found["cut"] += source.rows == 1
-            parts["validation"].append([name, most, files])
-        most_texts = max([most_texts, *(facts["most_texts"] for facts in packed)])
+                most_texts = max(most_texts, packed["most_texts"])
+            name, rows, files = list_rows(source, number, files, folder, maker, "validation")
+            rows = min(rows, max(1, validation_rows // len(train)))
+            parts["validation"].append([name, rows, files])
+            found += Counter({"validation": totals["held_texts"] or 1, "cut": source.rows == 1})
     if not parts["validation"]:
         raise ValueError("task.validation_fraction: nothing is held out; raise it")
-    found["equal"] = sum(units.count_repeated(each) for each in inputs if not each.given)
     say_prepared(inputs, parts["validation"], maker, found)
     np.save(folder / "bytes.npy", tokenizing.token_bytes(maker.tokenizer))
     np.save(folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
@@ -361,21 +312,18 @@ def finish(
     (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
     shared = {"length": maker.length, "dtype": maker.dtype, "packed": maker.best_fit}
     shared |= {"parts": parts, "most_texts": most_texts}
-    digests = {
-        name: digest
-        for each in facts
-        for name, (_, digest) in each["files"].items()
-        if not name.endswith("counts")
-    }
+    files = chain.from_iterable(each["files"].items() for each in facts)
+    digests = sorted((name, each[1]) for name, each in files if not name.endswith("counts"))
     unnamed = {part: [each[1:] for each in several] for part, several in parts.items()}
     about = dict(sorted((shared | {"parts": unnamed}).items()))
-    return finish_folder(folder, facts, shared, [sorted(digests.items()), about])
+    return finish_folder(folder, facts, shared, [digests, about])
 
 
 def list_rows(
-    source: Input, number: int, files: list, folder: Path, maker: RowMaker, held: bool
+    source: Input, number: int, files: list, folder: Path, maker: RowMaker, part: str
 ) -> list:
     """Name, rows and files of a source, as `token_rows.TokenRows` reads them."""
+    files = [(name, size) for name, size in files if size]
     if maker.shares_ends:  # the token before the first text
         first = (f"start-{number}.tokens", 1)
         np.array(maker.start, maker.dtype).tofile(folder / first[0])
@@ -384,20 +332,17 @@ def list_rows(
     if maker.best_fit:
         if not total:
             raise ValueError(
-                f"task.context_length: no answer of {PART[held]} begins within {maker.longest} "
-                "tokens; raise it, or give --task.too_long split"
+                f"task.context_length: no answer of {part} begins within {maker.longest} tokens; "
+                "raise it, or give --task.too_long split"
             )
         return [source.name, total // (3 * maker.length), files]
     if total <= maker.length:
-        field, purpose = ("data", "train")
-        if held:
-            field, purpose = source.field, "evaluate"
-        data, raised = getattr(source.reader.cfg, field), held and not source.given
+        held = part == "validation"
+        more = "raise task.validation_fraction or task.validation_rows, " * (held > source.given)
         raise ValueError(
-            f"task.{field}: {one_line(data, 100)} has {total} tokens to {purpose} on, which do not "
-            f"fill a row of {maker.length + 1}; add text, "
-            + "raise task.validation_fraction or task.validation_rows, " * raised
-            + "or lower task.context_length"
+            f"task.{source.field}: {source.shown} has {total} tokens to "
+            f"{'evaluate' if held else 'train'} on, which do not fill a row of "
+            f"{maker.length + 1}; add text, {more}or lower task.context_length"
         )
     return [source.name, -(-(total - 1) // maker.length), files]
 
@@ -411,14 +356,16 @@ def read_held(path: Path, maker: RowMaker) -> Iterator[tuple[np.ndarray, np.ndar
 
 
 def say_prepared(inputs: list[Input], held: list, maker: RowMaker, found: Counter) -> None:
-    """Prints what became of the rows that were read. `found`: those to train on, held out, equal to
-    others and cut in two, and the pieces that are `empty`, without a loss term."""
+    """Prints what became of the rows that were read. `found`: the texts of each part, those cut in
+    two, and the pieces that are `empty`, without a loss term."""
     left_out = sum((each.left_out for each in inputs), Counter())
     read = sum(each.rows for each in inputs) + left_out.total()
     left_out["pieces without a loss term"] = found["empty"]
-    evaluated = f"{found['held']:,} ({sum(rows for _, rows, _ in held):,} rows of tokens)"
-    remark = f"; {found['equal']:,} are equal to others" * bool(found["equal"])
+    rows = sum(rows for _, rows, _ in held)
+    equal = sum(units.count_repeated(each) for each in inputs if not each.given)
+    remark = f"; {equal:,} are equal to others" * bool(equal)
     remark += "; the end of a single text is held out" * bool(found["cut"])
+    evaluated = f"{found['validation']:,} ({rows:,} rows of tokens)"
     plural = row_formats.PLURALS[maker.kind]
     sources.say_prepared(plural, read, found["train"], evaluated, left_out, remark)
 
@@ -426,13 +373,13 @@ def say_prepared(inputs: list[Input], held: list, maker: RowMaker, found: Counte
 def say_packed(source: Input, totals: dict, rows: int, maker: RowMaker) -> None:
     if totals["long"]:
         print(
-            f"Prepared {PART[source.given]}: {totals['long']:,} of {totals['texts']:,} texts are "
-            f"longer than {maker.longest} tokens (the most that a row or the model holds) and were "
-            f"{maker.too_long}",
+            f"Prepared {units.PARTS[source.given]}: {totals['long']:,} of {totals['texts']:,} "
+            f"texts are longer than {maker.longest} tokens (the most that a row or the model "
+            f"holds) and were {maker.too_long}",
             flush=True,
         )
-    used = totals["used"] if maker.best_fit else totals["tokens"]
     size = totals["tokens"] // 3 if maker.best_fit else totals["tokens"]
+    used = totals["used"] if maker.best_fit else size
     print(
         f"Prepared: {rows:,} rows of {maker.length} tokens to "
         f"{'evaluate' if source.given else 'train'} on, {used / max(size, 1):.1%} of them useful, "

@@ -1,7 +1,6 @@
 """Pairs of a source and a target text: read, checked, split, tokenised; targets generated."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,10 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields
 from samestep.data.cache import once_per_folder
 from samestep.data.tables import TABLES, Columns, Row
-from samestep.models import pretrained
 from samestep.text import row_files, tokenizing, units
+from samestep.text.row_files import Shipped
 from samestep.text.row_formats import check_text
 
 PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
@@ -21,39 +19,26 @@ PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targ
 TOKENS = {"source": ("input_ids", "text"), "target": ("labels", "text_target")}
 
 
-def build(
-    cfg: Any,
-    folder: Path,
-    columns: Columns,
-    shipped: dict[str, Callable[[], Iterator[Row]]],
-) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
-    `columns`: those of "source" and "target". `shipped` gives the rows of data that the task brings
-    along. Validation rows keep their texts, as bytes, which the report compares with generated
-    ones. Raises ValueError for rows that cannot be used.
+    `columns`: those of "source" and "target". Validation rows keep their texts, as bytes, which the
+    report compares with generated ones. Raises ValueError for rows that cannot be used.
     """
-    readers = row_files.list_readers(
+    scanned = row_files.scan(
         cfg,
+        folder,
         TABLES,
         columns,
         shipped,
+        lambda source: f"all sources of {source.shown} are equal; add others",
         key=lambda row: "\0".join(row.values()),
         group_key=lambda row: row["source"],
         check=check_text,
-        texts=None if cfg.model_name_or_path else dict.values,
+        texts=dict.values,
     )
-    train, given = (row_files.scan(readers, folder, part) for part in row_files.PARTS)
-    held: set[int] = set()
-    if given:
-        units.say_overlap(train, given)
-    else:
-        held = row_files.hold_out(
-            train, cfg, lambda _, data: f"all sources of {data} are equal; add others"
-        )
-    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-        texts, special = units.read_sample(train, held), [PAD, END]
-        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, first=special, end=END)
+    special = {"first": [PAD, END], "end": END}
+    units.learn_vocabulary(cfg, folder, scanned.train, scanned.held, **special)
     tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
     limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
@@ -72,35 +57,21 @@ def build(
         arrays["length"] = np.array([sum(map(len, both)) for both in lengths], np.int32)
         return arrays, cut
 
-    done = row_files.write(folder, train + given, held, encode)
-    for part in row_files.PARTS:
-        described = []
-        for role, (name, _) in TOKENS.items():
-            size, cut = row_files.describe_lengths(done, name, [part])
-            size += f" ({cut:,} cut to {limits[role]:,})" * bool(cut)
-            described.append(f"{role}s of {size}")
-        print(f"Prepared {part}: {'; '.join(described)}", flush=True)
-    return row_files.finish(folder, train + given, done, {})
+    lengths = {name: (f"{role}s", limits[role]) for role, (name, _) in TOKENS.items()}
+    return row_files.write(folder, scanned, encode, lengths)
 
 
 def check_model(cfg: Any) -> None:
     """Raises ValueError unless a pretrained model is an encoder-decoder that sees all the text."""
-    if not cfg.model_name_or_path:
-        return
-    from transformers import AutoConfig
-
-    config, name = pretrained.load(AutoConfig, cfg), one_line(cfg.model_name_or_path, 100)
-    if not getattr(config, "is_encoder_decoder", False):
+    tokenizing.check_lengths(cfg, "max_source_length", "max_target_length")
+    config = tokenizing.config_of(cfg)
+    if config and not getattr(config, "is_encoder_decoder", False):
+        name = one_line(cfg.model_name_or_path, 100)
         raise ValueError(f"task.model_name_or_path: {name} is not an encoder-decoder; give another")
-    limit = getattr(config, "max_position_embeddings", None) or math.inf
-    expected = f"at most {limit}, the positions of {name}"
-    for length in ("max_source_length", "max_target_length"):
-        check_fields(cfg, [(length, getattr(cfg, length) <= limit, expected)])
-    load_tokenizer(cfg, None)
 
 
 @once_per_folder
-def load_tokenizer(cfg: Any, folder: Path | None) -> Any:
+def load_tokenizer(cfg: Any, folder: Path) -> Any:
     """The tokenizer of the pretrained model, or the one in the folder of prepared data."""
     names = ["input_ids", "attention_mask"]
     ends = {"pad_token": PAD, "eos_token": END, "model_input_names": names}

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from samestep.base.console import one_line
-from samestep.base.fields import check_fields
 from samestep.data.cache import once_per_folder
 from samestep.data.sources import IncompleteRow, UselessRow
 from samestep.data.tables import TABLES, Columns, Row
-from samestep.models import pretrained
 from samestep.models.attention import restored
 from samestep.models.preferences import before_and_after
 from samestep.text import chats, row_files, row_formats, tokenizing, units
+from samestep.text.row_files import Shipped
 
 ANSWERS = ("chosen", "rejected")
 END = "<|endoftext|>"
@@ -33,23 +32,39 @@ MASK = "_is_answer"  # ending of the columns that tell answers from prompts
 
 def normalize(row: dict, names: dict[str, str]) -> list[str]:
     """Makes a row {"prompt", "chosen", "rejected"} of three texts, or of three lists of messages
-    and perhaps tools. Returns what to say of its roles.
+    and perhaps tools. Returns what to say of it.
 
     Answers are texts or messages, with the prompt in front or without; a row without a prompt has
     it at the beginning of both answers. `names`: see `chats.read_names`. Raises IncompleteRow,
     UselessRow for equal answers, and ValueError for any other mistake.
     """
-    answers = [messages_in(row[name], name) for name in ANSWERS]
+    chosen, rejected = (messages_in(row[name], name) for name in ANSWERS)
     prompt = messages_in(row.get("prompt"), "prompt", optional=True)
     shared = [SHARED] if prompt is None else []
-    if not isinstance(answers[0], list) and not isinstance(answers[1], list):
-        if not isinstance(prompt, list):
-            split_texts(row, prompt)
-            return shared
-        answers = [[{"role": "assistant", "content": text}] for text in answers]
-    elif not all(isinstance(each, list) for each in answers):
+    tools = row.pop("tools", None)
+    if isinstance(chosen, list) != isinstance(rejected, list):
         raise ValueError("one of chosen and rejected is text, and the other has messages")
-    return [*split_chats(row, answers, prompt or [], names), CHATS, *shared]
+    if not isinstance(chosen, list) and isinstance(prompt, list):
+        answers = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+        chosen, rejected = answers
+    if isinstance(chosen, list):
+        split_chats(row, prompt or [], {"chosen": chosen, "rejected": rejected}, tools, names)
+        return [CHATS, *shared]
+    if prompt is None:  # a space before a word belongs to it
+        start = count_equal(chosen, rejected)
+        start = start - 1 if chosen[start - 1 : start] == " " else start
+        prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
+    check_differ(chosen, rejected)
+    row.update(prompt=prompt, chosen=chosen, rejected=rejected)
+    for name in ANSWERS:
+        if not row[name].strip():
+            raise IncompleteRow(f"the {name} is empty")
+    return shared
+
+
+def check_differ(chosen: Any, rejected: Any) -> None:
+    if chosen == rejected:
+        raise UselessRow("have equal answers")
 
 
 def messages_in(value: Any, name: str, optional: bool = False) -> Any:
@@ -71,33 +86,14 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and bool({"role", "from"} & {*value})
 
 
-def split_texts(row: dict, prompt: str | None) -> None:
-    """Makes the row three texts. Without a prompt, the beginning that both answers share is it."""
-    chosen, rejected = (row[name] for name in ANSWERS)
-    if prompt is None:
-        shared = count_equal(chosen, rejected)
-        if shared == len(chosen) == len(rejected):
-            raise UselessRow("have equal answers")
-        # A space before a word belongs to it.
-        shared -= shared > 0 and chosen[shared - 1] == " "
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    row.update(prompt=prompt, chosen=chosen, rejected=rejected)
-    row.pop("tools", None)
-    for name in ANSWERS:
-        if not row[name].strip():
-            raise IncompleteRow(f"the {name} is empty")
-    if chosen == rejected:
-        raise UselessRow("have equal answers")
-
-
-def split_chats(row: dict, answers: list[list], prompt: Any, names: dict[str, str]) -> list[str]:
+def split_chats(
+    row: dict, prompt: str | list, answers: dict[str, list], tools: Any, names: dict[str, str]
+) -> None:
     """Makes the row three lists of messages: what both conversations begin with, and the rest."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    tools, said, chosen_and_rejected = row.pop("tools", None), [], []
     prompt = in_one_form(prompt, names)
-    for name, messages in zip(ANSWERS, answers, strict=True):
-        chat = {"messages": messages} | ({} if tools is None else {"tools": tools})
+    for name, messages in answers.items():
         try:
             found = in_one_form(messages, names)
             asked = [*takewhile(lambda message: message["role"] != "assistant", found)]
@@ -105,31 +101,28 @@ def split_chats(row: dict, answers: list[list], prompt: Any, names: dict[str, st
                 if 0 < len(asked) < len(found):
                     raise ValueError("begins with another prompt than the prompt of its row")
                 found = [*prompt, *found]
-            chat["messages"] = found
-            said += chats.normalize_chat(chat, names=names)
-        except IncompleteRow as error:
-            raise IncompleteRow(f"{name}: {error}") from None
+            chat = {"messages": found, "tools": tools}
+            chats.normalize_chat(chat, names=names)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        chosen_and_rejected.append(chat)
-    chosen, rejected = (chat["messages"] for chat in chosen_and_rejected)
-    if chosen == rejected:
-        raise UselessRow("have equal answers")
+            raise type(error)(f"{name}: {error}") from None
+        answers[name] = chat.pop("messages")
+    chosen, rejected = answers.values()
+    check_differ(chosen, rejected)
     shared = min(count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if not shared:
         raise ValueError("chosen and rejected begin with different messages: there is no prompt")
-    row.update(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
-    for name in ANSWERS:
-        if row[name][-1]["role"] != "assistant":
-            raise ValueError(f"{name} ends with a message of the {row[name][-1]['role']}")
-    row |= {"tools": chat["tools"]} if "tools" in chat else {}
-    return said
+    for name, messages in answers.items():
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
+    row.update(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:], **chat)
 
 
 def in_one_form(messages: list, names: dict[str, str]) -> list[dict]:
     """Messages as `chats` writes them, so that they can be compared."""
-    renamed = enumerate((chats.rename_keys(each, names) for each in messages), 1)
-    return [chats.normalize_message(each, f"message {n}", names) for n, each in renamed]
+    return [
+        chats.normalize_message(chats.rename_keys(each, names), f"message {number}", names)
+        for number, each in enumerate(messages, 1)
+    ]
 
 
 def count_equal(first: Any, second: Any) -> int:
@@ -182,71 +175,53 @@ def cut(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def build(
-    cfg: Any, folder: Path, columns: Columns, shipped: dict[str, Callable[[], Iterator[Row]]]
-) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
     Pairs of one prompt are all held out, or none. Beside the rows it saves the vocabulary of a new
     model and the template of chats. Raises ValueError for rows that cannot be used.
     """
-    readers = row_files.list_readers(
+    scanned = row_files.scan(
         cfg,
+        folder,
         TABLES,
         columns,
         shipped,
+        lambda source: f"all prompts of {source.shown} are equal; add others",
         key=lambda row: json.dumps(row, default=str),
         group_key=lambda row: json.dumps(row["prompt"], default=str),
+        texts=texts_of,
         check=partial(normalize, names=chats.read_names(cfg.roles)),
-        texts=None if cfg.model_name_or_path else texts_of,
         optional=[name for name in ("prompt", "tools") if columns.get(name) == name],
     )
-    train, given = (row_files.scan(readers, folder, part) for part in row_files.PARTS)
-    for source in (each for each in train + given if each.counts[SHARED]):
-        number, data = source.counts[SHARED], one_line(source.reader.cfg.data, 100)
-        print(f"Preparing data: {number:,} of {source.rows:,} pairs of {data} {SHARED}", flush=True)
-    held: set[int] = set()
-    if given:
-        units.say_overlap(train, given)
-    else:
-        held = row_files.hold_out(
-            train, cfg, lambda _, data: f"all prompts of {data} are equal; add others"
-        )
-    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-        texts = units.read_sample(train, held)
-        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, first=[END])
-    if any(source.counts[CHATS] for source in train + given):
-        write_template(cfg, folder)
+    for source in scanned.inputs:
+        if number := source.counts[SHARED]:
+            rows = f"{number:,} of {source.rows:,} pairs of {source.shown}"
+            print(f"Preparing data: {rows} {SHARED}", flush=True)
+    units.learn_vocabulary(cfg, folder, scanned.train, scanned.held, first=[END])
+    if any(source.counts[CHATS] for source in scanned.inputs):
+        template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE
+        if cfg.model_name_or_path and not cfg.chat_template:
+            own = tokenizing.load_tokenizer(cfg, folder).chat_template
+            template = own if isinstance(own, str) else template
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
     tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
     shown: set = set()  # parts of chats that the template was found to show
 
     def encode(rows: list[Row], part: str) -> tuple[row_files.Arrays, dict[str, int]]:
         pairs = [tokenize(*row, tokenizer, shown) for row in rows]
-        lengths = [max(len(ids) for ids, _ in pair) for pair in pairs]
+        is_cut = [any(len(ids) > cfg.max_length for ids, _ in pair) for pair in pairs]
         pairs = [cut(pair, cfg.max_length) for pair in pairs]
         arrays: row_files.Arrays = {}
         for i, name in enumerate(ANSWERS):
             arrays[name] = [pair[i][0].astype(dtype) for pair in pairs]
             arrays[name + MASK] = [pair[i][1].astype(np.uint8) for pair in pairs]
         arrays["length"] = np.array([sum(len(ids) for ids, _ in pair) for pair in pairs], np.int32)
-        return arrays, {"chosen": sum(length > cfg.max_length for length in lengths)}
+        return arrays, {"chosen": sum(is_cut)}
 
-    done = row_files.write(folder, train + given, held, encode)
-    for part in row_files.PARTS:
-        sizes = [row_files.describe_lengths(done, name, [part]) for name in ANSWERS]
-        cuts = f"; {sizes[0][1]:,} pairs cut to {cfg.max_length:,}" * bool(sizes[0][1])
-        print(f"Prepared {part}: chosen {sizes[0][0]}; rejected {sizes[1][0]}{cuts}", flush=True)
-    return row_files.finish(folder, train + given, done, {})
-
-
-def write_template(cfg: Any, folder: Path) -> None:
-    """Keeps the chat template: that of a file, of the pretrained model, or a plain one."""
-    template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE
-    if cfg.model_name_or_path and not cfg.chat_template:
-        own = tokenizing.load_tokenizer(cfg, folder).chat_template
-        template = own if isinstance(own, str) else template
-    (folder / TEMPLATE).write_text(template, encoding="utf-8")
+    lengths = {name: (name, cfg.max_length) for name in ANSWERS}
+    return row_files.write(folder, scanned, encode, lengths)
 
 
 @once_per_folder
@@ -259,17 +234,6 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     return tokenizer
 
 
-def check_model(cfg: Any) -> None:
-    """Raises ValueError for texts that are longer than a model to start from can see."""
-    if cfg.model_name_or_path:
-        from transformers import AutoConfig
-
-        config = pretrained.load(AutoConfig, cfg)
-        limit = getattr(config, "max_position_embeddings", None) or cfg.max_length
-        wanted = f"at most {limit}, which the model can see"
-        check_fields(cfg, [("max_length", cfg.max_length <= limit, wanted)])
-
-
 # ---- Report and export ---------------------------------------------------------------------------
 
 
@@ -279,18 +243,10 @@ def prompt_of(row: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def questions(rows: list[dict], cfg: Any, folder: Path) -> list[tuple[Any, dict]]:
-    """For the check of the export: prompts, or chats of one and two questions."""
+    """For the check of the export: prompts, or chats."""
     tokenizer = load_tokenizer(cfg, folder)
-    user, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
-    asked: list = [[user], [user, answer, user]]
-    if (folder / TEMPLATE).exists():
-        options = {"add_generation_prompt": True, "return_dict": True}
-        tokens = [tokenizer.apply_chat_template(each, **options)["input_ids"] for each in asked]
-    else:
-        prompts = [tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows]
-        asked = [prompt for prompt in prompts if prompt.strip()]
-        tokens = [tokenizer(text).input_ids for text in asked]
-    return [(each, {"input_ids": [ids]}) for each, ids in zip(asked, tokens, strict=True)]
+    prompts = [tokenizer.decode(prompt_of(row), skip_special_tokens=True) for row in rows]
+    return row_formats.ask(prompts, "Why?", (folder / TEMPLATE).exists(), tokenizer)
 
 
 @torch.no_grad()

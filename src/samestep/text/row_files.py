@@ -9,22 +9,21 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from samestep.base.console import one_line
 from samestep.data import sources, splits
 from samestep.data.sources import Source, WeightedData
 from samestep.data.tables import Columns, Row
 from samestep.text import units
-from samestep.text.unit_files import UnitWriter, finish_folder, map_file, read_facts
-from samestep.text.units import Batch, Input, Reader
+from samestep.text.unit_files import UnitWriter, finish_folder, map_some, read_facts
+from samestep.text.units import PARTS, Batch, Input, Reader
 
 BLOCK = 1000  # texts in one call of a tokenizer, which bounds its memory
-MOST_MAPS = 200  # units that a process has open, of some eight files each, of 4,096 at most
-PARTS = ("train", "validation")
+# The rows of data that a task brings along, by its name.
+Shipped = dict[str, Callable[[], Iterable[Row]]]
 Arrays = dict[str, Any]  # for each column an array (N, ...), or a list of N arrays (T,)
 # Rows to their columns, and how many rows each column of varying length was cut in.
 Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]
@@ -33,61 +32,58 @@ Encode = Callable[[list[Row], str], tuple[Arrays, dict[str, int]]]
 # ---- Reading the input ---------------------------------------------------------------------------
 
 
-def list_readers(
+class Scanned(NamedTuple):
+    """What the first pass has found."""
+
+    train: list[Input]
+    given: list[Input]  # rows to evaluate on
+    held: set[int]  # the hashes of the rows that are held out, if none are given
+
+    @property
+    def inputs(self) -> list[Input]:
+        return self.train + self.given
+
+    def count_rows(self) -> int:
+        """The rows to train on."""
+        notes = (rows["hash"] for each in self.train for rows in each.notes())
+        inside = sum(int(splits.is_in(hashes, self.held).sum()) for hashes in notes)
+        return sum(each.rows for each in self.train) - inside
+
+
+def scan(
     cfg: Any,
+    folder: Path,
     endings: Iterable[str],
     columns: Columns,
-    shipped: dict[str, Callable[[], Iterator[Row]]],
+    shipped: Shipped,
+    nothing_held: Callable[[Input], str],
+    *,
     key: Callable[[dict], str],
     group_key: Callable[[dict], str],
+    texts: Callable[[dict], Iterable[str]],
+    by_label: bool = False,
     **how: Any,
-) -> list[Reader]:
-    """A Reader of each source of cfg. `shipped` gives the rows of data that the task brings along.
+) -> Scanned:
+    """The first pass over all sources of cfg, and what is held out of each: see `units.hold_out`.
 
-    `how`: other fields of a Reader. Rows of one `group_key` are all held out, or none. Where
-    validation rows are given, `key` says which rows are equal.
+    Rows of one `group_key` are all held out, or none; where validation rows are given, `key` says
+    which rows are equal. `texts` are learnt from by a new model. `how`: other fields of a Reader.
+    `nothing_held`: what to say where no row can be held out.
     """
-    readers = []
+    texts_of, readers = None if cfg.model_name_or_path else texts, []
     for each, own in sources.by_source(cfg, endings):
         rows = [*shipped[each.data]()] if each.data in shipped else None
         sources.print_skipped_files(own, endings, rows is not None)
-        readers.append(Reader(each.name, own, endings, columns, key=key, shipped=rows, **how))
-    if any(reader.fields[1:] for reader in readers):
-        return readers
-    return [each._replace(key=group_key) for each in readers]
-
-
-def scan(readers: list[Reader], folder: Path, part: str) -> list[Input]:
-    """The first pass over the rows to `train` on, or the rows for `validation` that are given."""
-    return [
-        units.scan(reader, field, folder / f"scan-{part}-{number}")
-        for number, reader in enumerate(readers)
-        for field in reader.fields
-        if field.startswith("validation") == (part == "validation")
-    ]
-
-
-def hold_out(
-    train: list[Input], cfg: Any, problem: Callable[[Input, str], str], by_label: bool = False
-) -> set[int]:
-    """The hashes of the rows that are held out of each source: see `units.hold_out`.
-
-    Raises ValueError with the words of `problem(source, its name)` where there are none.
-    """
-    held: set[int] = set()
-    most = max(1, cfg.validation_rows // len(train))
-    for each in train:
-        own = units.hold_out(each, cfg.validation_fraction, most, by_label=by_label)
-        if not own:
-            raise ValueError(f"task.data: {problem(each, one_line(each.reader.cfg.data, 100))}")
-        held |= own
-    return held
-
-
-def count_rows(train: list[Input], held: set[int]) -> int:
-    """The rows to train on."""
-    inside = [splits.is_in(rows["hash"], held).sum() for own in train for rows in own.notes()]
-    return sum(each.rows for each in train) - int(sum(inside))
+        reader = Reader(each.name, own, endings, columns, key=key, texts=texts_of, **how)
+        readers.append(reader._replace(shipped=rows))
+    if not any(reader.fields[1:] for reader in readers):
+        readers = [each._replace(key=group_key) for each in readers]
+    inputs = units.scan_all(readers, folder)
+    most = max(len(readers), cfg.validation_rows)
+    fraction = cfg.validation_fraction
+    held = units.choose_held(inputs, fraction, most, nothing_held, by_label=by_label)
+    train, given = ([each for each in inputs if each.given == value] for value in (False, True))
+    return Scanned(train, given, held)
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -125,11 +121,18 @@ def token_dtype(tokenizer: Any) -> str:
     return "<u2" if max(tokenizer.get_vocab().values()) < 2**16 else "<u4"
 
 
-def write(folder: Path, inputs: list[Input], held: set[int], encode: Encode) -> list[dict]:
+def write(
+    folder: Path,
+    scanned: Scanned,
+    encode: Encode,
+    lengths: dict[str, tuple[str, int]],
+    constants: dict[str, int | float] | None = None,
+) -> dict[str, Any]:
     """Encodes the rows, of training and then of validation if they are given: the second pass.
 
-    `encode(rows, part)` returns the columns; one is `length`, the tokens of each row. Returns the
-    facts of each unit, and its source's name.
+    `encode(rows, part)` returns the columns; one is `length`, the tokens of each row. `lengths`: of
+    some columns their names for people, and the most tokens, at which they were cut. `constants`
+    are in each row.
     """
 
     def write_unit(out: UnitWriter, source: Input, batches: Iterator[Batch]) -> dict[str, Any]:
@@ -154,44 +157,46 @@ def write(folder: Path, inputs: list[Input], held: set[int], encode: Encode) -> 
                 own["columns"][name] = [values.dtype.str, values.shape[1:]]
         return facts
 
-    done = units.write(folder, inputs, held, write_unit)
-    return [{**facts, "source": source.name} for source, facts in done]
+    written = units.write(folder, scanned.inputs, scanned.held, write_unit)
+    done = [{**facts, "source": source.name} for source, facts in written]
+    return finish(folder, scanned, done, lengths, constants or {})
 
 
 def finish(
-    folder: Path, inputs: list[Input], done: list[dict], constants: dict[str, int | float]
+    folder: Path, scanned: Scanned, done: list[dict], lengths: dict, constants: dict
 ) -> dict[str, Any]:
     """Writes what the units have in common; the facts for the index of the prepared folder.
 
-    Prints how many rows of the `inputs` were read, and what became of them. `constants` are in each
-    row. Rows that are held out get, in each source, the order of their hashes.
+    Prints how many rows were read, and what became of them. Rows that are held out get, in each
+    source, the order of their hashes.
     """
     parts: dict[str, Any] = {}
-    named: dict[str, dict[str, int]] = {}  # the rows of each source
+    named: dict[str, Counter] = {}  # the rows of each source
     for part in PARTS:
-        own = [(number, facts[part]) for number, facts in enumerate(done) if part in facts]
-        named[part] = {}
-        for each in done:
-            if part in each:
-                rows = named[part].get(each["source"], 0)
-                named[part][each["source"]] = rows + each[part]["rows"]
-        columns = own[0][1]["columns"]
-        ragged = [name for name in columns if name in own[0][1]["values"]]
-        counts = [(number, facts["rows"]) for number, facts in own]
-        parts[part] = {"columns": columns, "ragged": ragged, "units": counts}
-
-        def read(name: str, dtype: str, part: str = part, counts: list = counts) -> np.ndarray:
-            files = [folder / f"{number:06}.{part}.{name}" for number, _ in counts]
-            return np.concatenate([np.fromfile(file, dtype) for file in files])
-
-        lengths = read("length", columns["length"][0])
-        if (folder / f"{own[0][0]:06}.{part}.hash").exists():
+        own = {number: facts[part] for number, facts in enumerate(done) if part in facts}
+        starts = [folder / f"{number:06}.{part}" for number in own]
+        named[part] = Counter()
+        for number, facts in own.items():
+            named[part][done[number]["source"]] += facts["rows"]
+        columns, ragged = (next(iter(own.values()))[name] for name in ("columns", "values"))
+        parts[part] = {"columns": columns, "ragged": [name for name in columns if name in ragged]}
+        parts[part]["units"] = [(number, facts["rows"]) for number, facts in own.items()]
+        sizes = read_column(starts, "length", columns["length"][0])
+        if Path(f"{starts[0]}.hash").exists():
             source = np.repeat(np.arange(len(named[part])), [*named[part].values()])
-            order = np.lexsort((read("hash", "<u8"), source)).astype("<i8")
-            lengths = lengths[order]
+            order = np.lexsort((read_column(starts, "hash", "<u8"), source)).astype("<i8")
+            sizes = sizes[order]
             np.save(folder / f"{part}-order.npy", order)
-        np.save(folder / f"{part}-sizes.npy", lengths.astype("<i4"))
-    left_out = sum((each.left_out for each in inputs), Counter())
+        np.save(folder / f"{part}-sizes.npy", sizes.astype("<i4"))
+        for name, (shown, most) in lengths.items():
+            values = [facts["values"][name] for facts in own.values()]
+            total, cut = sum(each[0] for each in values), sum(each[2] for each in values)
+            size = (
+                f"{total / len(sizes):.0f} tokens on average, {max(v[1] for v in values):,} at most"
+            )
+            size += f" ({cut:,} cut to {most:,})" * bool(cut)
+            print(f"Prepared {part}: {shown} of {size}", flush=True)
+    left_out = sum((each.left_out for each in scanned.inputs), Counter())
     train, evaluated = (sum(named[part].values()) for part in PARTS)
     total = train + evaluated + left_out.total()
     sources.say_prepared("rows", total, train, f"{evaluated:,}", left_out)
@@ -200,12 +205,9 @@ def finish(
     return finish_folder(folder, done, {**facts, "sources": named}, [files, facts])
 
 
-def describe_lengths(done: list[dict], name: str, parts: Iterable[str]) -> tuple[str, int]:
-    """The tokens of a column, as part of a sentence; how many rows were cut."""
-    own = [facts[part] for facts in done for part in parts if part in facts]
-    rows = sum(facts["rows"] for facts in own)
-    totals, longest, cut = zip(*(facts["values"][name] for facts in own), strict=True)
-    return f"{sum(totals) / rows:.0f} tokens on average, {max(longest):,} at most", sum(cut)
+def read_column(starts: list[Path], name: str, dtype: str) -> np.ndarray:
+    """A column of the units whose files begin so."""
+    return np.concatenate([np.fromfile(f"{start}.{name}", dtype) for start in starts])
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -242,7 +244,6 @@ class RowFiles(torch.utils.data.Dataset):
         self.ends = np.cumsum([0, *(rows for _, rows in self.units)]).tolist()
         order = folder / f"{part}-order.npy"
         self.order = np.load(order, mmap_mode="r") if order.exists() else None
-        self.maps: dict[int, dict[str, tuple]] = {}
 
     def __reduce__(self):  # pickled, a memory map would become a copy
         return RowFiles, self.arguments
@@ -256,28 +257,17 @@ class RowFiles(torch.utils.data.Dataset):
         place = i if self.order is None else int(self.order[i])
         number = bisect_right(self.ends, place) - 1
         place -= self.ends[number]
+        start = f"{self.units[number][0]:06}.{self.part}"
         row = dict(self.constants)
-        for name, (values, ends) in self.open_unit(number).items():
-            if ends is None:
-                row[name] = values[place]
+        for name, (dtype, shape) in self.columns.items():
+            values = map_some(self.folder / f"{start}.{name}", dtype)
+            if name not in self.ragged:
+                row[name] = values.reshape(-1, *shape)[place]
                 continue
+            ends = map_some(self.folder / f"{start}.{name}.ends", "<i8")
             found = values[ends[place - 1] if place else 0 : ends[place]]
             row[name] = found.astype(np.uint8 if found.dtype == np.uint8 else np.int32)
         return row
-
-    def open_unit(self, number: int) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
-        """For each column of a unit its values and, if their number varies, where rows end."""
-        if number not in self.maps:
-            if len(self.maps) >= MOST_MAPS:
-                self.maps.clear()
-            start = f"{self.units[number][0]:06}.{self.part}"
-            self.maps[number] = {}
-            for name, (dtype, shape) in self.columns.items():
-                values, ends = map_file(self.folder / f"{start}.{name}", dtype), None
-                if name in self.ragged:
-                    ends = map_file(self.folder / f"{start}.{name}.ends", "<i8")
-                self.maps[number][name] = values.reshape(-1, *shape), ends
-        return self.maps[number]
 
     def sizes(self) -> np.ndarray:
         """The `length` of each row, int32 (N,), memory-mapped."""

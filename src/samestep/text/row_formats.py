@@ -8,6 +8,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from samestep.base.console import one_line
@@ -16,9 +17,15 @@ from samestep.data import demo_data, sources, tables
 from samestep.data.tables import TABLES, Row
 from samestep.text import chats, tokenizing
 from samestep.text.tokenizing import Tokens
+from samestep.text.units import Input
 
 ENDINGS = (".txt", *TABLES)
 PLURALS = {"text": "documents", "prompt": "prompts", "chat": "chats"}
+COLUMN_FIELDS = {
+    "text": "text_column",
+    "prompt": "prompt_column completion_column",
+    "chat": "messages_column tools_column",
+}
 # The columns of each kind of rows by their roles, the more structured formats first.
 KNOWN: list[tuple[str, dict[str, str]]] = [
     ("chat", {"messages": "messages"}),
@@ -50,19 +57,14 @@ def check_format_fields(cfg: Any) -> None:
     chats.read_names(cfg.roles)
     shipped, pairs = cfg.data in demo_data.TEXTS, cfg.data == "docstrings"
     fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
-    wanted = f"{'prompt or chat' if pairs else 'text'} where task.data is {one_line(cfg.data, 60)}"
-    check_fields(cfg, [("rows", fits, wanted)])
-    columns = {
-        "text": "text_column",
-        "prompt": "prompt_column completion_column",
-        "chat": "messages_column tools_column",
-    }
     where = f"where task.data is {one_line(cfg.data, 60)}"
-    check_ignored_fields(cfg, [(names, not shipped, where) for names in columns.values()])
-    where = f"where task.rows is {cfg.rows}"
-    columns["chat"] += " train_on roles"
-    read = [(names, cfg.rows in ("auto", kind), where) for kind, names in columns.items()]
-    check_ignored_fields(cfg, read)
+    wanted = f"{'prompt or chat' if pairs else 'text'} {where}"
+    check_fields(cfg, [("rows", fits, wanted)])
+    other = f"where task.rows is {cfg.rows}"
+    for kind, columns in COLUMN_FIELDS.items():
+        names = columns + " train_on roles" * (kind == "chat")
+        read = [(columns, not shipped, where), (names, cfg.rows in ("auto", kind), other)]
+        check_ignored_fields(cfg, read)
 
 
 def endings_of(cfg: Any) -> tuple[str, ...]:
@@ -104,44 +106,38 @@ def recognize_format(cfg: Any) -> RowFormat:
 
 def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -> ValueError:
     """An error that shows the columns, the known formats, and the fields that name columns."""
+    data = one_line(cfg.data, 100)
     if not names:
-        return ValueError(f"task.data: there is no text in {one_line(cfg.data, 100)}")
+        return ValueError(f"task.data: there is no text in {data}")
+    there = one_line(", ".join(names[:20]), 100)
     forms = ", ".join(" + ".join(columns.values()) for columns in formats)
-    fields = "--task.messages_column"
-    if cfg.rows == "auto":
-        pair = "--task.prompt_column and --task.completion_column"
-        fields = f"--task.text_column, {fields}, or {pair}"
+    others = "--task.text_column, --task.prompt_column and --task.completion_column, or "
     return ValueError(
-        f"task.data: {one_line(cfg.data, 100)} has the columns "
-        f"{one_line(', '.join(names[:20]), 100)}, but task.rows {cfg.rows} looks for {forms}; name "
-        f"yours with {fields}"
+        f"task.data: {data} has the columns {there}, but task.rows {cfg.rows} looks for "
+        f"{forms}; name yours with {others * (cfg.rows == 'auto')}"
+        "--task.messages_column"
     )
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str, cfg: Any) -> Callable[[dict], list[str]]:
-    """What makes a row usable, in place, or raises ValueError. Returns what is counted of a chat:
-    "tools", if it has some, and what to say of its roles."""
+def row_check(kind: str, cfg: Any) -> Callable[[dict], list[str] | None]:
+    """What makes a row usable, in place, or raises ValueError; of a chat it returns what to say."""
+    if kind != "chat":
+        return check_text
     names = chats.read_names(cfg.roles)
-
-    def check(row: dict) -> list[str]:
-        if kind != "chat":
-            check_text(row)
-            return []
-        found = chats.normalize_chat(row, cfg.train_on, names)
-        return [*found, "tools"] if "tools" in row else found
-
-    return check
+    return partial(chats.normalize_chat, train_on=cfg.train_on, names=names)
 
 
-def describe_input(cfg: Any, row_format: RowFormat, rows: int, counts: Counter) -> str:
+def describe_input(cfg: Any, row_format: RowFormat, found: list[Input]) -> str:
     """Lines with the number of rows, the columns that are read, and roles under other names."""
+    counts: Counter = sum((each.counts for each in found), Counter())
     tools = counts.pop("tools", 0)
     if cfg.tools_column not in ("", "tools") and row_format.kind == "chat" and not tools:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
+    rows = sum(each.rows for each in found)
     size = f"{rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
     size += f", {tools:,} with tools" * bool(tools)
     columns, names = row_format.columns, row_format.names
@@ -218,3 +214,20 @@ def question_tokens(row: dict | str, kind: str, tokenizer: Any) -> list[int]:
         )
     tokens = tokenizer(question, add_special_tokens=False, verbose=False).input_ids
     return [*begin, *tokens] or [tokenizer.eos_token_id]
+
+
+def ask(texts: list[str], user: str, as_chats: bool, tokenizer: Any) -> list[tuple[Any, dict]]:
+    """For the check of an export: texts, or chats of one and two questions, and their tokens."""
+    asked: list = [text for text in texts if text.strip()]
+    if as_chats:
+        question, reply = ({"role": r, "content": user} for r in ("user", "assistant"))
+        asked = [[question], [question, reply, question]]
+    found = []
+    for each in asked:
+        text = each
+        if as_chats:
+            place = "the check of the export"
+            text = chats.apply_template(each, [], place, tokenizer, add_generation_prompt=True)
+        ids = tokenizer(text, add_special_tokens=not as_chats, verbose=False).input_ids
+        found.append((each, {"input_ids": [ids]}))
+    return found

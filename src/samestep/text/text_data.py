@@ -1,8 +1,6 @@
 """Labelled texts and pairs of texts: read, split into training and validation rows, encoded."""
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,8 +16,8 @@ from samestep.data import labels, splits
 from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
-from samestep.models import pretrained
 from samestep.text import row_files, tokenizing, units
+from samestep.text.row_files import Shipped
 from samestep.text.units import Input
 
 # transformers takes 4 s to import: it waits for the functions that need it.
@@ -28,6 +26,8 @@ ENDINGS = (".txt", *TABLES)
 ROLES = ("text", "text_pair")
 MARKS = ("label_mean", "label_std", "text_pair")  # attributes that we add to a model's config
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+# A new tokenizer puts [CLS] before a text, and [SEP] after each.
+VOCABULARY: dict[str, Any] = {"first": [*SPECIAL.values()], "begin": "[CLS]", "end": "[SEP]"}
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -57,18 +57,16 @@ def check_row(row: dict, label_columns: list[str], problem_type: str) -> None:
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def build(
-    cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
-) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, shipped: Shipped) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
-    `shipped` gives the rows of data that the task brings along; a row's place is the file it is
-    from.
-    Beside the rows it saves names.json, scale.json, and the vocabulary of a new model.
+    The place of a `shipped` row is the file it is from. Beside the rows it saves names.json,
+    scale.json, and the vocabulary of a new model.
     """
     kind = cfg.problem_type
-    train, given, held, names = scan_rows(cfg, folder, shipped)
-    rows = row_files.count_rows(train, held)
+    train, given, held = scanned = scan_rows(cfg, folder, shipped)
+    names = names_of(cfg, train, given)
+    rows = scanned.count_rows()
     scale = {"train": Numbers(0.0, 1.0, False)}
     weights, warning = np.ones(len(names), np.float32), ""
     if kind == NUMBER:
@@ -83,13 +81,11 @@ def build(
         about, warning = labels.describe_labels(counts, rows, names, kind)
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
-    size = f"{rows:,} rows of {one_line(cfg.data, 100)} to train on"
-    print(f"Preparing data: {size}; {about}", flush=True)
-    if warning:
-        print(f"Preparing data: {warning}", flush=True)
+    about = f"{rows:,} rows of {one_line(cfg.data, 100)} to train on; {about}"
+    for line in filter(None, (about, warning)):
+        print(f"Preparing data: {line}", flush=True)
 
-    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-        learn_vocabulary(units.read_sample(train, held), cfg.vocab_size, folder)
+    units.learn_vocabulary(cfg, folder, train, held, **VOCABULARY)
     tokenizer = load_tokenizer(cfg, folder)
     dtypes = {"input_ids": row_files.token_dtype(tokenizer), "token_type_ids": "u1"}
 
@@ -105,74 +101,58 @@ def build(
             columns["weight"] = weights[columns["labels"]]
         return columns, {"input_ids": cut}
 
-    done = row_files.write(folder, train + given, held, encode)
-    size, cut = row_files.describe_lengths(done, "input_ids", row_files.PARTS)
-    size += f"; {cut:,} cut to {cfg.max_length:,}" * (cut > 0)
-    print(f"Prepared: {'pairs' if cfg.text_pair_column else 'texts'} of {size}", flush=True)
     for name, value in (("names", names), ("scale", scale["train"][:2])):
         (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
     constants: dict[str, int | float] = {**marks_of(tokenizer, bool(cfg.text_pair_column))}
     if kind == NUMBER:
         constants["deviation"] = scale["train"].std
-    return row_files.finish(folder, train + given, done, constants)
+    lengths = {"input_ids": ("pairs" if cfg.text_pair_column else "texts", cfg.max_length)}
+    return row_files.write(folder, scanned, encode, lengths, constants)
 
 
-def scan_rows(
-    cfg: Any, folder: Path, shipped: dict[str, Callable[[], Iterator[Row]]]
-) -> tuple[list[Input], list[Input], set[int], list[str]]:
-    """The first pass over training rows and, if they are given, validation rows; the hashes of
-    those held out; the labels' names, or of numbers the name of the column."""
+def scan_rows(cfg: Any, folder: Path, shipped: Shipped) -> row_files.Scanned:
+    """The first pass. Functions of one file are alike: they are all held out, or none."""
     label_columns, kind = labels.split_names(cfg.label_columns), cfg.problem_type
-
-    def check(row: dict) -> None:
-        check_row(row, label_columns, kind)
-
-    def mark_files(read: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-        return (({**row, "file": place}, place) for row, place in read())
 
     def key(row: dict) -> str:
         return "\0".join(texts_of(row))
 
-    readers = row_files.list_readers(
+    def mark_files(read: Callable[[], Iterable[Row]]) -> list[Row]:
+        return [({**row, "file": place}, place) for row, place in read()]
+
+    return row_files.scan(
         cfg,
+        folder,
         ENDINGS,
         columns_of(cfg),
         {name: partial(mark_files, read) for name, read in shipped.items()},
+        lambda source: (
+            f"no row of {source.shown} can be held out: there is no second text, or each is a "
+            "class of its own (is task.label_column right?); add rows"
+        ),
         key=key,
-        group_key=lambda row: row.get("file") or key(row),  # functions of one file are alike
-        check=check,
-        texts=None if cfg.model_name_or_path else texts_of,
+        group_key=lambda row: row.get("file") or key(row),
+        texts=texts_of,
+        by_label=kind == SINGLE,
+        check=lambda row: check_row(row, label_columns, kind),
         label=lambda row: row["label"] if kind != MULTI else json.dumps(row["label"]),
     )
-    train, held = row_files.scan(readers, folder, "train"), set()
-    if not any(reader.fields[1:] for reader in readers):
-        held = row_files.hold_out(train, cfg, why_none_is_held, by_label=kind == SINGLE)
-    names = [cfg.label_column]
-    if kind != NUMBER:
-        found = count_names(train, set(), kind)
-        names = labels.collect_names(found, label_columns, cfg.data)
-    known = {*names}
-
-    def check_given(row: dict) -> None:
-        check(row)
-        if kind != NUMBER:
-            labels.check_known(row, names, known)
-
-    readers = [each._replace(check=check_given) for each in readers]
-    given = row_files.scan(readers, folder, "validation")
-    if given:
-        units.say_overlap(train, given)
-    return train, given, held, names
 
 
-def why_none_is_held(source: Input, data: str) -> str:
-    rows = source.rows
-    if units.count_repeated(source) == rows - 1:
-        return f"{data} has no second text to hold out; add rows"
-    return (
-        f"each of the {rows:,} rows of {data} is a class of its own, so that none can be held out: "
-        "is task.label_column right? If so, add rows"
-    )
+def names_of(cfg: Any, train: list[Input], given: list[Input]) -> list[str]:
+    """The names of the labels, or of numbers that of the column. Raises ValueError for a label that
+    validation rows alone have."""
+    if cfg.problem_type == NUMBER:
+        return [cfg.label_column]
+    columns = labels.split_names(cfg.label_columns)
+    names = labels.collect_names(count_names(train, set(), cfg.problem_type), columns, cfg.data)
+    for source in given:
+        try:
+            found = sorted(count_names([source], set(), cfg.problem_type))
+            labels.check_known({"label": found}, names, {*names})
+        except ValueError as error:
+            raise ValueError(f"task.{source.field}: {source.shown}: {error}") from None
+    return names
 
 
 def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
@@ -202,19 +182,11 @@ def check_model(cfg: Any) -> None:
     texts or for texts without a pair."""
     if not cfg.model_name_or_path:
         return
-    from transformers import AutoConfig
-
-    config = pretrained.load(AutoConfig, cfg)
-    positions = getattr(config, "max_position_embeddings", None)
-    positions = positions if isinstance(positions, int) else -1
-    if re.search("roberta|camembert|longformer|mpnet|data2vec", config.model_type):
-        positions -= 2  # their positions begin after that of padding
+    tokenizing.check_lengths(cfg, "max_length")
     tokenizer = load_tokenizer(cfg)
-    limits = (positions, tokenizer.model_max_length)
-    most = min((limit for limit in limits if limit > 0), default=math.inf)
-    rule = ("max_length", cfg.max_length <= most, f"at most {most}, as the model's")
-    check_fields(cfg, [rule])
-    special = tokenizer.num_special_tokens_to_add
+    most, special = tokenizer.model_max_length, tokenizer.num_special_tokens_to_add
+    wanted = f"at most {most}, as the model's"
+    check_fields(cfg, [("max_length", cfg.max_length <= most, wanted)])
     if cfg.text_pair_column and special(pair=True) <= special(pair=False):
         name = one_line(cfg.model_name_or_path, 100)
         raise ValueError(
@@ -254,12 +226,6 @@ def set_marks(model: Any, cfg: Any, folder: Path) -> None:
         model.config.label_mean, model.config.label_std = scale
     if cfg.text_pair_column:
         model.config.text_pair = True
-
-
-def learn_vocabulary(texts: Iterable[str], size: int, folder: Path) -> None:
-    """Learns the tokenizer of a new model: [CLS] before a text, [SEP] after each."""
-    ends = {"begin": SPECIAL["cls_token"], "end": SPECIAL["sep_token"]}
-    tokenizing.learn_vocabulary(texts, size, folder, first=list(SPECIAL.values()), **ends)
 
 
 def marks_of(tokenizer: Any, is_pair: bool) -> dict[str, int]:

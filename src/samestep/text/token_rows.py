@@ -6,7 +6,6 @@ input_ids, labels, position_ids. Files are little-endian uint16, or uint32 where
 """
 
 from bisect import bisect_right
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,7 @@ import torch
 
 from samestep.base.fields import IGNORE_INDEX
 from samestep.data.sources import Source, WeightedData
-from samestep.text.unit_files import map_file, read_facts
-
-map_some = lru_cache(1000)(map_file)  # each keeps a file open, and train.py may open 4,096
+from samestep.text.unit_files import map_some, read_facts
 
 
 class Flat:

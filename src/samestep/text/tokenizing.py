@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from samestep.base.console import one_line
-from samestep.base.fields import local_path
-from samestep.base.files import fsync
+from samestep.base.fields import check_fields, local_path
+from samestep.base.files import replace_text
 from samestep.base.workers import run_in_child
 from samestep.data.sources import break_long_words
 from samestep.models import pretrained
@@ -34,14 +34,34 @@ SHORT = 5_000  # characters of a text that are tokenised at once: long ones take
 SPACED = re.compile(r"[^\W_](?= [^\W_])")  # where all tokenizers separate, if they separate words
 
 
+# ---- Models to start from ------------------------------------------------------------------------
+
+
+def config_of(cfg: ModelConfig) -> Any:
+    """The config of the model to start from; None: a new model."""
+    from transformers import AutoConfig
+
+    return pretrained.load(AutoConfig, cfg) if cfg.model_name_or_path else None
+
+
+def most_tokens(cfg: ModelConfig) -> int:
+    """Tokens that the model to start from sees at once; 2**30 where there is no limit."""
+    limit = getattr(config_of(cfg), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else 2**30
+
+
+def check_lengths(cfg: ModelConfig, *names: str) -> None:
+    """Raises ValueError for a length that is more than the model to start from can see."""
+    most = most_tokens(cfg)
+    wanted = f"at most {most}, which the model can see"
+    check_fields(cfg, [(name, getattr(cfg, name) <= most, wanted) for name in names])
+
+
 # ---- Tokenizers ----------------------------------------------------------------------------------
 
 
 def load_tokenizer(
-    cfg: ModelConfig,
-    folder: Path,
-    needs: Sequence[str] = ("eos_token", "is_fast"),
-    **options: Any,
+    cfg: ModelConfig, folder: Path, needs: Sequence[str] = ("eos_token", "is_fast"), **options: Any
 ) -> Any:
     """The tokenizer of cfg.model_name_or_path, or the one that learn_vocabulary saved in `folder`.
 
@@ -113,10 +133,7 @@ def learn_vocabulary(
                 pair=f"$A {end} $B:1 {end}:1",
                 special_tokens=[(end, tokenizer.token_to_id(end))],
             )
-        partial = folder / f"{FILE}.partial"
-        partial.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        fsync(partial)
-        partial.rename(folder / FILE)
+        replace_text(folder / FILE, tokenizer.to_str(pretty=True))
 
     # The library does not return to Python for seconds, and a signal would wait for it.
     run_in_child(train_and_save)
@@ -168,18 +185,12 @@ def tokenize_texts(
         firsts.append(len(parts))
     encoded = tokenizer(parts, return_attention_mask=False, **options)
     found = encoded.input_ids
-    for i, j in pairwise(firsts):
-        if after:
-            tokens, end = encoded[j - 1], len(parts[j - 1]) - len(after)
-            last = len(found[j - 1])
-            while last and tokens.token_to_chars(last - 1)[0] >= end:
-                last -= 1
-            found[j - 1] = found[j - 1][:last]
-        if before:
-            tokens, first = encoded[i], 0
-            while first < len(found[i]) and tokens.token_to_chars(first)[1] <= len(before):
-                first += 1
-            found[i] = found[i][first:]
+    for i, j in pairwise(firsts) if before or after else ():
+        for k in {i, j - 1}:
+            first = len(before) if k == i else 0
+            end = len(parts[k]) - (len(after) if k == j - 1 else 0)
+            tokens = zip(found[k], encoded[k].offsets, strict=True)
+            found[k] = [token for token, (start, stop) in tokens if stop > first and start < end]
     return [[*chain(*found[i:j])] for i, j in pairwise(firsts)]
 
 

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from samestep.base.files import fsync, read_json_object, remove
+from samestep.data.cache import hash_file
 
 FACTS = "rows.json"  # of a prepared folder: what its files hold
 
@@ -18,25 +20,24 @@ class UnitWriter:
 
     def __init__(self, folder: Path, number: int):
         self.folder, self.name = folder, f"{number:06}"
-        self.files: dict[str, Any] = {}
-        self.digests: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}  # by their kind, each with its digest
 
     def append(self, kind: str, values: np.ndarray | bytes) -> None:
         """Adds values to the file UNIT.kind."""
         if kind not in self.files:
             path = self.folder / f"{self.name}.{kind}"
             path.unlink(missing_ok=True)  # another run may have mapped it
-            self.files[kind] = open(path, "wb")
-            self.digests[kind] = hashlib.sha256()
+            self.files[kind] = open(path, "wb"), hashlib.sha256()
         data = values if isinstance(values, bytes) else np.ascontiguousarray(values)
-        self.files[kind].write(data)
-        self.digests[kind].update(data)
+        file, digest = self.files[kind]
+        file.write(data)
+        digest.update(data)
 
     def commit(self, facts: dict) -> None:
         """Makes the files and these facts last. A crash before leaves nothing that counts."""
         files = {}
-        for kind, file in self.files.items():
-            files[f"{self.name}.{kind}"] = [file.tell(), self.digests[kind].hexdigest()]
+        for kind, (file, digest) in self.files.items():
+            files[f"{self.name}.{kind}"] = [file.tell(), digest.hexdigest()]
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -48,24 +49,19 @@ class UnitWriter:
         fsync(self.folder)
 
 
-def read_unit(folder: Path, number: int, verify: bool = False) -> dict:
-    """The facts of a unit; empty: it is not done, or, to `verify`, its bytes are other ones."""
-    facts = read_json_object(folder / f"{number:06}.json")
-    for name, (size, digest) in facts.get("files", {}).items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return {}
-        if verify and hash_of_file(path) != digest:
-            return {}
-    return facts
+def read_unit(folder: Path, number: int) -> dict:
+    """The facts that `commit` has written; empty: the unit is not done."""
+    return read_json_object(folder / f"{number:06}.json")
 
 
-def hash_of_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return digest.hexdigest()
+def is_done(folder: Path, number: int) -> bool:
+    """Whether a unit has been committed, and its files still have these bytes."""
+    facts = read_unit(folder, number)
+    files = {folder / name: written for name, written in facts.get("files", {}).items()}
+    return bool(facts) and all(
+        path.is_file() and path.stat().st_size == size and hash_file(path)[0] == digest
+        for path, (size, digest) in files.items()
+    )
 
 
 def map_file(path: Path, dtype: Any) -> np.ndarray:
@@ -73,6 +69,9 @@ def map_file(path: Path, dtype: Any) -> np.ndarray:
     if not path.stat().st_size:
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype, "r"))
+
+
+map_some = lru_cache(1000)(map_file)  # each keeps a file open, and train.py may open 4,096
 
 
 def finish_folder(folder: Path, done: list[dict], facts: dict, content: list) -> dict[str, Any]:

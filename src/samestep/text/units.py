@@ -5,29 +5,30 @@ Units follow from the input alone, so the result is the same on any number of co
 out, and the texts that a vocabulary is learnt from. A second pass, `write`, makes files of them.
 """
 
-import dataclasses
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from samestep.base.console import one_line
-from samestep.base.files import read_json_object
 from samestep.base.workers import Tell, do_units
 from samestep.data import hub, sources, splits, tables
 from samestep.data.tables import Columns, Cursor, Row, Span
-from samestep.text.unit_files import UnitWriter, map_file, read_unit
+from samestep.text import tokenizing
+from samestep.text.unit_files import UnitWriter, is_done, map_file, read_unit
 
 SMALLEST, LARGEST = 4_000_000, 32_000_000  # bytes of a unit
 SAMPLE = 50_000_000  # bytes of text that a vocabulary is learnt from
 SPARE = 4  # times as many bytes of files are kept, as files hold more than text
 LOOKED_AT = 200_000  # rows, at first, to find those to hold out
 BATCH = 1_000_000  # characters that are encoded in one call
+PARTS = ("train", "validation")
 # Of a row; size in bytes; label: a number, or the place of a text among the unit's labels.
 NOTED = np.dtype([("hash", "<u8"), ("size", "<i8"), ("label", "<f8")])
 
@@ -36,7 +37,7 @@ class Reader(NamedTuple):
     """How the rows of a source are read."""
 
     name: str  # for metrics
-    cfg: sources.DataConfig  # with `data` of this source
+    cfg: Any  # a DataConfig with `data` of this source
     endings: Iterable[str]
     columns: Columns
     # Changes a row to what the task uses, or raises ValueError; what it returns is counted.
@@ -54,8 +55,10 @@ class Reader(NamedTuple):
         on_hub = self.shipped is None and hub.is_hub_name(self.cfg.data)
         fields = ["data_split" if on_hub else "data"]
         if self.cfg.validation_data:
-            return [*fields, "validation_data"]
-        return fields + ["validation_split"] * bool(on_hub and self.cfg.validation_split)
+            fields.append("validation_data")
+        elif on_hub and self.cfg.validation_split:
+            fields.append("validation_split")
+        return fields
 
 
 # ---- Pieces --------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ class Piece(NamedTuple):
             yield from self.rows(self.span.start, self.span.stop)
         elif self.is_text:
             place = one_line(self.path, 200)
-            for text in tables.read_text(self.path, self.field, self.span, cursor):
+            for text in tables.read_text(self.path, self.field, self.span):
                 yield {"text": text}, place
         else:
             yield from tables.read_rows(self.path, columns, self.field, optional, self.span, cursor)
@@ -104,7 +107,7 @@ def is_text(path: Path) -> bool:
 
 def hash_of(text: str) -> int:
     """64 bits for a text, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "big")
 
 
 def unit_size(total: int) -> int:
@@ -112,21 +115,24 @@ def unit_size(total: int) -> int:
     return min(max(total // 16, SMALLEST), LARGEST)
 
 
+def cut_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+    return [*pairwise(np.linspace(0, total, parts + 1).astype(int).tolist())]
+
+
 def split_file(path: Path, name: str, size: int, long_texts: bool) -> list[Piece]:
     """A file in pieces of about `size` bytes, where that is possible before it is read."""
     total = path.stat().st_size
     whole = Piece(name, total, path)
     ending = path.suffix.lower()
-    packed = ending in tables.COMPRESSIONS
-    cut_by_bytes = ending == ".jsonl" or (long_texts and is_text(path) and not packed)
-    if total > 1.5 * size and cut_by_bytes:
-        bounds = np.linspace(0, total, -(-total // size) + 1).astype(int).tolist()
+    packed, long_text = ending in tables.COMPRESSIONS, long_texts and is_text(path)
+    if total > 1.5 * size and (ending == ".jsonl" or long_text and not packed):
+        bounds = cut_evenly(total, -(-total // size))
         spans = [
             Span(start, stop if stop < total else None, None if start else 0)
-            for start, stop in zip(bounds, bounds[1:], strict=False)
+            for start, stop in bounds
         ]
-        return [Piece(name, total // len(spans), path, span) for span in spans]
-    if long_texts and packed and is_text(path) and 10 * total > size:
+        return [whole._replace(size=total // len(spans), span=span) for span in spans]
+    if long_text and packed and 10 * total > size:
         return [whole._replace(span=Span(lines=None))]
     if total > size and ending == ".parquet":
         return split_parquet(whole, size)
@@ -149,7 +155,7 @@ def split_parquet(whole: Piece, size: int) -> list[Piece]:
         if weight >= size or number == len(facts):
             pieces.append(whole._replace(size=weight, span=Span(start, number, first)))
             start, first, weight = number, rows, 0
-    return pieces or [whole]
+    return pieces
 
 
 def list_pieces(reader: Reader, name: str) -> list[Piece]:
@@ -169,10 +175,9 @@ def list_pieces(reader: Reader, name: str) -> list[Piece]:
         return [
             piece for file in files for piece in split_file(file, name, size, reader.long_texts)
         ]
-    bounds = np.linspace(0, rows, max(total // unit_size(total), 1) + 1).astype(int).tolist()
     return [
         Piece(name, total * (stop - start) // max(rows, 1), None, Span(start, stop), read)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in cut_evenly(rows, max(total // unit_size(total), 1))
     ]
 
 
@@ -202,16 +207,22 @@ class Input:
     units: list[Unit]  # for the second pass: a file that was one piece may now be several
     rows: int = 0  # that can be used
     size: int = 0  # bytes of text
-    left_out: Counter = dataclasses.field(default_factory=Counter)  # rows, by the reason
-    counts: Counter = dataclasses.field(default_factory=Counter)  # what `check` returned
+    left_out: Counter = field(default_factory=Counter)  # rows, by the reason
+    counts: Counter = field(default_factory=Counter)  # what `check` returned
     # Of each unit: what is noted of its rows, and the texts of their labels.
-    noted: list[tuple[Path, list[str]]] = dataclasses.field(default_factory=list)
+    noted: list[tuple[Path, list[str]]] = field(default_factory=list)
     share: float = 1.0  # of a single text, that is trained on
 
     @property
     def given(self) -> bool:
         """Whether all rows are for evaluation."""
         return self.field.startswith("validation")
+
+    @property
+    def shown(self) -> str:
+        """The data, for messages."""
+        cfg = self.reader.cfg
+        return one_line(cfg.validation_data if self.field == "validation_data" else cfg.data, 100)
 
     def notes(self) -> Iterator[np.ndarray]:
         """For each unit an array of NOTED."""
@@ -233,7 +244,7 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
     units = group(pieces, cut_at)
 
     def work(number: int, tell: Tell) -> None:
-        if not read_unit(folder, number, verify=True):
+        if not is_done(folder, number):
             scan_unit(UnitWriter(folder, number), reader, units[number], least, cut_at, tell)
 
     sizes = [sum(piece.size for piece in unit) for unit in units]
@@ -242,16 +253,21 @@ def scan(reader: Reader, name: str, folder: Path) -> Input:
     is_file = name == "validation_data" and data != reader.cfg.data
     found = Input(Path(data).name if is_file else reader.name, reader, name, [])
     for number, unit in enumerate(units):
-        facts = read_json_object(folder / f"{number:06}.json")
+        facts = read_unit(folder, number)
         found.rows, found.size = found.rows + facts["rows"], found.size + facts["size"]
         sources.add_left_out(found.left_out, facts["left_out"])
         found.counts.update(facts["counts"])
         found.noted.append((folder / f"{number:06}.rows", facts["labels"]))
         found.units += cut_unit(unit, facts["cuts"])
     if not found.rows:
-        nothing = "there is no text" if reader.long_texts else "there are no rows"
-        raise ValueError(f"task.{name}: {nothing} in {one_line(data, 100)}")
+        raise ValueError(f"task.{name}: there are no rows in {one_line(data, 100)}")
     return found
+
+
+def scan_all(readers: list[Reader], folder: Path) -> list[Input]:
+    """The first pass over the rows of all sources, and over the rows to evaluate on."""
+    every = [(reader, field) for reader in readers for field in reader.fields]
+    return [scan(*each, folder / f"scan-{number}") for number, each in enumerate(every)]
 
 
 def scan_unit(
@@ -271,42 +287,46 @@ def scan_unit(
         facts["rows"] += len(noted)
         noted.clear()
 
+    def note_text(row: dict) -> tuple[int, int]:
+        """The hash and size of a row, whose text may be kept."""
+        key = reader.key(row)
+        hashed, size = hash_of(key), len(key.encode())
+        facts["size"] += size
+        tell(size)
+        if reader.texts and hashed >= least:
+            line = json.dumps([hashed, [*reader.texts(row)]], ensure_ascii=False)
+            out.append("sample", f"{line}\n".encode())
+        return hashed, size
+
     out.append("sample", b"")
     for index, piece in enumerate(unit):
+        if piece.is_text:
+            size = sum(note_text(row)[1] for row, _ in piece.read(reader.columns))
+            if not piece.span.start:
+                compressed = piece.span.stop is None  # its size is known now
+                size = size if compressed else piece.path.stat().st_size
+                noted.append((piece.hash_of_text(), size, 0))
+            continue
         cursor = Cursor(piece.path, piece.span) if piece.path else None
-        cuts = cursor and piece.span == tables.WHOLE and not is_text(piece.path)
-        begun, seen, before = Span(), 0, facts["size"]
+        may_be_cut = cursor and piece.span == tables.WHOLE and not is_text(piece.path)
+        begun = Span()
         for row, place in piece.read(reader.columns, reader.optional, cursor):
             try:
-                counts.update([] if piece.is_text else reader.check(row) or [])
+                counts.update(reader.check(row) or [])
             except ValueError as error:
                 sources.leave_out(error, place, reader.cfg, piece.field, left_out)
                 continue
-            text = reader.key(row)
-            size, hashed = len(text.encode()), hash_of(text)
-            if not piece.is_text:
-                value = reader.label(row) if reader.label else 0
-                if isinstance(value, str):
-                    value = labels.setdefault(value, len(labels))
-                noted.append((hashed, size, value))
-                if len(noted) == 10_000:  # a file that is read whole has many more
-                    write_notes()
-            facts["size"] += size
-            if reader.texts and hashed >= least:
-                line = json.dumps([hashed, [*reader.texts(row)]], ensure_ascii=False)
-                out.append("sample", f"{line}\n".encode())
-            position = cursor.offset - cursor.span.start if cursor else seen + size
-            tell(position - seen)
-            seen = position
-            if cuts and cursor.offset - begun.start >= cut_at:
+            value = reader.label(row) if reader.label else 0
+            if isinstance(value, str):
+                value = labels.setdefault(value, len(labels))
+            noted.append((*note_text(row), value))
+            if len(noted) == 10_000:  # a file that is read whole has many more
+                write_notes()
+            if may_be_cut and cursor.offset - begun.start >= cut_at:
                 facts["cuts"].append([index, begun.start, cursor.offset, begun.lines])
                 begun = Span(cursor.offset, None, cursor.lines)
         if begun.start:
             facts["cuts"].append([index, begun.start, None, begun.lines])
-        if piece.is_text and not piece.span.start:
-            whole = piece.span.stop is None  # compressed: its size is known now
-            size = facts["size"] - before if whole else piece.path.stat().st_size
-            noted.append((piece.hash_of_text(), size, 0))
     write_notes()
     out.commit({**facts, "labels": [*labels], "counts": counts, "left_out": left_out})
 
@@ -320,21 +340,22 @@ def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
             rest.append(piece)
             continue
         parts = [piece._replace(span=s, size=piece.size // len(spans)) for s in spans]
-        units += [rest] * bool(rest) + [[part] for part in parts]
+        units += [rest, *([part] for part in parts)]
         rest = []
-    return units + [rest] * bool(rest)
+    return [unit for unit in [*units, rest] if unit]
 
 
 # ---- The second pass -----------------------------------------------------------------------------
 
 
-class Batch(NamedTuple):
+@dataclass
+class Batch:
     """Rows of about BATCH characters, all held out or none."""
 
     rows: list[Row]
     hashes: list[int]
     is_held: bool
-    size: int  # about the bytes of the input
+    size: int = 0  # about the bytes of the input
     begins: bool = True  # whether the text begins with it, and ends: only a part of a long one
     ends: bool = True  # does not
 
@@ -342,25 +363,10 @@ class Batch(NamedTuple):
 def batches_of(source: Input, unit: Unit, held: Container[int]) -> Iterator[Batch]:
     """The rows of a unit; `held`: the hashes of those that are held out."""
     reader = source.reader
-    waiting: dict[bool, list[tuple[Row, int]]] = {False: [], True: []}
-    sizes = {False: 0, True: 0}
-
-    def take(is_held: bool) -> Batch:
-        rows, hashes = zip(*waiting[is_held], strict=True)
-        batch = Batch([*rows], [*hashes], is_held, sizes[is_held])
-        waiting[is_held], sizes[is_held] = [], 0
-        return batch
-
+    waiting = {is_held: Batch([], [], is_held) for is_held in (False, True)}
     for piece in unit:
         if piece.is_text:
-            hashed, begins = piece.hash_of_text(), not piece.span.start
-            blocks = piece.read({"text": "text"})
-            block = next(blocks, None)
-            while block:
-                text, block = block, next(blocks, None)
-                ends, size = not block and piece.span.stop is None, len(text[0]["text"].encode())
-                yield Batch([text], [hashed], piece.held or hashed in held, size, begins, ends)
-                begins = False
+            yield from batches_of_text(piece, held)
             continue
         for row, place in piece.read(reader.columns, reader.optional):
             try:
@@ -369,18 +375,29 @@ def batches_of(source: Input, unit: Unit, held: Container[int]) -> Iterator[Batc
                 continue
             key = reader.key(row)
             hashed = hash_of(key)
-            parts: list[tuple[dict, bool]] = [(row, hashed in held)]
+            parts = {hashed in held: row}
             if source.share < 1:
                 end = int(len(key) * source.share)
-                parts = [({"text": key[:end]}, False), ({"text": key[end:]}, True)]
-            for part, is_held in parts:
-                waiting[is_held].append(((part, place), hashed))
-                sizes[is_held] += len(key)
-                if sizes[is_held] > BATCH:
-                    yield take(is_held)
-    for is_held in (False, True):
-        if waiting[is_held]:
-            yield take(is_held)
+                parts = {False: {"text": key[:end]}, True: {"text": key[end:]}}
+            for is_held, part in parts.items():
+                batch = waiting[is_held]
+                batch.rows.append((part, place))
+                batch.hashes.append(hashed)
+                batch.size += len(key)
+                if batch.size > BATCH:
+                    yield batch
+                    waiting[is_held] = Batch([], [], is_held)
+    yield from (batch for batch in waiting.values() if batch.rows)
+
+
+def batches_of_text(piece: Piece, held: Container[int]) -> Iterator[Batch]:
+    """The blocks of a part of a long text."""
+    hashed = piece.hash_of_text()
+    is_held, begins = piece.held or hashed in held, not piece.span.start
+    for block, following in pairwise(chain(piece.read({"text": "text"}), [None])):
+        ends = following is None and piece.span.stop is None
+        yield Batch([block], [hashed], is_held, len(block[0]["text"].encode()), begins, ends)
+        begins = False
 
 
 def write(
@@ -396,7 +413,7 @@ def write(
     todo = [(each, unit) for each in inputs for unit in each.units]
 
     def work(number: int, tell: Tell) -> None:
-        if read_unit(folder, number, verify=True):
+        if is_done(folder, number):
             return
         source, unit = todo[number]
         out = UnitWriter(folder, number)
@@ -412,7 +429,7 @@ def write(
     return [(each, read_unit(folder, number)) for number, (each, _) in enumerate(todo)]
 
 
-# ---- What is held out ----------------------------------------------------------------------------
+# ---- What is held out, and what a vocabulary is learnt from --------------------------------------
 
 
 def hold_out(
@@ -435,26 +452,44 @@ def hold_out(
     limits = splits.extremes(labelled())
     looked_at = min(fraction, LOOKED_AT / max(source.rows, 1))  # the rest might not fit into memory
     while True:
-        found = [
-            rows[splits.is_candidate(rows["hash"], limits, looked_at)] for rows in source.notes()
-        ]
-        rows = np.concatenate(found)
+        rows = np.concatenate(
+            [each[splits.is_candidate(each["hash"], limits, looked_at)] for each in source.notes()]
+        )
         sizes = rows["size"] if size_of_row else np.ones(len(rows))
         if looked_at == fraction or sizes.sum() > most:
             return splits.hold_out(rows["hash"], sizes, limits, looked_at, most)
         looked_at = min(fraction, 2 * looked_at)
 
 
+def choose_held(
+    inputs: list[Input], fraction: float, most: float, problem: Callable[[Input], str], **how: Any
+) -> set[int]:
+    """The hashes of the rows that are held out, of each source so many (`hold_out`); none where
+    validation rows are given.
+
+    Raises ValueError, with the words of `problem(source)`, where there are none to hold out.
+    """
+    train, given = ([each for each in inputs if each.given == value] for value in (False, True))
+    held: set[int] = set()
+    if given:
+        say_overlap(train, given)
+        return held
+    for each in train:
+        if each.rows == 1 and each.reader.long_texts:  # it is cut in two
+            continue
+        own = hold_out(each, fraction, most / len(train), **how)
+        if not own:
+            raise ValueError(f"task.data: {problem(each)}")
+        held |= own
+    return held
+
+
 def count_repeated(source: Input) -> int:
     """Rows that are equal to an earlier one; counted in parts, which bounds the memory."""
     parts, repeated = max(1, source.rows >> 22), 0
     for part in range(parts):
-        lower, upper = (part << 64) // parts, ((part + 1) << 64) // parts - 1
-        chosen = [
-            each["hash"][(each["hash"] >= lower) & (each["hash"] <= upper)]
-            for each in source.notes()
-        ]
-        hashes = np.concatenate(chosen)
+        noted = (each["hash"] for each in source.notes())
+        hashes = np.concatenate([each[each % parts == part] for each in noted])
         repeated += len(hashes) - len(np.unique(hashes))
     return repeated
 
@@ -463,17 +498,31 @@ def say_overlap(train: list[Input], given: list[Input]) -> None:
     """Prints how many of the validation rows are training rows too."""
     rows = np.concatenate([each["hash"] for source in given for each in source.notes()])
     known = np.zeros(len(rows), bool)
-    for source in train:
-        for each in source.notes():
-            known |= np.isin(rows, each["hash"])
+    for each in chain.from_iterable(source.notes() for source in train):
+        known |= np.isin(rows, each["hash"])
     sources.say_overlap(int(known.sum()), len(rows))
+
+
+def learn_vocabulary(
+    cfg: Any, folder: Path, train: list[Input], held: Container[int], **special: Any
+) -> None:
+    """Learns the vocabulary of a new model from rows that are not held out, unless it is there.
+
+    `special`: the tokens that `tokenizing.learn_vocabulary` takes.
+    """
+    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
+        size = sum(each.size for each in train) / 1e6
+        part = f"{SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size * 1e6 > SAMPLE)
+        print(f"Preparing data: learning a vocabulary from {part}{size:,.1f} MB", flush=True)
+        texts = read_sample(train, held)
+        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, **special)
 
 
 def read_sample(inputs: list[Input], held: Container[int]) -> Iterator[str]:
     """The kept texts of rows that are not held out, about SAMPLE bytes at most."""
 
     def lines() -> Iterator[tuple[int, str]]:
-        for file, _ in (noted for each in inputs for noted in each.noted):
+        for file, _ in chain.from_iterable(each.noted for each in inputs):
             with open(file.with_suffix(".sample"), encoding="utf-8") as sample:
                 for line in sample:
                     hashed = int(line[1 : line.index(",")])
