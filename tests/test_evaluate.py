@@ -46,7 +46,7 @@ def test_the_loss_and_the_accuracy_of_the_harness_are_ours(tmp_path):
     """On packed rows of prompts and completions, each with the token that ends a text."""
     if not (ADDED / "lm_eval").exists():
         pytest.skip("make test-all installs lm-evaluation-harness")
-    baked = bake(tmp_path / "project", tracker="none")
+    baked = bake(tmp_path / "project", tracker="tensorboard")
     write_table(baked.path, [row for row in ROWS if row not in HELD])
     write_table(baked.path, HELD, name="held")
     flags = [word for name, value in FIELDS.items() for word in (f"--task.{name}", value)]
@@ -77,6 +77,12 @@ def test_the_loss_and_the_accuracy_of_the_harness_are_ours(tmp_path):
     assert headings[-2:] == ["## Hardware and versions", "## lm-evaluation-harness"]
     assert len(headings) == 4
     assert json.loads((card.parent / "metrics.json").read_text())["cloze"]["sample_len"] == 4
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(baked.path / "runs" / "run"))
+    events.Reload()
+    (*_, first, last) = events.Scalars("cloze/acc")
+    assert first.value == pytest.approx(accuracy) and first.step == last.step == 60
 
 
 def test_bad_input_is_one_line(tmp_path):

@@ -158,6 +158,7 @@ def test_two_processes_and_a_slow_one(tmp_path):
     printed, section = launch(project, "cpu_multi", tmp_path / "report")
     for name in OF_EACH:
         assert {*values(section, name)} == {"0", "1"}
+    assert {*values(section, "point-to-point.*")} == {"0-1"}
     for kind, factor in (("all_reduce", 1), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
         algorithm, bus = values(section, f"{kind} algbw.*"), values(section, f"{kind} busbw.*")
         assert {*algorithm} == {*bus} == {4096, 65536, 2**20, 2**24}

@@ -78,6 +78,7 @@ def run(
     else:
         say("measuring the links")
         section.figures += links.measure_collectives(ranks, device, seconds)
+        section.figures += links.measure_pairs(ranks, device)
 
     # Measure the project's own work.
     say("measuring the project's loader and training step")

@@ -1,4 +1,4 @@
-"""Measures what connects the processes: collective operations."""
+"""Measures what connects the processes: collective operations, and messages between two."""
 
 import itertools
 from collections.abc import Callable
@@ -57,3 +57,39 @@ def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> l
         figures.append(Figure(f"{kind} algbw, {name}", algorithm, "GB/s", size=size))
         figures.append(Figure(f"{kind} busbw, {name}", bus, "GB/s", size=size))
     return figures
+
+
+def measure_pairs(ranks: Ranks, device: torch.device) -> list[Figure]:
+    """Latency and bandwidth between neighbours, one pair at a time while the others wait.
+
+    A message goes there and one back; half the time of a round is that of a message. Call it after
+    a collective operation of all processes: NCCL makes its connections in that.
+    """
+    small, large = CPU_SIZES[0], 4 * MiB if device.type == "cpu" else 256 * MiB
+    figures, rank = [], ranks.layout.rank
+    for pair in itertools.pairwise(range(ranks.layout.processes)):
+        times = [0.0, 0.0]
+        if rank in pair:
+            times = [ping_pong(rank, pair, size, device) for size in (small, large)]
+        latency, taken = ranks.gather(times)[pair[0]]  # the others wait here
+        where, speed = f"{pair[0]}-{pair[1]}", large / taken / 1e9
+        figures += [
+            Figure(f"point-to-point latency, {size_name(small)}", latency * 1e6, "us", where),
+            Figure(f"point-to-point, {size_name(large)}", speed, "GB/s", where),
+        ]
+    return figures
+
+
+def ping_pong(rank: int, pair: tuple[int, int], size: int, device: torch.device) -> float:
+    """Seconds that a message of `size` bytes takes between this process and the other of a pair."""
+    peer = pair[1] if rank == pair[0] else pair[0]
+    message = torch.zeros(size // 4, device=device)
+    turns = [dist.isend, dist.irecv] if rank == pair[0] else [dist.irecv, dist.isend]
+
+    def round_trip() -> None:
+        for turn in turns:
+            # In a batch NCCL uses the connections of all; otherwise it makes new ones for a pair.
+            for work in dist.batch_isend_irecv([dist.P2POp(turn, message, peer)]):
+                work.wait()
+
+    return seconds_per_call(round_trip, calls=60 if size <= MiB else 10) / 2

@@ -5,7 +5,8 @@
     python -m samestep evaluate runs/lora/model --tasks chats.yaml --chat
 
 `python -m samestep example cloze` writes cloze.yaml, a task on rows of your own, which needs no
-network. The numbers go to metrics.json beside the model, and into its card.
+network. The numbers go to metrics.json beside the model, into its card, and to the tracker of its
+run.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import importlib.util
 import logging
 import math
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from samestep.base.console import one_line, protect_output
 from samestep.base.files import read_json_object, read_text
 from samestep.programs import make_parser
 from samestep.programs.predict import find_model, load_pipeline
-from samestep.report import model_card, tracking
+from samestep.report import curves, model_card, tracking
 
 
 def find_tasks(given: list[str]) -> tuple[list[str], list[Path]]:
@@ -44,7 +46,7 @@ def find_tasks(given: list[str]) -> tuple[list[str], list[Path]]:
     return names, folders
 
 
-def run_tasks(pipe: Any, names: list[str], folders: list[Path], given: argparse.Namespace) -> dict:
+def run_tasks(pipe: Any, names: list[str], folders: list[Path], options: dict) -> dict:
     """The numbers of each task and group by name, with their standard errors."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -52,27 +54,37 @@ def run_tasks(pipe: Any, names: list[str], folders: list[Path], given: argparse.
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model = HFLM(pretrained=pipe.model, tokenizer=pipe.tokenizer, batch_size=given.batch)
+    model = HFLM(pretrained=pipe.model, tokenizer=pipe.tokenizer, batch_size=options.pop("batch"))
     # Reading the harness's own tasks takes seconds.
     manager = TaskManager(include_path=folders, include_defaults=len(folders) < len(names))
     found = simple_evaluate(
-        model,
-        tasks=names,
-        task_manager=manager,
-        limit=given.limit,
-        apply_chat_template=given.chat,
-        log_samples=False,
-        bootstrap_iters=1000,
+        model, tasks=names, task_manager=manager, log_samples=False, bootstrap_iters=1000, **options
     )
-    # Numbers without the harness's mark of no filter, `,none`.
+    return {name: numbers_of(scores) for name, scores in found["results"].items()}
+
+
+def numbers_of(scores: dict[str, Any]) -> dict[str, float]:
+    """The numbers among a task's scores, without the harness's mark of no filter, `,none`."""
     return {
-        task: {
-            name.removesuffix(",none"): float(value)
-            for name, value in scores.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
-        for task, scores in found["results"].items()
+        name.removesuffix(",none"): float(value)
+        for name, value in scores.items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def track(run: Path, scores: dict[str, float]) -> None:
+    """Sends scores to the tracker of a run, at the last step of its metrics."""
+    config = yaml.safe_load(read_text(run / "config.yaml"))
+    if config["tracker"] == "none":
+        return
+    from accelerate import Accelerator
+
+    tracking.check_tracker(config["tracker"], config["offline"])
+    accelerator = Accelerator(log_with=config["tracker"], project_dir=str(run))
+    tracking.start_tracker(accelerator, config)
+    step = int(max(chain(*curves.read_metrics(run))))
+    accelerator.log({**scores, "step": step}, step=None if config["tracker"] == "wandb" else step)
+    tracking.end_tracker(accelerator)
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -83,8 +95,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if task != "text-generation":
         raise ValueError(f"{folder} holds no language model, which the harness evaluates")
     names, folders = find_tasks(arguments.tasks)
+    options = {"batch": arguments.batch, "limit": arguments.limit}
+    options |= {"apply_chat_template": arguments.chat}
     try:
-        found = run_tasks(load_pipeline(folder, task), names, folders, arguments)
+        found = run_tasks(load_pipeline(folder, task), names, folders, options)
     except Exception as error:  # the harness has no errors of its own
         raise ValueError(f"cannot evaluate {folder}: {type(error).__name__}: {error}") from None
     file = folder / "metrics.json"
@@ -94,6 +108,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     }
     model_card.set_section(folder, "lm-evaluation-harness", model_card.score_table(scores))
     print("  ".join(f"{name} {value:.5g}" for name, value in scores.items()))
+    if (folder.parent / "config.yaml").is_file():
+        track(folder.parent, scores)
 
 
 def main() -> None:
@@ -106,7 +122,8 @@ def main() -> None:
     add("--batch", type=int, default=8, help="inputs at once (default: 8)")
     add("--limit", type=int, help="rows of each task; default: all")
     add("--chat", action="store_true", help="each prompt is a message, in the chat template")
+    arguments = parser.parse_args()
     try:
-        evaluate(parser.parse_args())
+        evaluate(arguments)
     except (ValueError, OSError) as error:
         parser.error(str(error))

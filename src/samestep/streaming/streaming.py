@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -51,6 +51,7 @@ THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 TOKENS = "tokens"  # ending of a tokenised shard: see token_streams.py
 MOST_OPEN = 256  # shards in a process
+COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -138,7 +139,9 @@ def prepare(
         found = {
             name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
         }
-        return build_index(cfg, folder, found, {*known}, build)
+        facts = build_index(cfg, folder, found, {*known}, build)
+        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
+        return facts
 
     return cache.prepare_once(cfg, lambda: folder, build_all)
 
@@ -257,9 +260,6 @@ def build_index(
         raise ValueError(
             f"task.{origin}: the label {one_line(unknown, 60)} of {path} is none to train on"
         )
-    known = {each.index.digest for each in train}
-    both = sum(each.index.rows for each in validation if each.index.digest in known)
-    sources.say_overlap(both, sum(each.index.rows for each in validation))
     text = f"{total:,} rows of {len(train):,} shards to train"
     text += f" and {used:,} rows of {len(validation):,} to evaluate on"
     print(f"Preparing data: {text}", flush=True)
@@ -501,6 +501,26 @@ class ShardRows(torch.utils.data.Dataset):
         """The numbers of all shards, in an order that their names decide."""
         return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
 
+    def sample(self) -> Iterator[dict[str, Any]]:
+        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
+        on this machine, or from those that fill 1 GB where they have to be unpacked."""
+        chosen = self.by_hash()
+        if shards.is_url(self.cache.data):
+            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
+        if self.copied:
+            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
+            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
+        total = int(self.ends[-1])
+        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
+        for number in chosen:
+            end = int(self.ends[number])
+            rows = (end - int(self.rows[number]), end)
+            first, last = (-(-row * self.used // total) for row in rows)
+            for i in range(-(-first // step) * step, last, step):
+                reader = self.reader(number)
+                with contextlib.suppress(Exception):  # training tells what cannot be read
+                    yield reader.read(self.locate(i)[1])
+
     def reader(self, number: int) -> Any:
         """The reader of a shard; some of those that were used last stay open."""
         if number in self.readers:
@@ -561,3 +581,23 @@ class ShardRows(torch.utils.data.Dataset):
     def __getitems__(self, ids: list[int]) -> list:
         self.fetch(ids)
         return [self.read(i) for i in ids]
+
+
+def say_overlap(train: ShardRows, validation: ShardRows) -> None:
+    """Prints how many of the validation rows are training rows too, of some of each."""
+    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
+    least, known = "at least " * (len(known) < len(train)), {*known}
+    sources.say_overlap(sum(each in known for each in held), len(held), least)
+
+
+def hash_values(values: dict[str, Any]) -> bytes:
+    """A hash of the values of a row without its label."""
+    digest = hashlib.sha256()
+    for role, value in values.items():
+        if role == "label":
+            continue
+        if isinstance(value, dict):  # an image of a .parquet
+            value = value.get("bytes") or value.get("path")
+        value = value.tobytes() if hasattr(value, "tobytes") else value
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+    return digest.digest()

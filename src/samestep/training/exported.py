@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from samestep.base.begin import LAUNCHED
@@ -36,23 +37,27 @@ def ask_trained(run: Run, model: torch.nn.Module) -> dict:
     if not run.cfg.check_export or not hasattr(run.task, "questions"):
         return {}
     asked, problem = catch(answers_of, run, model)
-    if not asked:
+    if problem or not asked["asked"]:
         return {"problem": one_line(problem or "task.questions gives nothing to ask")}
-    return {"asked": asked, "dtype": str(model.dtype).removeprefix("torch.")}
+    return asked
 
 
-def answers_of(run: Run, model: Any) -> list[dict]:
+def answers_of(run: Run, model: Any) -> dict:
     rows = [run.start.data[1][i] for i in range(min(ASKED, len(run.start.data[1])))]
-    asked = []
+    asked: list[dict[str, Any]] = []
     model.eval()
     with restored(model):
         for given, tensors in run.task.questions(rows, run.cfg.task, run.start.prepared):
-            inputs = {
-                name: torch.as_tensor(np.asarray(values), device=model.device)
-                for name, values in tensors.items()
-            }
-            asked.append({"given": given, **from_outside.ask(model, inputs)})
-    return asked
+            inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
+            each: dict[str, Any] = {"given": given}
+            if "input_ids" in inputs:
+                inputs = {name: values.long() for name, values in inputs.items()}
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                each["prompt"] = inputs["input_ids"][0].tolist()
+            inputs = {name: values.to(model.device) for name, values in inputs.items()}
+            asked.append({**each, **from_outside.ask(model, inputs)})
+    size = sum(p.nbytes for p in model.parameters())
+    return {"asked": asked, "dtype": str(model.dtype).removeprefix("torch."), "bytes": size}
 
 
 def check(run: Run, folder: Path, asked: dict) -> tuple[str, bool]:
@@ -63,8 +68,8 @@ def check(run: Run, folder: Path, asked: dict) -> tuple[str, bool]:
     import transformers
 
     first = asked["asked"][0]
-    what = "logits" if first["labels"] else "log-probabilities"
-    what += f" for {len(asked['asked'])} "
+    what = "logits" if "logits" in first else "answers"
+    what += f" to {len(asked['asked'])} "
     what += "chats, by its chat template" if isinstance(first["given"], list) else "inputs"
     return (
         f"transformers {transformers.__version__} loads it in {found['dtype']}, without the "
@@ -74,6 +79,9 @@ def check(run: Run, folder: Path, asked: dict) -> tuple[str, bool]:
 
 def compare(run: Run, folder: Path, asked: dict) -> dict:
     """What the program from_outside.py finds. It has a process and all cores to itself."""
+    free = psutil.virtual_memory().available
+    if asked["bytes"] > 0.8 * free:
+        return {"problem": f"it has {asked['bytes']:,} bytes, and {free:,} of memory are free"}
     adapter = (folder / "adapter_config.json").exists()
     env = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
