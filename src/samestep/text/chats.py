@@ -247,7 +247,12 @@ def template_path(cfg: Any) -> Path | None:
 
 
 def read_template(cfg: Any) -> str:
-    return template_path(cfg).read_text(encoding="utf-8")
+    """The text of the file in cfg.chat_template; raises ValueError if it cannot be read."""
+    try:
+        return template_path(cfg).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read {one_line(cfg.chat_template, 100)}: {one_line(error)}"
+        raise ValueError(f"task.chat_template: {what}") from None
 
 
 def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:

@@ -25,7 +25,7 @@ from samestep.text.units import Batch, Input, Reader
 
 END_OF_TEXT = "<|endoftext|>"  # of a new model
 BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
-COUNTED = ("texts", "tokens", "held_texts", "held", "long", "empty", "used")  # of a unit
+FACTS = "texts tokens held_texts held questions long empty used most_texts".split()  # of a unit
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class RowMaker(NamedTuple):
     def write_unit(self, out: UnitWriter, source: Input, batches: Iterator[Batch]) -> dict:
         """Tokenises the rows of a unit into files: .tokens to train on, .held those held out."""
         counts, texts, waiting = np.zeros(len(self.tokenizer), np.int64), [], 0
-        facts: dict[str, Any] = {**dict.fromkeys(COUNTED, 0), "most_texts": 0, "questions": []}
+        facts: dict[str, Any] = {**dict.fromkeys(FACTS, 0), "questions": []}
 
         def write(values: np.ndarray, labels: np.ndarray) -> None:
             out.append("tokens", values)
@@ -279,7 +279,7 @@ def finish(
     for number, source in enumerate(inputs):
         part = units.PARTS[source.given]
         own = {i: facts for i, (each, facts) in enumerate(done) if each is source}
-        totals = {name: sum(facts[name] for facts in own.values()) for name in COUNTED}
+        totals = {n: sum(facts[n] for facts in own.values()) for n in FACTS if n != "questions"}
         files = [(f"{i:06}.tokens", facts["tokens"]) for i, facts in own.items()]
         parts[part].append(list_rows(source, number, files, folder, maker, part))
         say_packed(source, totals, parts[part][-1][1], maker)
