@@ -468,7 +468,8 @@ class TrainingState:
             )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         registered = registered_state(self.accelerator)
-        check_shapes(tensors | registered, reader, path)
+        elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
+        check_shapes(tensors | registered | elsewhere, reader, path)
         check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
