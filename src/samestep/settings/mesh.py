@@ -16,7 +16,8 @@ from accelerate.utils import parse_flag_from_env
 
 # The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
-STAGES = "PARALLELISM_CONFIG_STAGES"  # train_pipeline.py sets it on each process
+# train_pipeline.py sets them on each process, under a YAML that shards nothing.
+STAGES, TP = "PARALLELISM_CONFIG_STAGES", "PARALLELISM_CONFIG_TP_SIZE"
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # from the outermost to the innermost
 
 
@@ -103,7 +104,9 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
             f"num_processes is {processes}; make them equal"
         )
     stages = int(os.environ.get(STAGES, 1))
-    if stages > 1 and (kinds or processes % stages):
+    if stages > 1:
+        sizes["tp"] = int(os.environ.get(TP, 1))
+    if stages > 1 and (kinds or processes % (stages * sizes["tp"])):
         raise ValueError(
             f"{stages} stages need a YAML that shards nothing, such as multi_gpu_bf16.yaml, and a "
             f"multiple of {stages} processes; num_processes is {processes}"
