@@ -153,7 +153,7 @@ def models():
     yield LlamaForCausalLM(LlamaConfig(**shape | {"num_hidden_layers": 1})), "as many layers"
     # Its decoder scales what it gets, be it the embedding or not.
     granite = GraniteConfig(**shape, tie_word_embeddings=False, embedding_multiplier=12.0)
-    yield GraniteForCausalLM(granite), "another loss"
+    yield GraniteForCausalLM(granite), "other states"
     yield torch.nn.Linear(2, 2), "give a decoder of causal_lm"
 
 

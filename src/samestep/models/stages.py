@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from samestep.base.fields import refuse
-from samestep.models import next_token
+from samestep.models import attention, next_token
 
 Batch = dict[str, torch.Tensor]
 
@@ -49,13 +49,15 @@ def missing(model: Any, part: Any) -> Batch:
     return {name: empty(v.shape, dtype=v.dtype) for name, v in weights if name not in own}
 
 
-def compute(part: Any, function: Callable, batch: Batch, states: torch.Tensor | None) -> Any:
-    """function(model, batch) in the last stage; in others the hidden states for the next one, (B,
-    T, H), from `states` of the one before."""
-    part.model.embed_tokens.states = states
-    if part.lm_head is not None:
-        return function(part, batch)
+def decode(part: Any, batch: Batch) -> torch.Tensor:
+    """What the decoder makes of a batch: (B, T, H)."""
     return part.model(**next_token.model_inputs(part, part.loss_plan, batch))[0]
+
+
+def compute(part: Any, function: Callable, batch: Batch, states: torch.Tensor | None) -> Any:
+    """function(model, batch) in the last stage; in others the hidden states for the next one."""
+    part.model.embed_tokens.states = states
+    return decode(part, batch) if part.lm_head is None else function(part, batch)
 
 
 @torch.no_grad()
@@ -67,20 +69,17 @@ def check_cut(model: Any, stages: int, eval_sums: Callable, batch: Batch) -> Bat
     known = known and not hasattr(model, "peft_config") and batch["input_ids"].ndim == 2
     refuse((not known, f"{name} cannot be cut into stages; give a decoder of causal_lm, no LoRA"))
     rates = [getattr(m, "attention_dropout", 0) or getattr(m, "p", 0) for m in model.modules()]
-    shared, count = (
-        {*model.state_dict()} - {n for n, _ in model.named_parameters()},
-        model.config.num_hidden_layers,
-    )
+    shared, count = {*model.state_dict()}, model.config.num_hidden_layers
+    shared -= {name for name, _ in model.named_parameters()}
     refuse(
         (count < stages, f"{stages} stages need as many layers, and {name} has {count}"),
         (any(rates), f"{name} has dropout, whose masks would depend on the stages; set it to 0"),
         (shared, f"stages of {name} would share {' and '.join(shared)}; use fsdp2.yaml"),
     )
     row = {name: (v[:, :8] if v.ndim > 1 else v).to(model.device) for name, v in batch.items()}
-    row["labels"] = row["input_ids"]
-    sums, states = eval_sums(model.eval(), row), None
+    whole, states = decode(model.eval(), row), None
     for stage in range(stages):
-        states = compute(cut(model, stage, stages), eval_sums, row, states)
-    same = torch.allclose(states["loss"], sums["loss"], rtol=1e-4)
-    refuse((not same, f"the stages of {name} give another loss than the whole; use fsdp2.yaml"))
-    return sums
+        states = compute(cut(model, stage, stages), decode, row, states)
+    same = attention.are_close(whole, states)
+    refuse((not same, f"the stages of {name} give other states than the whole; use fsdp2.yaml"))
+    return eval_sums(model, row)
