@@ -144,6 +144,11 @@ def test_settings_that_do_not_fit_are_one_line(small, case):
     assert result.stderr.count("\n") == 1
 
 
+def test_a_check_in_one_process_is_for_all_stages(small):
+    printed = small.run("python", "train_pipeline.py", *TWO).stdout
+    assert "checked: runs/default starts from the beginning; 6 steps" in printed
+
+
 def models():
     """Models that two stages cannot make up, and the words of the line."""
     shape = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2)

@@ -237,6 +237,8 @@ def prepare() -> RunStart:
     given = {"exact": cfg.exact, "compile": cfg.compile}
     check_pairs(*((value, name, "stages", "use train.py") for name, value in given.items()))
     start = prepare_run(Config, task, __doc__)
+    if cfg.check:
+        del os.environ[STAGES]  # one process checks for all
     most = start.plan.samples // len(start.plan.shares) // cfg.stages
     remedy = f"micro_batch_size of at most {most}" if most else "larger global_batch_size"
     few = len(start.plan.run()) < cfg.stages
