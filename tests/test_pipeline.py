@@ -1,6 +1,7 @@
 """train_pipeline.py: stages of a model train as the whole does, and runs move there and back."""
 
 import copy
+import math
 import shutil
 import signal
 
@@ -9,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import ROOT, digest, latest, load_task, preloaded, status, wait_until
+from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, wait_until
 from samestep.models import next_token, stages
-from test_sharding import CONSTANT, agree, make_small, train
+from test_exact import with_task
+from test_sharding import CONSTANT, SPOIL, agree, make_small, train
 
 EXAMPLE = ROOT / "templates" / "examples" / "train_pipeline.py"
 FOUR = ["--task.num_layers", "4"]
@@ -117,11 +119,22 @@ def test_a_pipeline_that_is_ended_goes_on_to_the_same_bytes(small, tmp_path, num
 
 # ---- What may go wrong ---------------------------------------------------------------------------
 
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_skipped_by_all_stages(small, tmp_path):
+    """The last stage has NaN losses in four micro-batches of the second step."""
+    project, output = with_task(small, tmp_path, SPOIL), tmp_path / "run"
+    pipe(project, 2, "--output_dir", output)
+    assert {line["step"]: line["event"] for line in lines(output, "event")} == {2: "skipped"}
+    assert math.isfinite(lines(output, "eval_loss")[-1]["eval_loss"])
+
+
 TWO = ["--check", "--config_file", "configs/accelerate/cpu_multi.yaml"]
 REFUSED = {
     "exact": (["--exact", "true"], "exact does not go with stages; use train.py"),
     "compile": (["--compile", "true"], "compile does not go with stages; use train.py"),
     "one process": (["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
+    "parts": ([*TWO, "--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
     "three stages": ([*TWO, "--stages", "3"], "multiple of 3 processes; num_processes is 2"),
     "one stage": (
         [*TWO, "--stages", "1"],

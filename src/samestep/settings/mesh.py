@@ -106,11 +106,12 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
     stages = int(os.environ.get(STAGES, 1))
     if stages > 1:
         sizes["tp"] = int(os.environ.get(TP, 1))
-    if stages > 1 and (kinds or processes % (stages * sizes["tp"])):
-        raise ValueError(
-            f"{stages} stages need a YAML that shards nothing, such as multi_gpu_bf16.yaml, and a "
-            f"multiple of {stages} processes; num_processes is {processes}"
-        )
+        together = stages * sizes["tp"]
+        if kinds or processes % together:
+            raise ValueError(
+                f"{stages} stages need a YAML that shards nothing, such as multi_gpu_bf16.yaml, "
+                f"and a multiple of {together} processes; num_processes is {processes}"
+            )
     return Layout(processes, rank, kinds, **sizes, stages=stages)
 
 
