@@ -34,8 +34,8 @@ OTHERS = {
     *"kill kubectl mv nc nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
     *"tar torchrun touch trackio transformers uv vllm wandb".split(),
 }
-# Of docker and pip, and a field that a recipe of the cookbook adds.
-OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience"}
+# Of docker, pip and train_pipeline.py, and a field that a recipe of the cookbook adds.
+OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience", "--stages"}
 
 
 def pages(folder):

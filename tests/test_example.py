@@ -31,11 +31,14 @@ def own(tmp_path_factory):
     example = ["python", "-m", "samestep", "example"]
     listed = baked.run(*example, PYTHONPATH=str(library)).stdout
     names = [line.split()[0] for line in listed.splitlines()]
-    assert names == sorted([*TASKS, "cloze", "plain_module"])
+    assert names == sorted([*TASKS, "cloze", "plain_module", "train_pipeline"])
     baked.run(*example, "plain_module", PYTHONPATH=str(library))
     assert "cloze.yaml is" in baked.run(*example, "cloze", PYTHONPATH=str(library)).stdout
     cloze = (ROOT / "templates" / "examples" / "cloze.yaml").read_bytes()
     assert (baked.path / "cloze.yaml").read_bytes() == cloze
+    assert "says how" in baked.run(*example, "train_pipeline", PYTHONPATH=str(library)).stdout
+    pipeline = (baked.path / "train_pipeline.py").read_text(encoding="utf-8")
+    assert len(pipeline.splitlines()) <= 250
     again = baked.run(*example, "plain_module", check=False, PYTHONPATH=str(library))
     assert again.returncode == 2 and "plain_module.py is there already" in again.stderr
     code = (baked.path / "plain_module.py").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 STOPPED = 75  # exit code: stopped on request; the same command continues
 BEFORE = "stopped before it began; the same command starts again"
+TRAINING = ("train.py", "train_pipeline.py")
 # What a launcher sets for each process, with the values of a single one.
 LAUNCHED = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}
 
@@ -22,14 +23,14 @@ def begin() -> None:
     program = os.path.basename(main)
     if main == os.path.realpath(f"{os.path.dirname(__file__)}/../__main__.py"):
         program = " ".join(["samestep", *sys.argv[1:2]])
-    elif program != "train.py":
+    elif program not in TRAINING:
         return  # a test or a notebook
     # DDP advises against find_unused_parameters, without which a branch for some rows hangs, and
     # sums are added in another order after each start.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not in the background
         signal.signal(signal.SIGINT, lambda *_: leave(STOPPED, program, BEFORE))
-    project = Path(os.getcwd() if program != "train.py" else os.path.dirname(main))
+    project = Path(os.getcwd() if program not in TRAINING else os.path.dirname(main))
     if problem := find_problem() or other_library(project):
         leave(2, program, problem)
 

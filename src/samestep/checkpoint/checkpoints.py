@@ -302,7 +302,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """
     try:
         paths = [folder / name for name in os.listdir(folder) if FOLDER_NAME.fullmatch(name)]
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if folder.is_symlink():  # the disk is not mounted
+            raise ValueError(f"{folder} is a broken link; repair it") from error
         return []
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from None

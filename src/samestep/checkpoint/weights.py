@@ -413,7 +413,8 @@ class TrainingState:
         numbers = {}
         for prefix, each in self.others().items():
             numbers |= {prefix + name: value for name, value in each.state_dict().items()}
-        check_shapes(tensors | numbers, reader, path)
+        elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
+        check_shapes(tensors | numbers | elsewhere, reader, path)
         check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.

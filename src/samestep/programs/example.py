@@ -3,6 +3,7 @@
     python -m samestep example                  lists them
     python -m samestep example plain_module     writes plain_module.py into this folder
     python -m samestep example cloze            writes cloze.yaml, for samestep evaluate
+    python -m samestep example train_pipeline   writes train_pipeline.py, for a pipeline of stages
 
 To train a task, move it to task.py, and remove the section `task:` of your recipe, whose fields
 belong to the old task. Any task file works in any project.
@@ -39,4 +40,5 @@ def main() -> None:
     except OSError as error:
         parser.error(f"cannot write {file}: {error.strerror}")
     more = f"To train it: mv {file} task.py, and remove `task:` from the recipe"
-    print(f"{file} is written. {more if file.suffix == '.py' else 'It says how it is used'}")
+    is_task = file.suffix == ".py" and not name.startswith("train")
+    print(f"{file} is written. {more if is_task else 'It says how it is used'}")

@@ -116,7 +116,8 @@ def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8:
     see startup.check_sharing.
     """
     kinds, bf16 = layout.kinds, "write bf16, or use fsdp2.yaml"
-    sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get((*kinds, "")[0], "parallelism_config")
+    names = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "": "stages"}
+    sharding = names.get((*kinds, "")[0], "parallelism_config")
     fp16_on, fp8_on = precision == "fp16", precision == "fp8"
     backends = [*FP8_LIBRARIES] if fp8 in (None, "NO") else [fp8]
     has_fp8 = any(name in backends and there() for name, there in FP8_LIBRARIES.items())
@@ -243,7 +244,7 @@ def check_hardware(hardware: ClusterConfig) -> Layout:
     if on_cpu or str(hardware.gpu_ids).startswith("-1"):
         refuse(
             (precision == "fp16", "mixed_precision fp16 needs a GPU; write 'no'"),
-            (layout.sharded, "accelerate shards models on GPUs only; see cpu_multi.yaml"),
+            (layout.kinds, "accelerate shards models on GPUs only; see cpu_multi.yaml"),
         )
     elif gpus < here:
         raise ValueError(

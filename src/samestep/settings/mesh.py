@@ -1,9 +1,9 @@
 """How the processes of a run share samples and weights: what an accelerate YAML says about it.
 
 Under DDP, FSDP2 and ZeRO each process computes micro-batches of its own: it is a replica of the
-model, as far as samples are concerned. Processes of one tensor- or context-parallel group compute
-the same micro-batches together, and are one replica. All that depends on these numbers reads them
-here.
+model, as far as samples are concerned. Processes of one tensor- or context-parallel group, or the
+stages of a pipeline, compute the same micro-batches together, and are one replica. All that depends
+on these numbers reads them here.
 """
 
 import math
@@ -16,6 +16,8 @@ from accelerate.utils import parse_flag_from_env
 
 # The launcher sets ACCELERATE_USE_ and one of these names for a YAML that shards models.
 SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+# train_pipeline.py sets them on each process, under a YAML that shards nothing.
+STAGES, TP = "PARALLELISM_CONFIG_STAGES", "PARALLELISM_CONFIG_TP_SIZE"
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # from the outermost to the innermost
 
 
@@ -31,11 +33,12 @@ class Layout:
     cp: int = 1
     sp: int = 1
     tp: int = 1
+    stages: int = 1  # of a pipeline: neighbours, too
 
     @property
     def together(self) -> int:
         """Processes that compute the same micro-batch: one replica."""
-        return self.tp * self.cp * self.sp
+        return self.tp * self.cp * self.sp * self.stages
 
     @property
     def replicas(self) -> int:
@@ -61,8 +64,8 @@ class Layout:
     def adds(self) -> bool:
         """Whether this process's losses count, in sums over all processes.
 
-        A context-parallel group adds the losses of its parts of the rows; the processes of a
-        tensor-parallel group have the same ones.
+        A context-parallel group adds the losses of its parts of the rows, and stages of a pipeline
+        have zeros before the last; the processes of a tensor-parallel group have the same ones.
         """
         return self.rank % self.tp == 0
 
@@ -74,7 +77,7 @@ class Layout:
     @property
     def sharded(self) -> bool:
         """Whether a process holds only a part of the weights, so that all compute in step."""
-        return bool(self.kinds)
+        return bool(self.kinds) or self.stages > 1
 
     @property
     def fsdp(self) -> bool:
@@ -90,7 +93,7 @@ class Layout:
 def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[str, Any]) -> Layout:
     """The layout of so many processes, with the sizes of `axes` that are not 1.
 
-    Raises ValueError if these sizes do not make up the processes.
+    Stages are those of train_pipeline.py. Raises ValueError if the processes do not fit the sizes.
     """
     sizes = {name: int(axes.get(name) or 1) for name in AXES}
     product = math.prod(sizes.values())
@@ -100,7 +103,16 @@ def layout_of(processes: int, rank: int, kinds: tuple[str, ...], axes: Mapping[s
             f"parallelism_config needs {product} processes ({named or 'all sizes are 1'}), and "
             f"num_processes is {processes}; make them equal"
         )
-    return Layout(processes, rank, kinds, **sizes)
+    stages = int(os.environ.get(STAGES, 1))
+    if stages > 1:
+        sizes["tp"] = int(os.environ.get(TP, 1))
+        together = stages * sizes["tp"]
+        if kinds or processes % together:
+            raise ValueError(
+                f"{stages} stages need a YAML that shards nothing, such as multi_gpu_bf16.yaml, "
+                f"and a multiple of {together} processes; num_processes is {processes}"
+            )
+    return Layout(processes, rank, kinds, **sizes, stages=stages)
 
 
 def this_layout() -> Layout:

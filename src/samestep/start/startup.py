@@ -32,7 +32,7 @@ from samestep.processes.device import use_cpu
 from samestep.processes.ranks import UserError
 from samestep.report import tracking
 from samestep.settings import accelerate_yaml, config, contract
-from samestep.settings.mesh import Layout, this_layout
+from samestep.settings.mesh import Layout, layout_of, this_layout
 from samestep.settings.run_config import DDPConfig
 from samestep.step import batches
 from samestep.step.batches import StepPlan
@@ -148,10 +148,10 @@ def read_layout(cfg: Any) -> Layout:
     if cfg.config_file:
         return accelerate_yaml.read_hardware(Path(cfg.config_file))
     if cfg.check:  # samestep launch without a YAML
-        return Layout(int(os.environ.get("LAUNCH_PROCESSES", 1)))
+        return layout_of(int(os.environ.get("LAUNCH_PROCESSES", 1)), 0, (), {})
     layout = this_layout()
     accelerate_yaml.check_launched(layout)
-    if layout.sharded and use_cpu():
+    if layout.kinds and use_cpu():
         raise UserError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
     return layout
 

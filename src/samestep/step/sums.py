@@ -382,7 +382,7 @@ class EvaluationSums:
             )
         totals = []
         for plan, tree in zip(self.plans, self.trees, strict=True):
-            if ranks.layout.cp > 1:  # each process has the sums of its parts of the rows
+            if ranks.layout.together > 1:  # each has the sums of its parts of the rows, or zeros
                 (total,) = tree.total() if tree.nodes else [torch.zeros_like(self.values)]
                 total = ranks.sum_arrays(total.cpu().numpy() * ranks.layout.adds)
                 total = torch.from_numpy(total)

@@ -1,0 +1,250 @@
+"""Trains what task.py describes as train.py does, with the layers of its model dealt to stages.
+
+    accelerate launch --config_file configs/accelerate/multi_gpu_bf16.yaml --num_processes 4 \\
+        train_pipeline.py --stages 4 --micro_batch_size 2
+    torchrun --nproc_per_node 4 train_pipeline.py --stages 2 --micro_batch_size 2
+    python train_pipeline.py --help
+
+A stage is a process with some of the layers, and neighbours are the stages of one replica: the
+second command has two replicas of two stages. The micro-batches of a step pass through the stages
+by 1F1B, of torch.distributed.pipelining. Samples, losses, norms, learning rates and checkpoints are
+those of train.py: a run moves there and back.
+"""
+
+import samestep.base.begin  # noqa: F401  # isort: skip
+import os
+import sys
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import task
+import train
+from samestep.base.fields import check_pairs, number_type, refuse
+from samestep.models import stages
+from samestep.processes import device, shutdown
+from samestep.processes.ranks import Ranks, as_user_error
+from samestep.settings.config import ONE_COMMAND, parse_config
+from samestep.settings.mesh import STAGES, TP
+from samestep.start.startup import RunStart, prepare_run
+from samestep.step.monitor import one_or_nan, skip_unless_finite
+from samestep.step.sharding import local, whole
+from samestep.training.ending import export, finish
+from samestep.training.loading import EvalLoader, TrainLoader
+from samestep.training.log import RunLog
+from samestep.training.run import Run
+from samestep.training.saving import Saver
+
+
+@dataclass
+class Config(train.Config):
+    # Pipeline
+    stages: number_type("Stages", int, 2, 1000) = field(default=2, metadata=ONE_COMMAND)
+    """Processes that share the layers of a model. A step needs as many micro-batches at least."""
+    tensor_parallel: number_type("Parts", int, 1, 1000) = field(default=1, metadata=ONE_COMMAND)
+    """Processes that share each matrix of a stage."""
+
+
+# ---- The pipeline --------------------------------------------------------------------------------
+
+
+class Pipeline(torch.nn.Module):
+    """The stage of this process, in place of the module that train.py prepares. `model` is the
+    task's, without the weights of other stages, whose shapes are in `elsewhere`."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        layout, self.run, self.device = run.ranks.layout, run, run.accelerator.device
+        self.count, self.tp, self.rank = layout.stages, layout.tp, layout.rank
+        self.stage = self.rank // self.tp % self.count
+        self.last = self.stage == self.count - 1
+        # Groups: this stage in all replicas, the stages of this replica, the parts of this stage.
+        grid = torch.arange(layout.processes).view(-1, self.count, self.tp)
+        lists = [grid.movedim(along, 2).flatten(0, 1).tolist() for along in range(3)]
+        make, limit = dist.new_subgroups_by_enumeration, run.ranks.limit
+        self.copies, self.replica, parts = (make(each, timeout=limit)[0] for each in lists)
+        mesh = DeviceMesh.from_group(parts, self.device.type)
+        run.accelerator.state.device_mesh = {"tp": mesh}  # for build_model, which splits matrices
+        model, batch = run.build_model(), task.collate([run.start.data[1][0]])
+        with run.ranks.fail_together(), as_user_error():
+            sums = stages.check_cut(model, self.count, task.eval_sums, batch)
+        self.zeros = {name: torch.zeros_like(values) for name, values in sums.items()}
+        self.model = stages.cut(model, self.stage, self.count).to(self.device)
+        missing = stages.missing(model, self.model)
+        self.elsewhere = {f"model.{name}": values for name, values in missing.items()}
+
+        # Stages exchange hidden states of one shape, in the type that next_token.py gives them.
+        half = run.accelerator.mixed_precision == "bf16" and model.loss_plan.is_split
+        self.dtype, self.width = torch.bfloat16 if half else torch.float32, model.config.hidden_size
+        ids = batch["input_ids"].expand(run.plan.micro_batch_size, -1).to("meta")
+        states, turn = self.empty_states(ids).requires_grad_(), torch.nn.Module()
+        turn.forward = self.take_turn
+        ends = states if self.stage else ids, torch.empty(1) if self.last else states
+        stage = PipelineStage(turn, self.stage, self.count, self.device, *ends, group=self.replica)
+        turns, mean_loss = len(run.plan.run()), lambda loss, _: loss[0]
+        self.schedule = Schedule1F1B(stage, turns, loss_fn=mean_loss, scale_grads=False)
+
+    def empty_states(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
+
+    def compute(self, function, batch: stages.Batch, states: torch.Tensor | None):
+        """That of samestep/models/stages.py, in the precision of the YAML."""
+        with self.run.accelerator.autocast():
+            result = stages.compute(self.model, function, batch, states)
+        return result if self.last else result.to(self.dtype)
+
+    def forward(self, function, batch: stages.Batch):
+        """function(model, batch) in the last stage; in others zeros, like sums of an evaluation."""
+        states = self.empty_states(batch["input_ids"]) if self.stage else None
+        if self.stage:
+            dist.recv(states, self.rank - self.tp, group=self.replica)
+        result = self.compute(function, batch, states)
+        if self.last:
+            return result
+        dist.send(result.contiguous(), self.rank + self.tp, group=self.replica)
+        return self.zeros
+
+    def take_turn(self, states: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
+        """What this stage makes of a micro-batch in training; the last one its part of the mean
+        loss, (1,): NaN unless it is finite, so that all skip the step."""
+        result = self.compute(task.loss_sum, batch, states)
+        if not self.last:
+            return result
+        self.losses.append(result.detach())
+        return (result * one_or_nan(result) / self.terms)[None]
+
+    def gradients(self, micro_batches: list, terms: int) -> list[torch.Tensor]:
+        """Computes the gradient of sum(losses) / terms for the micro-batches of this replica.
+        Returns the losses; zeros before the last stage."""
+        self.terms, self.losses, batches = max(terms, 1), [], [each for _, each in micro_batches]
+        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+        batch = send_to_device(batch, self.device, non_blocking=True)
+        first = [] if self.stage else [batch["input_ids"]]
+        self.run.meter.stopwatch.start(len(batches))
+        with self.run.meter.stopwatch.micro_batch():
+            self.schedule.step(*first, target=batch["labels"], **batch)
+        return self.losses or [torch.zeros((), device=self.device)] * len(batches)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Adds up the gradients of the replicas, and scales them down to this norm over all stages;
+        0: never. Gives the norm before that, float32 ()."""
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        for each in [dist.all_reduce(local(g), group=self.copies, async_op=True) for g in grads]:
+            each.wait()
+        square = torch.stack([whole(g.norm()) for g in grads]).square().sum()
+        dist.all_reduce(square, group=self.replica)
+        scale = ((max_norm or torch.inf) / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([local(g) for g in grads], scale)
+        return square.sqrt()
+
+    def state_dict(self, *_, **__) -> stages.Batch:
+        """All weights on the main process, for the export, which all processes must call."""
+        own = {f"model.{name}": whole(v) for name, v in self.model.state_dict().items()}
+        everywhere = self.run.ranks.gather([*own])[: self.count * self.tp : self.tp]
+        for stage, name in [(i, name) for i, names in enumerate(everywhere) for name in names]:
+            rank = stage * self.tp
+            if self.rank == rank > 0:
+                dist.send(own[name].contiguous(), 0, group=self.replica)
+            elif self.rank == 0 < rank:
+                own[name] = torch.empty_like(self.elsewhere[name], device=self.device)
+                dist.recv(own[name], rank, group=self.replica)
+                own[name] = own[name].cpu()
+        return own
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
+    """Trains, evaluates, saves and exports: the loop of train.py, which explains it."""
+    cfg, run = start.cfg, Run(start, ranks, stop, task)
+    if run.nothing_to_do:
+        return run.explain()
+    options = device.accelerator_options(cfg)
+    tracker = None if cfg.tracker == "none" else cfg.tracker
+    accelerator = Accelerator(log_with=tracker, project_dir=cfg.output_dir, **options)
+    run.use(accelerator)
+    if accelerator.is_main_process:
+        run.begin()
+    pipeline = Pipeline(run)
+    optimizer = train.build_optimizer(pipeline.model, cfg)
+    with run.preparing(pipeline.model, optimizer):
+        optimizer = accelerator.prepare(optimizer)
+    eval_loader = EvalLoader(run, start.data[1])
+    train_loader = TrainLoader(run, start.data[0], eval_loader)
+    saver = Saver(run, pipeline, optimizer)
+    (step, scores), sums, stopped = saver.load(), None, False
+    eval_loader.try_batch(pipeline)
+    log = RunLog(run, train_loader)
+
+    stop.training = not cfg.eval_only
+    pipeline.train()
+    run.meter.start()
+    train_loader.fetch()
+    while True:
+        last = step == run.last_step
+        if step and not scores and not stopped and train.due(step, cfg.eval_every, last, run):
+            scores, sums = train.evaluate(run, pipeline, eval_loader, can_stop=not last)
+            stopped = scores is None
+            log.note(**(scores or {}))
+        due = train.due(step, cfg.save_every, last or stopped, run)
+        if step and (due or saver.wants(step, scores)):
+            saver.save(step, scores, log)
+        if last or stopped:
+            break
+
+        # The gradient of the next step, and the update.
+        step, scores, sums = step + 1, None, None
+        log.begin(step)
+        micro_batches, terms = train_loader.take()
+        lr = train.lr_at(step, cfg, run.last_step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        losses = pipeline.gradients(micro_batches, terms)
+        train_loader.fetch()
+        norm = pipeline.clip(cfg.max_grad_norm)
+        skip_unless_finite(optimizer, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.add(terms, losses, norm, lr)
+        last, stopped = step == run.last_step, train_loader.stop_seen()
+        intervals = (cfg.log_every, cfg.eval_every, cfg.save_every)
+        if any(train.due(step, every, last or stopped, run) for every in intervals):
+            log.write_means()
+        saver.log_commits(log)
+    saver.finish(log)
+
+    exported, model = step, None
+    if not stopped:
+        if cfg.export == "best" and not cfg.eval_only:
+            exported = saver.load_best() or step
+        if exported < step or sums is None:
+            scores, sums = train.evaluate(run, pipeline, eval_loader, can_stop=False)
+        model = export(run, pipeline, exported, scores)
+    accelerator.wait_for_everyone()
+    return finish(run, log, saver, model, sums, exported)
+
+
+def prepare() -> RunStart:
+    """What needs no model. The library reads the number of stages from the environment."""
+    cfg, *_ = parse_config(Config, sys.argv[1:], __doc__.split("\n\n")[1].strip())
+    os.environ[STAGES], os.environ[TP] = str(cfg.stages), str(cfg.tensor_parallel)
+    given = {"exact": cfg.exact, "compile": cfg.compile}
+    check_pairs(*((value, name, "stages", "use train.py") for name, value in given.items()))
+    start = prepare_run(Config, task, __doc__)
+    if cfg.check:
+        del os.environ[STAGES]  # one process checks for all
+    most = start.plan.samples // len(start.plan.shares) // cfg.stages
+    remedy = f"micro_batch_size of at most {most}" if most else "larger global_batch_size"
+    few = len(start.plan.run()) < cfg.stages
+    refuse((few, f"{cfg.stages} stages need as many micro-batches in a step; give a {remedy}"))
+    return start
+
+
+if __name__ == "__main__":
+    shutdown.run(main, prepare)

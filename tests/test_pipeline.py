@@ -1,0 +1,198 @@
+"""train_pipeline.py: stages of a model train as the whole does, and runs move there and back."""
+
+import copy
+import math
+import shutil
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, wait_until
+from samestep.models import next_token, stages
+from test_exact import with_task
+from test_sharding import CONSTANT, SPOIL, agree, make_small, train
+
+EXAMPLE = ROOT / "templates" / "examples" / "train_pipeline.py"
+FOUR = ["--task.num_layers", "4"]
+
+
+def pipe(project, processes, *flags, precision="no", codes=(0,)):
+    """Trains with train_pipeline.py in so many processes; what they printed."""
+    envs = project.envs(processes, ACCELERATE_MIXED_PRECISION=precision)
+    ended = preloaded(project.path, envs, ["train_pipeline.py", *latest(flags)], seconds=500)
+    return project.ended(flags, codes, *zip(*ended, strict=True))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Eight micro-batches a step, whose gradient is clipped."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    project = make_small(folder, micro_batch_size=1, learning_rate=0.002, max_grad_norm=0.7)
+    shutil.copy(EXAMPLE, project.path)
+    return project
+
+
+# ---- The same numbers ----------------------------------------------------------------------------
+
+
+def test_two_stages_have_the_losses_norms_and_model_of_train(small, tmp_path):
+    one, two, flags = tmp_path / "one", tmp_path / "two", ["--save_every", "3"]
+    train(small, "cpu", 1, *flags, "--output_dir", one)
+    text = pipe(small, 2, *flags, "--output_dir", two)
+    assert "8 samples = 1 x 8 x 1 (groups of 2 processes x micro-batches x samples)" in text
+    agree(two, one, norm=1e-6)
+    exported = [load_file(run / "model" / "model.safetensors") for run in (one, two)]
+    assert exported[0].keys() == exported[1].keys()
+    for name, values in exported[0].items():
+        torch.testing.assert_close(exported[1][name], values, rtol=1e-4, atol=1e-6)
+    assert status(two)["state"] == "finished"
+
+
+# Processes, flags of the pipeline, and those that train.py gets too.
+CASES = {
+    "four stages": (4, ["--stages", "4"], []),
+    "2 x 2": (4, [], []),
+    "stages of two parts": (4, ["--tensor_parallel", "2"], []),
+    "2 x 2 x 2": (8, ["--tensor_parallel", "2"], []),
+    "packed, recomputed": (
+        2,
+        [],
+        ["--task.packing", "best_fit", "--gradient_checkpointing", "true", "--max_grad_norm", "0"],
+    ),
+    "larger micro-batches": (2, [], ["--micro_batch_size", "4", "--task.loss_chunk", "16"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_other_pipelines_have_the_losses_of_train(small, tmp_path, case):
+    processes, own, flags = CASES[case]
+    train(small, "cpu", 1, *FOUR, *flags, "--output_dir", tmp_path / "one")
+    pipe(small, processes, *own, *FOUR, *flags, "--output_dir", tmp_path / "run")
+    agree(tmp_path / "run", tmp_path / "one", norm=1e-6)
+
+
+@pytest.mark.slow
+def test_stages_in_bf16_are_as_close_as_one_process_in_bf16(small, tmp_path):
+    train(small, "cpu", 1, "--output_dir", tmp_path / "one", precision="bf16")
+    pipe(small, 2, "--output_dir", tmp_path / "run", precision="bf16")
+    agree(tmp_path / "run", tmp_path / "one", loss=1e-4, norm=1e-2)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_moves_to_a_pipeline_and_back(small, tmp_path):
+    """After each two steps, with the best model at the end; then it is evaluated alone."""
+    moved, one = tmp_path / "moved", tmp_path / "one"
+    flags = [*CONSTANT, "--eval_every", "2", "--export", "best"]
+    programs = [(pipe, 2), (train, "cpu", 1), (pipe, 4), (train, "fsdp2", 2), (pipe, 2)]
+    for i, (run, *where) in enumerate(programs):
+        steps = ["--max_steps", str(2 * (i + 1)), "--accept_changes", "--output_dir", moved]
+        text = run(small, *where, *flags, *steps)
+        assert ("continuing from" in text) == (i > 0)
+    train(small, "cpu", 1, *flags, "--max_steps", "10", "--output_dir", one)
+    agree(moved, one, loss=2e-6, norm=2e-5)
+    text = pipe(small, 2, *flags, "--max_steps", "10", "--output_dir", moved, "--eval_only", "true")
+    assert f"evaluating {moved}" in text and "eval_loss" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_pipeline_that_is_ended_goes_on_to_the_same_bytes(small, tmp_path, number):
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    flags = ["--max_steps", "40", "--save_every", "10", "--keep_checkpoints", "0", "--output_dir"]
+    pipe(small, 2, *flags, whole)
+    runs = small.start(2, *flags, ended, program="train_pipeline.py")
+    wait_until((ended / "checkpoints" / "step-00000010").exists, runs[0])
+    for run in runs:
+        run.send_signal(number)
+    assert [run.wait(60) for run in runs] == [75 if number == signal.SIGTERM else -number] * 2
+    assert "continuing from" in pipe(small, 2, *flags, ended)
+    last = [digest(output / "checkpoints" / "step-00000040") for output in (whole, ended)]
+    assert last[0] == last[1]
+
+
+# ---- What may go wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_skipped_by_all_stages(small, tmp_path):
+    """The last stage has NaN losses in four micro-batches of the second step."""
+    project, output = with_task(small, tmp_path, SPOIL), tmp_path / "run"
+    pipe(project, 2, "--output_dir", output)
+    assert {line["step"]: line["event"] for line in lines(output, "event")} == {2: "skipped"}
+    assert math.isfinite(lines(output, "eval_loss")[-1]["eval_loss"])
+
+
+TWO = ["--check", "--config_file", "configs/accelerate/cpu_multi.yaml"]
+REFUSED = {
+    "exact": (["--exact", "true"], "exact does not go with stages; use train.py"),
+    "compile": (["--compile", "true"], "compile does not go with stages; use train.py"),
+    "one process": (["--output_dir", "alone"], "multiple of 2 processes; num_processes is 1"),
+    "parts": ([*TWO, "--tensor_parallel", "2"], "multiple of 4 processes; num_processes is 2"),
+    "three stages": ([*TWO, "--stages", "3"], "multiple of 3 processes; num_processes is 2"),
+    "one stage": (
+        [*TWO, "--stages", "1"],
+        "stages: expected a whole number from 2 to 1,000; got '1'",
+    ),
+    "shards": (["--check", "--config_file", "configs/accelerate/hsdp.yaml"], "shards nothing"),
+    "too few": ([*TWO, "--micro_batch_size", "8"], "give a micro_batch_size of at most 4"),
+    "far too few": (
+        [*TWO, "--global_batch_size", "1"],
+        "2 stages need as many micro-batches in a step; give a larger global_batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_do_not_fit_are_one_line(small, case):
+    flags, words = REFUSED[case]
+    result = small.run("python", "train_pipeline.py", *flags, check=False)
+    assert result.returncode == 2 and words in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_check_in_one_process_is_for_all_stages(small):
+    printed = small.run("python", "train_pipeline.py", *TWO).stdout
+    assert "checked: runs/default starts from the beginning; 6 steps" in printed
+
+
+def models():
+    """Models that two stages cannot make up, and the words of the line."""
+    shape = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    shape |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=8)
+    yield LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=0.1)), "has dropout"
+    yield LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=True)), "would share lm_head"
+    yield LlamaForCausalLM(LlamaConfig(**shape | {"num_hidden_layers": 1})), "as many layers"
+    # Its decoder scales what it gets, be it the embedding or not.
+    granite = GraniteConfig(**shape, tie_word_embeddings=False, embedding_multiplier=12.0)
+    yield GraniteForCausalLM(granite), "other states"
+    yield torch.nn.Linear(2, 2), "give a decoder of causal_lm"
+
+
+def test_models_that_stages_do_not_make_up_are_refused():
+    task, ids = load_task("causal_lm"), torch.arange(40, 80)[None]
+    batch = {"input_ids": ids, "labels": ids.roll(-1)}
+    sums = {"unigram_loss": torch.ones(1), "bytes": torch.ones(1)}
+
+    def check(model):
+        if hasattr(model, "config"):
+            next_token.prepare(model, 40, 4096, 0)
+        return stages.check_cut(model, 2, task.eval_sums, batch | sums)
+
+    good = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, hidden_size=32, vocab_size=300))
+    before = copy.deepcopy(good.state_dict())
+    assert check(good).keys() == {"unigram_loss", "bytes", "loss", "tokens"}
+    parts = [stages.cut(good, stage, 2) for stage in range(2)]
+    names = [{*part.state_dict()} for part in parts]
+    assert names[0] | names[1] == before.keys() and not names[0] & names[1]
+    assert stages.missing(good, parts[0]).keys() == names[1]
+    assert all(torch.equal(values, before[name]) for name, values in good.state_dict().items())
+    for model, words in models():
+        with pytest.raises(ValueError, match=words):
+            check(model)
