@@ -274,8 +274,8 @@ def test_fields_that_do_not_go_with_a_layout(kind, fields, said):
         ({"input_ids": 64, "labels": 64}, ""),
         ({"input_ids": 64, "labels": 64, "position_ids": 64}, "packed by best_fit"),
         ({"input_ids": 62, "labels": 62}, "into 4 equal parts, and the first"),
-        ({"input_ids": 64, "labels": 0}, "has 64 input_ids and 0 labels"),
-        ({"pixels": 1}, "the rows of task.py lack input_ids or labels"),
+        ({"input_ids": 64, "labels": 0}, "has 64 input_ids and 1 labels"),
+        ({"pixels": 1}, "has 0 input_ids and 0 labels"),
     ],
 )
 def test_rows_that_context_parallelism_cannot_cut(row, said):

@@ -59,7 +59,7 @@ def is_done(folder: Path, number: int) -> bool:
     facts = read_unit(folder, number)
     files = {folder / name: written for name, written in facts.get("files", {}).items()}
     return bool(facts) and all(
-        path.is_file() and path.stat().st_size == size and hash_file(path)[0] == digest
+        path.is_file() and path.stat().st_size == size and hash_file(path) == digest
         for path, (size, digest) in files.items()
     )
 
