@@ -32,7 +32,7 @@ from samestep.processes.ranks import Ranks, as_user_error
 from samestep.settings.config import ONE_COMMAND, parse_config
 from samestep.settings.mesh import STAGES, TP
 from samestep.start.startup import RunStart, prepare_run
-from samestep.step.monitor import one_or_nan, skip_unless_finite
+from samestep.step.monitor import skip_unless_finite
 from samestep.step.sharding import local, whole
 from samestep.training.ending import export, finish
 from samestep.training.loading import EvalLoader, TrainLoader
@@ -116,7 +116,7 @@ class Pipeline(torch.nn.Module):
         if not self.last:
             return result
         self.losses.append(result.detach())
-        return (result * one_or_nan(result) / self.terms)[None]
+        return (result * (1 + 0 * result.detach()) / self.terms)[None]
 
     def gradients(self, micro_batches: list, terms: int) -> list[torch.Tensor]:
         """Computes the gradient of sum(losses) / terms for the micro-batches of this replica.
