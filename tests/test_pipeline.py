@@ -23,7 +23,7 @@ def pipe(project, processes, *flags, precision="no", codes=(0,)):
     """Trains with train_pipeline.py in so many processes; what they printed."""
     envs = project.envs(processes, ACCELERATE_MIXED_PRECISION=precision)
     ended = preloaded(project.path, envs, ["train_pipeline.py", *latest(flags)], seconds=500)
-    return project.ended(flags, codes, *zip(*ended, strict=True))
+    return project.ended(flags, codes, ended)
 
 
 @pytest.fixture(scope="module")
