@@ -19,7 +19,6 @@ import types
 
 import accelerate  # noqa: F401
 import datasets  # noqa: F401
-import jsonargparse.typing  # noqa: F401
 import matplotlib.backends.backend_agg  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import sklearn.metrics  # noqa: F401

@@ -1,14 +1,17 @@
 """Bad input: one line that says what is wrong and where, exit code 2, and nothing is lost."""
 
+import importlib
 import json
 import shutil
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 
-from conftest import ROOT, SOURCE
+from conftest import ROOT, SOURCE, load_task
 from samestep.settings import accelerate_yaml, config
 
 CPU = "configs/accelerate/cpu.yaml"
@@ -47,7 +50,7 @@ FLAGS = {  # what is written, and what the line says
     "--per_device_train_batch_size 8": "global_batch_size decides the result, micro_batch_size the",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
-    "--seed 1 --seed=1": "--seed is given twice",
+    "--seed 1 --seed=1": "seed is given twice",
     "faster": "there is no field faster",
     "--task spy.Spy": "there is no field task; python train.py --help lists them",
     "--task.class_path spy.Spy": "there is no field task.class_path",
@@ -67,8 +70,8 @@ FLAGS = {  # what is written, and what the line says
     "--lr_schedule spy.Spy": "expected one of 'cosine', 'linear'",
     "--task.validation_fraction 1": "above 0 and below 1",
     "--task.num_heads 3": "task.hidden_size is 128 but must be",
-    "--upload_code true": "with tracker none nothing reads it",
-    "--decay_fraction 0.5": "with lr_schedule cosine nothing reads it",
+    "--upload_code true": "upload_code is True, but nothing reads it with tracker none",
+    "--decay_fraction 0.5": "nothing reads it with lr_schedule cosine",
     "--num_epochs 2 --max_steps 9": "gives both max_steps and",
     "--max_steps 0": "one must be above 0",
     "--task.data none.txt": "nothing to read at none.txt",
@@ -107,7 +110,7 @@ RECIPES = {
     "seed: 1\n" + "# much\n" * 20_000: "has more than 100,000 bytes; give a YAML file",
     "config: other.yaml\n": "give it as a flag, --config",
     "check: true\n": "give it as a flag, --check",
-    "reference_batch_size: 8\n": "with lr_scaling none nothing reads it; leave it out, or give",
+    "reference_batch_size: 8\n": "nothing reads it with lr_scaling none; leave it out, or give",
     "max_steps: 3\nnum_epochs: 1\n": "the recipe gives both max_steps and num_epochs",
 }
 YAMLS = {
@@ -153,47 +156,68 @@ CASES = {
 }
 
 
-def parts(case):
-    """Flags and files of a case."""
-    return case if isinstance(case, tuple) else (case, {})
+REAL = [  # cases that are run by train.py itself, with --check and without
+    "--learning_rat 3",
+    "--exact true --compile true --micro_batch_size 8",
+    "recipe that is not UTF-8",
+    "bad JSON",
+    f"YAML {ON_CPU + 'mixed_precision: fp16' + chr(10)!r}",
+]
 
 
 @pytest.fixture(scope="module")
-def answer(project, tmp_path_factory):
-    """Exit codes, stdouts and stderrs of a case: checked and, without a YAML, trained."""
-    path = tmp_path_factory.mktemp("bad") / "project"
-    shutil.copytree(project.path, path)
-    (path / "spy.py").write_text("open('imported', 'w')\nclass Spy:\n    pass\n")
-    copied = type(project)(path)
+def place(project, tmp_path_factory):
+    """A copy of a project, and flags for each case after its files have been written."""
+    copied = type(project)(tmp_path_factory.mktemp("bad") / "project")
+    shutil.copytree(project.path, copied.path)
+    (copied.path / "spy.py").write_text("open('imported', 'w')\nclass Spy:\n    pass\n")
 
-    def run(name):
-        (flags, files), i = parts(CASES[name][0]), list(CASES).index(name)
-        write = [f"from pathlib import Path\nPath({n!r}).write_bytes({c!r})" for n, c in (
-            (name, content if isinstance(content, bytes) else content.encode())
-            for name, content in files.items()
-        )]  # fmt: skip
-        if "trackio" in flags:
-            write = ["import importlib.util as u\nu.find_spec = lambda name: None"]
-        flags = [*flags, "--task.cache_dir", f"cache/{i}"]
-        flags += [] if "--tracker" in flags else ["--tracker", "none"]
-        flags += [] if "--output_dir" in flags else ["--output_dir", f"runs/{i}"]
-        each = {"before": "\n".join(write), "env": {"HOME": str(path)}}
-        ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
-        return copied.forked({**each, "flags": [*flags, *way]} for way in ways)
+    def flags(name):
+        words, number = CASES[name][0], [*CASES].index(name)
+        words, written = words if isinstance(words, tuple) else (words, {})
+        for file, content in written.items():
+            content = content if isinstance(content, bytes) else content.encode()
+            (copied.path / file).write_bytes(content)
+        words = [*words, "--task.cache_dir", f"cache/{number}"]
+        words += ["--check"] if "--config_file" in words else []
+        words += [] if "--tracker" in words else ["--tracker", "none"]
+        return words + ([] if "--output_dir" in words else ["--output_dir", f"runs/{number}"])
 
-    yield run
-    assert not (path / "imported").exists()  # whatever was named
+    yield copied, flags
+    assert not (copied.path / "imported").exists()  # whatever was named
+
+
+@pytest.fixture(scope="module")
+def train():
+    """train.py as a module, with the default task."""
+    with mock.patch.dict(sys.modules, {"task": load_task("causal_lm")}):
+        return load_task("train")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_one_line(answer, name):
-    """With --check and without; the check prints nothing else, and neither shows a traceback."""
-    for code, printed, errors in answer(name):
+def test_bad_input_is_one_line(place, train, monkeypatch, capsys, name):
+    project, flags = place
+    monkeypatch.chdir(project.path)
+    monkeypatch.setenv("HOME", str(project.path))
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags(name)])
+    if "trackio" in name:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError) as error:
+        train.prepare()
+    assert CASES[name][1] in str(error.value) and len(str(error.value)) < 500
+    assert [line for line in capsys.readouterr().out.splitlines() if line[:6] != "Prepar"] == []
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_line_is_all_that_is_printed_and_the_exit_code_is_2(place, name):
+    project, flags = place
+    flags = [word for word in flags(name) if word != "--check"]
+    ways = [["--check"]] if "--config_file" in flags else [["--check"], []]
+    for code, printed, errors in project.forked({"flags": [*flags, *way]} for way in ways):
         assert code == 2, printed + errors
         assert errors.startswith("train.py: ") and errors.count("\n") == 1, errors
         assert CASES[name][1] in errors and len(errors) < 500
-        printed = [line for line in printed.splitlines() if not line.startswith("Prepar")]
-        assert printed == []
+        assert [line for line in printed.splitlines() if not line.startswith("Prepar")] == []
 
 
 @dataclass
@@ -354,7 +378,7 @@ def test_a_flag_may_switch_off_what_reads_a_field_of_the_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text("lr_schedule: wsd\ndecay_fraction: 0.5\n")
     flags = ["--config", str(tmp_path / "mine.yaml"), "--lr_schedule", "linear"]
     config.parse_config(Schedule, flags, "")
-    with pytest.raises(ValueError, match="decay_fraction is set, but with lr_schedule linear"):
+    with pytest.raises(ValueError, match="nothing reads it with lr_schedule linear"):
         config.parse_config(Schedule, [*flags, "--decay_fraction", "0.1"], "")
 
 

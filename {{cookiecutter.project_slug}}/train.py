@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 import task
+from samestep.base.fields import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveInt
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks
 from samestep.settings.config import EXPORT, NOTHING, ROUNDING, BatchSize, DecayRate, Interval

@@ -1,17 +1,16 @@
 """Types, metadata and rules for the fields of a TaskConfig.
 
-A type is the range of a field's values; its docstring describes them in errors. The metadata says
-how a change of the field affects a run that continues: without metadata, it changes the result and
-has to be accepted. Rules between fields are functions.
+A type is the range of a field's values. The metadata says how a change of the field affects a run
+that continues: without metadata, it changes the result and has to be accepted. Rules between fields
+are functions.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from jsonargparse.typing import OpenUnitInterval, registered_types, restricted_number_type
+from typing import Annotated, Any, NamedTuple
 
 from samestep.base.console import one_line
 
@@ -23,26 +22,33 @@ EXPORT = {"changes": "export"}  # what is exported or reported; a finished run d
 SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 
+class Range(NamedTuple):
+    """The numbers of a type, from `first` to `last`, both included."""
+
+    first: float
+    last: float
+    words: str  # what errors and --help say after "a number"
+
+
 def number_type(name: str, base: type, first: float, last: float) -> Any:
     """The type of the numbers from `first` to `last`, both included."""
-    text = f"a {'whole ' if base is int else ''}number from {first:,} to {last:,}"
-    limits = [(">=", first), ("<=", last)]
-    # jsonargparse refuses a range that it knows by another name.
-    known = registered_types.get((tuple(sorted(limits)), base, "and"))
-    return known or restricted_number_type(name, base, limits, docstring=text)
+    return Annotated[base, Range(first, last, f" from {first:,} to {last:,}")]
 
 
-Dropout = restricted_number_type(
-    "Dropout", float, [(">=", 0), ("<", 1)], docstring="a number, at least 0 and below 1"
-)
-Fraction = OpenUnitInterval
-Fraction.__doc__ = "a number, above 0 and below 1"  # error messages show it
+ABOVE_0, BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
+NonNegativeInt = Annotated[int, Range(0, math.inf, ", at least 0")]
+PositiveInt = Annotated[int, Range(1, math.inf, ", at least 1")]
+NonNegativeFloat = Annotated[float, Range(0, math.inf, ", at least 0")]
+PositiveFloat = Annotated[float, Range(ABOVE_0, math.inf, ", above 0")]
+ClosedUnitInterval = Annotated[float, Range(0, 1, ", at least 0 and at most 1")]
+Dropout = Annotated[float, Range(0, BELOW_1, ", at least 0 and below 1")]
+Fraction = Annotated[float, Range(ABOVE_0, BELOW_1, ", above 0 and below 1")]
 
 # Sizes of a new transformer.
 Layers = number_type("Layers", int, 1, 1000)
 Heads = number_type("Heads", int, 1, 1024)
 Width = number_type("Width", int, 1, 65_536)
-Gigabytes = number_type("Gigabytes", float, 0, 1_000_000)
+Gigabytes = Annotated[float, Range(0, 1_000_000, " from 0 to 1,000,000")]
 
 
 def refuse(*rules: tuple[Any, str], start: str = "") -> None:
@@ -72,38 +78,36 @@ def check_width(cfg: Any, unit: int, text: str) -> None:
     check_fields(cfg, [("hidden_size", cfg.hidden_size == nearest, expected)])
 
 
-def check_ignored_fields(cfg: Any, rules: list[tuple[str, bool, str]]) -> None:
+def check_ignored_fields(
+    cfg: Any, rules: list[tuple[str, bool, str]], section: str = "task."
+) -> None:
     """Raises ValueError for the first field that is set although the other settings ignore it.
 
     `rules`: (names of fields, whether they are used, the circumstance that makes them ignored).
     """
     defaults = {each.name: each.default for each in dataclasses.fields(cfg)}
-    for names, used, circumstance in rules:
-        for name in names.split():
-            value = getattr(cfg, name)
-            if not used and value != defaults[name]:
-                value, default = (one_line(repr(v), 60) for v in (value, defaults[name]))
-                raise ValueError(
-                    f"task.{name} is {value}, but nothing reads it {circumstance}; leave it out, "
-                    f"or give its default, {default}"
-                )
+    for name, circumstance in [
+        (n, text) for names, used, text in rules if not used for n in names.split()
+    ]:
+        value, default = getattr(cfg, name), defaults[name]
+        if value != default:
+            value, default = (one_line(repr(each), 60) for each in (value, default))
+            raise ValueError(
+                f"{section}{name} is {value}, but nothing reads it {circumstance}; leave it out, "
+                f"or give its default, {default}"
+            )
 
 
 def local_path(text: str, field: str) -> Path:
-    """The path in a field, whether it exists or not.
-
-    Raises ValueError for a text that cannot be a path, and for one without permission to look.
-    """
-    if "://" in text:  # may be too long for a path
-        return Path(text)
+    """The path in a field, whether it exists or not; raises ValueError for one that cannot be."""
+    path = Path(os.path.expanduser(text))
     try:
-        path = Path(text).expanduser()
-        os.stat(path)
+        if "://" not in text:  # may be too long for a path
+            os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, an unknown ~user
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ValueError(f"task.{field}: {one_line(text, 60)}: {reason}; give another") from None
+    except OSError as error:  # too long, or in a folder that is closed to us
+        raise ValueError(f"task.{field}: {one_line(text, 60)}: {error.strerror}") from None
     return path
 
 

@@ -58,9 +58,9 @@ def read_project(flags: list[str], unread: Iterable[str] = ()) -> Project:
     train, task = startup.find_project()
     contract.check_functions(task)
     usage = "python -m samestep hardware VERB FLAGS"
-    cfg, recipe, _ = config.parse_config(train.Config, flags, usage)
+    cfg, recipe, given, _ = config.parse_config(train.Config, flags, usage)
     saved = {each.name: each.metadata.get("saved", True) for each in dataclasses.fields(cfg)}
-    for name in config.given_flags(train.Config, flags):
+    for name in given:
         if not saved.get(name, True):
             raise UserError(f"only train.py can do --{name}; leave it out")
         if name in unread:

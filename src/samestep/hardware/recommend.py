@@ -331,7 +331,7 @@ def run(
     )
     heading = f"recommend for {hardware.total} x {hardware.name}: {choice.rung.words}."
     # A config that is in use may differ from the recipe: tasks write into it what they found.
-    recipe, _, _ = config.parse_config(type(cfg), project.flags, "")
+    recipe, *_ = config.parse_config(type(cfg), project.flags, "")
     write(RECIPE, heading, startup.resolved_config(recipe) | chosen)
     write(YAML, heading, hardware_values(choice.rung, hardware))
     several = hardware.machines > 1

@@ -6,7 +6,7 @@ them checks what the launcher has told it, since options of the launcher overrid
 
 import os
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from accelerate.commands.config.config_args import ClusterConfig
@@ -22,10 +22,10 @@ from samestep.base.console import one_line, say
 from samestep.base.fields import check_pairs, refuse
 from samestep.settings.config import (
     describe_type,
+    members_of,
     plain_value,
-    read_small_yaml,
+    read_yaml,
     suggestion,
-    union_members,
 )
 from samestep.settings.mesh import AXES, SHARDED, Layout, layout_of
 
@@ -52,33 +52,25 @@ for key in """sharding_strategy backward_prefetch forward_prefetch use_orig_para
 FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 
 
+def cuda_error() -> str:
+    """Why torch cannot use this machine's GPUs, such as an old driver; empty: nothing is known."""
+    if torch.version.cuda or torch.version.hip:
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            return one_line(error, 150)
+    return ""
+
+
 def without_gpu() -> str:
     """What to do where torch sees no GPU, and why it sees none."""
-    version = f"torch {torch.__version__}"
+    version, error = f"torch {torch.__version__}", cuda_error()
     if not torch.version.cuda and not torch.version.hip:
         return (
             f"{version} is built without CUDA and ROCm: use cpu.yaml, or, where there is a GPU, "
             "run make setup again"
         )
-    try:
-        torch.cuda.init()
-        return "use cpu.yaml"
-    except RuntimeError as error:
-        return f"use cpu.yaml ({version}: {one_line(error, 150)})"
-
-
-def check_gpus(precision: str, fp16_yaml: str) -> None:
-    """Raises ValueError if torch cannot use the GPUs, and says so if they only emulate bf16."""
-    if not torch.version.cuda and not torch.version.hip:
-        return
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:  # of a driver that is too old, for example
-        raise ValueError(
-            f"torch {torch.__version__} cannot use the GPU: {one_line(error)}"
-        ) from None
-    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        say(f"{torch.cuda.get_device_name()} only emulates bf16, slowly; faster is {fp16_yaml}")
+    return f"use cpu.yaml ({version}: {error})" if error else "use cpu.yaml"
 
 
 def read_section(name: str, section: dict) -> dict:
@@ -158,6 +150,24 @@ def check_launched(layout: Layout) -> None:
     check_parallelism(layout, precision or "no", version or "1", backend)
 
 
+def check_key(key: str, value: Any, kinds: dict[str, Any]) -> None:
+    """Raises ValueError for an unknown key, or a value that accelerate would take for another.
+
+    Words such as 'no' are true to it.
+    """
+    if key not in kinds:
+        hint = suggestion(key, kinds, "accelerate knows no such key")
+        raise ValueError(f"there is no key {key}; {hint}")
+    kind, *others = members_of(kinds[key])
+    kind = str if key == "distributed_type" else kind
+    right = value is None or type(value) in (kind, *others)
+    # accelerate writes downcast_bf16 as a word itself.
+    if not right and kind in (bool, int, str, dict) and key != "downcast_bf16":
+        quotes = ", in quotes" if kind is str else ""
+        shown = one_line(repr(value), 60)
+        raise ValueError(f"{key} is {shown}; give {describe_type(kind)}{quotes}")
+
+
 def read_hardware(path: Path) -> Layout:
     """The layout of all processes, on all machines, that accelerate starts for this YAML.
 
@@ -165,22 +175,11 @@ def read_hardware(path: Path) -> Layout:
     train.py would refuse or misread the file, or if this machine lacks GPUs or libraries for it.
     """
     try:
-        fields = plain_value(read_small_yaml(path))
+        fields, kinds = plain_value(read_yaml(path)), get_type_hints(ClusterConfig)
         if not isinstance(fields, dict):
             raise ValueError("expected lines of the form 'key: value'")
-        kinds = get_type_hints(ClusterConfig)
         for key, value in fields.items():
-            if key not in kinds:
-                hint = suggestion(str(key), kinds, "accelerate knows no such key")
-                raise ValueError(f"there is no key {key}; {hint}")
-            # Words such as 'no' are true to accelerate. It writes downcast_bf16 as a word itself.
-            kind, *others = union_members(kinds[key])
-            kind = str if key == "distributed_type" else kind
-            right = value is None or type(value) in (kind, *others) or key == "downcast_bf16"
-            if not right and kind in (bool, int, str, dict):
-                quotes = ", in quotes" if kind is str else ""
-                shown = one_line(repr(value), 60)
-                raise ValueError(f"{key} is {shown}; give {describe_type(kind)}{quotes}")
+            check_key(str(key), value, kinds)
         if fields.get("dynamo_config"):
             raise ValueError("dynamo_config: remove it; the recipe's field compile decides")
         return check_hardware(ClusterConfig(**ClusterConfig.process_config(fields)))
@@ -251,6 +250,10 @@ def check_hardware(hardware: ClusterConfig) -> Layout:
             f"it needs {here} GPU{'s' * (here > 1)} on this machine, which has {gpus}; "
             + (f"set num_processes to {gpus}" if gpus else without_gpu())
         )
-    else:
-        check_gpus(precision, f"{'single' if kind == 'NO' else 'multi'}_gpu_fp16.yaml")
+    elif error := cuda_error():
+        raise ValueError(f"torch {torch.__version__} cannot use the GPU: {error}")
+    elif precision == "bf16" and (torch.version.cuda or torch.version.hip):
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            faster = f"{'single' if kind == 'NO' else 'multi'}_gpu_fp16.yaml"
+            say(f"{torch.cuda.get_device_name()} only emulates bf16, slowly; faster is {faster}")
     return layout

@@ -1,8 +1,7 @@
 """Builds the config dataclass from a recipe and flags. Each mistake is a ValueError of one line.
 
 Only fields can be set, and the type of a field decides how its text is read: 007 and yes are text
-in a field of text. jsonargparse has the types of numbers, but it does not parse values: it would
-import classes that a value names, and expand YAML aliases, which multiply.
+in a field of text. So values stay nodes of PyYAML, as they are written, until their field is known.
 """
 
 import argparse
@@ -13,47 +12,71 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
-from jsonargparse.typing import NonNegativeInt
 
 from samestep.base.console import one_line
-from samestep.base.fields import EXPORT, NOTHING, ROUNDING, number_type  # noqa: F401  for train.py
-from samestep.settings.other_names import hint_of
+from samestep.base.fields import (
+    EXPORT,  # noqa: F401  for train.py
+    NOTHING,
+    ROUNDING,  # noqa: F401  for train.py
+    NonNegativeInt,
+    check_ignored_fields,
+    number_type,
+)
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
 HELP = {"-h", "--help"}
+UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
+ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
+
+# Types of train.py's fields; those of tasks are in base/fields.py.
+BatchSize = number_type("BatchSize", int, 1, 10_000_000)
+Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data
+DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # above, float32 rounds to 1
 
 # ---- YAML ----------------------------------------------------------------------------------------
 
-
-class Text(str):
-    """A scalar as it is written in a YAML file or on the command line."""
-
-    tag = "tag:yaml.org,2002:str"  # what YAML takes it for
+TEXT, NULL = "tag:yaml.org,2002:str", "tag:yaml.org,2002:null"
 
 
-def read_yaml(text: str) -> Any:
-    """The dicts, lists and `Text`s of a YAML text; None for a null. Raises ValueError.
+class StrictLoader(yaml.SafeLoader):
+    """Refuses duplicate keys, of which the last would win silently, and what can grow beyond its
+    text or is meant for programs: anchors and aliases, tags, merge keys."""
 
-    Refuses duplicate keys, of which the last would win silently, and what can grow beyond its text
-    or is meant for programs: anchors and aliases, tags, merge keys.
-    """
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
+            raise ValueError(
+                f"line {event.start_mark.line + 1}: & and * (anchors, aliases) and ! (tags) are "
+                "not supported; quote the text, or write the value itself"
+            )
+        node, names = super().compose_node(parent, index), set()
+        for key, _ in node.value if node.id == "mapping" else ():
+            line = f"line {key.start_mark.line + 1}"
+            if key.id != "scalar" or key.value == "<<":
+                raise ValueError(f"{line}: a key must be a name, not <<, a list or a mapping")
+            if key.value in names:
+                raise ValueError(f"{line}: {key.value} is given twice")
+            names.add(key.value)
+        return node
+
+
+def read_yaml(source: str | Path) -> yaml.Node:
+    """A YAML text or file as it is written; raises OSError, or ValueError with the line."""
+    if isinstance(source, Path):
+        if source.stat().st_size > MAX_FILE_SIZE:
+            raise ValueError(f"it has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
+        source = source.read_text(encoding="utf-8")
     try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if getattr(event, "anchor", None) or getattr(event, "tag", None):
-                raise ValueError(
-                    f"line {event.start_mark.line + 1}: & and * (anchors, aliases) and ! (tags) "
-                    "are not supported; quote the text, or write the value itself"
-                )
-        return as_written(yaml.compose(text, yaml.SafeLoader))
+        return yaml.compose(source, StrictLoader) or yaml.ScalarNode(NULL, "")
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem.removeprefix('but ')}") from None
@@ -61,108 +84,20 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def as_written(node: yaml.Node | None) -> Any:
-    """A node of PyYAML as dicts, lists, `Text`s and None."""
-    if node is None or node.tag.endswith(":null"):
-        return None
-    if isinstance(node, yaml.SequenceNode):
-        return [as_written(each) for each in node.value]
-    if isinstance(node, yaml.ScalarNode):
-        text = Text(node.value)
-        text.tag = node.tag
-        return text
-    values: dict[Text, Any] = {}
-    for key, value in node.value:
-        name, line = as_written(key), f"line {key.start_mark.line + 1}"
-        if not isinstance(name, Text) or name == "<<":
-            raise ValueError(f"{line}: a key must be a name, not <<, a list or a mapping")
-        if name in values:
-            raise ValueError(f"{line}: {name} is given twice")
-        values[name] = as_written(value)
-    return values
-
-
-def plain_value(value: Any) -> Any:
+def plain_value(node: yaml.Node) -> Any:
     """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
-    if isinstance(value, list):
-        return [plain_value(each) for each in value]
-    if isinstance(value, dict):
-        return {plain_value(name): plain_value(each) for name, each in value.items()}
-    if value is None:
-        return None
-    return yaml.SafeLoader("").construct_object(yaml.ScalarNode(value.tag, str(value)))
-
-
-def read_small_yaml(path: Path) -> Any:
-    """What `read_yaml` gives for a file; raises OSError, or ValueError if it is large."""
-    if path.stat().st_size > MAX_FILE_SIZE:
-        raise ValueError(f"it has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
-    return read_yaml(path.read_text(encoding="utf-8"))
+    return yaml.SafeLoader("").construct_object(node, deep=True)
 
 
 # ---- Values --------------------------------------------------------------------------------------
 
 # Tensors hold integers below 2**63, and optimizers compute with float32.
 LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}
-
-BatchSize = number_type("BatchSize", int, 1, 10_000_000)
-Megabytes = number_type("Megabytes", int, 1, 100_000)
-Workers = number_type("Workers", int, 0, 256)
-Seconds = number_type("Seconds", int, 1, 31_536_000)  # a year
-Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data
-DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # above, float32 rounds to 1
-# Replacements in the descriptions of jsonargparse's own number types, for error messages.
-WORDS = {"int restricted to be ": "a whole number, ", "float restricted to be ": "a number, "}
-WORDS |= {"≥": "at least ", "≤": "at most ", ">": "above ", "<": "below "}
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+WORDS |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
 
 
-def convert(kind: Any, value: Any) -> Any:
-    """The value of a field with this type. Raises ValueError, which names the expected values."""
-    origin, inner, members = get_origin(kind) or kind, get_args(kind), union_members(kind)
-    if len(members) > 1:
-        lists = [each for each in members if get_origin(each) is list]
-        if lists and isinstance(value, list):
-            return convert(lists[0], value)  # its error names the wrong element
-        for each in members:
-            with suppress(ValueError):  # try the next type
-                return convert(each, value)
-    elif kind is Any or (kind in (list, dict) and isinstance(value, kind)):
-        return plain_value(value)
-    elif kind is NoneType and value is None:
-        return None
-    elif origin in (list, tuple) and isinstance(value, list):
-        repeated = origin is list or inner[1:] == (...,)
-        kinds = inner[:1] * len(value) if repeated else inner
-        if len(kinds) == len(value):
-            return origin(map(convert, kinds, value))
-    elif origin is dict and isinstance(value, dict):
-        return {convert(inner[0], key): convert(inner[1], each) for key, each in value.items()}
-    elif isinstance(value, Text):
-        with suppress(ValueError, KeyError):
-            return convert_text(kind, value)
-    others = {dict: "a mapping", list: "a list", NoneType: "nothing"}
-    got = others.get(type(value)) or one_line(repr(str(value)), 60)
-    hint = f"; write [{one_line(value, 60)}]" if origin in (list, tuple) and value else ""
-    raise ValueError(f"expected {describe_type(kind)}; got {got}{hint}")
-
-
-def convert_text(kind: Any, text: Text) -> Any:
-    """The value of a scalar; raises ValueError or KeyError without a text for people."""
-    if get_origin(kind) is Literal:
-        return {str(option): option for option in get_args(kind)}[text]
-    if kind is bool:
-        return yaml.SafeLoader.bool_values[text.lower()]
-    if kind is str and not re.search("[\0\ud800-\udfff]", text):
-        return str(text)
-    if isinstance(kind, type) and issubclass(kind, (int, float)):
-        base = float if issubclass(kind, float) else int
-        value = base(text)
-        if kind(value) == value and abs(value) <= LARGEST[base]:
-            return value  # not of `kind`: checkpoints store no other types
-    raise ValueError
-
-
-def union_members(kind: Any) -> tuple:
+def members_of(kind: Any) -> tuple:
     """The types in a union; any other type alone."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
@@ -170,30 +105,64 @@ def union_members(kind: Any) -> tuple:
 def describe_type(kind: Any) -> str:
     """The values of a type, in words."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    words |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
+    if len(members_of(kind)) > 1:
+        return " or ".join(map(describe_type, inner))
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
-    if len(union_members(kind)) > 1:
-        return " or ".join(map(describe_type, union_members(kind)))
+    if origin is Annotated:
+        return WORDS[inner[0]] + inner[1].words
     if origin is tuple and inner[1:] != (...,):
         return f"a list of {len(inner)}"
-    if isinstance(kind, type) and issubclass(kind, (int, float)) and kind not in words:
-        text = kind.__doc__ or kind.__name__
-        return functools.reduce(lambda text, pair: text.replace(*pair), WORDS.items(), text)
-    return words.get(origin) or "no value, because a field of this type can only be set in the code"
+    return WORDS.get(origin) or "no value, because a field of this type can only be set in the code"
+
+
+def convert(kind: Any, node: yaml.Node) -> Any:
+    """The value of a field with this type. Raises ValueError, which names the expected values."""
+    written, null = node.value, node.tag == NULL
+    for each in members_of(kind):
+        origin, inner = get_origin(each) or each, get_args(each)
+        if each in (Any, NoneType if null else {"sequence": list, "mapping": dict}.get(node.id)):
+            return plain_value(node)
+        if origin in (list, tuple) and node.id == "sequence":
+            fixed = origin is tuple and inner[1:] != (...,)
+            kinds = inner if fixed else inner[:1] * len(written)
+            if len(kinds) == len(written):  # an error below names the wrong element
+                return origin(map(convert, kinds, written))
+        elif origin is dict and node.id == "mapping":
+            return {convert(inner[0], key): convert(inner[1], value) for key, value in written}
+        elif node.id == "scalar" and not null:
+            with suppress(ValueError, KeyError):
+                return convert_text(each, written)
+    hint, got = "", {"mapping": "a mapping", "sequence": "a list"}.get(node.id, "nothing")
+    if node.id == "scalar" and not null:
+        got = one_line(repr(written), 60)
+        if written and (get_origin(kind) or kind) in (list, tuple):
+            hint = f"; write [{one_line(written, 60)}]"
+    raise ValueError(f"expected {describe_type(kind)}; got {got}{hint}")
+
+
+def convert_text(kind: Any, text: str) -> Any:
+    """The value of a scalar; raises ValueError or KeyError without a text for people."""
+    if get_origin(kind) is Literal:
+        return {str(option): option for option in get_args(kind)}[text]
+    if kind is bool:
+        return yaml.SafeLoader.bool_values[text.lower()]
+    if kind is str and not re.search("[\0\ud800-\udfff]", text):
+        return text
+    base, limits = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
+    if base in LARGEST:
+        value = base(text)
+        if abs(value) <= LARGEST[base] and (not limits or limits.first <= value <= limits.last):
+            return value
+    raise ValueError
 
 
 # ---- Fields --------------------------------------------------------------------------------------
 
-UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
-ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
-CONFIG = dataclasses.field(metadata=ONE_COMMAND)  # --config, the path of the recipe
-
 
 def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
     """Type and field of each name that can be set; those of nested dataclasses have a prefix."""
-    kinds, found = get_type_hints(config_class), {}
+    kinds, found = get_type_hints(config_class, include_extras=True), {}
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name, kinds[field.name]
         if dataclasses.is_dataclass(kind):
@@ -203,17 +172,15 @@ def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, datac
     return found
 
 
-def read_flags(arguments: list[str], fields: dict) -> dict[str, Any]:
-    """The flags as they are written; raises ValueError for unknown and duplicate ones."""
-    words, given = list(arguments), {}
+def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, yaml.Node]]:
+    """The flags as they are written."""
+    words = list(arguments)
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or name not in fields:
             raise ValueError(unknown_field(name if word.startswith("--") else word, fields))
-        if name in given:
-            raise ValueError(f"--{name} is given twice")
-        members = union_members(fields[name][0])
+        members = members_of(fields[name][0])
         if not equals:
             if words and not words[0].startswith("--"):
                 text = words.pop(0)
@@ -222,52 +189,37 @@ def read_flags(arguments: list[str], fields: dict) -> dict[str, Any]:
             else:
                 raise ValueError(f"--{name}: expected one argument")
         if {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
-            given[name] = read_yaml(text)
+            yield name, read_yaml(text)
         else:
-            given[name] = None if NoneType in members and text == "null" else Text(text)
-    return given
+            null = NoneType in members and text == "null"
+            yield name, yaml.ScalarNode(NULL if null else TEXT, text)
 
 
-def read_recipe(section: Any, fields: dict, prefix: str = "") -> dict[str, Any]:
-    """The fields in a recipe as they are written; raises ValueError for unknown ones and others."""
-    given: dict[str, Any] = {}
-    if not isinstance(section, dict | None):
+def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator:
+    """The fields in a recipe as they are written, as `read_flags` gives those of the flags."""
+    if section.id != "mapping" and section.tag != NULL:
         place = f"{prefix[:-1]}: " if prefix else ""
         raise ValueError(f"{place}expected lines of the form 'field: value'")
-    for key, value in (section or {}).items():
-        name, found = prefix + key, {prefix + key: value}
+    for key, value in section.value if section.id == "mapping" else ():
+        name = prefix + key.value
         if any(field.startswith(f"{name}.") for field in fields):
-            found = read_recipe(value, fields, f"{name}.")
-        elif name not in fields:
-            raise ValueError(unknown_field(name, fields))
-        elif "one_command" in fields[name][1].metadata:
+            yield from read_recipe(value, fields, f"{name}.")
+        elif name in fields and "one_command" in fields[name][1].metadata:
             raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
-        for twice in given.keys() & found.keys():
-            raise ValueError(f"{twice} is given twice")
-        given |= found
-    return given
+        else:
+            yield name, value
 
 
-def unknown_field(wrong: str, fields: dict) -> str:
-    """The error for an unknown field, with the nearest existing name."""
-    hint = hint_of(wrong, fields)
-    hint = hint or suggestion(wrong, fields, "python train.py --help lists them")
-    return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
-
-
-def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
-    """The nearest of these names as a question, or else the other text."""
-    near = [name for end in "._" for name in names if name.endswith(end + wrong)]
-    near = near or difflib.get_close_matches(wrong[:100], names, n=1, cutoff=0.65)
-    return f"did you mean {near[0]}?" if near else otherwise
-
-
-def convert_all(given: dict[str, Any], fields: dict) -> dict[str, Any]:
-    """Converts the given fields to their types; raises ValueError with the name of a wrong one."""
-    values = {}
-    for name, value in given.items():
+def convert_all(given: Iterable[tuple[str, yaml.Node]], fields: dict) -> dict[str, Any]:
+    """The values of fields, each converted to its type; raises ValueError with a wrong name."""
+    values: dict[str, Any] = {}
+    for name, node in given:
+        if name not in fields:
+            raise ValueError(unknown_field(name, fields))
+        if name in values:
+            raise ValueError(f"{name} is given twice")
         try:
-            values[name] = convert(fields[name][0], value)
+            values[name] = convert(fields[name][0], node)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     return values
@@ -285,26 +237,23 @@ def replace_fields(config: Any, values: dict[str, Any], prefix: str = "") -> Any
     return dataclasses.replace(config, **changes)
 
 
-def given_flags(config_class: type, arguments: list[str]) -> list[str]:
-    """The fields that are given as flags; raises ValueError for unknown ones."""
-    return [*read_flags(arguments, {"config": (str, CONFIG), **fields_of(config_class)})]
-
-
 def parse_config(
     config_class: type, arguments: list[str], usage: str
-) -> tuple[Any, Path, list[str]]:
-    """The config from defaults, recipe and flags, the later first; the recipe's path; remarks.
+) -> tuple[Any, Path, dict[str, Any], list[str]]:
+    """The config from defaults, recipe and flags, the later first; the recipe's path; the values of
+    the flags; remarks.
 
     Raises ValueError with one line that names the place of the mistake. --help ends the program.
     """
-    fields = {"config": (str, CONFIG), **fields_of(config_class)}
+    config_flag = dataclasses.field(metadata=ONE_COMMAND)
+    fields = {"config": (str, config_flag), **fields_of(config_class)}
     place = "command line"
     try:
         words = [word for word in arguments if word not in HELP]
         flags = convert_all(read_flags(words, fields), fields)
         path = Path(os.path.expanduser(flags.pop("config", RECIPE)))
         place = str(path)
-        recipe = convert_all(read_recipe(read_small_yaml(path), fields), fields)
+        recipe = convert_all(read_recipe(read_yaml(path), fields), fields)
     except OSError as error:
         line = f"{error.strerror}; --config takes the path of a recipe"
         raise ValueError(f"{one_line(place, 100)}: {line}") from None
@@ -315,37 +264,22 @@ def parse_config(
         show_help(cfg, path, usage)
         raise SystemExit(0)
     remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
-    check_unread_fields(cfg, flags, fields)
-    return cfg, path, remarks
+    rules = []
+    for name, switch, values in READERS:
+        value = getattr(cfg, switch, None)
+        # A flag that switches off the reader of a recipe's field leaves the recipe as it is.
+        read = value in values or (switch in flags and name not in flags)
+        rules.append((name, read or not hasattr(cfg, name), f"with {switch} {value}"))
+    check_ignored_fields(cfg, rules, section="")
+    return cfg, path, flags, remarks
 
 
 # Fields that are read only with some values of another field.
-READERS = {
-    "decay_fraction": ("lr_schedule", "wsd"),
-    "reference_batch_size": ("lr_scaling", "linear sqrt"),
-    "upload_code": ("tracker", "wandb"),
-}
-
-
-def check_unread_fields(cfg: Any, flags: dict, fields: dict) -> None:
-    """Raises ValueError for a field that is set although the other settings ignore it.
-
-    A flag that switches off the reader of a recipe's field leaves the recipe as it is.
-    """
-    if flags.get("config_file") and not cfg.check:
-        raise ValueError(
-            "only --check reads config_file; to train, give it to the launcher: "
-            "accelerate launch --config_file FILE train.py"
-        )
-    for name in READERS.keys() & fields.keys():
-        switch, readers = READERS[name]
-        value, default = getattr(cfg, switch), fields[name][1].default
-        by_recipe = name not in flags and switch in flags
-        if getattr(cfg, name) != default and value not in readers.split() and not by_recipe:
-            raise ValueError(
-                f"{name} is set, but with {switch} {value} nothing reads it; leave it out, or give "
-                f"its default, {default}"
-            )
+READERS = (
+    ("decay_fraction", "lr_schedule", ("wsd",)),
+    ("reference_batch_size", "lr_scaling", ("linear", "sqrt")),
+    ("upload_code", "tracker", ("wandb",)),
+)
 
 
 def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
@@ -360,13 +294,71 @@ def choose_length(cfg: Any, flags: dict, recipe: dict) -> list[str]:
             raise ValueError(f"{place} gives both max_steps and num_epochs; give one of them")
         if asked:
             wins = asked[0]
-            other = "num_epochs" if wins == "max_steps" else "max_steps"
-            setattr(cfg, other, 0 if other == "max_steps" else 0.0)
+            other, nothing = ("num_epochs", 0.0) if wins == "max_steps" else ("max_steps", 0)
+            setattr(cfg, other, nothing)
             line = f"--{wins} {given[wins]} replaces {other} {kept.get(other)} of the recipe"
             return [line] if kept.get(other) else []
     if not (cfg.max_steps or cfg.num_epochs):
         raise ValueError("max_steps and num_epochs are both 0; one must be above 0")
     return []
+
+
+# ---- Names ---------------------------------------------------------------------------------------
+
+HARDWARE = "the accelerate YAML decides it, as"
+# Names of Hugging Face's Trainer, of Lightning and of scripts, and what is meant here: the name of
+# a field, which counts where the config has that field, or a sentence.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "batch_size train_batch_size per_device_train_batch_size per_device_eval_batch_size": (
+        "global_batch_size decides the result, micro_batch_size the memory"
+    ),
+    "gradient_accumulation_steps accumulate_grad_batches": (
+        "it follows from global_batch_size and micro_batch_size"
+    ),
+    "bf16 fp16 fp32 amp precision mixed_precision": f"{HARDWARE} mixed_precision",
+    "gpus num_gpus devices num_processes world_size": f"{HARDWARE} num_processes",
+    "fsdp deepspeed": f"{HARDWARE} configs/accelerate/fsdp2.yaml",
+    "epochs max_epochs num_train_epochs": "num_epochs",
+    "steps max_iters": "max_steps",
+    "max_length max_seq_length max_seq_len seq_len block_size": "task.context_length",
+    "dataset dataset_name train_file data_path": "task.data",
+    "dataset_config_name": "task.data_config",
+    "validation_file eval_file": "task.validation_data",
+    "model model_name pretrained": "task.model_name_or_path",
+    "lora lora_r": "task.lora_rank",
+    "wandb report_to": "it is tracker here: wandb, trackio, tensorboard or none",
+    "run_name": "output_dir",
+    "logging_steps log_every_n_steps": "log_every",
+    "eval_steps val_check_interval": "eval_every",
+    "save_steps": "save_every",
+    "save_total_limit": "keep_checkpoints",
+    "resume_from_checkpoint ckpt_path": "resume",
+    "do_eval": "eval_only",
+    "warmup": "warmup_steps",
+    "warmup_ratio": "it is warmup_steps here, a number of steps",
+    "scheduler lr_scheduler lr_scheduler_type": "lr_schedule",
+    "optim optimizer": "build_optimizer in train.py is where it is changed",
+    "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
+    "workers dataloader_num_workers": "num_workers",
+    "torch_compile": "compile",
+}
+
+
+def unknown_field(wrong: str, fields: dict) -> str:
+    """The error for an unknown field, with the nearest existing name."""
+    hint = suggestion(wrong, fields, "python train.py --help lists them")
+    for names, meant in OTHER_NAMES.items():
+        if wrong in names.split() and (" " in meant or meant in fields):
+            hint = meant if " " in meant else f"it is {meant} here"
+    return f"there is no field {one_line(wrong, 60) or 'without a name'}; {hint}"
+
+
+def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
+    """The nearest of these names as a question, or else the other text."""
+    near = [name for end in "._" for name in names if name.endswith(end + wrong)]
+    near = near or difflib.get_close_matches(wrong[:100], names, n=1, cutoff=0.65)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 # ---- Help ----------------------------------------------------------------------------------------

@@ -173,17 +173,14 @@ def check_functions(task: Any) -> None:
                 raise ValueError(f"task.py: {name}{given} is called as {call}") from None
 
 
-def describe_value(value: Any) -> str:
-    """A value and its type, for error messages."""
-    if torch.is_tensor(value):
-        return f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
-    return f"{value!r:.60}, {type(value).__name__}"
-
-
 def expect(right: object, place: str, value: Any, wanted: str) -> None:
     """Raises ValueError, with the place and the value in task.py, unless the value is right."""
-    if not right:
-        raise ValueError(f"task.{place} {describe_value(value)}; give {wanted}")
+    if right:
+        return
+    shown = f"{value!r:.60}, {type(value).__name__}"
+    if torch.is_tensor(value):
+        shown = f"a tensor, {str(value.dtype).removeprefix('torch.')}, of shape {(*value.shape,)}"
+    raise ValueError(f"task.{place} {shown}; give {wanted}")
 
 
 def check_datasets(data: Any) -> None:
@@ -222,17 +219,14 @@ def list_sources(task: Any, dataset: Any, training: bool) -> list[Source]:
             )
     name, times = Counter(each.name for each in sources).most_common(1)[0]
     total, rows = sum(each.rows for each in sources), len(dataset)
-    empty = [each.name for each in sources if training and not each.rows]
+    empty = ", ".join(each.name for each in sources if training and not each.rows)
     weights = [int(each.weight) for each in sources]
-    period, limit = sum(weights) // math.gcd(*weights), f"{LONGEST_PERIOD:,}"
+    too_fine = sum(weights) // math.gcd(*weights) > LONGEST_PERIOD
     refuse(
         (times > 1, f"{times} are called {name!r}; give each another name"),
         (total != rows, f"they have {total:,} rows together, but the dataset has {rows:,}"),
-        (empty, f"{', '.join(empty)} has no rows to train on; leave it out"),
-        (
-            period > LONGEST_PERIOD,
-            f"the weights {weights} are too fine; their sum is above {limit}",
-        ),
+        (empty, f"{empty} has no rows to train on; leave it out"),
+        (too_fine, f"the weights {weights} are too fine; their sum is above {LONGEST_PERIOD:,}"),
         start="task.sources: ",
     )
     return [each for each in sources if each.rows]
@@ -280,11 +274,9 @@ def check_sums(sums: Any) -> None:
     for name, value in sums.items():
         right = torch.is_tensor(value) and not value.is_complex()
         expect(right, f"eval_sums: {name!r} is", value, "a tensor")
-        if value.dtype in (torch.bfloat16, torch.float16):  # a matrix product, under autocast
-            raise ValueError(
-                f"task.eval_sums: {name!r} is {describe_value(value)}, which rounds sums; call "
-                ".float(), and count without products of matrices"
-            )
+        exact = value.dtype not in (torch.bfloat16, torch.float16)
+        better = "one that rounds no sums: call .float(), and count without products of matrices"
+        expect(exact, f"eval_sums: {name!r} is", value, better)
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
@@ -308,18 +300,21 @@ def score(task: Task, sums: list[Batch], sources: list[Source]) -> tuple[dict[st
     The task's "loss" is called eval_loss. Of several sources each has its scores too, such as
     eval_loss/NAME; NaN stands for those that the task cannot compute from so few rows.
     """
+
+    def scores_of(sums: Batch) -> dict[str, float]:
+        scores = check_metrics(task.metrics(sums))
+        return {"eval_loss": scores.pop("loss"), **scores}
+
     total: Any = {name: sum(each[name] for each in sums) for name in sums[0]}
-    scores = check_metrics(task.metrics(total))
-    scores = {"eval_loss": scores.pop("loss"), **scores}
-    own: dict[str, float] = {}
+    scores = scores_of(total)
+    found = dict(scores)
     for each, source in zip(sums, sources, strict=False) if len(sums) > 1 else ():
         try:
-            numbers = check_metrics(task.metrics(each))
+            own = scores_of(each)
         except (ArithmeticError, ValueError):
-            numbers = dict.fromkeys(["loss", *scores], math.nan)
-        numbers["eval_loss"] = numbers.pop("loss")
-        own |= {f"{name}/{source.name}": number for name, number in numbers.items()}
-    return {**scores, **own}, total
+            own = dict.fromkeys(scores, math.nan)
+        found |= {f"{name}/{source.name}": number for name, number in own.items()}
+    return found, total
 
 
 @torch.no_grad()
@@ -329,38 +324,41 @@ def try_evaluation(task: Task, model: torch.nn.Module, batches: list[Batch]) -> 
     `batches` is one batch, optionally followed by its two halves. Returns a warning for each value
     that differs from the sum over the halves: it is probably a mean.
     """
+    dtype, warnings = torch.float32, []
 
-    def checked_sums(model: Any, batch: Batch) -> Batch:
+    # Inside of the model: outside, accelerate has made all results float32.
+    def eval_sums(model: Any, batch: Batch) -> Batch:
         sums = task.eval_sums(model, batch)
-        check_sums(sums)  # outside, accelerate has made them float32
+        check_sums(sums)
         return sums
 
-    def typed_loss(model: Any, batch: Batch) -> tuple[torch.Tensor, str]:
+    def loss_sum(model: Any, batch: Batch) -> Batch:
+        nonlocal dtype
         loss = task.loss_sum(model, batch)
-        return loss, str(loss.dtype).removeprefix("torch.")  # outside it is float32, too
+        dtype = loss.dtype
+        return {"": loss}
 
     model.eval()
-    sums, *halves = [model(checked_sums, batch) for batch in batches]
-    compared = [(f"eval_sums: {n!r}", sums[n], [half[n] for half in halves]) for n in sums]
-    warnings = []
-    if halves:
+    results = {"eval_sums": [model(eval_sums, batch) for batch in batches]}
+    if len(batches) > 1:
         with contextlib.suppress(Exception):  # it may need columns that only training rows have
-            (loss, dtype), *parts = [model(typed_loss, batch) for batch in batches]
-            compared.append(("loss_sum", loss, [part for part, _ in parts]))
-            if dtype in ("bfloat16", "float16"):  # check_loss refuses others
-                warnings.append(
-                    f"warning: task.loss_sum computes the loss in {dtype}, since it runs under "
-                    "autocast; call .float() on the outputs of the model"
-                )
+            results["loss_sum"] = [model(loss_sum, batch) for batch in batches]
     model.train()
-    for name, whole, each in compared if halves else ():
-        total, added = float(whole.sum()), sum(float(part.sum()) for part in each)
-        if abs(total - added) > 0.2 * abs(added) + 1e-6:
-            warnings.append(
-                f"warning: task.{name} is {total:.5g} for a batch, but {added:.5g} as the sum of "
-                "its two halves: is it a mean? A sum is expected"
-            )
-    totals = {name: value.cpu().double() for name, value in sums.items()}
+    if dtype in (torch.bfloat16, torch.float16):  # check_loss refuses others
+        warnings.append(
+            f"warning: task.loss_sum computes the loss in {str(dtype).removeprefix('torch.')}, "
+            "since it runs under autocast; call .float() on the outputs of the model"
+        )
+    for function, (whole, *halves) in results.items():
+        for name, value in whole.items() if halves else ():
+            total, added = float(value.sum()), sum(float(half[name].sum()) for half in halves)
+            if abs(total - added) > 0.2 * abs(added) + 1e-6:
+                place = f"{function}: {name!r}" if name else function
+                warnings.append(
+                    f"warning: task.{place} is {total:.5g} for a batch, but {added:.5g} as the sum "
+                    "of its two halves: is it a mean? A sum is expected"
+                )
+    totals = {name: value.cpu().double() for name, value in results["eval_sums"][0].items()}
     metrics: Any = {"loss": 0.0}
     with contextlib.suppress(ArithmeticError, ValueError):  # undefined for so few rows
         metrics = task.metrics(totals)

@@ -1,27 +1,29 @@
 """The fields that every run has. Those that decide the mathematics are in train.py."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
-
-from samestep.settings.config import (
+from samestep.base.fields import (
     EXPORT,
     NOTHING,
-    ONE_COMMAND,
     ROUNDING,
-    UNSAVED,
-    Megabytes,
-    Seconds,
-    Workers,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
 )
+from samestep.settings.config import ONE_COMMAND, UNSAVED
+
+Megabytes = Annotated[int, Range(1, 100_000, " from 1 to 100,000")]
+Workers = Annotated[int, Range(0, 256, " from 0 to 256")]
+Seconds = Annotated[int, Range(1, 31_536_000, " from 1 to 31,536,000")]  # a year
 
 
 @dataclass
 class DDPConfig:
     """Arguments of DistributedDataParallel; docs/hardware.md has what each does."""
 
-    bucket_cap_mb: Megabytes = field(default=25, metadata=ROUNDING)  # type: ignore[valid-type]
+    bucket_cap_mb: Megabytes = field(default=25, metadata=ROUNDING)
     """MB of gradients that are sent at once, while the backward pass computes the others."""
     find_unused_parameters: bool = field(default=True, metadata=ROUNDING)
     """Allow weights that some rows do not use. With false the first step after each start may add

@@ -79,11 +79,8 @@ class RunStart:
             return f"{self.output} is finished: {point.finished}; {other}"
         if self.cfg.eval_only:
             return f"checked: {self.output} evaluates {point.checkpoint} on {rows:,} samples"
-        start = "starts from the beginning"
-        if point.checkpoint:
-            start = f"goes on from {point.checkpoint}"
-        if point.finished:
-            start = "is finished"
+        start = f"goes on from {point.checkpoint}" if point.checkpoint else ""
+        start = "is finished" if point.finished else start or "starts from the beginning"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
         checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
         launching = "LAUNCHING" in os.environ  # the run prints the remarks itself
@@ -104,23 +101,47 @@ def find_project() -> tuple[ModuleType, ModuleType]:
 def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     """The config of this run from defaults, recipe and flags, and lines to print about it."""
     commands = about.split("\n\n")[1].strip()
-    cfg, recipe, remarks = config.parse_config(config_class, sys.argv[1:], commands)
+    cfg, recipe, _, remarks = config.parse_config(config_class, sys.argv[1:], commands)
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
-    steps = cfg.profile_steps or [1, 1]
-    few = len(steps) == 2 and 0 <= steps[1] - steps[0] < 100
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
-    shown = one_line(cfg.output_dir, 100)
-    refuse(
-        (cfg.output_dir.startswith("~"), "there is no such user"),
-        ("://" in cfg.output_dir, "a URL; give a folder, and copy it when the run ends"),
-        (escaped(cfg.output_dir) != cfg.output_dir, "which a terminal cannot show; give another"),
-        start=f"output_dir is {shown}, ",
-    )
+    output, data = cfg.output_dir, folder_of_data(cfg)
+    steps = cfg.profile_steps or [1, 1]
+    few = len(steps) == 2 and 0 <= steps[1] - steps[0] < 100
     limit = "give the first and the last of at most 100 steps, such as [10, 13]"
-    refuse((not few, f"profile_steps is {steps}; {limit}"))
+    launcher = "to train, give it to the launcher: accelerate launch --config_file FILE train.py"
+    shown = f"output_dir is {one_line(output, 100)}, "
+    unread = cfg.config_file and not cfg.check
+    refuse(
+        (output.startswith("~"), f"{shown}there is no such user"),
+        ("://" in output, f"{shown}a URL; give a folder, and copy it when the run ends"),
+        (escaped(output) != output, f"{shown}which a terminal cannot show; give another"),
+        (
+            data,
+            f"output_dir {output} lies in {data}, where files of the run would count as data; "
+            "give another --output_dir",
+        ),
+        (not few, f"profile_steps is {steps}; {limit}"),
+        (unread, f"only --check reads config_file; {launcher}"),
+    )
     return cfg, remarks
+
+
+def folder_of_data(cfg: Any) -> str:
+    """The folder of data in which the run folder lies, though not in a hidden folder; or ''."""
+    output = Path(cfg.output_dir).resolve()
+    for name in ("data", "validation_data"):
+        given = getattr(cfg.task, name, "")  # a path, PATH:WEIGHT,PATH:WEIGHT, or a list of them
+        paths = [str(each.get("path", "")) for each in given if isinstance(each, dict)]
+        if isinstance(given, str):
+            paths = [given, *re.split(r"(?::\d+)?(?:,|$)", given)]
+        for path in filter(os.path.isdir, map(os.path.expanduser, paths)):
+            folder = Path(path).resolve()
+            hidden = str(output.relative_to(folder)) if output.is_relative_to(folder) else "."
+            if not hidden.startswith(".") and "/." not in hidden:
+                return f"task.{name}, {one_line(path, 100)}"
+    return ""
 
 
 def resolved_config(cfg: Any) -> dict[str, Any]:
@@ -154,27 +175,6 @@ def read_layout(cfg: Any) -> Layout:
     if layout.kinds and use_cpu():
         raise UserError("accelerate shards models on GPUs only, here is none; use cpu_multi.yaml")
     return layout
-
-
-def check_output_outside_data(cfg: Any) -> None:
-    """Raises UserError if files of the run would count as data: the run could not continue.
-
-    Hidden folders are not read as data.
-    """
-    output = Path(cfg.output_dir).resolve()
-    for name in ("data", "validation_data"):
-        given = getattr(cfg.task, name, "")  # a path, PATH:WEIGHT,PATH:WEIGHT, or a list of them
-        paths = [str(each.get("path", "")) for each in given if isinstance(each, dict)]
-        if isinstance(given, str):
-            paths = [given, *re.split(r"(?::\d+)?(?:,|$)", given)]
-        for path in filter(os.path.isdir, map(os.path.expanduser, paths)):
-            folder = Path(path).resolve()
-            below = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
-            if not any(part.startswith(".") for part in below):
-                raise UserError(
-                    f"output_dir {cfg.output_dir} lies in task.{name}, {one_line(path, 100)}, "
-                    "where files of the run would count as data; give another --output_dir"
-                )
 
 
 def check_sharing(cfg: Any, layout: Layout) -> None:
@@ -223,6 +223,28 @@ def check_rows(rows: Any, cfg: Any, task: contract.Task, prepared: Any, parts: i
     task.check_shared_rows(cfg.task, prepared)
 
 
+def learnt_vocabulary(cfg: Any, prepared: Any) -> Path | None:
+    """The file of the vocabulary that the task has learnt from its data, if it has learnt one."""
+    if getattr(cfg.task, "vocabulary", None) == "" and isinstance(prepared, Path):
+        return next(prepared.glob(VOCABULARY), None)
+    return None
+
+
+def prepare_data(cfg: Any, task: contract.Task) -> Any:
+    """What the task prepares, with the vocabulary that the run began with, if it learnt one.
+
+    Other data would give another, which the weights do not know.
+    """
+    own, prepared = Path(cfg.output_dir) / VOCABULARY, task.prepare_data(cfg.task)
+    learnt = learnt_vocabulary(cfg, prepared)
+    continues = own.exists() and any((own.parent / "checkpoints").glob("step-*"))
+    if not learnt or not continues or learnt.read_bytes() == own.read_bytes():
+        return prepared
+    print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
+    cfg.task.vocabulary = cfg.output_dir
+    return task.prepare_data(cfg.task)
+
+
 def versions() -> dict[str, str]:
     """What rounding depends on: versions of Python and libraries, and the kind of device."""
     numbers = {"python": platform.python_version()}
@@ -238,6 +260,34 @@ def versions() -> dict[str, str]:
     return numbers
 
 
+def describe_source(source: contract.Source) -> str:
+    """What of a source determines the order of the samples, for manifests."""
+    text = f"{source.name}: weight {source.weight}, {source.rows} rows"
+    if source.shards is None:
+        return text
+    sizes = hash64(source.shards, range(len(source.shards))).sum()
+    return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
+
+
+def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
+    """The entries of all manifests of this run: settings, data, identity, versions."""
+    # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
+    fingerprints = [batches.fingerprint(each, task) for each in data]
+    digest = task.digest(cfg.task, prepared) if hasattr(task, "digest") else digest_of(prepared)
+    entries = {"samples": len(data[0]), "fingerprint": digest or fingerprints[0]}
+    entries["validation"] = fingerprints[1]
+    sources = contract.list_sources(task, data[0], training=True)
+    if len(sources) > 1 or any(each.shards is not None for each in sources):
+        entries["sources"] = "; ".join(map(describe_source, sources))
+    return {
+        "config": checkpoints.without_credentials(resolved_config(cfg)),
+        "data": entries,
+        "identity": task.identity(cfg.task, prepared) if hasattr(task, "identity") else "",
+        "mixture": first_mixture({each.name: int(each.weight) for each in sources}),
+        "versions": versions(),
+    }
+
+
 def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart:
     """Reads the config, prepares the data, finds the start; raises ValueError for bad input.
 
@@ -245,9 +295,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     """
     contract.check_functions(task)
     cfg, remarks = read_config(config_class, about)
-    check_output_outside_data(cfg)
-    output = Path(cfg.output_dir)
-    layout = read_layout(cfg)
+    output, layout = Path(cfg.output_dir), read_layout(cfg)
     check_sharing(cfg, layout)
     plan = batches.plan_step(
         cfg.global_batch_size,
@@ -265,7 +313,8 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         )
     lock = run_folder.RunLock(output, hold=not cfg.check) if IS_MAIN else None
     try:
-        tracking.check_tracker("none" if cfg.eval_only else cfg.tracker, cfg.offline)
+        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
+        tracking.check_tracker(cfg.tracker, cfg.offline)
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             find_saved(point, cfg)
@@ -276,82 +325,12 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
         manifest = collect_manifest(cfg, task, prepared, data)
         if IS_MAIN:
-            find_start(point, cfg, manifest, change_effects(cfg))
-        cfg.tracker = "none" if cfg.eval_only else cfg.tracker
+            find_start(point, cfg, manifest)
         return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
     except BaseException:
         if lock:
             lock.release()
         raise
-
-
-def learnt_vocabulary(cfg: Any, prepared: Any) -> Path | None:
-    """The file of the vocabulary that the task has learnt from its data, if it has learnt one."""
-    if getattr(cfg.task, "vocabulary", None) == "" and isinstance(prepared, Path):
-        return next(prepared.glob(VOCABULARY), None)
-    return None
-
-
-def prepare_data(cfg: Any, task: contract.Task) -> Any:
-    """What the task prepares, with the vocabulary that the run began with, if it learnt one.
-
-    Other data would give another, which the weights do not know.
-    """
-    settings, own = cfg.task, Path(cfg.output_dir) / VOCABULARY
-    prepared = task.prepare_data(settings)
-    learnt = learnt_vocabulary(cfg, prepared)
-    continues = own.exists() and any((own.parent / "checkpoints").glob("step-*"))
-    if not learnt or not continues or learnt.read_bytes() == own.read_bytes():
-        return prepared
-    print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
-    settings.vocabulary = cfg.output_dir
-    return task.prepare_data(settings)
-
-
-def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
-    """The entries of all manifests of this run: settings, data, identity, versions."""
-    train_data, eval_data = data
-    entries = {"samples": len(train_data)}
-    # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
-    entries["fingerprint"] = batches.fingerprint(train_data, task)
-    entries["validation"] = batches.fingerprint(eval_data, task)
-    own = task.digest(cfg.task, prepared) if hasattr(task, "digest") else digest_of(prepared)
-    entries["fingerprint"] = own or entries["fingerprint"]
-    sources = contract.list_sources(task, train_data, training=True)
-    if len(sources) > 1 or any(each.shards is not None for each in sources):
-        entries["sources"] = "; ".join(map(describe_source, sources))
-    identity = task.identity(cfg.task, prepared) if hasattr(task, "identity") else ""
-    mixture = first_mixture({each.name: int(each.weight) for each in sources})
-    settings = checkpoints.without_credentials(resolved_config(cfg))
-    manifest = {"config": settings, "data": entries, "identity": identity}
-    return {**manifest, "mixture": mixture, "versions": versions()}
-
-
-def describe_source(source: contract.Source) -> str:
-    """What of a source determines the order of the samples, for manifests."""
-    text = f"{source.name}: weight {source.weight}, {source.rows} rows"
-    if source.shards is None:
-        return text
-    sizes = hash64(source.shards, range(len(source.shards))).sum()
-    return f"{text} in {len(source.shards)} shards ({sizes:016x}), window {source.window}"
-
-
-def continue_mixture(point: StartPoint, current: dict) -> dict:
-    """The mixture of the sources after the checkpoint; `current`: that of a run which begins now.
-
-    That of an older checkpoint, which records none, is the one with which its run began.
-    """
-    weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
-    saved, samples = point.saved, point.saved.get("samples", 0)
-    old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
-    before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
-    mixture = next_mixture(before, samples, weights)
-    if mixture["first"] != before["first"]:
-        places = {name: mixture["sources"][name][2] for name in weights}
-        texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
-        remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
-        point.remarks.append(remark)
-    return mixture
 
 
 def find_saved(point: StartPoint, cfg: Any) -> None:
@@ -360,35 +339,31 @@ def find_saved(point: StartPoint, cfg: Any) -> None:
     It comes before the data, whose preparation may take hours.
     """
     folder = Path(cfg.output_dir) / "checkpoints"
-    point.checkpoint, point.saved, passed_over = checkpoints.find_checkpoint(
-        folder, cfg.resume, cfg.eval_only
-    )
+    found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
+    point.checkpoint, point.saved, passed_over = found
     point.remarks += [f"passed over: {reason}" for reason in passed_over]
     if cfg.eval_only and not point.checkpoint:
         raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
 
-def find_start(point: StartPoint, cfg: Any, manifest: dict, effects: dict[str, str]) -> None:
+def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
     """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
 
-    Raises ValueError if it cannot continue. For `effects` see `change_effects`.
+    Raises ValueError if it cannot continue.
     """
-    output = Path(cfg.output_dir)
+    output, effects = Path(cfg.output_dir), change_effects(cfg)
     folder = output / "checkpoints"
     if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
-        choose_best(point, manifest)
+        best, _ = checkpoints.find_best(folder, manifest)
+        if best:  # it may be older than the newest
+            point.checkpoint, point.saved = best, checkpoints.verify(best)
+        else:
+            point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
     step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
         point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    if cfg.warmup_steps >= point.max_steps and not cfg.eval_only:
-        remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
-        point.remarks.append(f"the learning rate rises to the end: {remark}")
-    trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
-    if not all(each in trains for each in cfg.profile_steps or ()):
-        steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
-        remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
-        point.remarks.append(f"warning: nothing is profiled: {remark}")
+    remark_on_steps(point, cfg, step)
     if point.checkpoint:
         defaults = {name: field.default for name, (_, field) in config.fields_of(type(cfg)).items()}
         point.changed = checkpoints.check_settings(
@@ -407,42 +382,72 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, effects: dict[str, s
     settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
     exports = checkpoints.export_settings(manifest, effects)
     point.facts = {"settings": settings, "export": exports}
-    status, trained = run_folder.read_status(output), (output / "model").exists()
-    exported = status.get("export") or checkpoints.export_settings(point.saved or manifest, effects)
-    again = "; ".join(checkpoints.differences(exported, exports).values())
-    if point.checkpoint and point.checkpoint.resolve().parent == folder.resolve():
-        # A finished run without its model, or with other settings for it, exports it again.
-        if status.get("state") == "finished" and step >= point.max_steps and trained:
-            if again:
-                point.remarks.append(f"the finished run exports again: {again}")
-            elif point.changed:
-                raise ValueError(
-                    f"{output} is finished, with no step left for {'; '.join(point.changed)}; give "
-                    f"more max_steps than {step}, or another --output_dir"
-                )
-            else:
-                point.finished = f"{step} steps"
-    elif trained or status.get("state") == "finished":
-        # The checkpoints were deleted. Another training would replace the model.
-        if not trained or status.get("settings") != settings or again:
-            raise ValueError(
-                f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
-                "differ from yours; give another --output_dir"
-            )
-        point.finished = "its checkpoints are gone, its model is there"
+    check_finished(point, cfg, checkpoints.export_settings(point.saved or manifest, effects))
     if step < point.max_steps:
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss = checkpoints.find_best(folder, manifest)
 
 
-def choose_best(point: StartPoint, manifest: dict) -> None:
-    """Takes the checkpoint that is exported; it may be older than the newest."""
-    best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
-    if best:
-        point.checkpoint, point.saved = best, checkpoints.verify(best)
-    else:
-        point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
+def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
+    """Notes fields that count steps which this command does not train; `step`: the last saved."""
+    if cfg.warmup_steps >= point.max_steps and not cfg.eval_only:
+        remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
+        point.remarks.append(f"the learning rate rises to the end: {remark}")
+    trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
+    if not all(each in trains for each in cfg.profile_steps or ()):
+        steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
+        remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
+        point.remarks.append(f"warning: nothing is profiled: {remark}")
+
+
+def continue_mixture(point: StartPoint, current: dict) -> dict:
+    """The mixture of the sources after the checkpoint; `current`: that of a run that begins now."""
+    weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
+    before, samples = point.saved.get("mixture", current), point.saved.get("samples", 0)
+    mixture = next_mixture(before, samples, weights)
+    if mixture["first"] != before["first"]:
+        places = {name: mixture["sources"][name][2] for name in weights}
+        texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
+        remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
+        point.remarks.append(remark)
+    return mixture
+
+
+def check_finished(point: StartPoint, cfg: Any, exported: dict) -> None:
+    """Notes that the run has finished; raises ValueError if it has, with other settings.
+
+    `exported`: the settings of its export, unless status.json has them.
+    """
+    output, facts = Path(cfg.output_dir), point.facts
+    status, trained = run_folder.read_status(output), (output / "model").exists()
+    finished, step = status.get("state") == "finished", point.saved.get("step", 0)
+    before = status.get("export") or exported
+    again = "; ".join(checkpoints.differences(before, facts["export"]).values())
+    own = (
+        point.checkpoint and point.checkpoint.resolve().parent == (output / "checkpoints").resolve()
+    )
+    if own:
+        # A finished run without its model, or with other settings for it, exports it again.
+        if not (finished and trained and step >= point.max_steps):
+            return
+        if again:
+            point.remarks.append(f"the finished run exports again: {again}")
+        elif point.changed:
+            raise ValueError(
+                f"{output} is finished, with no step left for {'; '.join(point.changed)}; give "
+                f"more max_steps than {step}, or another --output_dir"
+            )
+        else:
+            point.finished = f"{step} steps"
+    elif trained or finished:
+        # The checkpoints were deleted. Another training would replace the model.
+        if not trained or status.get("settings") != facts["settings"] or again:
+            raise ValueError(
+                f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
+                "differ from yours; give another --output_dir"
+            )
+        point.finished = "its checkpoints are gone, its model is there"
 
 
 def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
@@ -450,9 +455,8 @@ def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
 
     Raises UserError unless all processes run the same, and see the same run folder.
     """
-    facts = agreement.collect_facts(
-        start.manifest, start.cfg.exact, Path(inspect.getfile(type(start.cfg))).parent
-    )
+    folder = Path(inspect.getfile(type(start.cfg))).parent
+    facts = agreement.collect_facts(start.manifest, start.cfg.exact, folder)
     agreement.check_same(processes, facts)
     point = processes.from_main(start.point)
     if not (start.cfg.check or point.finished):
