@@ -23,6 +23,7 @@ import library_wheel
 ROOT = Path(__file__).resolve().parent
 FOLDER = "{{cookiecutter.project_slug}}"
 OWN = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+COOKED = {"cookiecutter": OWN}
 QUESTIONS = [name for name in OWN if not name.startswith("_")]
 # Read by cookiecutter itself: how it renders, and what it copies as it is.
 SETTINGS = ["_copy_without_render", "_extensions", "_jinja2_env_vars", "_new_lines"]
@@ -73,13 +74,17 @@ def default_slug(name):
 
 
 def check_answers(answers):
-    """Refuse the answers of a command line and those given so far, as soon as they are there."""
+    """Refuse what is wrong in a command or in the answers so far, as soon as they are there."""
     params = command_params()
-    if not params:
-        check_each(answers)
-        return ""
-    check_command(params)
-    check_given(answers, params)
+    if params:
+        check_command(params)
+    check_each(answers)
+    if params and "project_slug" in answers:
+        output_dir, slug = os.path.abspath(params["output_dir"]), answers["project_slug"]
+        check_folder(output_dir, slug)
+        if Path(output_dir, slug).exists() and not params["overwrite_if_exists"]:
+            advice = "Write another name, or add --overwrite-if-exists."
+            refuse("project_slug", slug, "is a folder that exists already", advice)
     return ""
 
 
@@ -87,18 +92,6 @@ def command_params():
     """The options of cookiecutter's command line; empty under cruft or a Python program."""
     command = click.get_current_context(silent=True)
     return command.params if command and command.command is cookiecutter_command else {}
-
-
-def check_given(answers, params):
-    """Refuse the place of the project as soon as it is named, not after the last question."""
-    check_each(answers)
-    if "project_slug" not in answers:
-        return
-    output_dir, slug = os.path.abspath(params["output_dir"]), answers["project_slug"]
-    check_folder(output_dir, slug)
-    if Path(output_dir, slug).exists() and not params["overwrite_if_exists"]:
-        advice = "Write another name, or add --overwrite-if-exists."
-        refuse("project_slug", slug, "is a folder that exists already", advice)
 
 
 def check_context(context):
@@ -141,7 +134,10 @@ def check_text(question, answer):
     if not answer.strip():
         refuse(question, answer, "holds no text", "Write some.")
     for character in answer:
-        if not is_plain(character):
+        category = unicodedata.category(character)
+        # C: control, zero-width and right-to-left marks, private, unassigned, halves of pairs, but
+        # for the joiner of emoji. Zl, Zp: line and paragraph separators.
+        if character != "\u200d" and (category[0] == "C" or category in ("Zl", "Zp")):
             name = unicodedata.name(character, "")
             problem = f"contains the character U+{ord(character):04X} {name}".rstrip()
             refuse(question, answer, problem, "Write one line of plain text.")
@@ -150,14 +146,6 @@ def check_text(question, answer):
     longest = LONGEST.get(question, 100)
     if len(answer) > longest:
         refuse(question, answer, f"has {len(answer)} characters", f"Write at most {longest}.")
-
-
-def is_plain(character):
-    """Whether a character shows, or is a space, everywhere and in its place."""
-    category = unicodedata.category(character)
-    # C: control, zero-width and right-to-left marks, private, unassigned, halves of pairs, but
-    # for the joiner of emoji. Zl, Zp: line and paragraph separators.
-    return character == "\u200d" or category[0] != "C" and category not in {"Zl", "Zp"}
 
 
 def check_slug(slug):
@@ -181,7 +169,11 @@ def check_folder(output_dir, slug):
         kind, fits = ("folder", path.is_dir) if source.is_dir() else ("file", path.is_file)
         if os.path.lexists(path) and not fits():
             refuse("--output-dir", str(path), f"is not a {kind}", advice)
-        if keeps and path.is_file() and not is_kept(source.relative_to(ROOT / FOLDER)):
+        # With that option cookiecutter asks only for what it renders, and the hook removes the
+        # files of other clusters.
+        name = source.relative_to(ROOT / FOLDER)
+        kept = name.parts[:1] != ("cluster",) and not is_copy_only_path(str(name), COOKED)
+        if keeps and path.is_file() and not kept:
             problem = "would be replaced or removed all the same"
             advice = "Leave the option out and commit your edits first, or use `cruft update`."
             refuse("--skip-if-file-exists", str(path), problem, advice)
@@ -195,12 +187,6 @@ def check_folder(output_dir, slug):
         problem = error.strerror
     if problem:
         refuse("--output-dir", str(target), f"cannot be made ({problem})", advice)
-
-
-def is_kept(name):
-    """Whether --skip-if-file-exists keeps this file: cookiecutter asks only for what it renders,
-    and the hook removes the files of other clusters."""
-    return name.parts[0] != "cluster" and not is_copy_only_path(str(name), {"cookiecutter": OWN})
 
 
 def check_command(params):
@@ -232,17 +218,13 @@ class Refused(SystemExit, FailedHookException):
 
 
 def refuse(question, answer, problem, advice):
-    """Stop with one line, before anything is written."""
+    """Stop with one line, before anything is written, that standard output can show."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 60
     short.maxlevel, short.maxlist, short.maxdict = 1, 2, 2
-    raise Refused(printable(f"{question}: {short.repr(answer)} {problem}. {advice}"))
-
-
-def printable(line):
-    """The line with escapes for what standard output cannot show."""
+    line = f"{question}: {short.repr(answer)} {problem}. {advice}"
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return line.encode(encoding, "backslashreplace").decode(encoding)
+    raise Refused(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def quoted(text):

@@ -1,10 +1,12 @@
 """What all tests share: projects baked from a clean copy of the template, and how to run in one."""
 
 import atexit
+import contextlib
 import csv
 import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -349,6 +351,18 @@ def load_task(name):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def train_module(task):
+    """train.py as a module, beside the task of this path."""
+    spec = importlib.util.spec_from_file_location("task", task)
+    sys.modules["task"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        yield load_task("train")
+    finally:
+        del sys.modules["task"], sys.modules["train"]
 
 
 def write_table(folder, rows, kind="jsonl", name="rows"):

@@ -6,12 +6,11 @@ import shutil
 import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
 
-from conftest import ROOT, SOURCE, load_task
+from conftest import ROOT, SOURCE, train_module
 from samestep.settings import accelerate_yaml, config
 
 CPU = "configs/accelerate/cpu.yaml"
@@ -39,33 +38,23 @@ TWO = "--config_file configs/accelerate/cpu_multi.yaml"
 
 FLAGS = {  # what is written, and what the line says
     "--task.data docs --output_dir docs/run": "docs/run lies in task.data, docs, where files of",
-    "--task.data README.md:2,docs:1 --output_dir docs/a/run": "docs/a/run lies in task.data, docs",
     "--output_dir s3://key:secret@bucket/run": "output_dir is s3://bucket/run, a URL; give a",
     "--output_dir ~no-one/x": "output_dir is ~no-one/x, there is no",
     "--output_dir train.py": "give another",
-    "--output_dir /proc/x": "give another",
     "--learning_rat 3": "no field learning_rat; did you mean learning_rate?",
-    "--dropout 0": "did you mean task.dropout?",
     "--lr 1": "no field lr; it is learning_rate here",
-    "--per_device_train_batch_size 8": "global_batch_size decides the result, micro_batch_size the",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
     "--seed 1 --seed=1": "seed is given twice",
     "faster": "there is no field faster",
-    "--task spy.Spy": "there is no field task; python train.py --help lists them",
     "--task.class_path spy.Spy": "there is no field task.class_path",
     "--config none.yaml": "none.yaml: No such file or directory",
     "--config configs": "configs: Is a directory; --config takes the path of a recipe",
-    "--config_file none.yaml": "none.yaml: No such file",
     "--seed one": "seed: expected a whole number, at least 0; got 'one'",
-    "--max_steps 1e3": "max_steps: expected a whole number",
     "--learning_rate nan": "learning_rate: expected a number, at least 0; got 'nan'",
-    "--learning_rate inf": "learning_rate: expected a number, at least 0; got 'inf'",
-    "--max_grad_norm 1e39": "max_grad_norm: expected a number, at least 0; got '1e39'",
     f"--max_steps {2**63}": "max_steps: expected a whole number, at least 0; got '9223",
     "--profile_steps [5,3]": "give the first and the last of at most 100 steps",
     "--timeout 31536001": "from 1 to 31,536,000; got",
-    "--compile perhaps": "compile: expected true or false",
     "--beta2 0.99999999": "beta2: expected a number from",
     "--lr_schedule spy.Spy": "expected one of 'cosine', 'linear'",
     "--task.validation_fraction 1": "above 0 and below 1",
@@ -74,12 +63,10 @@ FLAGS = {  # what is written, and what the line says
     "--decay_fraction 0.5": "nothing reads it with lr_schedule cosine",
     "--num_epochs 2 --max_steps 9": "gives both max_steps and",
     "--max_steps 0": "one must be above 0",
-    "--task.data none.txt": "nothing to read at none.txt",
     "--tracker trackio": "trackio, which is not installed; run pip",
     "--exact true --compile true --micro_batch_size 8": "exact does not go with compile",
     "--device_shares [0]": "device_shares",
     f"{TWO} --device_shares [3,2,1]": "device_shares has 3 numbers, and there are 2 processes",
-    f"{TWO} --global_batch_size 1": "global_batch_size is 1, fewer samples than the 2 processes",
     f"{TWO} --exact true": "exact: 32 samples in micro-batches of 32 cannot be dealt to 2 processes"
     "; give a micro_batch_size of 16 or 8 or 4, or start at most 1",
     "--exact true --micro_batch_size 5": "dealt to 1 process; give a micro_batch_size of 4 or 2 or",
@@ -91,19 +78,13 @@ RECIPES = {
     "learning_rat: 3\n": "bad.yaml: there is no field learning_rat",
     "seed: 1\nseed: 2\n": "bad.yaml: line 2: seed is given twice",
     "task.data: a\ntask:\n  data: b\n": "bad.yaml: task.data is given twice",
-    "task: {data: a, data: b}\n": "data is given twice",
     "- seed: 1\n": "expected lines of the form 'field: value'",
-    "task: [1]\n": "task: expected lines of the form",
-    "task: {image_size: 64}\n": "there is no field task.image_size; did you mean task.hidden_si",
     "seed: [1\n": "bad.yaml: line 2: expected",
-    "seed: 0x10\n": "got '0x10'",
     "seed: {class_path: spy.Spy}\n": "got a mapping",
     "task: {class_path: spy.Spy}\n": "there is no field task.class_path",
     "task:\n  data: {class_path: spy.Spy}\n": "task.data: expected text or a list; got a mapping",
-    "task: spy.Spy\n": "task: expected lines of the form 'field: value'",
     "seed:\n": "got nothing",
     'output_dir: "a\\0b"\n': "output_dir: expected text; got 'a\\x00b'",
-    "? [a, b]\n: 1\n": "line 1: a key must be a name",
     "<<: {seed: 1}\n": "line 1: a key must be a name, not <<",
     "a: &a [x, x]\nb: [*a, *a]\n": "line 1: & and * (anchors",
     "seed: !!python/object/apply:spy.Spy []\n": "& and * (anchors, aliases) and !",
@@ -111,32 +92,23 @@ RECIPES = {
     "config: other.yaml\n": "give it as a flag, --config",
     "check: true\n": "give it as a flag, --check",
     "reference_batch_size: 8\n": "nothing reads it with lr_scaling none; leave it out, or give",
-    "max_steps: 3\nnum_epochs: 1\n": "the recipe gives both max_steps and num_epochs",
 }
 YAMLS = {
     "": "expected lines of the form 'key: value'",
-    "debug: !!python/object/apply:spy.Spy []\n": "& and * (anchors, aliases) and !",
     NO_GPU + "num_process: 2\n": "no key num_process; did you mean num_processes?",
     NO_GPU + "num_processes: 2\n": "is given twice",
     NO_GPU + "dynamo_config: {dynamo_backend: 1}\n": "remove it; the recipe's field compile",
-    NO_GPU + "fsdp_config: x\n": "give a mapping",
     ONE + "use_cpu: 'no'\n": "use_cpu is 'no'; give true or false",
-    ONE + "use_cpu: 1\n": "use_cpu is 1; give true or false",
-    ONE + "num_processes: two\n": "num_processes is 'two'; give a whole number",
     ONE + "num_processes: '2'\n": "num_processes is '2'; give a whole number",
     ONE + "main_process_ip: 10\n": "main_process_ip is 10; give text, in quotes",
-    ONE + "gpu_ids: 1\n": "gpu_ids is 1; give text, in quotes",
     ON_CPU + "mixed_precision: no\n": "mixed_precision is False; give text, in quotes",
     ON_CPU + "mixed_precision: fp15\n": "mixed_precision is fp15; give one of no,",
     ON_CPU + "mixed_precision: fp8\n": "fp8 needs torchao (pip install torchao), or TE",
     ON_CPU + "mixed_precision: fp16\n": "fp16 needs a GPU; write 'no'",
     "num_processes: 1\n": "distributed_type",
-    "distributed_type: DDP\n": "DDP",
-    "distributed_type: NO\n": "distributed_type is False; give text, in quotes",
     "distributed_type: MULTI_CPU\nnum_processes: 2\n": "MULTI_CPU starts 1 process, not 2",
     "distributed_type: MULTI_GPU\ngpu_ids: '-1'\n": "num_processes is missing; give a multiple",
     MANY + "2\nuse_cpu: true\n": "use_cpu does not go with MULTI_GPU",
-    MANY + "99\n": "it needs 99 GPUs on this machine, which has ",
     MANY + "4\nnum_machines: 2\n": "num_machines is 2; give main_process_ip, machine 0's",
     MANY + "3\nnum_machines: 2\n": "num_processes is 3; give a multiple of num_machines, 2",
 }
@@ -190,8 +162,8 @@ def place(project, tmp_path_factory):
 @pytest.fixture(scope="module")
 def train():
     """train.py as a module, with the default task."""
-    with mock.patch.dict(sys.modules, {"task": load_task("causal_lm")}):
-        return load_task("train")
+    with train_module(ROOT / "templates" / "tasks" / "causal_lm.py") as module:
+        yield module
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -329,43 +301,31 @@ SHIPPED = {
 }  # tests/test_hardware.py has those that shard, and those of several machines
 
 
-def test_a_gpu_that_emulates_bf16_is_named_with_the_yaml_for_it(gpus, capsys):
-    for name, processes, bf16, faster in [
-        ("single_gpu_bf16", 1, False, "single_gpu_fp16"),
-        ("multi_gpu_bf16", 2, False, "multi_gpu_fp16"),
-        ("single_gpu_bf16", 1, True, ""),
-        ("single_gpu_fp16", 1, False, ""),
-        ("cpu", 1, False, ""),
-    ]:
-        assert gpus(SHIPPED[name], number=2, bf16=bf16) == processes
-        line = f"Tesla T4 only emulates bf16, slowly; faster is {faster}.yaml\n"
-        assert capsys.readouterr().out == (line if faster else "")
-
-
 TORCH = f"torch {torch.__version__}"
+ON_GPUS = [  # a YAML, GPUs, what torch says of them, processes or what is said, what is printed
+    (SHIPPED["single_gpu_bf16"], 2, {"bf16": False}, 1, "single_gpu_fp16.yaml\n"),
+    (SHIPPED["multi_gpu_bf16"], 2, {"bf16": False}, 2, "multi_gpu_fp16.yaml\n"),
+    (SHIPPED["single_gpu_bf16"], 2, {}, 1, ""),
+    (SHIPPED["single_gpu_fp16"], 2, {"bf16": False}, 1, ""),
+    (SHIPPED["cpu"], 1, {"driver": "too old"}, 1, ""),
+    (
+        SHIPPED["single_gpu"],
+        1,
+        {"driver": "is\ntoo old"},
+        f"{TORCH} cannot use the GPU: is too",
+        "",
+    ),
+    (SHIPPED["multi_gpu"], 0, {"driver": "none"}, f"has 0; use cpu.yaml ({TORCH}: none)", ""),
+    (MANY + "2\n", 1, {}, "it needs 2 GPUs on this machine, which has 1; set num_processes to", ""),
+]
 
 
-@pytest.mark.parametrize(
-    "text, number, driver, expected",
-    [
-        (SHIPPED["cpu"], 1, "too old", 1),
-        (SHIPPED["single_gpu"], 1, "is\ntoo old", f"{TORCH} cannot use the GPU: is too old"),
-        (
-            SHIPPED["multi_gpu"],
-            0,
-            "no driver",
-            "it needs 2 GPUs on this machine, which has 0; use cpu.yaml (" + TORCH + ": no driver)",
-        ),
-        (
-            MANY + "2\n",
-            1,
-            None,
-            "it needs 2 GPUs on this machine, which has 1; set num_processes to 1",
-        ),
-    ],
-)
-def test_gpus_that_are_missing_or_cannot_be_used_are_one_line(gpus, text, number, driver, expected):
-    assert gpus(text, number=number, driver=driver) == expected
+@pytest.mark.parametrize("text, number, torch_says, expected, printed", ON_GPUS)
+def test_gpus_that_lack_something(gpus, capsys, text, number, torch_says, expected, printed):
+    answer = gpus(text, number=number, **torch_says)
+    assert answer == expected if isinstance(expected, int) else expected in answer
+    line = f"Tesla T4 only emulates bf16, slowly; faster is {printed}"
+    assert capsys.readouterr().out == (line if printed else "")
 
 
 @dataclass
@@ -432,47 +392,39 @@ def test_world_size_that_disagrees_with_accelerate(tiny, tmp_path):
     assert errors.startswith("train.py: 2 processes were launched, but accelerate sees 1; check")
 
 
+CPU_MULTI = ["--config_file", "configs/accelerate/cpu_multi.yaml"]
+MACHINES = [*CPU_MULTI, "--num_machines", "2", "--num_processes=4", "--main-process-ip", "10.0.0.1"]
+LAUNCHED = [  # options of the launcher, flags, the exit code of the check, what is said
+    (["--config_file", "configs/accelerate/multi_gpu.yaml"], [], 2, "which has 0"),
+    (CPU_MULTI, ["--sed", "1"], 2, "no field sed"),
+    (MACHINES[:-2], ["--check"], 2, "give main_process_ip"),
+    ([*MACHINES, "--machine_rank", "2"], ["--check"], 2, "machine_rank is 2; give one from 0 to 1"),
+    (MACHINES, ["--check"], 0, ""),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_make_train_prints_that_line_alone(project, tmp_path):
-    """launch ends with the code of the check, before any launcher runs."""
-    for flags, said in [
-        (["--config_file", "configs/accelerate/multi_gpu.yaml", "train.py"], "which has 0"),
-        (["--config_file", "configs/accelerate/cpu_multi.yaml", "train.py", "--sed", "1"], "seed"),
-    ]:  # fmt: skip
-        more = ["--output_dir", tmp_path / "run", "--tracker", "none"]
-        result = project.run("python", "-m", "samestep", "launch", *flags, *more, check=False)
-        assert result.returncode == 2 and result.stdout == "", result.stdout + result.stderr
-        assert said in result.stderr and result.stderr.count("\n") == 1
-    machines = ["--config_file", "configs/accelerate/cpu_multi.yaml", "--num_machines", "2"]
-    machines += ["--num_processes=4"]
-    address = ["--main-process-ip", "10.0.0.1"]
-    for more, code, said in [
-        ([], 2, "give main_process_ip"),
-        ([*address, "--machine_rank", "2"], 2, "machine_rank is 2; give one from 0 to 1"),
-        (address, 0, ""),
-    ]:  # fmt: skip
-        words = [*machines, *more, "train.py", "--check", "--output_dir", "runs/machines"]
-        result = project.run("python", "-m", "samestep", "launch", *words, check=False)
-        assert result.returncode == code and said in result.stderr, result.stderr
-        assert result.stderr.count("\n") == bool(code)
+@pytest.mark.parametrize("options, flags, code, said", LAUNCHED)
+def test_launch_ends_with_the_code_of_the_check(project, tmp_path, options, flags, code, said):
+    """Before any launcher runs."""
+    words = [*options, "train.py", *flags, "--output_dir", tmp_path / "run", "--tracker", "none"]
+    result = project.run("python", "-m", "samestep", "launch", *words, check=False)
+    assert result.returncode == code and said in result.stderr, result.stderr
+    assert result.stderr.count("\n") == bool(code)
 
 
-LEFT_OVER = [  # program, environment, words of the line
-    ("train.py", {"WORLD_SIZE": "4"}, "WORLD_SIZE is '4' and RANK is not set"),
-    ("prepare", {"RANK": "1"}, "RANK is '1' and WORLD_SIZE is not set, which no launcher does"),
-    ("hardware", {"WORLD_SIZE": "2", "RANK": "1"}, "and MASTER_ADDR is not set, which no"),
-    ("launch", {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("program, env, said", LEFT_OVER)
+@pytest.mark.parametrize(
+    "program, env, said",
+    [
+        ("train.py", {"WORLD_SIZE": "4"}, "WORLD_SIZE is '4' and RANK is not set, which no launch"),
+        ("-m samestep prepare", {"WORLD_SIZE": "2", "RANK": "1"}, "and MASTER_ADDR is not set"),
+        ("-m samestep launch", {"LOCAL_RANK": "3"}, "which no launcher does: unset LOCAL_RANK"),
+    ],
+)
 def test_an_environment_that_no_program_can_work_in_is_one_line(project, program, env, said):
-    words = ["train.py"] if program == "train.py" else ["-m", "samestep", program]
-    program = program if program == "train.py" else f"samestep {program}"
-    result = project.run("python", *words, "-B", check=False, **env)
+    result = project.run("python", *program.split(), "-B", check=False, **env)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"{program}: ") and said in result.stderr
+    assert result.stderr.startswith(f"{program.removeprefix('-m ')}: ") and said in result.stderr
 
 
 @pytest.mark.parametrize("more", [[], ["--check"]])

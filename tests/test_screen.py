@@ -8,11 +8,21 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import termios
 
 import pytest
 
-from conftest import lines, read_weights, reseal, status, trained, wait_until
+from conftest import (
+    ROOT,
+    lines,
+    read_weights,
+    reseal,
+    status,
+    train_module,
+    trained,
+    wait_until,
+)
 
 LONG = ["--max_steps", 100_000, "--eval_every", 0, "--save_every", 0, "--task.row_seconds", 0.003]
 
@@ -204,18 +214,17 @@ task.eval_sums = eval_sums
 """
 
 
-@pytest.mark.parametrize("batch", [2, 5])
-def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path, batch):
+def test_a_stop_in_the_best_evaluation_changes_nothing(quick, tmp_path):
     """That of step 2, of six batches: it is made up for, and its checkpoint counts."""
     flags = ["--export", "best", "--save_every", 5, "--eval_every", 2, "--learning_rate", 0.05]
     flags += ["--keep_checkpoints", 1, "--max_steps", 12]
     quick(*flags, "--output_dir", tmp_path / "whole")
     parts = ["--output_dir", tmp_path / "parts"]
-    quick(*flags, *parts, codes=[75], before=STOP.format(batch))
+    quick(*flags, *parts, codes=[75], before=STOP.format(5))
     assert status(tmp_path / "parts")["state"] == "stopped"
-    if batch == 5:  # stopped in the evaluation that is made up for: that goes on, not the training
-        quick(*flags, *parts, codes=[75], before=STOP.format(3))
-        assert lines(tmp_path / "parts", "loss")[-1]["step"] == 2
+    # Stopped in the evaluation that is made up for: that goes on, not the training.
+    quick(*flags, *parts, codes=[75], before=STOP.format(3))
+    assert lines(tmp_path / "parts", "loss")[-1]["step"] == 2
     quick(*flags, *parts)
     whole, parts = (weights(tmp_path / name) for name in ("whole", "parts"))
     assert whole[0].equal(parts[0]) and {*whole[1]} == {*parts[1]} == {2, 12}
@@ -255,19 +264,18 @@ LENGTHS = [
 
 @pytest.mark.parametrize("recipe, flags, steps, said", LENGTHS)
 def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
-    quick, tmp_path, recipe, flags, steps, said
+    monkeypatch, tmp_path, recipe, flags, steps, said
 ):
-    file = tmp_path / "recipe.yaml"
-    file.write_text(f"{recipe}\nglobal_batch_size: 8\nwarmup_steps: 0\n")
-    output = tmp_path / "run"
-    printed = quick("--config", file, *flags, "--output_dir", output)
-    assert said in printed and ("replaces" in printed) == bool(said)
-    assert lines(output, "loss")[-1]["step"] == steps and status(output)["state"] == "finished"
-
-
-def test_a_warm_up_longer_than_the_run_is_said(quick, tmp_path):
-    printed = quick("--warmup_steps", 20, "--output_dir", tmp_path / "run")
-    assert "the learning rate rises to the end: warmup_steps is 20, and the run has 12" in printed
+    (tmp_path / "mine.yaml").write_text(f"{recipe}\nglobal_batch_size: 8\nwarmup_steps: 50\n")
+    words = ["--config", tmp_path / "mine.yaml", *flags, "--output_dir", tmp_path / "run"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    with train_module(ROOT / "tests" / "tasks" / "tiny.py") as train:
+        point = train.prepare().point
+    assert point.max_steps == steps
+    *length, warm_up = point.remarks
+    assert "; ".join(length) == said or said in "; ".join(length) and said
+    rises = "the learning rate rises to the end: warmup_steps is 50, and the run has"
+    assert warm_up.startswith(f"{rises} {steps}")
 
 
 def test_help_shows_the_values_that_would_be_used(quick, tmp_path):

@@ -49,6 +49,7 @@ for gpu in {gpus}; do
 done
 """
 
+UV = '#!/bin/sh\necho "uv $*" >>"$FAKE_LOG"\nexit ${FAKE_INSTALL_FAILS:-0}\n'
 TASKS = sorted(path.stem for path in (ROOT / "templates" / "tasks").glob("*.py"))
 
 
@@ -144,20 +145,18 @@ def test_without_a_gpu_torch_comes_from_the_cpu_index(machine):
 @pytest.mark.parametrize(
     "tool, text, expected",
     [
-        ("nvidia-smi", None, [FROM_CPU_INDEX]),
+        ("nvidia-smi", "exit 127", [FROM_CPU_INDEX]),
         ("uname", "echo Darwin", []),
         # Dependencies that only this index has.
         ("rocm_agent_enumerator", "printf 'gfx000\\ngfx90a\\n'", [from_index("rocm7.2")]),
     ],
 )
 def test_other_machines(machine, tool, text, expected):
-    (machine.tools / tool).unlink()
-    if text:
-        machine.add(tool, f"#!/bin/sh\n{text}\n")
+    machine.add(tool, f"#!/bin/sh\n{text}\n")
     assert machine.setup() == (["venv .venv", *expected, PLAIN], [])
 
 
-@pytest.mark.parametrize("gpu", ["470.57.02,3.5", "524.99,8.0", "450.80.02,"])
+@pytest.mark.parametrize("gpu", ["524.99,8.0", "450.80.02,"])
 def test_a_driver_too_old_for_any_build_is_one_line(machine, gpu):
     machine.gpus(gpu)
     log, errors = machine.setup(expect=2)
@@ -175,17 +174,12 @@ def test_a_driver_too_old_for_any_build_is_one_line(machine, gpu):
         # A login node, then a GPU: the CPU build does not count.
         ([HOPPER], "2.13.0+cpu", "", [REPLACED]),
         ([VOLTA], "2.13.0+cu130", "", [replaced("cu126")]),
-        ([HOPPER], "2.13.0+cu130", "", []),
-        ([HOPPER], "2.13.0+cu126", "", []),
         ([OLD_DRIVER], "2.6.0+cu124", "", [without_packages("cu126")]),
         ([HOPPER], "", "", []),
-        (["610.10,12.0"] * 8, "", "", []),
         (["580.65.06,[N/A]"], "", "", []),
-        ([OLD_DRIVER], "", "", [without_packages("cu126")]),
         (["525.60.13,7.5"], "", "", [without_packages("cu126")]),
         ([HOPPER, VOLTA], "", "", [without_packages("cu126")]),
         (["570.124.06,12.0"], "", "", [without_packages("cu128")]),
-        ([], "2.13.0+cu130", "", [FROM_CPU_INDEX]),
         ([], "2.13.0+cpu", "TORCH_BACKEND=cu130", [replaced("cu130")]),
         ([HOPPER], "2.13.0+cpu", "TORCH_BACKEND=cpu", [FROM_CPU_INDEX]),
         ([HOPPER], "2.13.0+cu130", f"TORCH_INDEX={CPU_INDEX}", [replaced("cpu")]),
@@ -214,8 +208,6 @@ def test_driver_gpu_and_installed_choose_the_build(machine, gpus, installed, wor
         ([HOPPER], [], "", "--torch-backend auto"),
         ([VOLTA], [], "", "--torch-backend cu126"),
         ([HOPPER], [], "2.13.0+cpu", "--torch-backend auto --reinstall-package torch"),
-        ([HOPPER], [], "2.13.0+cu132", "--torch-backend auto"),
-        ([], ["TORCH_BACKEND=rocm7.2"], "", "--torch-backend rocm7.2"),
     ],
 )
 def test_uv_is_used_where_it_is_there(machine, gpus, words, installed, expected):
@@ -226,9 +218,6 @@ def test_uv_is_used_where_it_is_there(machine, gpus, words, installed, expected)
     command = "uv pip install --quiet --python .venv/bin/python torch>=2.6"
     assert machine.setup(*words)[0][1:] == [f"{command} {expected} {WHEEL} -e ."]
     assert "uv failed" in machine.setup(*words, expect=2, FAKE_INSTALL_FAILS="1")[1][-1]
-
-
-UV = '#!/bin/sh\necho "uv $*" >>"$FAKE_LOG"\nexit ${FAKE_INSTALL_FAILS:-0}\n'
 
 
 def test_uv_does_not_read_pips_settings_and_needs_no_pip(machine):
@@ -267,11 +256,9 @@ def test_a_gpu_that_torch_cannot_use_is_one_line(machine, gpu, installed, mend):
     "config, decides",
     [
         (":env:.constraint='constraints.txt'", True),
-        ("global.extra-index-url='https://example.org/simple'", True),
         ("install.find-links='/wheels'", True),
         ('global.index-url="it\'s"', True),
         (":env:.index-url=''", False),
-        ("global.cert='x'", False),
     ],
 )
 def test_a_configured_pip_decides_alone(machine, config, decides):
@@ -286,12 +273,9 @@ CONFIG = f":env:.extra-index-url='{SECRET}'\nglobal.find-links='/wheels'\nglobal
 
 def test_who_decides_is_named_before_torch_is_there_and_not_again(machine):
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
-    assert machine.printed[1:3] == [
-        "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
-        "PyTorch comes. PyPI's brings several GB of CUDA 13. For the build that fits this machine, "
-        "press Ctrl-C and add to the command: TORCH_BACKEND=cpu",
-        f"setup: installing torch>=2.6 {WHEEL} -e .",
-    ]
+    line = "setup: pip's settings (PIP_EXTRA_INDEX_URL, global.find-links) decide which build of "
+    assert machine.printed[1].startswith(line) and "TORCH_BACKEND=cpu" in machine.printed[1]
+    assert machine.printed[2] == f"setup: installing torch>=2.6 {WHEEL} -e ."
     machine.installed("2.13.0+cpu")
     machine.setup(FAKE_PIP_CONFIG=CONFIG)
     assert [line.split()[1] for line in machine.printed] == ["installing", "done,"]
@@ -401,13 +385,11 @@ AMPERE, TURING = "580.65.06,8.0", "580.65.06,7.5"
     [
         ([], None, "cpu"),
         ([AMPERE], None, "single_gpu_bf16"),
-        ([TURING], None, "single_gpu_fp16"),
         ([VOLTA] * 8, None, "multi_gpu_fp16 8"),
         ([AMPERE, TURING], None, "multi_gpu_fp16 2"),
         (["580.65.06,[N/A]"], None, "single_gpu_bf16"),
         ([AMPERE] * 4, "1,2", "multi_gpu_bf16 2"),
         ([AMPERE] * 4, "", "cpu"),
-        ([AMPERE] * 4, "-1", "cpu"),
         ("AMD", None, "multi_gpu_bf16 2"),
     ],
 )
@@ -466,7 +448,6 @@ def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target, c
             f"accelerate/tpu.yaml is missing. HARDWARE is one of: {' '.join(HARDWARE)}",
         ),
         ("RECIPE=defualt", "train/defualt.yaml is missing. RECIPE is one of: default smoke."),
-        ("VENV=other", "other/bin/accelerate is missing. Run first: make setup."),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(ready, word, message):
