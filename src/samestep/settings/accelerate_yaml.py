@@ -49,6 +49,7 @@ REMOVED = {
 for key in """sharding_strategy backward_prefetch forward_prefetch use_orig_params
         sync_module_states""".split():
     REMOVED[f"fsdp_{key}"] = "FSDP 2 does not read it"
+SIMPLE = (bool, int, str, dict)  # types that are checked
 FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 
 
@@ -73,32 +74,40 @@ def without_gpu() -> str:
     return f"use cpu.yaml ({version}: {error})" if error else "use cpu.yaml"
 
 
+def check_keys(given: dict, kinds: dict[str, Any], start: str = "") -> None:
+    """Raises ValueError for an unknown key, or a value that accelerate would take for another.
+
+    Words such as 'no' are true to it.
+    """
+    for key, value in given.items():
+        if key not in kinds:
+            hint = suggestion(str(key), kinds, "accelerate reads no such key")
+            raise ValueError(f"{start}there is no key {key}; {hint}")
+        kind, *others = members_of(kinds[key])
+        if value is not None and type(value) not in (kind, *others) and kind in SIMPLE:
+            quotes = ", in quotes" if kind is str else ""
+            shown = one_line(repr(value), 60)
+            raise ValueError(f"{start}{key} is {shown}; give {describe_type(kind)}{quotes}")
+
+
 def read_section(name: str, section: dict) -> dict:
     """All keys of a section, by their names as options of the launcher, with its defaults.
 
     Raises ValueError for a key that nothing reads, or that the recipe decides.
     """
-    options = vars(launch_command_parser().parse_args(["train.py"]))
+    options, prefix = vars(launch_command_parser().parse_args(["train.py"])), SECTIONS[name][0]
     known = {key: value for key, value in options.items() if key.startswith(SECTIONS[name])}
-    for key, value in section.items():
-        full, prefix = str(key), SECTIONS[name][0]
-        if prefix in ("fsdp_", "fp8_") and not full.startswith(prefix[:-1]):  # as accelerate does
-            full = prefix + full
-        if full in REMOVED:
-            if value not in (None, False):
-                raise ValueError(f"{name}: remove {key}; {REMOVED[full]}")
-            continue
-        if full not in known:
-            hint = suggestion(full, known, "accelerate reads no such key")
-            raise ValueError(f"{name}: there is no key {key}; {hint}")
-        is_number = type(value) is int and value > 0
-        refuse(
-            (known[full] in ("true", "false") and type(value) is not bool, "true or false"),
-            (full.endswith("_size") and not is_number, "a whole number from 1"),
-            start=f"{name}: {key} is {one_line(value, 60)}; give ",
-        )
-        known[full] = value
-    return known
+    if prefix in ("fsdp_", "fp8_"):  # as accelerate does
+        named = {k if str(k).startswith(prefix[:-1]) else f"{prefix}{k}": k for k in section}
+        section = {full: section[key] for full, key in named.items()}
+    for key in section.keys() & REMOVED.keys():
+        if section[key] not in (None, False):
+            raise ValueError(f"{name}: remove {key}; {REMOVED[key]}")
+    section = {key: value for key, value in section.items() if key not in REMOVED}
+    kinds = {key: bool if value in ("true", "false") else object for key, value in known.items()}
+    kinds |= {key: int for key in known if key.endswith("_size")}
+    check_keys(section, kinds, f"{name}: ")
+    return known | section
 
 
 def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8: object) -> None:
@@ -150,24 +159,6 @@ def check_launched(layout: Layout) -> None:
     check_parallelism(layout, precision or "no", version or "1", backend)
 
 
-def check_key(key: str, value: Any, kinds: dict[str, Any]) -> None:
-    """Raises ValueError for an unknown key, or a value that accelerate would take for another.
-
-    Words such as 'no' are true to it.
-    """
-    if key not in kinds:
-        hint = suggestion(key, kinds, "accelerate knows no such key")
-        raise ValueError(f"there is no key {key}; {hint}")
-    kind, *others = members_of(kinds[key])
-    kind = str if key == "distributed_type" else kind
-    right = value is None or type(value) in (kind, *others)
-    # accelerate writes downcast_bf16 as a word itself.
-    if not right and kind in (bool, int, str, dict) and key != "downcast_bf16":
-        quotes = ", in quotes" if kind is str else ""
-        shown = one_line(repr(value), 60)
-        raise ValueError(f"{key} is {shown}; give {describe_type(kind)}{quotes}")
-
-
 def read_hardware(path: Path) -> Layout:
     """The layout of all processes, on all machines, that accelerate starts for this YAML.
 
@@ -175,11 +166,12 @@ def read_hardware(path: Path) -> Layout:
     train.py would refuse or misread the file, or if this machine lacks GPUs or libraries for it.
     """
     try:
-        fields, kinds = plain_value(read_yaml(path)), get_type_hints(ClusterConfig)
+        fields = plain_value(read_yaml(path))
         if not isinstance(fields, dict):
             raise ValueError("expected lines of the form 'key: value'")
-        for key, value in fields.items():
-            check_key(str(key), value, kinds)
+        # accelerate itself writes downcast_bf16 as a word.
+        kinds = {"distributed_type": str, "downcast_bf16": object}
+        check_keys(fields, get_type_hints(ClusterConfig) | kinds)
         if fields.get("dynamo_config"):
             raise ValueError("dynamo_config: remove it; the recipe's field compile decides")
         return check_hardware(ClusterConfig(**ClusterConfig.process_config(fields)))
