@@ -185,7 +185,8 @@ def test_the_library_and_its_tests_do_not_grow(folder):
 
 @pytest.mark.parametrize("task", QUESTIONS["task"])
 def test_a_project_is_a_few_files_on_the_library(bakes, task):
-    """train.py -> task.py, and both on samestep: there are no other arrows."""
+    """train.py -> task.py, and both on samestep: there are no other arrows. What they import is a
+    declared dependency: a package that only comes along with another one can go with it."""
     project = bakes[task]
     python = [name for name in files(project) if name.suffix == ".py"]
     assert [*map(str, python)] == ["task.py", "tests/test_training.py", "train.py"]
@@ -203,6 +204,19 @@ def test_a_project_is_a_few_files_on_the_library(bakes, task):
         for path in (ROOT / "src").rglob("*.py"):
             assert archive.read(str(path.relative_to(ROOT / "src"))) == path.read_bytes()
         assert archive.read(f"samestep/examples/{task}.py") == (project / "task.py").read_bytes()
+    extras = settings["project"]["optional-dependencies"].values()
+    declared = [*settings["project"]["dependencies"], *itertools.chain(*extras)]
+    known = {re.split("[<>=~!]", line)[0].replace("-", "_") for line in declared} | own
+    known |= {*sys.stdlib_module_names, "conftest", "yaml", "PIL", "sklearn"}
+    for name in python:
+        missing = {module.split(".")[0] for module in imports(project / name)} - known
+        assert not missing, f"{name} imports {missing}"
+    recipes = sorted(path.stem for path in project.glob("configs/train/*"))
+    assert recipes == RECIPES.get(task, ["default", "smoke"])
+    for name in recipes:
+        text = (project / "configs" / "train" / f"{name}.yaml").read_text(encoding="utf-8")
+        assert text.startswith("# ") and "accelerate launch --config_file configs/" in text
+        assert f"configs/train/{name}.yaml" in text
 
 
 def test_the_version_of_the_wheel_names_its_content(tmp_path):
@@ -220,17 +234,6 @@ def test_the_version_of_the_wheel_names_its_content(tmp_path):
     second = wheel()
     assert second[0] != first[0] and second[1] != first[1]
     assert os.listdir(template / "out") == [Path(second[0]).name]
-
-
-@pytest.mark.parametrize("task", QUESTIONS["task"])
-def test_recipes_are_those_of_the_task(bakes, task):
-    folder = bakes[task] / "configs" / "train"
-    names = sorted(path.stem for path in folder.iterdir())
-    assert names == RECIPES.get(task, ["default", "smoke"])
-    for name in names:
-        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
-        assert text.startswith("# ") and "accelerate launch --config_file configs/" in text
-        assert f"configs/train/{name}.yaml" in text
 
 
 # ---- The template itself -------------------------------------------------------------------------
@@ -251,22 +254,6 @@ def test_every_question_and_choice_has_a_prompt():
     for name, choices in QUESTIONS.items():
         if isinstance(choices, list) and not name.startswith("_"):
             assert list(prompts[name]) == ["__prompt__", *choices]
-
-
-@pytest.mark.parametrize("task", QUESTIONS["task"])
-def test_every_import_is_a_declared_dependency(bakes, task):
-    """A package that only comes along with another one can go with it."""
-    project = bakes[task]
-    metadata = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
-    lines = metadata["project"]["dependencies"]
-    lines += itertools.chain(*metadata["project"]["optional-dependencies"].values())
-    declared = {re.split("[<>=~!]", line)[0].replace("-", "_") for line in lines}
-    own = {name.stem for name in files(project)} | {"conftest", "tests", "samestep"}
-    known = set(sys.stdlib_module_names) | own | declared | {"yaml", "PIL", "sklearn"}
-    for name in files(project):
-        if name.suffix == ".py":
-            missing = {module.split(".")[0] for module in imports(project / name)} - known
-            assert not missing, f"{name} imports {missing}"
 
 
 def test_names_of_what_is_installed_are_taken(monkeypatch):
@@ -495,22 +482,18 @@ def test_replay_gives_the_same_project(tmp_path, replay, first):
 def test_folder_that_cannot_take_the_project_is_refused(tmp_path, cook):
     """Before a file is written; cookiecutter would stop in the middle."""
     project = tmp_path / "new" / DEFAULT_SLUG
+    exists = "is a folder that exists already. Write another name, or add --overwrite-if-exists."
     is_one_line(cook("--no-input", "-o", tmp_path / "{{x}}"), "contains Jinja code")
     is_one_line(cook("--no-input", "-o", tmp_path / "config.yaml"), "cannot be made (Not a dir")
     is_one_line(cook("--no-input", "-o", tmp_path / ("x" * 300)), "cannot be made (File name too")
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
-    (project / "train.py").mkdir(parents=True)
+    project.mkdir(parents=True)
+    is_one_line(cook("--no-input"), exists)
+    (project / "train.py").mkdir()
     is_one_line(cook("--no-input", "-f"), "train.py' is not a file. Choose another folder.")
     (project / "train.py").rmdir()
     (project / "configs").symlink_to("nowhere")
     is_one_line(cook("--no-input", "-f"), "configs' is not a folder. Choose another folder.")
-
-
-def test_folder_that_exists_is_refused_at_once(tmp_path, cook):
-    (tmp_path / "new" / DEFAULT_SLUG).mkdir(parents=True)
-    words = "is a folder that exists already. Write another name, or add --overwrite-if-exists."
-    is_one_line(cook("--no-input"), words)
-    assert cook("--no-input", "-f")[0] == 0
 
 
 def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):

@@ -95,20 +95,37 @@ def cook(base, heading, folder):
     return project
 
 
-@pytest.fixture
-def cooked(base, request, tmp_path):
-    """That project after the recipe whose heading is the parameter."""
-    return cook(base, request.param, tmp_path / "project")
+# The flags of a recipe's run, the step after which it breaks, and the numbers that two processes
+# share with one; without numbers the bytes are shared.
+MOMENTS = ["--save_every", 1, "--keep_checkpoints", 0]
+SGD = [*MOMENTS, "--learning_rate", 0.1, "--task.poisoned", 9]  # in the first step, and each epoch
+EXACT = ["--exact", "true", "--micro_batch_size", 2, "--save_every", 6, "--keep_checkpoints", 0]
+RUNS = {
+    "An average of the weights (EMA)": (["--ema_decay", 0.7, *MOMENTS], 6, ("loss", "eval_loss")),
+    "Another optimizer": (SGD, 6, None),
+    "Muon": (EXACT, 6, ()),
+    "The head first, then all": (["--head_steps", 5, *MOMENTS], 3, ("loss", "grad_norm")),
+    "A second set to evaluate on": ([], 4, ("loss", "other_loss", "other_rows")),
+    "A learning rate for each layer": (["--layer_decay", 0.5, "--save_every", 1], 4, None),
+}
 
 
-def recipe(heading):
-    return pytest.mark.parametrize("cooked", [heading], indirect=True, ids=[""])
+@pytest.fixture(scope="module")
+def cooked(base, tmp_path_factory):
+    """A function: that project after a recipe, a function that trains in it, and a whole run."""
 
+    @functools.cache
+    def cooked(heading):
+        folder = tmp_path_factory.mktemp("cooked")
+        project, before = cook(base, heading, folder / "project"), NO_PICTURE
+        if heading == "A learning rate for each layer":  # layers are called 0 and 3
+            before += "\nimport task; task.build_model = task.numbered"
+        train = functools.partial(project.train, before=before)
+        if heading in RUNS:
+            train(1, "--output_dir", folder / "whole", *RUNS[heading][0])
+        return project, train, folder / "whole"
 
-@pytest.fixture
-def train(cooked):
-    """Trains in it, in so many processes, without pictures."""
-    return functools.partial(cooked.train, before=NO_PICTURE)
+    return cooked
 
 
 def checkpoint(output, step):
@@ -136,21 +153,24 @@ def continued(whole, step, output):
     return output
 
 
-def check_break(train, whole, step, *flags, processes=1):
-    """A run that died after this step continues with the same bytes."""
-    half = whole.with_name(f"{whole.name}-half")
-    train(processes, "--output_dir", continued(whole, step, half), *flags)
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", RUNS)
+def test_a_recipe_continues_with_the_same_bytes_and_on_two_processes(cooked, tmp_path, heading):
+    (_, train, whole), (flags, step, keys) = cooked(heading), RUNS[heading]
+    half, two = tmp_path / "half", tmp_path / "two"
+    train(1, "--output_dir", continued(whole, step, half), *flags)
     assert final(half) == final(whole)
-
-
-def check_two_processes(train, whole, step, *flags, keys=("loss", "eval_loss")):
-    """Two processes have the numbers of one, and continue with the same bytes."""
-    two = whole.with_name("two")
+    if keys is None:
+        return
     train(2, "--output_dir", two, *flags)
+    if not keys:
+        assert final(two) == final(whole)
     for key in keys:
         pairs = zip(lines(whole, key), lines(two, key), strict=True)
         assert all(b[key] == pytest.approx(a[key], rel=1e-6) for a, b in pairs)
-    check_break(train, two, step, *flags, processes=2)
+    half = tmp_path / "half of two"
+    train(2, "--output_dir", continued(two, step, half), *flags)
+    assert final(half) == final(two)
 
 
 def task_of(project):
@@ -189,16 +209,13 @@ def test_every_recipe_applies_and_leaves_a_clean_project(base, tmp_path):
 
 
 @pytest.mark.slow
-@recipe("An average of the weights (EMA)")
-def test_the_average_is_evaluated_exported_and_continued(cooked, train, tmp_path):
-    whole, best = tmp_path / "whole", tmp_path / "best"
-    flags = ["--ema_decay", 0.7, "--save_every", 1, "--keep_checkpoints", 0]
-    train(1, "--output_dir", whole, *flags)
+def test_the_average_is_evaluated_and_exported(cooked, tmp_path):
+    project, train, whole = cooked("An average of the weights (EMA)")
+    flags = RUNS["An average of the weights (EMA)"][0]
     # By hand, in float64, from the weights after each step.
     averages = [weights(whole, 1)]
     for step in range(2, 13):
-        now = weights(whole, step)
-        last = averages[-1]
+        now, last = weights(whole, step), averages[-1]
         averages.append({n: 0.7 * last[n].double() + 0.3 * now[n].double() for n in now})
     exported = torch.load(whole / "model" / "weights.pt")
     for name, value in averages[-1].items():
@@ -206,30 +223,26 @@ def test_the_average_is_evaluated_exported_and_continued(cooked, train, tmp_path
         assert (exported[name] != weights(whole, 12)[name]).any()
     for line in lines(whole, "eval_loss"):
         average = {n: v.float() for n, v in averages[line["step"] - 1].items()}
-        assert line["eval_loss"] == pytest.approx(eval_loss(cooked, average), rel=1e-5)
-        last = eval_loss(cooked, weights(whole, line["step"]))
+        assert line["eval_loss"] == pytest.approx(eval_loss(project, average), rel=1e-5)
+        last = eval_loss(project, weights(whole, line["step"]))
         assert line["eval_loss"] != pytest.approx(last, rel=1e-3)
-
-    check_break(train, whole, 6, *flags)
     saved = read_checkpoint(checkpoint(whole, 12))
     assert sum(name.startswith("registered.0.module.model.") for name in saved) == len(exported)
     number = lines(whole, "eval_loss")[-1]["eval_loss"]
     assert f"eval_loss {number:.5g} " in train(1, "--output_dir", whole, *flags, "--eval_only")
 
     # The best evaluation is that of an average, and so is what is exported.
-    flags += ["--eval_every", 1, "--export", "best", "--learning_rate", 0.5]
-    train(1, "--output_dir", best, *flags)
-    losses = {line["step"]: line["eval_loss"] for line in lines(best, "eval_loss")}
+    flags = [*flags, "--eval_every", 1, "--export", "best", "--learning_rate", 0.5]
+    train(1, "--output_dir", tmp_path, *flags)
+    losses = {line["step"]: line["eval_loss"] for line in lines(tmp_path, "eval_loss")}
     assert min(losses, key=losses.get) < 12
-    exported = torch.load(best / "model" / "weights.pt")
-    assert eval_loss(cooked, exported) == pytest.approx(min(losses.values()), rel=1e-5)
-
-    check_two_processes(train, whole, 6, "--ema_decay", 0.7, "--save_every", 6)
+    exported = torch.load(tmp_path / "model" / "weights.pt")
+    assert eval_loss(project, exported) == pytest.approx(min(losses.values()), rel=1e-5)
 
 
 @pytest.mark.slow
-@recipe("Early stopping")
-def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_path):
+def test_early_stopping_ends_the_run_and_the_second_start_knows_it(cooked, tmp_path):
+    _, train, _ = cooked("Early stopping")
     flags = ["--eval_every", 1, "--save_every", 5, "--learning_rate", 0.2, "--max_steps", 14]
     flags += ["--lr_schedule", "constant", "--keep_checkpoints", 0, "--task.samples", 5]
     flags += ["--seed", 1]
@@ -250,9 +263,7 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
     assert all((exported[n] == v).all() for n, v in weights(whole, best + 1).items())
 
     # The same command again, also where the end was cut off, trains no further.
-    before = (whole / "metrics.jsonl").read_bytes()
-    train(1, "--output_dir", whole, *flags)
-    expected = final(whole)
+    before, expected = (whole / "metrics.jsonl").read_bytes(), final(whole)
     shutil.rmtree(whole / "model")
     train(1, "--output_dir", whole, *flags)
     assert final(whole) == expected and (whole / "metrics.jsonl").read_bytes() == before
@@ -267,12 +278,8 @@ def test_early_stopping_ends_the_run_and_the_second_start_knows_it(train, tmp_pa
 
 
 @pytest.mark.slow
-@recipe("Another optimizer")
-def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
-    whole = tmp_path / "whole"
-    flags = ["--save_every", 1, "--keep_checkpoints", 0, "--learning_rate", 0.1]
-    flags += ["--task.poisoned", 9]  # in the first step, and once in each epoch
-    train(1, "--output_dir", whole, *flags)
+def test_another_optimizer_skips_steps(cooked):
+    _, _, whole = cooked("Another optimizer")
     skipped = {line["step"] for line in lines(whole, "event") if line["event"] == "skipped"}
     assert 1 in skipped and len(skipped) < 4
     rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
@@ -284,79 +291,57 @@ def test_another_optimizer_skips_steps_and_continues(train, tmp_path):
             buffer = state[name]["momentum_buffer"]
             expected = -rates[step] * buffer if step not in skipped else 0 * buffer
             torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-6)
-    check_break(train, whole, 6, *flags)
     manifest = json.loads((checkpoint(whole, 6) / "manifest.json").read_text())
     assert {group["class"] for group in manifest["optimizer"]} == {"'SGD'"}
 
 
 @pytest.mark.slow
-@recipe("Muon")
-def test_muon_makes_orthogonal_updates_continues_and_is_exact(train, tmp_path):
-    whole = tmp_path / "whole"
-    flags = ["--exact", "true", "--micro_batch_size", 2, "--save_every", 6, "--keep_checkpoints", 0]
-    train(1, "--output_dir", whole, *flags)
+def test_muon_makes_orthogonal_updates(cooked, tmp_path):
+    _, train, whole = cooked("Muon")
     moments = optimizer(whole, 12)
     matrices = {name for name, state in moments.items() if "momentum" in state}
     assert matrices and all("classifier" not in name for name in matrices)
     assert {*weights(whole, 12)} - matrices == {n for n, s in moments.items() if "exp_avg" in s}
     (name,) = matrices
-    train(1, "--output_dir", tmp_path / "one", *flags, "--max_steps", 1, "--weight_decay", 0)
-    train(1, "--output_dir", tmp_path / "none", *flags, "--max_steps", 1, "--learning_rate", 0)
+    flags = [*EXACT, "--max_steps", 1]
+    train(1, "--output_dir", tmp_path / "one", *flags, "--weight_decay", 0)
+    train(1, "--output_dir", tmp_path / "none", *flags, "--learning_rate", 0)
     step = weights(tmp_path / "one", 1)[name] - weights(tmp_path / "none", 1)[name]
     sizes = torch.linalg.svdvals(step.double()) / max(step.shape) ** 0.5 / 0.2
     rate = lines(tmp_path / "one", "lr")[0]["lr"]
     assert (0.5 < sizes / rate).all() and (sizes / rate < 1.5).all()
-    check_break(train, whole, 6, *flags)
-    train(2, "--output_dir", tmp_path / "two", *flags)
-    assert final(tmp_path / "two") == final(whole)
 
 
 @pytest.mark.slow
-@recipe("The head first, then all")
-def test_the_head_is_trained_alone_and_then_all(train, tmp_path):
-    flags = ["--head_steps", 5, "--save_every", 1, "--keep_checkpoints", 0]
-    whole = tmp_path / "whole"
-    train(1, "--output_dir", whole, *flags)
+def test_the_head_is_trained_alone_and_then_all(cooked):
+    _, _, whole = cooked("The head first, then all")
     for step in range(2, 13):
         now, before = weights(whole, step), weights(whole, step - 1)
         moved = {name for name in now if (now[name] != before[name]).any()}
         head = {name for name in now if name.startswith("classifier")}
         assert len(head) == 2 and moved == (head if step <= 5 else {*now}), step
-    states = {step: optimizer(whole, step) for step in (5, 12)}
-    counts = {
-        step: sorted(int(s["step"]) for s in state.values()) for step, state in states.items()
-    }
-    assert counts == {5: [5, 5], 12: [7, 7, 12, 12]}  # no moments of what does not train yet
-    check_break(train, whole, 3, *flags)
-    check_two_processes(train, whole, 3, *flags, keys=("loss", "eval_loss", "grad_norm"))
+    counts = [sorted(int(s["step"]) for s in optimizer(whole, n).values()) for n in (5, 12)]
+    assert counts == [[5, 5], [7, 7, 12, 12]]  # no moments of what does not train yet
 
 
 @pytest.mark.slow
-@recipe("A second set to evaluate on")
-def test_a_second_set_is_evaluated_and_changes_nothing(cooked, train, tmp_path):
-    whole = tmp_path / "whole"
-    train(1, "--output_dir", whole)
-    other = task_of(cooked).other_dataset(task_of(cooked).TaskConfig())
+def test_a_second_set_is_evaluated_and_changes_nothing(cooked):
+    project, train, whole = cooked("A second set to evaluate on")
+    other = task_of(project).other_dataset(task_of(project).TaskConfig())
     evaluated = lines(whole, "eval_loss")
     assert [line["step"] for line in evaluated] == [4, 8, 12]
     for line in evaluated:
         state = weights(whole, line["step"])
-        assert line["eval_loss"] == pytest.approx(eval_loss(cooked, state), rel=1e-6)
-        assert line["other_loss"] == pytest.approx(eval_loss(cooked, state, other), rel=1e-6)
+        assert line["eval_loss"] == pytest.approx(eval_loss(project, state), rel=1e-6)
+        assert line["other_loss"] == pytest.approx(eval_loss(project, state, other), rel=1e-6)
         assert (line["rows"], line["other_rows"]) == (11, 13)
-    check_break(train, whole, 4)
     printed = train(1, "--output_dir", whole, "--eval_only")
     assert f"other_loss {evaluated[-1]['other_loss']:.5g}" in printed
     assert "other_loss" in (whole / "model" / "README.md").read_text()
-    check_two_processes(train, whole, 4, keys=("loss", "other_loss", "other_rows"))
 
 
-@recipe("A learning rate for each layer")
-def test_each_layer_has_its_learning_rate(train, tmp_path):
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    flags = ["--layer_decay", 0.5, "--save_every", 1]
-    named = {"before": f"{NO_PICTURE}\nimport task; task.build_model = task.numbered"}  # 0 and 3
-    train(1, "--output_dir", whole, *flags, **named)
+def test_each_layer_has_its_learning_rate(cooked, tmp_path):
+    _, train, whole = cooked("A learning rate for each layer")
     rates = {line["step"]: line["lr"] for line in lines(whole, "lr")}
     for step in range(2, 13):
         before, now = (weights(whole, each) for each in (step - 1, step))
@@ -369,7 +354,5 @@ def test_each_layer_has_its_learning_rate(train, tmp_path):
             fraction = 0.125 if name.startswith("0.") else 1.0
             expected = before[name] - rates[step] * fraction * moved
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-6)
-    train(1, "--output_dir", continued(whole, 4, half), *flags, **named)
-    assert final(half) == final(whole)
-    changed = train(1, "--output_dir", half, "--layer_decay", 0.6, codes=[2])
-    assert "layer_decay: 0.5 -> 0.6" in changed
+    flags = ["--output_dir", continued(whole, 4, tmp_path / "half"), "--layer_decay", 0.6]
+    assert "layer_decay: 0.5 -> 0.6" in train(1, *flags, codes=[2])

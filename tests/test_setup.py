@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 from importlib import metadata
 
 import pytest
@@ -223,32 +222,26 @@ def test_uv_is_used_where_it_is_there(machine, gpus, words, installed, expected)
 def test_uv_does_not_read_pips_settings_and_needs_no_pip(machine):
     machine.add("uv", UV)
     assert machine.setup(FAKE_PIP_CONFIG=CONFIG)[0][1:] == [PLAIN]
-    machine.log.write_text("")
-    command = "uv pip install --quiet --python .venv/bin/python"
-    assert machine.setup(f"TORCH_INDEX={SECRET}", FAKE_NO_PIP="1")[0] == [
-        f"{command} --no-deps --index-url {SECRET} torch>=2.6",
-        f"{command} torch>=2.6 {WHEEL} -e .",
-    ]
+    log, _ = machine.setup(f"TORCH_INDEX={SECRET}", FAKE_NO_PIP="1")
+    assert [line.split()[:2] for line in log[2:]] == [["uv", "pip"]] * 2
+    assert f"--no-deps --index-url {SECRET} torch>=2.6" in log[2]
 
 
 @pytest.mark.parametrize(
-    "gpu, installed, mend",
+    "gpu, build, mend",
     [
-        (HOPPER, "2.13.0+cpu", "run again with TORCH_BACKEND=cu130"),
-        (VOLTA, "2.13.0+cu130", "run again with TORCH_BACKEND=cu126"),
-        (HOPPER, "2.13.0+cu130", "after an update of the driver, reboot"),
-        ("470.57.02,3.5", "2.13.0+cu130", "NVIDIA's driver 470.57.02 is too old: install 580 or"),
+        (HOPPER, "cpu", "run again with TORCH_BACKEND=cu130"),
+        (VOLTA, "cu130", "run again with TORCH_BACKEND=cu126"),
+        (HOPPER, "cu130", "after an update of the driver, reboot"),
+        ("470.57.02,3.5", "cu130", "NVIDIA's driver 470.57.02 is too old: install 580 or"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_one_line(machine, gpu, installed, mend):
+def test_a_gpu_that_torch_cannot_use_is_one_line(machine, gpu, build, mend):
     machine.gpus(gpu)
-    machine.installed(installed)
-    _, errors = machine.setup(FAKE_PIP_CONFIG=CONFIG, FAKE_TROUBLE="no CUDA")
-    build = installed.partition("+")[2]
-    assert len(errors) == 1 and errors[0].startswith(
-        f"setup: this torch (build {build}) cannot use the GPU: no CUDA; {mend}"
-    )
-    assert machine.printed[-1].startswith("setup: done, ")
+    machine.installed(f"2.13.0+{build}")
+    (error,) = machine.setup(FAKE_PIP_CONFIG=CONFIG, FAKE_TROUBLE="no CUDA")[1]
+    line = f"setup: this torch (build {build}) cannot use the GPU: no CUDA; {mend}"
+    assert error.startswith(line) and machine.printed[-1].startswith("setup: done, ")
     assert machine.setup("TORCH_BACKEND=cpu", FAKE_TROUBLE="no CUDA")[1] == []
 
 
@@ -295,12 +288,11 @@ def test_an_index_for_torch_overrides_what_was_found(machine, config):
 
 
 def test_when_an_installation_fails_nothing_else_is_tried(machine):
-    log, errors = machine.setup(expect=2, FAKE_INDEX_FAILS="1")
+    log, (error,) = machine.setup(expect=2, FAKE_INDEX_FAILS="1")
     assert log[1:] == [FROM_CPU_INDEX]
-    assert len(errors) == 1 and CPU_INDEX in errors[0]
-    assert ".venv/bin/python -m pip install torch" in errors[0]
+    assert CPU_INDEX in error and ".venv/bin/python -m pip install torch" in error
     machine.gpus(HOPPER)
-    _, errors = machine.setup(FAKE_INSTALL_FAILS="1", expect=2)
+    errors = machine.setup(FAKE_INSTALL_FAILS="1", expect=2)[1]
     assert errors == ["setup: pip failed; its reason is above."]
 
 
@@ -334,23 +326,23 @@ def test_the_wheels_of_offline_md_are_all_that_a_project_needs(tmp_path, task):
     text = (project / "docs" / "offline.md").read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"^pip download --dest wheels \$platform (.*)$", text, flags=re.MULTILINE)
     found = {word for words in commands for word in words.split() if not word.startswith("-")}
-    todo = {*found, "torch"}
-    while todo:
-        try:
-            lines = metadata.requires(todo.pop()) or []
-        except metadata.PackageNotFoundError:  # of another system
-            continue
-        lines = [line for line in lines if "extra ==" not in line]
-        names = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
-        todo |= names - found
-        found |= names
-    pyproject = (project / "pyproject.toml").read_text(encoding="utf-8")
-    needed = re.findall(
-        r'^    "([\w-]+)', pyproject.partition("[project.optional")[0], re.MULTILINE
-    )
-    assert len(needed) > 15
     # The library lies in vendor/.
-    assert {name.replace("_", "-") for name in needed} - found <= {"torch", "samestep"}
+    todo = found = found | {"torch", "samestep"}
+    while todo:
+        lines = [line for name in todo for line in requirements(name) if "extra ==" not in line]
+        todo = {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines} - found
+        found = found | todo
+    pyproject = (project / "pyproject.toml").read_text(encoding="utf-8")
+    pyproject = pyproject.partition("[project.optional")[0]
+    needed = {name.replace("_", "-") for name in re.findall(r'^    "([\w-]+)', pyproject, re.M)}
+    assert len(needed) > 14 and needed <= found
+
+
+def requirements(name):
+    try:
+        return metadata.requires(name) or []
+    except metadata.PackageNotFoundError:  # of another system
+        return []
 
 
 # ---- make ----------------------------------------------------------------------------------------
@@ -428,9 +420,9 @@ def test_pytest_and_ruff_are_installed_when_they_are_first_used(ready, target, c
     for name in ("python", "ruff"):
         (scripts / name).write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
         (scripts / name).chmod(0o755)
-    install = f"python -m pip install --quiet --disable-pip-version-check {WHEEL} -e .[dev]"
-    first = ["installing pytest and ruff, once", install]
-    assert ready.run("make", "--silent", target).stdout.splitlines() == first + commands
+    told, install, *then = ready.run("make", "--silent", target).stdout.splitlines()
+    assert told == "installing pytest and ruff, once" and then == commands
+    assert install.startswith("python -m pip install ") and install.endswith(f"{WHEEL} -e .[dev]")
     shutil.copy(scripts / "ruff", scripts / "pytest")
     assert ready.run("make", "--silent", target).stdout.splitlines() == commands
     (scripts / "pytest").unlink()
@@ -463,22 +455,3 @@ def test_make_alone_lists_every_target(machine, folder):
     targets = makefile.read_text().split(".PHONY:")[1].splitlines()[0].split()
     assert [line.split()[1] for line in result.stdout.splitlines()] == targets
     assert result.stderr == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_what_agents_md_names_is_there_and_works(tmp_path, task):
-    project = bake(tmp_path, task=task, tracker="none")
-    (project.path / ".venv").symlink_to(sys.prefix)
-    text = (project.path / "AGENTS.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE)
-    assert {"make setup", "make train RECIPE=smoke", "make lint", "make test"} < set(commands)
-    for command in commands:
-        if command == "make setup":
-            project.run("make", "--dry-run", "setup")
-        elif command != "make test":  # see test_the_projects_own_tests_pass
-            project.run("sh", "-c", command)
-    for word in re.findall(r"`([^`\s=]+)`", text):
-        if "." in word or "/" in word:
-            assert (project.path / word).exists(), word
-    assert (project.path / "runs" / "smoke" / "model").is_dir()
