@@ -6,6 +6,7 @@ and stderr of each. Nothing of a project is imported here, so any project and en
 """
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -13,7 +14,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 
@@ -30,8 +30,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 def begin(folder, env, arguments, files):
     """The process id of a fork that runs `python *arguments`."""
-    child = os.fork()
-    if child:
+    if child := os.fork():
         return child
     code = 1
     try:
@@ -45,7 +44,7 @@ def begin(folder, env, arguments, files):
         os.environ.clear()
         os.environ.update(env)
         try:
-            execute(arguments)
+            execute(*arguments)
             code = 0
         except SystemExit as end:
             code = end.code or 0
@@ -62,41 +61,39 @@ def begin(folder, env, arguments, files):
         os._exit(code)
 
 
-def execute(arguments):
+def execute(what, *rest):
     """Runs a file, the code after -c, or the module after -m, as Python does."""
-    if arguments[0] == "-m":
-        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-        return
-    if arguments[0] != "-c":
-        sys.argv, sys.path[0] = arguments, os.getcwd()
-        runpy.run_path(arguments[0], run_name="__main__")
-        return
-    sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
-    exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+    sys.argv, sys.path[0] = [what, *rest], os.getcwd()
+    if what == "-m":
+        sys.argv = [*rest]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        runpy.run_path(what, run_name="__main__")
+
+
+def kill(*children):
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def run(cases, seconds):
     """The exit code, stdout and stderr of each case; all are killed when the time is over."""
     files = [(tempfile.TemporaryFile(), tempfile.TemporaryFile()) for _ in cases]
     children = [begin(*case, pair) for case, pair in zip(cases, files, strict=True)]
-    deadline, codes = time.monotonic() + seconds, {}
-    while len(codes) < len(children):
-        for child in set(children) - set(codes):
-            if time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-                deadline = time.monotonic() + 1
-            ended, state = os.waitpid(child, os.WNOHANG)
-            if ended:
-                codes[child] = os.waitstatus_to_exitcode(state)
-        time.sleep(0.005)
+    timer = threading.Timer(seconds, kill, children)
+    timer.start()
+    states = [os.waitpid(child, 0)[1] for child in children]
+    timer.cancel()
+    timer.join()  # a fork takes no thread along
     answers = []
-    for child, pair in zip(children, files, strict=True):
+    for state, pair in zip(states, files, strict=True):
         texts = [file.seek(0) or file.read().decode(errors="replace") for file in pair]
-        answers.append([codes[child], *texts])
-        for file in pair:
-            file.close()
+        answers.append([os.waitstatus_to_exitcode(state), *texts])
     return answers
 
 

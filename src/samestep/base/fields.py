@@ -27,12 +27,15 @@ class Range(NamedTuple):
 
     first: float
     last: float
-    words: str  # what errors and --help say after "a number"
+    words: str = ""  # after "a number", in errors and --help; empty: from FIRST to LAST
+
+    def __str__(self) -> str:
+        return self.words or f" from {self.first:,} to {self.last:,}"
 
 
 def number_type(name: str, base: type, first: float, last: float) -> Any:
     """The type of the numbers from `first` to `last`, both included."""
-    return Annotated[base, Range(first, last, f" from {first:,} to {last:,}")]
+    return Annotated[base, Range(first, last)]
 
 
 ABOVE_0, BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
@@ -48,7 +51,7 @@ Fraction = Annotated[float, Range(ABOVE_0, BELOW_1, ", above 0 and below 1")]
 Layers = number_type("Layers", int, 1, 1000)
 Heads = number_type("Heads", int, 1, 1024)
 Width = number_type("Width", int, 1, 65_536)
-Gigabytes = Annotated[float, Range(0, 1_000_000, " from 0 to 1,000,000")]
+Gigabytes = Annotated[float, Range(0, 1_000_000)]
 
 
 def refuse(*rules: tuple[Any, str], start: str = "") -> None:

@@ -38,7 +38,9 @@ SECTIONS = {
 }
 # Keys to remove, and why: accelerate would let them override the recipe, or ignores them.
 CHECKPOINTING = "the recipe's field gradient_checkpointing decides"
+OF_FSDP_1 = ("sharding_strategy", "backward_prefetch", "forward_prefetch", "use_orig_params")
 REMOVED = {
+    **{f"fsdp_{key}": "FSDP 2 does not read it" for key in (*OF_FSDP_1, "sync_module_states")},
     "fsdp_activation_checkpointing": CHECKPOINTING,
     "fsdp_activation_checkpointing_offload": CHECKPOINTING,
     "gradient_accumulation_steps": "the recipe's field micro_batch_size decides",
@@ -46,9 +48,6 @@ REMOVED = {
     "deepspeed_config_file": "train.py fills in DeepSpeed's settings; the keys of "
     "deepspeed_zero3_offload.yaml are those to choose",
 }
-for key in """sharding_strategy backward_prefetch forward_prefetch use_orig_params
-        sync_module_states""".split():
-    REMOVED[f"fsdp_{key}"] = "FSDP 2 does not read it"
 SIMPLE = (bool, int, str, dict)  # types that are checked
 FP8_LIBRARIES = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
 

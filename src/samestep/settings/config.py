@@ -110,7 +110,7 @@ def describe_type(kind: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
     if origin is Annotated:
-        return WORDS[inner[0]] + inner[1].words
+        return f"{WORDS[inner[0]]}{inner[1]}"
     if origin is tuple and inner[1:] != (...,):
         return f"a list of {len(inner)}"
     return WORDS.get(origin) or "no value, because a field of this type can only be set in the code"
@@ -319,7 +319,7 @@ OTHER_NAMES = {
     "bf16 fp16 fp32 amp precision mixed_precision": f"{HARDWARE} mixed_precision",
     "gpus num_gpus devices num_processes world_size": f"{HARDWARE} num_processes",
     "fsdp deepspeed": f"{HARDWARE} configs/accelerate/fsdp2.yaml",
-    "epochs max_epochs num_train_epochs": "num_epochs",
+    "max_epochs": "num_epochs",
     "steps max_iters": "max_steps",
     "max_length max_seq_length max_seq_len seq_len block_size": "task.context_length",
     "dataset dataset_name train_file data_path": "task.data",
@@ -335,13 +335,10 @@ OTHER_NAMES = {
     "save_total_limit": "keep_checkpoints",
     "resume_from_checkpoint ckpt_path": "resume",
     "do_eval": "eval_only",
-    "warmup": "warmup_steps",
     "warmup_ratio": "it is warmup_steps here, a number of steps",
-    "scheduler lr_scheduler lr_scheduler_type": "lr_schedule",
+    "scheduler": "lr_schedule",
     "optim optimizer": "build_optimizer in train.py is where it is changed",
     "grad_clip clip_grad gradient_clip_val": "max_grad_norm",
-    "workers dataloader_num_workers": "num_workers",
-    "torch_compile": "compile",
 }
 
 

@@ -14,9 +14,9 @@ from samestep.base.fields import (
 )
 from samestep.settings.config import ONE_COMMAND, UNSAVED
 
-Megabytes = Annotated[int, Range(1, 100_000, " from 1 to 100,000")]
-Workers = Annotated[int, Range(0, 256, " from 0 to 256")]
-Seconds = Annotated[int, Range(1, 31_536_000, " from 1 to 31,536,000")]  # a year
+Megabytes = Annotated[int, Range(1, 100_000)]
+Workers = Annotated[int, Range(0, 256)]
+Seconds = Annotated[int, Range(1, 31_536_000)]  # a year
 
 
 @dataclass

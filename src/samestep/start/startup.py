@@ -317,7 +317,13 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         tracking.check_tracker(cfg.tracker, cfg.offline)
         point = StartPoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
-            find_saved(point, cfg)
+            # Before the data, whose preparation may take hours.
+            folder = output / "checkpoints"
+            found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
+            point.checkpoint, point.saved, passed_over = found
+            point.remarks += [f"passed over: {reason}" for reason in passed_over]
+            if cfg.eval_only and not point.checkpoint:
+                raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
         prepared = prepare_data(cfg, task)
         data = task.datasets(cfg.task, prepared)
         contract.check_datasets(data)
@@ -331,19 +337,6 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         if lock:
             lock.release()
         raise
-
-
-def find_saved(point: StartPoint, cfg: Any) -> None:
-    """Finds the checkpoint to continue from; raises ValueError if there is none that can be used.
-
-    It comes before the data, whose preparation may take hours.
-    """
-    folder = Path(cfg.output_dir) / "checkpoints"
-    found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
-    point.checkpoint, point.saved, passed_over = found
-    point.remarks += [f"passed over: {reason}" for reason in passed_over]
-    if cfg.eval_only and not point.checkpoint:
-        raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
 
 
 def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
