@@ -71,6 +71,7 @@ def test_it_is_known_before_the_first_step_has_ended(quick, tmp_path, name, valu
         assert not written.exists() or not written.read_text()
 
 
+CHANGING = {"y": torch.ones(4), "counted": torch.ones(4), "poison": 0.0}
 CHECKED = [  # a name in task.py, what takes its place, and what is said
     ("datasets", lambda *_: None, "task.datasets returns None"),
     ("metrics", None, "no function metrics; to write a whole task"),
@@ -78,7 +79,11 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
     ("sizes", lambda dataset: [1, 2], "task.sizes returns an array of shape"),
     ("sizes", lambda dataset: int("no lengths"), "int() with base 10: 'no len"),
     ("TaskConfig", type("TaskConfig", (), {}), "is not a dataclass"),
-    ("Numbers.__getitem__", lambda *_: {"x": torch.rand(8)}, "row 0 changes when it is read again"),
+    (
+        "Numbers.__getitem__",
+        lambda *_: CHANGING | {"x": torch.rand(8)},
+        "row 0 changes when it is read again",
+    ),
 ]
 
 
