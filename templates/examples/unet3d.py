@@ -41,9 +41,7 @@ class Volumes(torch.utils.data.Dataset):
         classes = torch.zeros(side, side, side, dtype=torch.int64)
         for kind in (1, 2):
             center, size = torch.rand(2, 3, 1, 1, 1, generator=generator)
-            distance = (places - side * (0.2 + 0.6 * center)).abs() / (
-                side * (0.25 - kind / 20 + size / 10)
-            )
+            distance = (places / side - 0.2 - 0.6 * center).abs() / (0.25 - kind / 20 + size / 10)
             classes[(distance.norm(dim=0) if kind == 1 else distance.amax(0)) < 1] = kind
         row = ((classes > 0).float()[None], classes)
         return augment(row, generator) if self.noisy else row
