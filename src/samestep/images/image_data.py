@@ -38,22 +38,18 @@ def read_rows(
     """
     columns: Columns = {"image": cfg.image_column, "label": cfg.label_column}
     sources.print_skipped_files(cfg, readable_endings(cfg.data), shipped=shipped is not None)
-    on_hub, validation = shipped is None and hub.is_hub_name(cfg.data), None
-    if shipped is not None:
-        train = iter(shipped)
-    elif on_hub:
+    on_hub, given, field = shipped is None and hub.is_hub_name(cfg.data), None, given_field(cfg)
+    if on_hub:
         train = hub.read_hub_rows(cfg, cfg.data_split, columns, "data_split")
     else:
-        train = read_local_rows(cfg.data, columns, "data")
+        train = shipped or read_local_rows(cfg.data, columns, "data")
     if cfg.validation_data:
-        validation = read_local_rows(cfg.validation_data, columns, given_field(cfg))
-    elif cfg.validation_split and on_hub:
-        validation = hub.read_hub_rows(cfg, cfg.validation_split, columns, given_field(cfg))
-    train = sources.valid_rows(train, cfg, "data", check_image_row, left_out)
-    if validation:
-        field = given_field(cfg)
-        validation = sources.valid_rows(validation, cfg, field, check_image_row, left_out)
-    return train, validation
+        given = read_local_rows(cfg.validation_data, columns, field)
+    elif cfg.validation_split:
+        given = hub.read_hub_rows(cfg, cfg.validation_split, columns, field)
+    return sources.valid_rows(train, cfg, "data", check_image_row, left_out), (
+        given and sources.valid_rows(given, cfg, field, check_image_row, left_out)
+    )
 
 
 def given_field(cfg: Any) -> str:
@@ -62,7 +58,8 @@ def given_field(cfg: Any) -> str:
 
 
 def check_image_row(row: dict) -> None:
-    """Turns the label into text; raises ValueError for anything but an image and a class."""
+    """Turns the label into text, and the image into a path, its bytes or a Pillow image; raises
+    ValueError for anything but an image and a class."""
     image, label = row["image"], row["label"]
     if isinstance(image, dict):  # as the Hub has them
         image = image.get("bytes") or image.get("path")
@@ -74,7 +71,7 @@ def check_image_row(row: dict) -> None:
         raise ValueError(f"the label is {one_line(repr(label), 60)}; give text or a whole number")
     if not isinstance(image, (str, bytes, Image.Image)):
         raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
-    row["label"] = str(label)
+    row["image"], row["label"] = image, str(label)
 
 
 def readable_endings(data: str) -> tuple[str, ...]:
@@ -161,16 +158,11 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
     """
     from transformers import AutoImageProcessor
 
-    source, name = pretrained.folder_of(cfg), one_line(cfg.model_name_or_path, 100)
-    if source and (source / "config.json").exists() and not [*source.glob("*processor*.json")]:
-        raise ValueError(
-            f"task.model_name_or_path: {name} has no preprocessor_config.json, as models of images "
-            "do"
-        )
     processor = pretrained.load(AutoImageProcessor, cfg).to_dict()
     size = processor.get("crop_size" if processor.get("do_center_crop") else "size") or {}
     side = size.get("height") or size.get("shortest_edge")
     if not isinstance(side, int) or not 1 <= side <= 8192:
+        name = one_line(cfg.model_name_or_path, 100)
         raise ValueError(f"task.model_name_or_path: {name} does not say the size of its images")
     if processor.get("do_normalize"):
         return side, processor["image_mean"], processor["image_std"]

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
@@ -52,44 +52,42 @@ def list_images(
 
     found, named, number = [], [], 0
     schema = pa.schema({"path": pa.binary(), "bytes": pa.binary(), "place": pa.string()})
-    parts = zip(train, itertools.repeat(1)), zip(given, itertools.repeat(0))
-    rows = itertools.chain(*parts)
+    rows = itertools.chain(zip(train, itertools.repeat(1)), zip(given, itertools.repeat(0)))
     with pa.ipc.new_file(str(folder / "sources.arrow"), schema) as writer:
         while block := [*itertools.islice(rows, BLOCK)]:
             written = []
             for (row, place), to_train in block:
                 image, number = row["image"], number + to_train
-                if isinstance(image, dict):  # as the Hub has them
-                    image = image.get("bytes") or image["path"]
                 if isinstance(image, Image.Image):
                     file = io.BytesIO()
                     image.save(file, "PNG")
                     image = file.getvalue()
-                source = {"bytes": image}
+                if isinstance(image, str) and "named" in row:
+                    named.append(image)
+                kind, shown = "bytes", place.encode(errors="replace").decode()
                 if isinstance(image, str):
-                    source = {"path": os.fsencode(image)}
-                    named += [image] if "named" in row else []
-                written.append({**source, "place": place.encode(errors="replace").decode()})
+                    kind, image = "path", os.fsencode(image)
+                written.append({kind: image, "place": shown})
                 found.append(sys.intern(row["label"]))
             writer.write(pa.RecordBatch.from_pylist(written, schema))
     return found, number, named
 
 
 class Sources:
-    """What `list_images` has written, in a memory map."""
+    """What `list_images` has written, in a memory map: (path or encoded bytes, place) of each."""
 
     def __init__(self, folder: Path):
         import pyarrow as pa
 
         self.file = pa.ipc.open_file(pa.memory_map(str(folder / "sources.arrow")))
 
-    def blocks(self) -> Iterator[list[dict]]:
-        for number in range(self.file.num_record_batches):
-            yield self.file.get_batch(number).to_pylist()
+    def read(self, number: int, first: int = 0, size: int = BLOCK) -> list[tuple[Any, str]]:
+        """Images of a block."""
+        rows = self.file.get_batch(number).slice(first, size).to_pylist()
+        return [(row["bytes"] or os.fsdecode(row["path"]), row["place"]) for row in rows]
 
-    def __getitem__(self, i: int) -> dict:
-        (found,) = self.file.get_batch(i // BLOCK).slice(i % BLOCK, 1).to_pylist()
-        return found
+    def __getitem__(self, i: int) -> tuple[Any, str]:
+        return self.read(i // BLOCK, i % BLOCK, 1)[0]
 
 
 def hash_named_images(cfg: Any, paths: list[str]) -> dict[str, str]:
@@ -134,11 +132,11 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
         try:
             labels.check_known({"label": text}, names, classes)
         except ValueError as error:
-            place = f"task.{image_data.given_field(cfg)}: {origins[i]['place']}"
-            raise ValueError(f"{place}: {error}") from None
+            field = image_data.given_field(cfg)
+            raise ValueError(f"task.{field}: {origins[i][1]}: {error}") from None
     arrays = {"labels": np.array([classes[text] for text in texts], np.int64)}
     named = hash_named_images(cfg, paths)
-    hashes = store_images(folder, origins, number, len(names), side, cfg)
+    hashes = store_images(folder, len(texts), number, len(names), side, cfg)
     readable = np.asarray(hashes.any(1))
     arrays |= choose_parts(hashes, readable, arrays["labels"], number, given is None, cfg)
     left_out["unreadable"] = int((~readable).sum())
@@ -154,7 +152,7 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
 
 
 def store_images(
-    folder: Path, origins: Sources, train: int, classes: int, side: int, cfg: Any
+    folder: Path, count: int, train: int, classes: int, side: int, cfg: Any
 ) -> np.ndarray:
     """Decodes each image once. Returns the SHA-256 of its square: uint8 (N, 32).
 
@@ -164,7 +162,7 @@ def store_images(
     The hash is 0 for an image that cannot be read, where cfg.corrupt is skip. Raises ValueError for
     one otherwise, and where the disk has no room for the squares. `train`: images to train on.
     """
-    count, size = sum(map(len, origins.blocks())), side * side * 3
+    origins, size = Sources(folder), side * side * 3
     keep = count * size <= cfg.decoded_gb * 1e9
     more = f"are more than task.decoded_gb, {cfg.decoded_gb:g}: decoded whenever they are used"
     print(
@@ -175,10 +173,10 @@ def store_images(
     )
     hashes, transparent = np.zeros((count, 32), np.uint8), np.zeros(count, bool)
 
-    def store(number: int, source: dict) -> str:
+    def store(number: int, source: tuple[Any, str]) -> str:
         """Stores an image. Returns the reason why it cannot be read, if so."""
         try:
-            image = open_for_square(source, side)
+            image = open_for_square(source[0], side)
             transparent[number] = is_transparent(image)
             pixels = square(image, side, cfg.background)
         except UnidentifiedImageError:
@@ -195,25 +193,20 @@ def store_images(
     threads = ThreadPool(min(os.cpu_count() or 1, 32))  # decoders release the GIL
     with threads, progress, open(folder / "images.npy", "wb") as file:
         if keep:
-            free = shutil.disk_usage(folder).free
-            if count * size > free:
-                raise ValueError(
-                    f"task.cache_dir: the images take {count * size / 1e6:,.1f} MB, and the disk "
-                    f"of {one_line(folder.parent, 100)} has {free / 1e6:,.1f} MB left; name "
-                    "another, or lower --task.decoded_gb, or --task.stored_size"
-                )
+            if count * size > shutil.disk_usage(folder).free:
+                hint = "give a larger disk, or lower --task.decoded_gb, or --task.stored_size"
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {hint}")
             header = {"descr": "|u1", "fortran_order": False, "shape": (count, side, side, 3)}
             np.lib.format.write_array_header_1_0(file, header)
             begin = file.tell()
             file.truncate(begin + count * size)  # an image that cannot be read is black
-        first = 0  # image of the block
-        for block in origins.blocks():
+        for first in range(0, count, BLOCK):
+            block = origins.read(first // BLOCK)
             found = threads.starmap(store, enumerate(block, first), 4)
             problems += [(i, each) for i, each in enumerate(found, first) if each]
-            first += len(block)
             progress.update(len(block))
     for number, problem in problems[:SHOWN]:
-        shown = one_line(f"{origins[number]['place']}: {problem}")
+        shown = one_line(f"{origins[number][1]}: {problem}")
         if cfg.corrupt == "refuse":
             field = "data" if number < train else "validation_data"
             raise ValueError(
@@ -302,7 +295,7 @@ class StoredImages(torch.utils.data.Dataset):
         return image, int(self.labels[number]), self.view
 
     def decode(self, number: int) -> np.ndarray:
-        source = self.originals[number]
+        source, place = self.originals[number]
         try:
             pixels = square(source, **self.settings)
         except Exception as error:
@@ -315,8 +308,8 @@ class StoredImages(torch.utils.data.Dataset):
                 return pixels
             problem = "it has changed, or another version of Pillow decodes it otherwise"
         raise ValueError(
-            f"task.data: {source['place']}: {problem}; put back the image that was "
-            "prepared, and the same command continues"
+            f"task.data: {place}: {problem}; put back the image that was prepared, and the same "
+            "command continues"
         )
 
 

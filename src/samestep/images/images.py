@@ -57,10 +57,7 @@ def is_color(text: str) -> bool:
 
 
 def open_for_square(image: Any, side: int) -> Any:
-    """A Pillow image of a path, of {"bytes": ...}, of {"path": ...}, or itself; large enough for a
-    square."""
-    if isinstance(image, dict):
-        image = image.get("bytes") or os.fsdecode(image["path"])
+    """A Pillow image of a path, of bytes, or itself; large enough for a square."""
     if not isinstance(image, Image.Image):
         image = open_image(image)
         image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
