@@ -483,7 +483,7 @@ def test_folders_of_photos_train_as_the_recipe_of_imagenet_says(baked, tmp_path)
     flags = ["--config", "configs/train/resnet50.yaml", "--task.data", tmp_path / "photos"]
     flags += ["--task.hidden_size", 64, "--task.stages", "[1,1,1,1]", "--task.image_size", 32]
     flags += ["--task.decoded_gb", 0, "--warmup_steps", 1, "--task.channels_last", "false"]
-    flags += ["--num_epochs", 0, *STEPS, "--num_workers", 1]
+    flags += ["--num_epochs", 0, *STEPS, "--num_workers", 1, "--learning_rate", 1e-4]
     check_two_processes_and_a_lost_half(baked, tmp_path, *flags)
     exact = [*flags, "--exact", "true", "--output_dir"]
     for processes in (1, 2):
