@@ -51,7 +51,7 @@ def list_images(
     import pyarrow as pa
 
     found, named, number = [], [], 0
-    schema = pa.schema({"path": pa.binary(), "bytes": pa.binary(), "place": pa.string()})
+    schema = pa.schema({"path": pa.binary(), "bytes": pa.large_binary(), "place": pa.string()})
     rows = itertools.chain(zip(train, itertools.repeat(1)), zip(given, itertools.repeat(0)))
     with pa.ipc.new_file(str(folder / "sources.arrow"), schema) as writer:
         while block := [*itertools.islice(rows, BLOCK)]:
