@@ -51,6 +51,7 @@ ANSWERS = [
 ]
 RECIPES = {"causal_lm": ["default", "finetune", "lora", "smoke"]}  # others: default and smoke
 RECIPES["preference"] = ["default", "finetune", "smoke"]
+RECIPES["image_classification"] = ["default", "resnet50", "smoke", "vit_b"]
 
 
 def files(folder):

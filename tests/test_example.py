@@ -1,5 +1,6 @@
 """What people copy: the example around a plain nn.Module, the notebook, the page on sweeps."""
 
+import functools
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import sys
 import zipfile
 
 import pytest
-from safetensors.torch import load_file
 
 from conftest import ROOT, SOURCE, bake, digest, lines, status
 
@@ -18,67 +18,98 @@ ADDED = ROOT / ".venv" / "extra"
 added = pytest.mark.skipif(not ADDED.exists(), reason="make test-all installs it")
 SWEEPS = (ROOT / SOURCE / "docs" / "sweeps.md").read_text(encoding="utf-8")
 TASKS = [path.stem for path in (ROOT / "templates" / "tasks").glob("*.py")]
+# Tasks: their settings for a short run, and the most that is left of the first loss.
+EXAMPLES = {
+    "plain_module": ({"learning_rate": 0.02}, 0.1),
+    "unet3d": ({"samples": 90, "side": 8, "width": 4}, 0.8),
+    "diffusion": ({"width": 16}, 0.6),
+}
+RECIPE = "warmup_steps: 5\nlog_every: 1\nsave_every: 20\neval_every: 20\nkeep_checkpoints: 0\n"
+RECIPE += "max_steps: 60\nglobal_batch_size: 32\nmicro_batch_size: 8\nlearning_rate: 0.01\n"
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """A project whose task.py is the example."""
+    """A project, and the verb that writes examples into it."""
     baked = bake(tmp_path_factory.mktemp("own"), tracker="none")
     (wheel,) = baked.path.glob("vendor/*.whl")
     library = tmp_path_factory.mktemp("library")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(library)
-    example = ["python", "-m", "samestep", "example"]
-    listed = baked.run(*example, PYTHONPATH=str(library)).stdout
-    names = [line.split()[0] for line in listed.splitlines()]
-    assert names == sorted([*TASKS, "cloze", "plain_module", "train_pipeline"])
-    baked.run(*example, "plain_module", PYTHONPATH=str(library))
-    assert "cloze.yaml is" in baked.run(*example, "cloze", PYTHONPATH=str(library)).stdout
-    cloze = (ROOT / "templates" / "examples" / "cloze.yaml").read_bytes()
-    assert (baked.path / "cloze.yaml").read_bytes() == cloze
-    assert "says how" in baked.run(*example, "train_pipeline", PYTHONPATH=str(library)).stdout
-    pipeline = (baked.path / "train_pipeline.py").read_text(encoding="utf-8")
-    assert len(pipeline.splitlines()) <= 250
-    again = baked.run(*example, "plain_module", check=False, PYTHONPATH=str(library))
-    assert again.returncode == 2 and "plain_module.py is there already" in again.stderr
-    code = (baked.path / "plain_module.py").read_text(encoding="utf-8")
-    (baked.path / "plain_module.py").unlink()
-    assert 40 <= len([line for line in code.splitlines() if line.strip()]) <= 60
-    assert "transformers" not in code and "import samestep" not in code
-    (baked.path / "task.py").write_text(code, encoding="utf-8")
-    (baked.path / "configs" / "train" / "default.yaml").write_text(
-        "max_steps: 60\nglobal_batch_size: 32\nmicro_batch_size: 8\nlearning_rate: 0.02\n"
-        "warmup_steps: 5\nlog_every: 1\nsave_every: 20\neval_every: 20\nkeep_checkpoints: 0\n"
+    (baked.path / "configs" / "train" / "default.yaml").write_text(RECIPE)
+    return baked, functools.partial(
+        baked.run, "python", "-m", "samestep", "example", PYTHONPATH=str(library)
     )
-    return baked
 
 
 @pytest.mark.slow
-def test_the_example_trains_resumes_and_exports(own, tmp_path):
-    losses = []
-    for processes in (1, 2):
-        whole, continued = tmp_path / f"{processes}", tmp_path / f"{processes}-continued"
-        kept = "checkpoints/step-00000020"
-        own.train(processes, "--output_dir", whole)
-        shutil.copytree(whole / kept, continued / kept)
-        assert "continuing from" in own.train(processes, "--output_dir", continued)
-        last = "checkpoints/step-00000060"
-        assert digest(continued / last) == digest(whole / last)
+def test_examples_are_listed_and_written(own):
+    baked, example = own
+    names = [line.split()[0] for line in example().stdout.splitlines()]
+    assert names == sorted([*TASKS, *EXAMPLES, "cloze", "train_pipeline"])
+    most = {"plain_module": 75, "unet3d": 120, "diffusion": 120, "train_pipeline": 250}
+    for name, lines_ in {"cloze": 30, **most}.items():
+        said = example(name).stdout
+        assert ("mv" if name in EXAMPLES else "says how") in said
+        (written,) = baked.path.glob(f"{name}.*")
+        source = ROOT / "templates" / "examples" / written.name
+        assert written.read_bytes() == source.read_bytes()
+        assert len(written.read_text(encoding="utf-8").splitlines()) <= lines_
+        again = example(name, check=False)
+        assert again.returncode == 2 and f"{written.name} is there already" in again.stderr
+    code = (baked.path / "plain_module.py").read_text(encoding="utf-8")
+    assert "transformers" not in code and "import samestep" not in code
 
-        scores = [line["eval_loss"] for line in lines(whole, "eval_loss")]
-        assert len(scores) == 3 and scores[-1] < 0.05 < scores[0]  # the mean alone gives 0.5
-        weights = load_file(whole / "model" / "model.safetensors")
-        assert sum(v.numel() for v in weights.values()) == 64 * 3 + 1
-        assert status(whole)["state"] == "finished"
-        assert "## Evaluation" in (whole / "model" / "README.md").read_text()
-        losses.append([line["loss"] for line in lines(whole, "loss")])
-    assert losses[0][:20] == pytest.approx(losses[1][:20], rel=1e-5)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains_resumes_and_exports(own, tmp_path, name):
+    """The same losses for each cut and number of processes; the same bytes after a kill."""
+    project, (settings, left) = own[0], EXAMPLES[name]
+    shutil.copy(ROOT / "templates" / "examples" / f"{name}.py", project.path / "task.py")
+    flags = [w for k, v in settings.items() for w in (f"--{'' if '_' in k else 'task.'}{k}", v)]
+    runs = {"one": (1, []), "two": (2, []), "cut": (1, ["--micro_batch_size", 4])}
+    runs |= {f"exact-{n}": (n, ["--exact", "true"]) for n in (1, 2)}
+    for run, (processes, more) in runs.items():
+        project.train(processes, *flags, *more, "--output_dir", tmp_path / run)
+    last = "checkpoints/step-00000060"
+    assert digest(tmp_path / "exact-1" / last) == digest(tmp_path / "exact-2" / last)
+    kept = "checkpoints/step-00000020"
+    shutil.copytree(tmp_path / "two" / kept, tmp_path / "killed" / kept)
+    said = project.train(2, *flags, "--output_dir", tmp_path / "killed")
+    assert "continuing from" in said
+    assert digest(tmp_path / "killed" / last) == digest(tmp_path / "two" / last)
+    losses = {run: [line["loss"] for line in lines(tmp_path / run, "loss")] for run in runs}
+    for run in ("two", "cut"):
+        assert losses[run][:10] == pytest.approx(losses["one"][:10], rel=1e-6)
+    scores = [line["eval_loss"] for line in lines(tmp_path / "one", "eval_loss")]
+    assert len(scores) == 3 and scores[-1] < left * losses["one"][0]
+    assert status(tmp_path / "one")["state"] == "finished"
+    assert "## Evaluation" in (tmp_path / "one" / "model" / "README.md").read_text()
+
+    # The export loads again, and gives the last score.
+    scored = """if True:
+        import sys, task, torch
+        from safetensors.torch import load_model
+        cfg = task.TaskConfig(**{k: int(v) for k, v in map(lambda w: w.split("="), sys.argv[2:])})
+        prepared = task.prepare_data(cfg)
+        model = task.build_model(cfg, prepared)
+        load_model(model, sys.argv[1])
+        rows = task.datasets(cfg, prepared)[1]
+        rows = [rows[i] for i in range(len(rows))]
+        print(task.metrics(task.eval_sums(model.eval(), task.collate(rows)))["loss"])
+    """
+    given = [f"{key}={value}" for key, value in settings.items() if "_" not in key]
+    weights = tmp_path / "one" / "model" / "model.safetensors"
+    loss = float(project.run("python", "-c", scored, weights, *given).stdout)
+    assert loss == pytest.approx(scores[-1], rel=1e-4)
 
 
 @pytest.mark.slow
 def test_a_projects_own_tests_pass_with_the_example(own):
+    shutil.copy(ROOT / "templates/examples/plain_module.py", own[0].path / "task.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    assert "skipped" not in own.run(*command).stdout
+    assert "skipped" not in own[0].run(*command).stdout
 
 
 # ---- The notebook --------------------------------------------------------------------------------

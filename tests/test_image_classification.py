@@ -16,8 +16,8 @@ from PIL import Image
 from sklearn import metrics
 from torch._utils import ExceptionWrapper
 
-from conftest import lines, write_table
-from test_tasks import COLORS, picture, refusal
+from conftest import digest, lines, write_table
+from test_tasks import COLORS, STEPS, check_two_processes_and_a_lost_half, picture, refusal
 
 SHORT = ["--global_batch_size", 16, "--warmup_steps", 2, "--log_every", 1]
 SHORT += ["--task.hidden_size", 64, "--task.num_layers", 1, "--task.patch_size", 16]
@@ -53,20 +53,28 @@ def check_colors(prepared, parts, count, side=8):
         assert np.abs(image.mean((0, 1)) - np.array(color) - 9.5).max() < 8
 
 
-KINDS = ["jsonl", "csv", "parquet", "parquet of bytes"]
-
-
 def test_a_folder_of_images_for_each_class(prepare, tmp_path, monkeypatch):
     folders(tmp_path / "a", 10, ("png", "jpg", "JPEG", "bmp", "webp"))
     (tmp_path / "a" / ".ipynb_checkpoints").mkdir()
     picture((0, 0, 0)).save(tmp_path / "a" / ".ipynb_checkpoints" / "1.png")
-    folders(tmp_path / "b", 4)
     monkeypatch.chdir(tmp_path)
     _, *found = prepare("a")
     check_colors(*found, 30)
-    _, prepared, parts = prepare(tmp_path / "a", validation_data=str(tmp_path / "b"))
-    check_colors(prepared, parts, 42)
-    assert [*map(len, parts)] == [30, 12]
+    (folders(tmp_path / "b", 4) / "red").rename(tmp_path / "b" / "train")
+    _, folder, _ = prepare(tmp_path / "b")
+    assert json.loads((folder / "labels.json").read_text()) == ["blue", "green", "train"]
+
+
+def test_a_folder_of_splits_is_known_by_its_names(task, prepare, tmp_path, capsys):
+    for split, each in (("train", 4), ("val", 2), ("test", 3)):
+        folders(tmp_path / "a" / split, each)
+    (tmp_path / "a/test/red/odd.png").write_text("no image")
+    _, known, parts = prepare(tmp_path / "a")
+    said = "12 files to train on, 6 to evaluate on; not read: 10 for test"
+    assert said in capsys.readouterr().out
+    check_colors(known, parts, 18)
+    _, named, _ = prepare(tmp_path / "a/train", validation_data=str(tmp_path / "a/val"))
+    assert task.cache.content_digest(known) == task.cache.content_digest(named)
 
 
 def test_a_data_set_of_the_hub(task, prepare, monkeypatch):
@@ -81,6 +89,25 @@ def test_a_data_set_of_the_hub(task, prepare, monkeypatch):
     check_colors(*found, 24)
 
 
+def test_binary_batches_of_cifar_are_read(kit, config, prepare, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 3, 32, 32), np.uint8)
+    rows = [bytes([i % 10]) + image.tobytes() for i, image in enumerate(pixels)]
+    root = tmp_path / "cifar-10-batches-bin"
+    root.mkdir()
+    for i, name in enumerate(["data_batch_1", "data_batch_2", "test_batch"]):
+        (root / f"{name}.bin").write_bytes(b"".join(rows[20 * i : 20 * i + 20]))
+    names = "airplane automobile bird cat deer dog frog horse ship truck".split()
+    (root / "batches.meta.txt").write_text("\n".join(names) + "\n")
+    test = str(root / "test_batch.bin")
+    _, folder, parts = prepare(root, validation_data=test, image_size=32, patch_size=8)
+    assert json.loads((folder / "labels.json").read_text()) == names
+    found = [(image.tobytes(), label) for part in parts for image, label, _ in part]
+    wanted = [(p.transpose(1, 2, 0).tobytes(), i % 10) for i, p in enumerate(pixels)]
+    assert found == wanted and [*map(len, parts)] == [40, 20]
+    (root / "data_batch_2.bin").write_bytes(rows[0] * 20 + b"cut")
+    assert "data_batch_2.bin is no binary batch of CIFAR-10" in refusal(kit, config(root))
+
+
 def test_the_middle_of_an_upright_image_is_stored(task):
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255
@@ -90,7 +117,7 @@ def test_the_middle_of_an_upright_image_is_stored(task):
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise
     file = io.BytesIO()
     image.save(file, "png", exif=exif)
-    turned = task.images.square({"bytes": file.getvalue()}, 6)
+    turned = task.images.square(file.getvalue(), 6)
     assert turned[:, 0].max() < 40 and turned[:, -1].min() > 215
     palette = picture(COLORS["red"]).convert("P")
     for image in (palette, palette.convert("LA")):
@@ -101,53 +128,50 @@ def icon(number, kind, size=12):
     """A file in which all is black, and shape is in what is transparent: a square in a corner."""
     alpha = np.zeros((size, size), np.uint8)
     alpha[: number + 2, : number + 2] = 255
-    black = Image.new("RGB", (size, size))
-    black.putalpha(Image.fromarray(alpha))
     file, options = io.BytesIO(), {}
-    if kind in ("P", "GIF"):
-        black = Image.fromarray(1 - alpha // 255)
-        black.putpalette([0] * 12)
+    if kind == "GIF":
+        image = Image.fromarray(1 - alpha // 255)
+        image.putpalette([0] * 12)
         options["transparency"] = 1
     elif kind == "RGB with tRNS":
-        black = Image.fromarray(np.stack([np.zeros_like(alpha), 255 - alpha, alpha * 0], -1))
+        image = Image.fromarray(np.stack([np.zeros_like(alpha), 255 - alpha, alpha * 0], -1))
         options["transparency"] = (0, 255, 0)
-    elif kind != "WEBP":
-        black = black.convert(kind)
-    black.save(file, kind if kind in ("GIF", "WEBP") else "PNG", **options)
+    else:
+        image = Image.new("RGB", (size, size))
+        image.putalpha(Image.fromarray(alpha))
+        image = image.convert("LA" if kind == "LA" else "RGBA")
+    image.save(file, kind if kind in ("GIF", "WEBP") else "PNG", **options)
     return file.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["RGBA", "LA", "P", "RGB with tRNS", "GIF", "WEBP"])
+@pytest.mark.parametrize("kind", ["LA", "RGB with tRNS", "GIF", "WEBP"])
 def test_what_is_transparent_is_put_on_the_background(task, kind):
     for background, color in [("white", (255, 255, 255)), ("#00f", (0, 0, 255))]:
-        stored = task.images.square({"bytes": icon(4, kind)}, 12, background)
+        stored = task.images.square(icon(4, kind), 12, background)
         assert (stored[:5, :5] <= 12).all() and (np.abs(stored[8:, 8:] - color) <= 1).all()
 
 
 def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
     task, prepare, tmp_path, capsys
 ):
+    folders(tmp_path / "icons", 3)
     for i in range(10):
-        folder = tmp_path / "icons" / "ab"[i // 5]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{i}.png").write_bytes(icon(i, "RGBA"))
-    picture(COLORS["red"]).convert("RGBA").save(tmp_path / "icons" / "a" / "opaque.png")
-    found = []
+        (tmp_path / "icons" / "red" / f"icon-{i}.png").write_bytes(icon(i, "RGBA"))
+    found = set()
     for background in ("white", "navy"):
-        cfg, prepared, parts = prepare(tmp_path / "icons", background=background)
+        cfg, prepared, _ = prepare(tmp_path / "icons", background=background)
         printed = capsys.readouterr().out
-        assert f"Preparing data: 10 of 11 images are transparent: put on {background}\n" in printed
-        assert len({image.tobytes() for part in parts for image, *_ in part}) == 11
-        found += [prepared, task.cache.content_digest(prepared)]
+        assert f"Preparing data: 10 of 19 images are transparent: put on {background}\n" in printed
+        found |= {prepared, task.cache.content_digest(prepared)}
         assert task.build_model(cfg, prepared).config.to_dict()["background"] == background
-    assert len({*found}) == 4
+    assert len(found) == 4
 
 
 def test_a_full_disk_is_one_line_and_no_fault_of_an_image(kit, config, tmp_path, monkeypatch):
     cfg = config(folders(tmp_path / "a"), corrupt="skip")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
-        assert re.match(r"task.cache_dir: .* has 0.0 MB left", refusal(kit, cfg))
+        assert re.match(r"task.cache_dir: .*: No space left .*decoded_gb", refusal(kit, cfg))
     monkeypatch.setattr(kit.task.image_store.os, "pwrite", lambda *_: 0)
     assert re.match("task.cache_dir: cannot write .*: No space left", refusal(kit, cfg))
 
@@ -174,31 +198,23 @@ def test_unreadable_images_are_refused_or_named_and_left_out(
     assert sum(map(len, parts)) == 34
 
 
-@pytest.fixture
-def later(task, monkeypatch):
-    """Lets the two seconds pass within which what changed is not in the memo of digests."""
-    now = task.cache.time.time_ns
-    monkeypatch.setattr(task.cache.time, "time_ns", lambda: now() + 3_000_000_000)
-
-
-@pytest.mark.parametrize("kind", ["digits", "folders", "skip", *KINDS])
+@pytest.mark.parametrize("kind", ["digits", "skip", "csv", "parquet of bytes"])
 def test_rows_are_the_same_decoded_and_from_the_files(
     task, prepare, tmp_path, monkeypatch, capsys, kind
 ):
-    monkeypatch.setattr(task.image_store.pieces, "FILE_SIZE", 1000)
+    monkeypatch.setattr(task.image_store, "BLOCK", 7)
     fields = {"stored_size": 9, "corrupt": "skip" if kind == "skip" else "refuse"}
     data = "digits"
-    if kind in ("folders", "skip"):
+    if kind == "skip":
         data = folders(tmp_path / "a", 12, ("png", "jpg", "webp", "gif"))
         (data / "red" / "0.png").write_bytes(icon(5, "RGBA"))
-    elif kind in KINDS:
-        data = table(tmp_path, kind, 12)
-    if kind == "skip":
         (data / "blue" / "0.png").write_bytes(b"no image")
         (data / "red" / "11.gif").write_bytes(b"no image")
+    elif kind != "digits":
+        data = table(tmp_path, kind, 12)
     _, kept, before = prepare(data, **fields)
     assert ("left out" in capsys.readouterr().out) == (kind == "skip")
-    if kind in KINDS:
+    if kind in ("csv", "parquet of bytes"):
         check_colors(kept, before, 36, 9)
     if kind == "parquet of bytes":
         shutil.rmtree(tmp_path / "images")  # the table has them
@@ -210,8 +226,6 @@ def test_rows_are_the_same_decoded_and_from_the_files(
         for mine, theirs in zip(before, parts, strict=True):
             assert [label for _, label, _ in mine] == [label for _, label, _ in theirs]
             assert all(np.array_equal(a[0], b[0]) for a, b in zip(mine, theirs, strict=True))
-    sizes = [file.stat().st_size for file in decoded.glob("sources-*.bin")]
-    assert kind != "parquet of bytes" or len(sizes) > 5 and max(sizes) <= 1000
 
 
 @pytest.mark.parametrize("damage", ["gone", "other", "half"])
@@ -220,8 +234,8 @@ def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path,
 
     _, _, (train, _) = prepare(folders(tmp_path / "a"), decoded_gb=0)
     rows, places = batches.SampleDataset(train, task, seed=0), [*range(len(train))]
-    name = next(p for p in map(train.originals.place, train.numbers) if "green" in p)
-    path, content = tmp_path / name, (tmp_path / name).read_bytes()
+    path = tmp_path / train.originals[int(train.numbers[3])][1]
+    content = path.read_bytes()
     if damage == "gone":
         path.unlink()
     elif damage == "other":
@@ -231,7 +245,7 @@ def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path,
     with pytest.raises(batches.UserError) as error:
         rows.__getitems__(places)
     said = str(error.value)
-    assert said.startswith(f"task.data: {name}: ") and "\n" not in said
+    assert said.startswith(f"task.data: {path}: ") and "\n" not in said
     assert said.endswith("; put back the image that was prepared, and the same command continues")
     worker = ExceptionWrapper(error._excinfo, where="in DataLoader worker process 0")
     with pytest.raises(batches.UserError, match=f"^{re.escape(said)}$"):  # without its traceback
@@ -243,81 +257,60 @@ def test_an_image_that_changes_during_training_is_named(task, prepare, tmp_path,
 # ---- Many files ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def asked(task, monkeypatch):
-    """Gives the images below a folder whose status was asked for, and those that were read."""
-    paths = {"stat": [], "read": []}
-
-    def note(owner, name, key):
-        call = getattr(owner, name)
-
-        def noted(path, *arguments, **fields):
-            paths[key].append(str(path))
-            return call(path, *arguments, **fields)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(os, "stat", "stat")
-    note(task.cache, "hash_file", "read")
-
-    def take(below):
-        taken = {key: [*found] for key, found in paths.items()}
-        for found in paths.values():
-            found.clear()
-        return {
-            key: [path for path in found if path.startswith(str(below)) and path.endswith(".png")]
-            for key, found in taken.items()
-        }
-
-    return take
-
-
 @pytest.mark.parametrize("kind", ["folders", "csv"])
-def test_a_ready_cache_asks_about_no_file_of_many(
-    task, config, tmp_path, later, asked, monkeypatch, kind
-):
+def test_a_start_asks_about_no_file_of_many(task, config, tmp_path, monkeypatch, kind):
+    """But it sees what changed, and reads no folder of which a table names little."""
+    now, asked = task.cache.time.time_ns, {"stat": [], "hash_file": []}
+    # What changed within two seconds is not in the memo of digests.
+    monkeypatch.setattr(task.cache.time, "time_ns", lambda: now() + 3_000_000_000)
     monkeypatch.setattr(task.cache, "MANY_FILES", 10)
     data = folders(tmp_path / "a", 20) if kind == "folders" else table(tmp_path, "csv", 20)
     images = tmp_path / ("a" if kind == "folders" else "images")
     cfg = config(data)
-    first = task.prepare_data(cfg)
-    assert len({*asked(images)["read"]}) == 60
-    assert task.prepare_data(cfg) == first and asked(images) == {"stat": [], "read": []}
-    assert len(json.loads((tmp_path / "cache" / "digests.json").read_text())) < 10
 
+    def note(owner, name):
+        call = getattr(owner, name)
+
+        def noted(path, *arguments, **fields):
+            asked[name].append(str(path))
+            return call(path, *arguments, **fields)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def take(name, folder=""):
+        paths = [path for path in asked[name] if path.startswith(str(images / folder))]
+        return {path for path in paths if path.endswith(".png")}
+
+    note(os, "stat")
+    note(task.cache, "hash_file")
+    first = task.prepare_data(cfg)
     digest = task.cache.content_digest(first)
+    assert len(take("hash_file")) == 60
+    for paths in asked.values():
+        paths.clear()
+    assert task.prepare_data(cfg) == first and not take("stat") | take("hash_file")
     (images / "red" / ".note").write_text("hidden")
     assert task.cache.content_digest(task.prepare_data(cfg)) == digest
-    read = asked(images)["read"]
-    assert len(read) == 20 and all("red" in path for path in read)  # of one folder alone
-    assert task.prepare_data(cfg) == first
+    assert take("hash_file") == take("hash_file", "red") and len(take("hash_file")) == 20
 
     picture(COLORS["blue"], 99).save(images / "new.png")
     (images / "new.png").replace(images / "red" / "3.png")
-    changed = task.prepare_data(cfg)
-    assert task.cache.content_digest(changed) != digest
-    new = task.cache.content_digest(changed)
+    new = task.cache.content_digest(task.prepare_data(cfg))
     picture(COLORS["blue"], 98).save(images / "red" / "3.png")  # in place: not seen
-    assert task.cache.content_digest(task.prepare_data(cfg)) == new
+    assert task.cache.content_digest(task.prepare_data(cfg)) == new != digest
     os.utime(images / "red")
     assert task.cache.content_digest(task.prepare_data(cfg)) not in (digest, new)
     (images / "red" / "4.png").rename(images / "red" / "44.png")
     if kind == "folders":
-        assert len({task.prepare_data(cfg), first, changed}) == 3
-    else:
-        with pytest.raises(ValueError, match="red/4.png: .Errno 2. No such file"):
-            task.prepare_data(cfg)
-
-
-def test_a_folder_of_which_a_table_names_little_is_not_read(
-    task, config, tmp_path, later, asked, monkeypatch
-):
-    monkeypatch.setattr(task.cache, "MANY_FILES", 10)
-    path = table(tmp_path, "csv", 20)
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:16]) + "images/red/1.png,x")
-    task.prepare_data(config(path))
-    assert len({*asked(tmp_path / "images" / "red")["read"]}) == 1
-    assert len({*asked(tmp_path / "images" / "green")["read"]}) == 0
+        assert task.prepare_data(cfg) != first
+        return
+    with pytest.raises(ValueError, match="red/4.png: .Errno 2. No such file"):
+        task.prepare_data(cfg)
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(lines[:16]) + "images/red/1.png,x")
+    asked["hash_file"].clear()
+    task.prepare_data(cfg)
+    assert len(take("hash_file", "red")) == 1 and not take("hash_file", "green")
 
 
 # ---- Batches and metrics -------------------------------------------------------------------------
@@ -341,9 +334,55 @@ def test_without_crops_and_flips_rows_stay_as_they_are(task, prepare):
     assert task.image_data.stored_side(photos, False) == 14  # what crops are taken from
 
 
-@pytest.mark.parametrize("fields", [{}, {"architecture": "resnet", "hidden_size": 64}])
-def test_metrics_are_those_of_scikit_learn_over_all_images(task, prepare, fields, tmp_path):
-    cfg, prepared, (_, rows) = prepare("digits", **fields)
+def test_labels_are_smoothed_and_images_mixed(task, prepare):
+    cfg, prepared, (train, _) = prepare("digits", label_smoothing=0.1)
+    model = task.build_model(cfg, prepared).eval()
+    rows = [task.augment(train[i], torch.Generator().manual_seed(i)) for i in range(8)]
+    labels = torch.tensor([train[i][1] for i in range(8)])
+    batch = task.collate(rows)
+    wanted = torch.nn.functional.cross_entropy(
+        model(batch["pixel_values"]).logits, labels, reduction="sum", label_smoothing=0.1
+    )
+    assert task.loss_sum(model, batch).item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert task.count(batch) == 8
+
+    _, _, (train, _) = prepare("digits", mixup=1.0)
+    squares = {train[i][0].tobytes(): train[i][1] for i in range(len(train))}
+    shares = []
+    for i in range(200):
+        image, label, _ = task.augment(train[i], torch.Generator().manual_seed(i))
+        assert label.sum() == pytest.approx(1) and (label > 0).sum() <= 2
+        shares.append(label[train[i][1]] if (label > 0).sum() == 2 else 0.5)
+        if (label > 0).sum() == 2:  # of the pixels that are left, one image has all
+            other = (image - shares[-1] * train[i][0].astype(float)) / (1 - shares[-1])
+            near = [np.frombuffer(each, np.uint8) for each, c in squares.items() if label[c] > 0]
+            error = min(np.abs(each - other.ravel()).max() for each in near)
+            assert error <= 1.01 / (1 - shares[-1])
+    assert 0.4 < np.mean(shares) < 0.6 and np.min(shares) < 0.1 and np.max(shares) > 0.9
+
+
+PAPERS = {  # weights with 1,000 classes, in millions
+    "ResNet-50, GroupNorm": (25.55, {"architecture": "resnet", "hidden_size": 2048}),
+    "ResNet-50": (25.557032, {"architecture": "resnet_batchnorm", "hidden_size": 2048}),
+    "ViT-B": (86.567656, {"patch_size": 16, "hidden_size": 768, "num_layers": 12}),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_models_have_the_sizes_of_the_papers(task, tmp_path, name):
+    millions, fields = PAPERS[name]
+    (tmp_path / "labels.json").write_text(json.dumps([*map(str, range(1000))]))
+    stages = [3, 4, 6, 3] if "ResNet" in name else None
+    cfg = task.TaskConfig(image_size=224, stages=stages, num_heads=12, **fields)
+    with torch.device("meta"):
+        model = task.build_model(cfg, tmp_path)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    assert weights / 1e6 == pytest.approx(millions, rel=1e-3 if "Group" in name else 1e-9)
+
+
+def test_metrics_are_those_of_scikit_learn_over_all_images(task, prepare, tmp_path):
+    resnet = {"architecture": "resnet", "hidden_size": 64}
+    cfg, prepared, (_, rows) = prepare("digits", **resnet)
     torch.manual_seed(0)
     model, rows = task.build_model(cfg, prepared).eval(), [*rows]
     cuts = [task.eval_sums(model, task.collate(rows[i : i + 50])) for i in range(0, len(rows), 50)]
@@ -352,37 +391,14 @@ def test_metrics_are_those_of_scikit_learn_over_all_images(task, prepare, fields
     with torch.no_grad():
         answer = model(**batch)
     assert scores["loss"] == pytest.approx(answer.loss.item(), rel=1e-5)
-    assert task.loss_sum(model, batch).item() == pytest.approx(scores["loss"] * len(rows), rel=1e-5)
     guesses = answer.logits.argmax(1)
     assert scores["accuracy"] == pytest.approx(metrics.accuracy_score(batch["labels"], guesses))
     wanted = metrics.f1_score(batch["labels"], guesses, average="macro", zero_division=0)
     assert scores["macro_f1"] == pytest.approx(wanted)
     shown = task.report(model, sums, tmp_path, cfg, prepared)
-    wanted = metrics.precision_recall_fscore_support(batch["labels"], guesses, zero_division=0)
-    table = [line.split() for line in shown["classes"].splitlines()[3:13]]
-    assert [name for name, *_ in table] == [str(i) for i in range(10)]
-    for row, *numbers in zip(table, *wanted, strict=True):
-        assert [float(word) for word in row[1:]] == pytest.approx(numbers, abs=5e-4)
     for name in ("confusion", "samples"):
         with Image.open(shown[name]) as drawn:
             assert min(drawn.size) > 500
-
-
-def test_a_folder_of_splits_is_known_by_its_names(task, prepare, tmp_path, capsys):
-    for split in ("train", "val", "test"):
-        folders(tmp_path / "a" / split, 4)
-    (tmp_path / "a/test/red/odd.png").write_text("no image")
-    _, known, _ = prepare(tmp_path / "a")
-    said = "12 files to train on, 12 to evaluate on; not read: 13 for test"
-    assert said in capsys.readouterr().out
-    _, named, _ = prepare(tmp_path / "a/train", validation_data=str(tmp_path / "a/val"))
-    assert task.cache.content_digest(known) == task.cache.content_digest(named)
-
-
-def test_a_class_named_train_is_a_class(prepare, tmp_path):
-    (folders(tmp_path / "a", 4) / "red").rename(tmp_path / "a" / "train")
-    _, folder, _ = prepare(tmp_path / "a")
-    assert json.loads((folder / "labels.json").read_text()) == ["blue", "green", "train"]
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
@@ -416,40 +432,26 @@ def test_a_folder_without_a_model_is_refused_at_once(kit, config, tmp_path):
     cfg = config("digits", model_name_or_path=str(tmp_path))
     assert "holds no model" in refusal(kit, cfg)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "has no preprocessor_config.json, as models of images do" in refusal(kit, cfg)
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    assert refusal(kit, cfg).startswith("task.model_name_or_path: cannot load")
+    said = refusal(kit, cfg)
+    assert said.startswith("task.model_name_or_path: cannot load") and "preprocessor_con" in said
 
 
 # ---- Runs ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def runs(baked, tmp_path_factory):
-    """What runs of one process printed, by their name; their folders are runs/NAME."""
-    from transformers import ConvNextImageProcessor, ResNetConfig, ResNetForImageClassification
-
-    norms, model = tmp_path_factory.mktemp("norms"), "--task.model_name_or_path"
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
-    ResNetForImageClassification(config).save_pretrained(norms)
-    ConvNextImageProcessor(size={"shortest_edge": 16}).save_pretrained(norms)
-    cases = {
-        "trained": ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0],
-        "tuned": ["--max_steps", 2, "--learning_rate", 0, model, "runs/trained/model"],
-        "norms": [*SHORT, "--max_steps", 2, model, norms],
-    }
-    return {
-        name: baked.train(1, *flags, "--output_dir", f"runs/{name}")
-        for name, flags in cases.items()
-    }
+def trained(baked):
+    """The folder of a run, and what it printed."""
+    flags = ["--max_steps", 300, "--warmup_steps", 30, "--eval_every", 0, "--save_every", 0]
+    return baked.path / "runs/trained", baked.train(1, *flags, "--output_dir", "runs/trained")
 
 
 @pytest.mark.slow
-def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, runs, tmp_path, monkeypatch):
+def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_path, monkeypatch):
     from transformers import pipeline
     from transformers.utils import logging
 
-    output, printed = baked.path / "runs" / "trained", runs["trained"]
+    output, printed = trained
     score = lines(output, "eval_loss")[-1]
     assert score["accuracy"] > 0.93 and score["macro_f1"] > 0.93
     assert "precision" in printed and "BatchNorm" not in printed
@@ -474,14 +476,37 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, runs, tmp_path
 
 
 @pytest.mark.slow
-def test_fine_tuning_goes_on_and_says_what_is_new(baked, runs):
-    scores = [lines(baked.path / "runs" / name, "eval_loss")[-1] for name in ("trained", "tuned")]
-    assert scores[1]["eval_loss"] == pytest.approx(scores[0]["eval_loss"], rel=1e-6)
-    assert "new weights" not in runs["tuned"]
-    assert runs["norms"].count("warning: the model has BatchNorm") == 1
-    assert "new weights for classifier.1.bias, classifier.1.weight" in runs["norms"]
-    found = json.loads((baked.path / "runs/norms/model/config.json").read_text())
-    assert sorted(found["label2id"]) == [str(i) for i in range(10)]
+def test_folders_of_photos_train_as_the_recipe_of_imagenet_says(baked, tmp_path):
+    """On any number of processes, in exact to the last byte, with images decoded when read."""
+    for split, each in (("train", 12), ("val", 3)):
+        folders(tmp_path / "photos" / split, each, ("jpg",))
+    flags = ["--config", "configs/train/resnet50.yaml", "--task.data", tmp_path / "photos"]
+    flags += ["--task.hidden_size", 64, "--task.stages", "[1,1,1,1]", "--task.image_size", 32]
+    flags += ["--task.decoded_gb", 0, "--warmup_steps", 1, "--task.channels_last", "false"]
+    flags += ["--num_epochs", 0, *STEPS, "--num_workers", 1, "--learning_rate", 1e-4]
+    check_two_processes_and_a_lost_half(baked, tmp_path, *flags)
+    exact = [*flags, "--exact", "true", "--output_dir"]
+    for processes in (1, 2):
+        baked.train(processes, *exact, tmp_path / f"exact-{processes}")
+    ends = [tmp_path / f"exact-{n}" / "checkpoints" / "step-00000006" for n in (1, 2)]
+    assert digest(ends[0]) == digest(ends[1])
+    batched = [
+        *flags,
+        "--task.architecture",
+        "resnet_batchnorm",
+        "--output_dir",
+        tmp_path / "norms",
+    ]
+    assert "warning: the model has BatchNorm" in baked.train(1, *batched)
+
+
+@pytest.mark.slow
+def test_fine_tuning_goes_on_from_the_same_loss(baked, trained, tmp_path):
+    flags = ["--max_steps", 2, "--learning_rate", 0, "--task.model_name_or_path", "--output_dir"]
+    flags.insert(-1, trained[0] / "model")
+    assert "new weights" not in baked.train(1, *flags, tmp_path)
+    scores = [lines(output, "eval_loss")[-1]["eval_loss"] for output in (trained[0], tmp_path)]
+    assert scores[1] == pytest.approx(scores[0], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -492,12 +517,8 @@ def test_pictures_and_texts_of_an_evaluation_go_to_the_tracker(baked, tmp_path, 
     env = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     baked.train(1, *SHORT, *flags, "--output_dir", output, **env)
     if tracker == "tensorboard":
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = max(output.rglob("events.*"), key=lambda path: path.stat().st_size)
-        tags = EventAccumulator(str(events)).Reload().Tags()
-        assert {"confusion", "samples"} <= {*tags["images"]}
-        assert any(tag.startswith("classes") for tag in tags["tensors"])
+        written = b"".join(path.read_bytes() for path in output.rglob("events.*"))
+        assert all(name in written for name in (b"confusion", b"samples", b"classes"))
     elif tracker == "wandb":
         media = [path.read_bytes() for path in (output / "wandb").rglob("confusion_*.png")]
         assert media == [(output / "confusion.png").read_bytes()]

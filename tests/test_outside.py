@@ -267,7 +267,7 @@ def test_eps_never_reaches_ghostscript(models, tmp_path, ghostscript):
         result = programs.run(predict, tmp_path, "--model", models / "images", name)
         assert refused(result, f"cannot read {name}: its format is none of JPEG, PNG, ")
     with pytest.raises(OSError, match="none of JPEG, PNG"):
-        images.square({"bytes": EPS}, 8)
+        images.square(EPS, 8)
     assert not ghostscript.exists()
     with pytest.raises(OSError), Image.open(tmp_path / "a.png") as image:
         image.load()

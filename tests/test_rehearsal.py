@@ -141,6 +141,22 @@ def test_a_plain_module_trains(tmp_path, hardware, processes):
     rehearse(project, hardware, processes, *flags)
 
 
+@pytest.mark.slow
+def test_synchronised_batch_norm_has_the_statistics_of_all_gpus(tmp_path):
+    """Two GPUs with micro-batches of 4 have the losses of a CPU with one of 8. The layer itself
+    waits for the GPU, so each step writes a line."""
+    project = bake(tmp_path, task="image_classification", tracker="none")
+    flags = ["--task.architecture", "resnet_batchnorm", "--task.hidden_size", 64]
+    flags += ["--task.num_layers", 1, "--max_steps", 4, "--log_every", 1, "--eval_every", 2]
+    flags += ["--global_batch_size", 8, "--warmup_steps", 1, "--save_every", 0, "--output_dir"]
+    project.train(1, "--micro_batch_size", 8, *flags, tmp_path / "cpu")
+    rehearse(project, "multi_gpu", 2, "--micro_batch_size", 4, *flags, tmp_path / "gpus")
+    agree(tmp_path / "gpus", tmp_path / "cpu", 1e-4, 1e-3)
+    project.train(1, "--micro_batch_size", 4, *flags, tmp_path / "cut")
+    curves = [[x["loss"] for x in lines(tmp_path / n, "loss")] for n in ("cpu", "cut")]
+    assert curves[0] != pytest.approx(curves[1], rel=1e-2)
+
+
 # ---- Cards ---------------------------------------------------------------------------------------
 
 

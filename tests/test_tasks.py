@@ -143,7 +143,7 @@ KITS = [
         pixels,
         ("image", "the image is empty"),
         {"stored_size": 6},
-        {"flip": True, "min_crop": 0.5},
+        {"flip": True, "min_crop": 0.5, "mixup": 0.4, "label_smoothing": 0.1},
     ),
     Kit(
         "seq2seq",
@@ -481,6 +481,9 @@ REFUSED = {  # rows or a file, settings, and what is said
         (PICTURES, {"validation_data": [("i1.png", "c")]}, "class 'c' is not in the training data"),
         ("no.csv", {"image_size": 10}, "task.image_size is 10 but must be"),
         ("digits", {"validation_data": "x"}, "task.validation_data is 'x' but must be"),
+        ("no.csv", {"stages": [3, 4]}, "stages is [3, 4] but must be four numbers"),
+        ("digits", {"architecture": "resnet_batchnorm", "hidden_size": 64, "dropout": 0.1},
+         "dropout is 0.1, but nothing reads it unless architecture is vit or resnet"),
         ("no.csv", {"architecture": "resnet", "hidden_size": 96}, "is 96 but must be a multiple"),
         *(("no.csv", {"background": color}, f"task.background is {color!r} but must be")
           for color in ("no such", "#ffffff80", "", "rgb(300, 0, 0)")),

@@ -16,7 +16,6 @@ a plain nn.Module: python -m samestep example plain_module
 """
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import PositiveInt
 
 from samestep.base import fields
 from samestep.base.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width
@@ -40,11 +40,13 @@ from samestep.streaming.streaming import StreamFields, check_streaming
 # transformers takes 4 s to import, matplotlib 1 s: both wait for the functions that need them.
 
 Batch = dict[str, torch.Tensor]
-Row = tuple[np.ndarray, int, dict]  # uint8 (side, side, 3), its class, and its image_data.load_view
+# uint8 (side, side, 3), its class (or in training their distribution), its image_data.load_view
+Row = tuple[np.ndarray, Any, dict]
 
 Side = fields.number_type("Side", int, 1, 4096)
 StoredSide = fields.number_type("StoredSide", int, 0, 8192)
 Crop = fields.number_type("Crop", float, 0.01, 1)
+Mixing = fields.number_type("Mixing", float, 0, 100)
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -55,7 +57,8 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     data: str = "digits"
     """Images to train on: digits (1,797 of 8 x 8 pixels, inside scikit-learn), a folder with a
     folder of images for each class (cats/1.jpg), a .jsonl, .csv, ... file whose rows name an
-    image, by a path beside the file, and its class, or the name of a data set on the Hub."""
+    image, by a path beside the file, and its class, the folder of CIFAR-10's binary batches, or the
+    name of a data set on the Hub."""
     image_column: str = "image"
     """Table: column of paths, or of images as the Hub has them."""
     label_column: str = "label"
@@ -77,13 +80,23 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     """Smallest share of the square's area that a random crop keeps in training; 1: no crops."""
     flip: bool = False
     """Mirror half of the images in training; for images whose left and right mean the same."""
-    architecture: Literal["vit", "resnet"] = field(default="vit", metadata=SHAPE)
-    """New model: a vision transformer, or a ResNet v2 with GroupNorm (with BatchNorm the result
-    would depend on how a step is cut)."""
+    mixup: Mixing = 0.0
+    """In training each image is mixed with another one, which is drawn from all, by a share of the
+    beta distribution with this parameter; 0: never. It reads two images a row."""
+    label_smoothing: Dropout = 0.0
+    """In training: this share of each label is spread over all classes."""
+    architecture: Literal["vit", "resnet", "resnet_batchnorm"] = field(
+        default="vit", metadata=SHAPE
+    )
+    """New model: a vision transformer, a ResNet v2 with GroupNorm, or a ResNet with BatchNorm,
+    whose result depends on how a step is cut."""
     hidden_size: Width = field(default=64, metadata=SHAPE)
     """New model: its width; the four stages of a resnet double their width up to this one."""
     num_layers: Layers = field(default=2, metadata=SHAPE)
     """New model: layers of a vit; blocks in each stage of a resnet."""
+    stages: list[PositiveInt] | None = field(default=None, metadata=SHAPE)
+    """New resnet for photos, with a narrow stem: blocks in each of its four stages, [3, 4, 6, 3] in
+    a ResNet-50; null: num_layers in each."""
     patch_size: Side = field(default=8, metadata=SHAPE)
     """New vit: side in pixels of the patches of an image."""
     num_heads: Heads = 4
@@ -110,6 +123,8 @@ def check_config(cfg: TaskConfig) -> None:
         ("background", images.is_color(cfg.background), "a colour, as white or '#ffffff'"),
         ("image_size", cfg.image_size % patch == 0, f"a multiple of patch_size, {patch}"),
         ("hidden_size", cfg.hidden_size % unit == 0, f"a multiple of {unit}"),
+        ("stages", len(cfg.stages or "four") == 4, "four numbers, as [3, 4, 6, 3]"),
+        ("mixup", not (cfg.mixup and cfg.streaming), "0 with task.streaming, which has no others"),
     ]
     if vit and new:
         rules.append(("patch_size", patches <= 2**16, "larger: at most 65,536 fit into memory"))
@@ -118,8 +133,9 @@ def check_config(cfg: TaskConfig) -> None:
         layer = (12 if vit else 2) * cfg.hidden_size
         outside = patches + 3 * patch**2 if vit else 0
         pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
-    names = "image_column label_column corrupt background incomplete_rows"
-    fields.check_ignored_fields(cfg, [(names, not digits, "where task.data is digits")])
+    names, drops = "image_column label_column corrupt background incomplete_rows", "vit or resnet"
+    ignored = [("dropout", cfg.architecture in drops.split(), f"unless architecture is {drops}")]
+    fields.check_ignored_fields(cfg, [*ignored, (names, not digits, "where task.data is digits")])
     pretrained.check_unread(cfg)
 
 
@@ -162,22 +178,22 @@ def datasets(cfg: TaskConfig, prepared: Path) -> tuple[Any, Any]:
 
 
 def augment(row: Row, generator: torch.Generator) -> Row:
-    """A random crop, its aspect ratio between 3:4 and 4:3, as the model's square; or its mirror."""
+    """A random crop, or its mirror; with mixup it is mixed with that of another image."""
     image, label, view = row
-    area, ratio, x, y, mirror = torch.rand(5, generator=generator).tolist()
-    if view["min_crop"] < 1:
-        root = math.sqrt(1 - area * (1 - view["min_crop"]))
-        stretch = (4 / 3) ** (ratio - 0.5)
-        width, height = (len(image) * min(1, part) for part in (root * stretch, root / stretch))
-        left, top = x * (len(image) - width), y * (len(image) - height)
-        image = images.resize(image, view["side"], (left, top, left + width, top + height))
-    if view["flip"] and mirror < 0.5:
-        image = image[:, ::-1]
+    image = image_data.crop(image, view, generator)
+    if view["label_smoothing"] or view["mixup"]:
+        label = image_data.smooth(label, view)
+    if view["mixup"]:
+        other, share = image_data.draw_other(view, generator)
+        pixels = image_data.crop(other[0], view, generator)
+        image = (share * image + (1 - share) * pixels + 0.5).astype(np.uint8)
+        label = share * label + (1 - share) * image_data.smooth(other[1], view)
     return image, label, view
 
 
 def collate(rows: list[Row]) -> Batch:
-    """pixel_values, float32 (B, 3, side, side), normalised, and labels, int64 (B,)."""
+    """pixel_values, float32 (B, 3, side, side), normalised, and labels: classes, int64 (B,), or
+    distributions, float32 (B, classes)."""
     view = rows[0][2]
     side = view["side"]
     squares = [image if len(image) == side else images.resize(image, side) for image, _, _ in rows]
@@ -186,7 +202,8 @@ def collate(rows: list[Row]) -> Batch:
     pixels = pixels.contiguous(memory_format=layout).float()  # moved while they are bytes
     mean, std = (torch.tensor(view[name])[:, None, None] for name in ("mean", "std"))
     pixels = pixels.div_(255).sub_(mean).div_(std)
-    return {"pixel_values": pixels, "labels": torch.tensor([label for _, label, _ in rows])}
+    labels = torch.from_numpy(np.stack([label for _, label, _ in rows]))
+    return {"pixel_values": pixels, "labels": labels}
 
 
 def count(batch: Batch) -> int:
@@ -220,14 +237,16 @@ def build_model(cfg: TaskConfig, prepared: Path) -> torch.nn.Module:
             **classes,
         )
     else:
-        config = transformers.BitConfig(
-            embedding_size=cfg.hidden_size // 8,
-            hidden_sizes=[cfg.hidden_size // part for part in (8, 4, 2, 1)],
-            depths=[cfg.num_layers] * 4,
-            num_groups=8,
-            drop_path_rate=cfg.dropout,
-            **classes,
-        )
+        classes |= {
+            "embedding_size": cfg.hidden_size // (32 if cfg.stages else 8),
+            "hidden_sizes": [cfg.hidden_size // part for part in (8, 4, 2, 1)],
+            "depths": cfg.stages or [cfg.num_layers] * 4,
+        }
+        if cfg.architecture == "resnet":
+            groups = min(32, cfg.hidden_size // 32) if cfg.stages else 8
+            classes |= {"num_groups": groups, "drop_path_rate": cfg.dropout}
+        kinds = {"resnet": transformers.BitConfig, "resnet_batchnorm": transformers.ResNetConfig}
+        config = kinds[cfg.architecture](**classes)
     if config:
         model = pretrained.new_model(auto, config, cfg)
     model.config.background = cfg.background  # for predictions: image processors cannot hold it
@@ -257,6 +276,7 @@ def metrics(sums: Batch) -> dict[str, float]:
     return {"loss": loss, **classification.score_table(sums["table"])}
 
 
+@torch.no_grad()
 def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Path) -> dict:
     """The scores of each class, a picture of the confusion, and some images with their answers."""
     from samestep.base.pictures import try_picture
@@ -264,21 +284,8 @@ def report(model: Any, sums: Batch, output: Path, cfg: TaskConfig, prepared: Pat
     names = [*model.config.id2label.values()]
     shown = classification.report_table(sums["table"], names, output)
     validation, path = datasets(cfg, prepared)[1], output / "samples.png"
-    return shown | {"samples": try_picture(draw_samples, model, validation, names, path)}
-
-
-@torch.no_grad()
-def draw_samples(model: Any, dataset: StoredImages, names: list[str], path: Path) -> Path:
-    """Sixteen of 256 validation images with their answers, wrong ones first."""
-    chosen = np.random.default_rng(0).permutation(len(dataset))[:256]  # rows may be sorted by class
-    rows, answers = [dataset[i] for i in chosen], []
-    for start in range(0, len(rows), 16):
-        part = rows[start : start + 16]
-        pixels = collate(part)["pixel_values"].to(model.device)
-        guesses = model(pixel_values=pixels).logits.argmax(1).tolist()
-        pairs = zip(part, guesses, strict=True)
-        answers += [(image, label, guess) for (image, label, _), guess in pairs]
-    return classification.draw_images(answers, names, len(dataset), path)
+    drawn = try_picture(image_data.draw_samples, model, validation, collate, names, path)
+    return shown | {"samples": drawn}
 
 
 def questions(rows: list[Row], cfg: TaskConfig, prepared: Path) -> list:

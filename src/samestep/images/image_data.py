@@ -1,24 +1,27 @@
-"""Labelled images, read from folders of classes, tables or the Hub."""
+"""Labelled images: rows of folders of classes, tables or the Hub, and how a model sees them."""
 
-import io
+import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
 
 from samestep.base.console import one_line
-from samestep.base.fields import local_path
 from samestep.data import cache, hub, sources, tables
 from samestep.data.splits import split_of
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.images.images import resize
-from samestep.models import pretrained
+from samestep.models import classification, pretrained
 
 ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+CIFAR = (".bin", "batches.meta.txt")  # endings of a folder of CIFAR-10 as binary batches
+CIFAR_ROW = 1 + 3 * 32 * 32  # bytes: the class, then the red, the green and the blue pixels
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -33,23 +36,20 @@ def read_rows(
     place of those of cfg.data. Raises ValueError for a row without an image or a class, unless
     cfg.incomplete_rows is skip; then `left_out` counts it.
     """
-    columns, field = {"image": cfg.image_column, "label": cfg.label_column}, given_field(cfg)
+    columns: Columns = {"image": cfg.image_column, "label": cfg.label_column}
     sources.print_skipped_files(cfg, readable_endings(cfg.data), shipped=shipped is not None)
-    on_hub, validation = shipped is None and hub.is_hub_name(cfg.data), None
-    if shipped is not None:
-        train = iter(shipped)
-    elif on_hub:
+    on_hub, given, field = shipped is None and hub.is_hub_name(cfg.data), None, given_field(cfg)
+    if on_hub:
         train = hub.read_hub_rows(cfg, cfg.data_split, columns, "data_split")
     else:
-        train = read_local_rows(cfg.data, columns, "data")
+        train = shipped or read_local_rows(cfg.data, columns, "data")
     if cfg.validation_data:
-        validation = read_local_rows(cfg.validation_data, columns, field)
-    elif cfg.validation_split and on_hub:
-        validation = hub.read_hub_rows(cfg, cfg.validation_split, columns, field)
-    train = sources.valid_rows(train, cfg, "data", check_image_row, left_out)
-    if validation:
-        validation = sources.valid_rows(validation, cfg, field, check_image_row, left_out)
-    return train, validation
+        given = read_local_rows(cfg.validation_data, columns, field)
+    elif cfg.validation_split:
+        given = hub.read_hub_rows(cfg, cfg.validation_split, columns, field)
+    return sources.valid_rows(train, cfg, "data", check_image_row, left_out), (
+        given and sources.valid_rows(given, cfg, field, check_image_row, left_out)
+    )
 
 
 def given_field(cfg: Any) -> str:
@@ -58,9 +58,10 @@ def given_field(cfg: Any) -> str:
 
 
 def check_image_row(row: dict) -> None:
-    """Turns the label into text; raises ValueError for anything but an image and a class."""
+    """Turns the label into text, and the image into a path, its bytes or a Pillow image; raises
+    ValueError for anything but an image and a class."""
     image, label = row["image"], row["label"]
-    if isinstance(image, dict):
+    if isinstance(image, dict):  # as the Hub has them
         image = image.get("bytes") or image.get("path")
     for role, value in (("image", image), ("label", label)):
         blank = isinstance(value, (str, bytes)) and not value.strip()
@@ -70,32 +71,32 @@ def check_image_row(row: dict) -> None:
         raise ValueError(f"the label is {one_line(repr(label), 60)}; give text or a whole number")
     if not isinstance(image, (str, bytes, Image.Image)):
         raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
-    row["label"] = str(label)
+    row["image"], row["label"] = image, str(label)
 
 
 def readable_endings(data: str) -> tuple[str, ...]:
     """Endings of the files to read. In a folder .json is not one: tools keep notes in such files
     beside images."""
-    in_folder = Path(data).expanduser().is_dir()
-    return tuple(each for each in ENDINGS if not (in_folder and each == ".json"))
+    path = Path(data).expanduser()
+    if path.suffix == ".bin" or (path / "data_batch_1.bin").is_file():
+        return CIFAR
+    return tuple(each for each in ENDINGS if not (each == ".json" and path.is_dir()))
 
 
 def read_local_rows(data: str, columns: Columns, field: str) -> Iterator[Row]:
-    """The rows of the tables at a path; without a table, the images in its folders of classes."""
+    """The rows of the tables or the binary batches at a path; without these, the images in its
+    folders of classes."""
     endings = readable_endings(data)
-    folders = [(folder, names) for folder, names, _ in sources.walk(data, endings, field) if names]
-    tables_here = sorted(
-        Path(folder, name)
-        for folder, names in folders
-        for name in names
-        if tables.file_ending(name) in TABLES
-    )
-    for table in tables_here:
-        yield from read_image_table(table, columns, field)
-    if folders and not tables_here:
-        yield from read_class_folders(Path(data).expanduser(), folders, field)
-    elif not folders:
-        sources.list_files(data, endings, field)  # raises, with the reason
+    files = sources.list_files(data, endings, field)
+    if endings == CIFAR:
+        train = [file for file in files if file.name.startswith("data_batch_")]
+        for file in train or [file for file in files if file.suffix == ".bin"]:
+            yield from read_cifar(file, field)
+    elif found := [file for file in files if tables.file_ending(file) in TABLES]:
+        for table in found:
+            yield from read_image_table(table, columns, field)
+    else:
+        yield from read_class_folders(Path(data).expanduser(), endings, field)
 
 
 def read_image_table(table: Path, columns: Columns, field: str) -> Iterator[Row]:
@@ -107,21 +108,19 @@ def read_image_table(table: Path, columns: Columns, field: str) -> Iterator[Row]
         if isinstance(image, str) and image.strip():
             place = f"{place}: {one_line(image, 100)}"
             image = os.path.join(table.parent, image)
-        yield {**row, "image": image}, place
+        yield {**row, "image": image, "named": True}, place
 
 
-def read_class_folders(
-    root: Path, folders: list[tuple[str, list[str]]], field: str
-) -> Iterator[Row]:
+def read_class_folders(root: Path, endings: Iterable[str], field: str) -> Iterator[Row]:
     """A row for each image; its label is the name of its folder.
 
     The folder of a split may be between. Raises ValueError for an image elsewhere.
     """
-    for folder, names in folders:
+    for folder, names, _ in sources.walk(str(root), endings, field):
         parts = Path(folder).relative_to(root).parts
         if len(parts) == 2 and split_of(parts[0]):
             parts = parts[1:]
-        if len(parts) != 1:
+        if names and len(parts) != 1:
             file = Path(folder, names[0])
             raise ValueError(
                 f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
@@ -132,52 +131,22 @@ def read_class_folders(
             yield {"image": path, "label": parts[0]}, one_line(path, 200)
 
 
-def encode_image(image: Any) -> tuple[bytes, bool]:
-    """The path of an image, or its encoded bytes, and whether it is a path."""
-    if isinstance(image, dict):  # as the Hub has them
-        image = image.get("bytes") or image["path"]
-    if isinstance(image, str):
-        return os.fsencode(image), True
-    if isinstance(image, Image.Image):
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        image = file.getvalue()
-    return image, False
+def read_cifar(file: Path, field: str) -> Iterator[Row]:
+    """The rows of a binary batch of CIFAR-10. The names of classes are in a file beside it."""
+    content, names = np.fromfile(file, np.uint8), file.with_name(CIFAR[1])
+    classes = names.read_text("utf-8").split() if names.is_file() else [*map(str, range(10))]
+    if len(content) % CIFAR_ROW or content[::CIFAR_ROW].max(initial=0) >= len(classes):
+        raise ValueError(
+            f"task.{field}: {one_line(file, 150)} is no binary batch of CIFAR-10: rows of "
+            f"{CIFAR_ROW:,} bytes, the first a class below {len(classes)}"
+        )
+    for number, row in enumerate(content.reshape(-1, CIFAR_ROW)):
+        pixels = row[1:].reshape(3, 32, 32).transpose(1, 2, 0)
+        image = Image.fromarray(np.ascontiguousarray(pixels))
+        yield {"image": image, "label": classes[row[0]]}, f"{one_line(file, 200)}, row {number + 1}"
 
 
-def place_of(path: str) -> tuple[str, bool]:
-    """The folder of an image, and whether it is a file that counts as data of its folder."""
-    folder, name = os.path.split(path)
-    return folder, tables.file_ending(name) in ENDINGS and not name.startswith(".")
-
-
-def hash_named_images(
-    cfg: Any, places: dict[tuple[str, bool], int], paths: Iterable[str]
-) -> dict[str, str]:
-    """Digests of the images that tables name, by path; "": unreadable.
-
-    `places`: the number of images for each `place_of`. Those among the data are found by
-    `cache.hash_input_files`. Where many are named, most of their folder, it counts as a whole.
-    """
-    among = set()
-    for name in ("data", "validation_data"):
-        root = getattr(cfg, name)
-        if root and os.path.isdir(local_path(root, name)):
-            found = sources.walk(root, ENDINGS, name)
-            among |= {os.path.realpath(folder) for folder, names, _ in found if names}
-    whole, single = set(), set()
-    for (folder, counts), number in places.items():
-        if counts and os.path.realpath(folder) in among:
-            continue
-        many = counts and number > cache.MANY_FILES and os.path.isdir(folder or ".")
-        many = many and 2 * number > len(os.listdir(folder or "."))
-        (whole if many else single).add((folder, counts))
-    named = [Path(folder) for folder, _ in whole]
-    named += [Path(path) for path in paths if place_of(path) in single] if single else []
-    return cache.hash_files(named, cfg)
-
-
-# ---- Pretrained models ---------------------------------------------------------------------------
+# ---- How a model sees them -----------------------------------------------------------------------
 
 
 @cache.once_per_folder
@@ -189,16 +158,11 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
     """
     from transformers import AutoImageProcessor
 
-    source, name = pretrained.folder_of(cfg), one_line(cfg.model_name_or_path, 100)
-    if source and (source / "config.json").exists() and not [*source.glob("*processor*.json")]:
-        raise ValueError(
-            f"task.model_name_or_path: {name} has no preprocessor_config.json, as models of images "
-            "do"
-        )
     processor = pretrained.load(AutoImageProcessor, cfg).to_dict()
     size = processor.get("crop_size" if processor.get("do_center_crop") else "size") or {}
     side = size.get("height") or size.get("shortest_edge")
     if not isinstance(side, int) or not 1 <= side <= 8192:
+        name = one_line(cfg.model_name_or_path, 100)
         raise ValueError(f"task.model_name_or_path: {name} does not say the size of its images")
     if processor.get("do_normalize"):
         return side, processor["image_mean"], processor["image_std"]
@@ -206,13 +170,16 @@ def load_processor(cfg: Any, folder: Path | None) -> tuple[int, list[float], lis
 
 
 def load_view(cfg: Any, prepared: Path | None = None) -> dict[str, Any]:
-    """How the model sees an image: its side in pixels, the mean and std of its channels, and the
-    settings of augmentation and layout."""
-    side, mean, std = cfg.image_size, [0.5] * 3, [0.5] * 3
+    """How the model sees an image: its side in pixels, the mean and std of its channels, the number
+    of classes (None where nothing is prepared), and the settings of augmentation and layout."""
+    side, mean, std, classes = cfg.image_size, [0.5] * 3, [0.5] * 3, None
     if cfg.model_name_or_path:
         side, mean, std = load_processor(cfg, prepared)
-    view = {name: getattr(cfg, name) for name in ("min_crop", "flip", "channels_last")}
-    return view | {"side": side, "mean": mean, "std": std}
+    if prepared:
+        classes = len(json.loads((prepared / "labels.json").read_text(encoding="utf-8")))
+    names = ("min_crop", "flip", "mixup", "label_smoothing", "channels_last")
+    view = {name: getattr(cfg, name) for name in names}
+    return view | {"side": side, "mean": mean, "std": std, "classes": classes}
 
 
 def stored_side(cfg: Any, is_small: bool) -> int:
@@ -221,11 +188,53 @@ def stored_side(cfg: Any, is_small: bool) -> int:
     return cfg.stored_size or (side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7))
 
 
+def smooth(label: int, view: dict[str, Any]) -> np.ndarray:
+    """A class as a distribution, float32 (classes,), of which a part is spread over all."""
+    spread = np.full(view["classes"], view["label_smoothing"] / view["classes"], np.float32)
+    spread[label] += 1 - view["label_smoothing"]
+    return spread
+
+
+def draw_other(view: dict[str, Any], generator: torch.Generator) -> tuple[tuple, float]:
+    """A row to mix an image with, and the image's own share: beta distributed, from 0 to 1."""
+    other = int(torch.randint(len(view["others"]), (), generator=generator))
+    seed = int(torch.randint(2**62, (), generator=generator))
+    share = np.random.default_rng(seed).beta(view["mixup"], view["mixup"])
+    return view["others"][other], float(share)
+
+
+def crop(image: np.ndarray, view: dict[str, Any], generator: torch.Generator) -> np.ndarray:
+    """A random crop, its aspect ratio between 3:4 and 4:3, as the model's square; or its mirror."""
+    area, ratio, x, y, mirror = torch.rand(5, generator=generator).tolist()
+    if view["min_crop"] < 1:
+        root = math.sqrt(1 - area * (1 - view["min_crop"]))
+        stretch = (4 / 3) ** (ratio - 0.5)
+        width, height = (len(image) * min(1, part) for part in (root * stretch, root / stretch))
+        left, top = x * (len(image) - width), y * (len(image) - height)
+        image = resize(image, view["side"], (left, top, left + width, top + height))
+    return image[:, ::-1] if view["flip"] and mirror < 0.5 else image
+
+
 def question(row: tuple, batch: dict) -> tuple[Any, dict]:
     """For the check of the export: the square of a row as the model sees it, and its pixel values,
     out of the batch of this row alone."""
     image = Image.fromarray(resize(row[0], row[2]["side"]))
     return image, {"pixel_values": batch["pixel_values"]}
+
+
+def draw_samples(
+    model: Any, dataset: Any, collate: Callable[[list], dict], names: list[str], path: Path
+) -> Path:
+    """Sixteen of 256 rows with the model's answers, wrong ones first."""
+    chosen = np.random.default_rng(0).permutation(len(dataset))[:256]  # rows may be sorted by class
+    rows, answers = [dataset[i] for i in chosen], []
+    for start in range(0, len(rows), 16):
+        part = rows[start : start + 16]
+        pixels = collate(part)["pixel_values"].to(model.device)
+        guesses = model(pixel_values=pixels).logits.argmax(1).tolist()
+        pairs = zip(part, guesses, strict=True)
+        answers += [(image, label, guess) for (image, label, _), guess in pairs]
+    return classification.draw_images(answers, names, len(dataset), path)
 
 
 def save_processor(view: dict[str, Any], output: Path) -> None:

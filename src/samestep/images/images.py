@@ -57,9 +57,9 @@ def is_color(text: str) -> bool:
 
 
 def open_for_square(image: Any, side: int) -> Any:
-    """A Pillow image of a path, of {"bytes": ...}, or itself; large enough for a square."""
+    """A Pillow image of a path, of bytes, or itself; large enough for a square."""
     if not isinstance(image, Image.Image):
-        image = open_image(image["bytes"] if isinstance(image, dict) else image)
+        image = open_image(image)
         image.draft(None, (2 * side, 2 * side))  # a large JPEG is decoded at a fraction of its size
     return image
 
