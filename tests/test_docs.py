@@ -220,7 +220,7 @@ class Checker:
             self.given.append(words[1:])
         elif words and words[0] == "-m":
             verbs = [*itertools.takewhile(lambda word: word[:2] != "--", words[1:])]
-            asks = verbs[:3] if verbs[1:2] == ["hardware"] else verbs[:2]
+            asks = [*verbs, "all"][:3] if verbs[1:2] == ["hardware"] else verbs[:2]
             found = {word.partition("=")[0] for word in words if word[:2] == "--"}
             if verbs[1:2] == ["prepare"]:
                 self.given.append(words[3:])
@@ -232,7 +232,8 @@ class Checker:
 
 def sentences(page, checker):
     """Checks the code inside of sentences: commands, and flags that stand there by themselves."""
-    verbs = ("predict", "plot", "hardware recommend", "hardware bench")
+    verbs = ("predict", "plot", "hardware recommend", "hardware bench", "hardware precision")
+    verbs = (*verbs, "hardware all")
     known = [checker.flags_of("samestep", *verb.split()) for verb in verbs]
     known += [OTHER_FLAGS]
     known += [each.option_strings for each in launch_command_parser()._actions]
@@ -279,7 +280,8 @@ def test_commands_name_what_is_there(baked, fields, place):
 
 
 # Run by no test here: they install, take minutes, or need GPUs, machines, services and data.
-LEFT_OUT = "make (setup|test|demo|torture|bench|gpu|evaluate)|hardware bench|samestep evaluate|"
+LEFT_OUT = "make (setup|test|demo|torture|bench|gpu|evaluate)|samestep evaluate|"
+LEFT_OUT += "hardware (bench|precision)|hardware( ARGS=--config .*)?$|"
 LEFT_OUT += r"llama_cpp|OWNER/NAME|-m (venv|pip) |path/to|\.(csv|jpg|jsonl)\b"
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}
 REMOVE_TASK = r"""#!/bin/sh

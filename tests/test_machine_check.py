@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, preloaded
+from conftest import ROOT, bake, preloaded
 from samestep.hardware import check, devices, places, report, smoke
+from samestep.programs import hardware as program
 from samestep.report.peaks import fp8_type
 
 CPU = torch.device("cpu")
@@ -125,7 +126,16 @@ def test_what_may_go_wrong_on_a_machine(monkeypatch, tmp_path):
     disk, shared, cores = section.lines
     assert " GB are free in the folder --report" in disk and shared.startswith("/dev/shm has ")
     assert cores == "2 processes share 1.5 cores"
-    assert {each.name for each in section.figures} == {"free disk of --report", "checkpoint write"}
+    assert [each.name for each in section.figures] == ["free disk of --report"]
+
+
+def test_a_lost_gpu_is_a_failure(monkeypatch, tmp_path):
+    said = "Unable to determine the device handle for GPU3: 0000:1B:00.0: GPU is lost."
+    monkeypatch.setattr(check, "nvidia_smi", lambda *_: f"0, 580.65.06, 41\n{said} Reboot")
+    section = report.Section("check")
+    check.look_at_machine(section, tmp_path, torch.device("cuda"))
+    (line,) = section.failures
+    assert line.startswith(f"a GPU is lost: {said}") and "CUDA_VISIBLE_DEVICES" in line
 
 
 def test_the_odd_one_out():
@@ -186,8 +196,7 @@ def test_check_runs(tiny, tmp_path, processes):
     assert codes == {0} and not errors
     section = json.loads((tmp_path / "hardware.json").read_text())["check"]
     assert section["facts"]["device"].startswith("CPU: torch sees no GPU\nruns: fp32")
-    named = {"free disk of --report", "checkpoint write"}
-    assert {each["name"] for each in section["figures"]} >= named
+    assert [each["name"] for each in section["figures"]] == ["free disk of --report"]
     assert [path.name for path in tmp_path.iterdir()] == ["hardware.json"]
     assert max(map(len, out.splitlines())) <= 100
 
@@ -273,6 +282,75 @@ def test_smoke_checks_the_step_of_fsdp(tiny, tmp_path, factor, code):
     assert f"{4 - code} passed, {code} failed, 1 left out" in result.stdout
 
 
+def test_the_first_report_is_the_baseline_of_later_ones(tmp_path, capsys):
+    options = SimpleNamespace(report=tmp_path, threshold=0.1)
+    same = {"device": "H100", "processes": 8}
+
+    def measured(speed, conditions=same, **more):
+        figures = [
+            report.Figure(n, v, "GB/s", "0") for n, v in {"x": speed, "y": 1.0, **more}.items()
+        ]
+        sections = [report.Section(v, {}, conditions) for v in ("check", "bench")]
+        sections[1].figures = figures[: 1 if speed == 80.0 else None]
+        assert report.finish(sections, tmp_path, {}, 0.1) == 0
+        capsys.readouterr()
+        program.compare_with_baseline(sections, options, conditions, 0)
+        return capsys.readouterr().out
+
+    assert "kept as the baseline" in measured(100.0)
+    assert "bench: 0 of 2 figures are more than 10% slower" in measured(95.0, z=1.0)
+    out = measured(80.0)  # and y is gone
+    assert "bench, x (0): 80 GB/s, was 100: 20% slower\n" in out
+    assert "bench, y (0): nan GB/s, was 1: only in the older report\n" in out
+    assert "bench: 2 of 2 figures are" in out
+    assert "bench, x (0): 200 GB/s, was 100: 100% faster" in measured(200.0)
+    out = measured(100.0, same | {"processes": 7})
+    assert "processes was 8 and is 7; remove it to begin anew. If a device is missing, see" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_command_runs_all_phases_on_all_devices(tiny, tmp_path, processes):
+    command = ["python", "-m", "samestep", "hardware", "--report", tmp_path, "--seconds", 0.01]
+    result = tiny.run(*command, "--processes", processes)
+    assert f"{3 + processes} passed, 0 failed" in result.stdout and not result.stderr
+    found = json.loads((tmp_path / "hardware.json").read_text())
+    assert {*found} == {"format", "check", "bench", "smoke"}
+    assert {each["where"] for each in found["bench"]["figures"] if "alone" in each["name"]} == {
+        str(rank) for rank in range(processes)
+    }
+    assert (tmp_path / "baseline.json").read_text() == (tmp_path / "hardware.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["text_classification", "causal_lm"])
+def test_both_precisions_train_the_same_steps(tmp_path, task):
+    project = bake(tmp_path, task=task, tracker="none")
+    recipe = ["--config", "configs/train/smoke.yaml"]
+    verb = ["python", "-m", "samestep", "hardware", "precision", "--steps", 6, *recipe]
+    refused = project.run(*verb, "--output_dir", "x", check=False)
+    assert refused.returncode == 2 and "--output_dir is not for precision" in refused.stderr
+    project.run(*verb)
+    folder = project.path / "runs" / "hardware"
+    facts = json.loads((folder / "hardware.json").read_text())["precision"]["facts"]
+    metrics = [
+        [json.loads(line) for line in (folder / "precision" / name / "metrics.jsonl").open()]
+        for name in ("fp32", "bf16")
+    ]
+    hashes, losses = (
+        [[line[key] for line in own if "loss" in line] for own in metrics]
+        for key in ("batch_hash", "loss")
+    )
+    assert hashes[0] == hashes[1] and len(losses[0]) == 6 and losses[0] != losses[1]
+    away = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
+    assert facts["losses of a step"] == {"largest difference, relative": pytest.approx(away)}
+    assert 0 < away < 0.05
+    last = [[line["eval_loss"] for line in own if "eval_loss" in line][-1] for own in metrics]
+    found = {"fp32": last[0], "bf16": last[1], "difference": last[1] - last[0]}
+    assert facts["eval_loss"] == pytest.approx(found)
+    assert (folder / "precision.png").stat().st_size > 10_000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words, error",
@@ -287,6 +365,7 @@ def test_smoke_checks_the_step_of_fsdp(tiny, tmp_path, factor, code):
         (["bench", "--seconds=nan"], "--seconds: expected a number above 0, up to 60; got 'nan'"),
         (["check", "--compare", "task.py"], "task.py is no hardware.json of this version"),
         (["recommend"], "start it with `python -m samestep hardware recommend`"),
+        (["precision"], "start it with `python -m samestep hardware precision`"),
     ],
 )
 def test_bad_input_is_one_line_once(tiny, words, error):

@@ -25,35 +25,38 @@ from samestep.hardware.devices import BLOCKS, MOST, seconds_per_call
 from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section, number, short
 from samestep.processes.device import compile_blocks, count_workers, make_accelerator
-from samestep.processes.ranks import Ranks, as_user_error, catch
+from samestep.processes.ranks import Ranks, as_user_error
 from samestep.step.batches import StepBatchSampler, make_loader
 
 STEP, LOADER = "training step alone", "data loader"
 CHECKPOINT = 256 << 20  # bytes that are written
-BEHIND = 0.15  # of the median: from here on a device is slow
+# Of the fastest: so far behind it a device should get less work, or none.
+UNEQUAL, LEFT_OUT = 0.2, 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag of bench."""
-    parser.add_argument("--seconds", type=number(float, 60), default=1.0, help="per measurement")
+    about = "for each figure (default: 1; with all phases on a CPU 0.05)"
+    parser.add_argument("--seconds", type=number(float, 60), help=about)
 
 
 def run(
     options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
 ) -> Section:
-    """Measures all, for about `options.seconds` each; all processes must call it."""
-    cfg, seconds, section = project.cfg, options.seconds, Section("bench")
+    """Measures all; all processes must call it."""
+    section, brief = Section("bench"), options.verb == "all" and device.type == "cpu"
+    seconds = options.seconds or (0.05 if brief else 1.0)
 
     def measure(what: str, function: Callable[..., list[Figure]], *arguments: Any) -> None:
         everywhere(section, ranks, what, function, *arguments)
 
     with ranks.fail_together(), as_user_error():
-        accelerator = make_accelerator(cfg)
+        accelerator = make_accelerator(project.cfg)
         disk = measure_disk(options.report) if IS_MAIN else []
     precision = accelerator.mixed_precision.replace("no", "fp32")
-    if precision == "fp32" and cfg.tf32 and device.type == "cuda":
+    if precision == "fp32" and project.cfg.tf32 and device.type == "cuda":
         precision = "tf32"
-    workers = count_workers(cfg.num_workers, project.task, device)
+    workers = count_workers(project.cfg.num_workers, project.task, device)
     names = ranks.gather((socket.gethostname(), devices.name_of(device)))
     section.facts = {
         "devices": [f"{rank}: {name} on {host}" for rank, (host, name) in enumerate(names)],
@@ -144,10 +147,9 @@ def by_process(section: Section, name: str, processes: int) -> list[float]:
 # ---- The project's own work ----------------------------------------------------------------------
 
 
-def measure_disk(folder: Path, size: int = CHECKPOINT) -> list[Figure]:
+def measure_disk(folder: Path) -> list[Figure]:
     """Speed of writing a checkpoint to this folder's disk, until it is safe there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content, taken = {"weights": torch.randn(size // 4)}, []
+    content, taken = {"weights": torch.randn(CHECKPOINT // 4)}, []
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
         path = Path(name) / "weights.safetensors"
         for _ in range(3):
@@ -156,7 +158,7 @@ def measure_disk(folder: Path, size: int = CHECKPOINT) -> list[Figure]:
                 save_file(content, path)
                 fsync(path)
             taken.append(time.perf_counter() - began)
-    return [Figure("checkpoint write", size / median(taken) / 1e9, "GB/s")]
+    return [Figure("checkpoint write", CHECKPOINT / median(taken) / 1e9, "GB/s")]
 
 
 def measure_loader(
@@ -175,38 +177,37 @@ def measure_loader(
     return [Figure(LOADER, rows / (time.perf_counter() - began), "samples/s")]
 
 
-def training_step(
-    project: Project, accelerator: Accelerator, module: torch.nn.Module
-) -> Callable[[], None]:
-    """Forward and backward of one micro-batch of the recipe, in the precision of the YAML."""
-    batch = project.batch(range(project.plan.micro_batch_size))
-    terms = max(project.task.count(batch), 1)
-    batch = send_to_device(batch, accelerator.device)
-
-    def step() -> None:
-        module.zero_grad()
-        with accelerator.autocast():
-            loss = module(project.task.loss_sum, batch)
-        (loss / terms).backward()
-
-    return step
-
-
 def measure_steps(
     section: Section, project: Project, ranks: Ranks, accelerator: Accelerator, seconds: float
 ) -> None:
     """The training step of each device alone, and of all together: there DDP takes the mean of the
-    gradients, so the work grows with the processes (weak scaling)."""
+    gradients, so the work grows with the processes (weak scaling).
+
+    A step is forward and backward of a micro-batch of the recipe, in the precision of the YAML.
+    """
     device, processes = accelerator.device, ranks.layout.processes
     size, modules = project.plan.micro_batch_size, []
+
+    def training_step(module: torch.nn.Module) -> Callable[[], None]:
+        batch = project.batch(range(size))
+        terms = max(project.task.count(batch), 1)
+        batch = send_to_device(batch, device)
+
+        def step() -> None:
+            module.zero_grad()
+            with accelerator.autocast():
+                loss = module(project.task.loss_sum, batch)
+            (loss / terms).backward()
+
+        return step
 
     def alone() -> list[Figure]:
         model = project.build_model(project.cfg.gradient_checkpointing)
         modules.append(TaskModule(model).to(device))
         if project.cfg.compile:
             compile_blocks(modules[0])
-        step = training_step(project, accelerator, modules[0])
-        return [Figure(STEP, size / seconds_per_call(step, seconds), "samples/s")]
+        taken = seconds_per_call(training_step(modules[0]), seconds)
+        return [Figure(STEP, size / taken, "samples/s")]
 
     if accelerator.mixed_precision == "fp8":
         section.lines.append("the training step is measured in bf16; train.py makes layers of fp8")
@@ -215,28 +216,27 @@ def measure_steps(
     if processes == 1 or not all(speeds):
         return
 
-    def together() -> float:
+    def together() -> list[Figure]:
         cards = [device] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(
             modules[0], device_ids=cards, gradient_as_bucket_view=True
         )
         calls = min(max(int(seconds * min(speeds) / size), BLOCKS), MOST)
-        return seconds_per_call(training_step(project, accelerator, wrapped), calls=calls)
+        taken = seconds_per_call(training_step(wrapped), calls=calls)
+        return [Figure("", processes * size / taken, "samples/s")]
 
-    taken, problem = catch(together)
-    found = ranks.gather((taken, problem and one_line(problem)))
-    problems = [f"process {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
-    if problems:
-        section.lines.append(f"not measured: scaling, {problems[0]}")
-        return
-    speed = processes * size / max(taken for taken, _ in found)  # of the slowest
-    name = f"training together, {processes} processes"
-    section.figures.append(Figure(name, speed, "samples/s", size=processes))
-    share = speed / sum(speeds)
-    section.lines.append(
-        f"{processes} processes together train {processes * share:.3g} times as fast as one, "
-        f"{share:.0%} of the ideal"
-    )
+    found = Section("")
+    everywhere(found, ranks, "scaling", together)
+    section.lines += found.lines
+    if len(found.figures) == processes:
+        speed = min(each.value for each in found.figures)
+        name = f"training together, {processes} processes"
+        section.figures.append(Figure(name, speed, "samples/s", size=processes))
+        share = speed / sum(speeds)
+        section.lines.append(
+            f"{processes} processes together train {processes * share:.3g} times as fast as one, "
+            f"{share:.0%} of the ideal"
+        )
 
 
 # ---- Slow devices --------------------------------------------------------------------------------
@@ -245,42 +245,51 @@ def measure_steps(
 def advise(
     names: Sequence[tuple[str, str]], steps: Sequence[float], products: Sequence[float]
 ) -> list[str]:
-    """Names the slow devices, with the ways out and what each would give; the best first.
+    """Names the slow devices, what to do about them by the rules that people know, and what each
+    way out would give; the best first.
 
     For each process: (host, device), samples per second of its training step, TFLOP/s of its matrix
     products; 0: not measured.
     """
-    if len(names) == 1 or not (all(steps) or all(products)):
-        return []
-    lines, slow = [], []
+    behind: dict[int, float] = {}  # of each slow process the share by which it is slower
+    lines = []
     for what, unit, speeds in (
-        ("its training step does", "samples/s", steps),
         ("its matrix products do", "TFLOP/s", products),
+        ("its training step does", "samples/s", steps),
     ):
-        middle = median(speeds) if all(speeds) else 0
-        slow.append([rank for rank, v in enumerate(speeds) if v < (1 - BEHIND) * middle])
-        for rank in slow[-1]:
-            host, device = names[rank]
-            lines.append(
-                f"slow device: process {rank} on {host} ({device}): {what} {short(speeds[rank])} "
-                f"{unit}, {1 - speeds[rank] / middle:.0%} behind the median of {short(middle)}"
-            )
-    if not lines:
-        return [f"no device is more than {BEHIND:.0%} behind the median"]
+        fastest = max(speeds) if all(speeds) else 0
+        for rank, speed in enumerate(speeds):
+            if speed < (1 - UNEQUAL) * fastest:
+                behind[rank] = 1 - speed / fastest
+                host, device = names[rank]
+                lines.append(
+                    f"slow device: process {rank} on {host} ({device}): {what} {short(speed)} "
+                    f"{unit}, {behind[rank]:.0%} behind the fastest with {short(fastest)}"
+                )
+    if not behind:
+        known = len(names) > 1 and (all(steps) or all(products))
+        return [f"no device is more than {UNEQUAL:.0%} behind the fastest"] * known
     if not all(steps):
         return [*lines, "what to do about it is not known: not all training steps were measured"]
-    out = slow[0] or slow[1]  # never all of them
+    useless = [rank for rank, share in behind.items() if share > LEFT_OUT]
+    out = sorted(useless or behind)
     left = [speed for rank, speed in enumerate(steps) if rank not in out]
-    ways = {  # the samples per second that each gives at most; of equal ones the simplest first
-        "use all equally, --device_shares equal": len(steps) * min(steps),
-        "unequal shares, --device_shares auto": sum(steps),
-        f"leave out {places.name(out)}, in the YAML num_processes {len(left)}, and gpu_ids without "
+    shares = ", ".join(f"{speed / min(steps):.3g}" for speed in steps)
+    ways = {  # the samples per second that each gives; of equal ones the simplest comes first
+        "use all equally: --device_shares equal": len(steps) * min(steps),
+        f'unequal shares: --device_shares "[{shares}]", or auto': sum(steps),
+        f"leave out {places.name(out)}: in the YAML num_processes {len(left)}, and gpu_ids without "
         "these devices": len(left) * min(left),
     }
-    best = sorted(ways, key=lambda way: -ways[way])
+    rule = f"{UNEQUAL:.0%} behind: unequal shares"
+    rule = f"{LEFT_OUT:.0%} behind: leave out {places.name(out)}" if useless else rule
     return [
         *lines,
+        f"rule of thumb, for more than {rule}",
         "measure again before you act: another program on a device slows it down as well",
-        "ways out, without the time of the exchange; the best first:",
-        *(f"{i}. at most {short(ways[way])} samples/s: {way}" for i, way in enumerate(best, 1)),
+        "by these speeds, without the time of the exchange, the best first:",
+        *(
+            f"{place}. at most {short(ways[way])} samples/s: {way}"
+            for place, way in enumerate(sorted(ways, key=lambda way: -ways[way]), 1)
+        ),
     ]

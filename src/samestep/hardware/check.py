@@ -16,7 +16,6 @@ import torch
 
 from samestep.base.console import one_line
 from samestep.hardware import devices, places
-from samestep.hardware.bench import measure_disk
 from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section
 from samestep.processes import network
@@ -26,9 +25,9 @@ from samestep.settings.accelerate_yaml import without_gpu
 from samestep.start import startup
 
 GB, GIB = 1e9, 2**30
-WRITTEN = 64 << 20  # bytes that measure a disk
 SHARED_MEMORY = Path("/dev/shm")  # where the workers of a data loader hand over batches
 FIELDS = "index,driver_version,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
+LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
 LEAST_FREE_DISK = 10  # GB
 LEAST_SHARED_MEMORY = 1  # GB
 LEAST_FREE_MEMORY = 0.9  # of a GPU
@@ -51,23 +50,6 @@ def run(
 
 
 # ---- What each process sees ----------------------------------------------------------------------
-
-
-def limit_of(file: str) -> float | None:
-    """The least of what the cgroups of this process allow: cores in cpu.max, bytes in memory.max.
-
-    Those above its own count as well. None: there is no limit, or these are not version 2.
-    """
-    limits = []
-    cgroups = Path("/proc/self/cgroup")
-    found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
-    own = Path(found[1] if found else "")
-    for folder in (own, *own.parents):
-        path = Path("/sys/fs/cgroup", folder, file)
-        numbers = path.read_text().split() if path.is_file() else ["max"]
-        if numbers[0].isdigit():
-            limits.append(int(numbers[0]) / int(numbers[1] if len(numbers) > 1 else 1))
-    return min(limits, default=None)
 
 
 def look_at_process(used: list[torch.device]) -> Section:
@@ -99,8 +81,7 @@ def look_at_process(used: list[torch.device]) -> Section:
             free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
             facts[f"{name}, {FREE}"] = text = f"{free:.1f} of {total:.1f} GiB"
             if free < LEAST_FREE_MEMORY * total:
-                others = "nvidia-smi names who has them"
-                section.lines.append(f"{device} has {text} free; {others}")
+                section.lines.append(f"{device} has {text} free; nvidia-smi names who has them")
     if len({describe_device(each) for each in used}) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
     section.facts = facts
@@ -116,9 +97,13 @@ def look_at_machine(section: Section, folder: Path, device: torch.device) -> Non
     if device.type == "cuda":
         section.facts["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
         section.facts["links"] = nvidia_smi("topo", "-m")
+        if lost := re.search(LOST, section.facts["nvidia-smi"], re.IGNORECASE):
+            section.failures.append(
+                f"a GPU is lost: {one_line(lost[0], 200)}; train on the others, with "
+                "CUDA_VISIBLE_DEVICES, until the machine is restarted: docs/measuring.md"
+            )
     free = shutil.disk_usage(folder).free / GB
     section.figures.append(Figure("free disk of --report", free, "GB"))
-    section.figures += measure_disk(folder, WRITTEN)
     if free < LEAST_FREE_DISK:
         section.lines.append(
             f"{free:.2g} GB are free in the folder --report; a checkpoint takes three times the "
@@ -134,6 +119,19 @@ def look_at_machine(section: Section, folder: Path, device: torch.device) -> Non
     processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), allowed_cores()
     if cores < processes:
         section.lines.append(f"{processes} processes share {cores:g} cores")
+
+
+def limit_of(file: str) -> float | None:
+    """The least that the cgroups (version 2) of this process and above it allow: cores in cpu.max,
+    bytes in memory.max. None: there is no limit."""
+    cgroups = Path("/proc/self/cgroup")
+    found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
+    own, limits = Path(found[1] if found else ""), []
+    for folder in (own, *own.parents):
+        path = Path("/sys/fs/cgroup", folder, file)
+        most, *period = path.read_text().split() if path.is_file() else ["max"]
+        limits += [int(most) / int(*period or [1])] if most != "max" else []
+    return min(limits, default=None)
 
 
 def allowed_cores() -> float:

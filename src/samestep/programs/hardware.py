@@ -1,25 +1,33 @@
 """Measures this machine, and says which YAML of configs/accelerate/ suits it.
 
-    python -m samestep hardware
+    python -m samestep hardware                                  check, bench and smoke on all GPUs
     python -m samestep hardware recommend --config configs/train/default.yaml
+    python -m samestep hardware precision --config configs/train/default.yaml
     accelerate launch --config_file configs/accelerate/multi_gpu.yaml -m samestep hardware smoke
     python -m samestep hardware bench --compare baseline.json
 
-Without a verb it checks. check, bench and smoke measure the processes that the launcher starts;
-recommend is started with python. Flags of train.py (--config, --learning_rate, ...) may follow
-those of a verb, except for check. The figures go to hardware.json in the folder --report.
+Without a verb it starts a process for each GPU, or two on a CPU, and runs all phases in them; under
+a launcher, in its processes. check, bench and smoke alone measure the processes of the launcher;
+recommend and precision are started with python. Flags of train.py (--config, --learning_rate, ...)
+may follow, except for check. The figures go to hardware.json in the folder --report.
 """
 
 import argparse
 import os
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn
 
+import torch
 from accelerate import PartialState
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from samestep.base.console import IS_MAIN, one_line
-from samestep.hardware import bench, check, recommend, report, smoke
+from samestep.base.console import IS_MAIN, one_line, say
+from samestep.hardware import bench, check, precision, recommend, report, smoke
 from samestep.hardware.project import UNREAD, Project, read_project
 from samestep.processes import meeting, shutdown
 from samestep.processes.device import PROCESSES
@@ -27,7 +35,17 @@ from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
 from samestep.start import startup
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke}
+VERBS: dict[str, ModuleType] = {
+    "check": check,
+    "bench": bench,
+    "smoke": smoke,
+    "recommend": recommend,
+    "precision": precision,
+}
+ALL = ["check", "bench", "smoke"]  # the phases of a call without a verb
+LAUNCHED = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"}  # by a launcher
+CSV = "--format=csv,noheader"
+ALONE = ("recommend", "precision")  # they see to the devices themselves
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,63 +65,134 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("samestep hardware", description=__doc__, formatter_class=form)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", prog=parser.prog, required=True)
-    for name, module in VERBS.items():
-        about = module.__doc__.splitlines()[0]
+    abouts = {name: (module.__doc__ or "").splitlines()[0] for name, module in VERBS.items()}
+    for name, about in {
+        "all": "The phases check, bench and smoke on all devices.",
+        **abouts,
+    }.items():
         verb = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
         add = verb.add_argument
         add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
         add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
         slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-        share = report.number(float, 1)
-        add("--threshold", type=share, metavar="SHARE", default=0.1, help=slower)
-        if module in (bench, recommend):  # the others have no flags of their own
-            module.add_arguments(verb)
+        add("--threshold", type=report.number(float, 1), metavar="SHARE", default=0.1, help=slower)
+        if name == "all":
+            many = "processes to start, without a launcher (default: one for each GPU, or 2)"
+            add("--processes", type=report.number(int, 64), metavar="N", help=many)
+        for module in (bench,) if name == "all" else (VERBS[name],):
+            if hasattr(module, "add_arguments"):
+                module.add_arguments(verb)
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        words = ["check", *words]
+        words = ["all", *words]
     return parser.parse_known_args(words)
 
 
 def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
     """All that needs no other process: arguments, the project's data, what is measured, and the
     older report."""
-    options, flags = parse_arguments(sys.argv[1:])
+    options, options.flags = parse_arguments(sys.argv[1:])
+    phases = ALL if options.verb == "all" else [options.verb]
     old = report.load(options.compare) if options.compare else {}
     if IS_MAIN:
         report.prepare_folder(options.report)
     project = None
+    if options.verb in ALONE and PROCESSES > 1:
+        raise UserError(f"start it with `python -m samestep hardware {options.verb}`: one process")
     if options.verb == "recommend":
         recommend.check(options)
-        project = read_project(flags)  # it writes all fields into its recipe
-    elif options.verb != "check":
-        project = read_project(flags, UNREAD)
-    elif flags:
-        raise UserError(f"check takes no {one_line(flags[0])}; see --help")
+        project = read_project(options.flags)  # it writes all fields into its recipe
+    elif options.verb in ("all", "bench", "smoke"):
+        project = read_project(options.flags, UNREAD)
+    elif options.verb == "check" and options.flags:
+        raise UserError(f"check takes no {one_line(options.flags[0])}; see --help")
     versions = startup.versions()
     conditions = {"device": versions.get("gpu", versions["cpu"]), "processes": PROCESSES}
     if project:
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
+        format = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
         recipe = one_line(" ".join([str(project.recipe), *project.flags]))
-        conditions |= {"recipe": recipe, "precision": precision}
+        conditions |= {"recipe": recipe, "precision": format}
     if old:
-        report.check_comparable(options.verb, conditions, old)
+        report.check_comparable(phases, conditions, old)
     return options, project, conditions, old
 
 
 def measure() -> int:
     """Runs a verb on all processes; the exit code."""
+    if (code := start_processes()) is not None:
+        return code
     found, problem = catch(as_user_error()(prepare))
     ranks = Ranks(TIMEOUT, meeting.join())
     try:
         ranks.raise_everywhere(problem)
         options, project, conditions, old = found
-        section = VERBS[options.verb].run(options, project, ranks, PartialState().device)
-        section.conditions, code = conditions, 0
+        sections = []
+        for verb in ALL if options.verb == "all" else [options.verb]:
+            sections.append(VERBS[verb].run(options, project, ranks, PartialState().device))
+            sections[-1].conditions = conditions
+        code = 0
         with ranks.fail_together(), as_user_error():
             if IS_MAIN:
-                code = report.finish(section, options, old)
+                code = report.finish(sections, options.report, old, options.threshold)
+                if options.verb == "all" and not options.compare:
+                    compare_with_baseline(sections, options, conditions, code)
         return ranks.from_main(code)
     except RuntimeError as error:
         raise ranks.name_missing(error) from error
+
+
+def start_processes() -> int | None:
+    """Starts this program in a process for each GPU, or in two on a CPU, as a launcher would; the
+    exit code. None: this process is enough."""
+    options, _ = parse_arguments(sys.argv[1:])
+    if options.verb != "all" or LAUNCHED & os.environ.keys():
+        return None
+    gpus, cores = torch.accelerator.device_count(), os.cpu_count() or 1
+    count = options.processes or gpus or min(cores, 2)
+    if 0 < gpus < count:
+        raise UserError(f"torch sees {gpus} GPUs; give --processes {gpus}, or fewer")
+    # Such GPUs only emulate bf16. Asking torch would take memory of the first one.
+    old = re.search(r"^[1-7]\.", check.nvidia_smi("--query-gpu=compute_cap", CSV), re.MULTILINE)
+    precision = ("fp16" if old else "bf16") if torch.cuda.is_available() else "no"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    os.environ["ACCELERATE_USE_CPU"] = str(not gpus)
+    say(f"measuring in {count} process{'es' * (count > 1)}, mixed_precision {precision}")
+    if count == 1:
+        return None
+    env = {**os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    env.setdefault("OMP_NUM_THREADS", str(max(cores // count, 1)))
+    command = [sys.executable, "-m", "samestep", "hardware", *sys.argv[1:]]
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+    started = [subprocess.Popen(command, env=env | rank) for rank in ranks]
+    try:
+        return max(each.wait() for each in started)
+    finally:  # after a signal to this process alone
+        for each in started:
+            each.terminate()
+
+
+def compare_with_baseline(
+    sections: list[report.Section], options: Any, conditions: dict, code: int
+) -> None:
+    """Says what got slower since the baseline, a report that the first call without a failure
+    keeps in its folder."""
+    baseline = options.report / report.BASELINE
+    if not baseline.exists():
+        if not code:
+            shutil.copy(options.report / report.REPORT, baseline)
+            say(f"kept as the baseline, with which later calls compare: {baseline}")
+        return
+    old = report.load(baseline)
+    _, problem = catch(report.check_comparable, ALL, conditions, old)
+    if problem:
+        say(
+            f"not compared with {baseline}: {one_line(problem)}; remove it to begin anew. If a "
+            "device is missing, see docs/measuring.md, A lost device"
+        )
+        return
+    say(f"compared with {baseline} of {old['check']['time'][:10]}:")
+    for section in sections:
+        report.compare(section, old, options.threshold)
 
 
 def main() -> None:
