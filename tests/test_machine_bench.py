@@ -22,7 +22,7 @@ def test_the_median_of_several_blocks_and_calls_that_all_agree_on():
         calls.append(0)
         time.sleep(0.2 if len(calls) == 6 else 0.002)  # that of the first block: 2 warm it up
 
-    assert devices.seconds_per_call(work, calls=devices.BLOCKS) == pytest.approx(0.002, rel=0.5)
+    assert 0.002 <= devices.seconds_per_call(work, calls=devices.BLOCKS) < 0.2
     calls.clear()
     devices.seconds_per_call(lambda: calls.append(0), 9.0, lambda number: 20 * devices.BLOCKS)
     assert len(calls) == 3 + (2 + 20) * devices.BLOCKS
@@ -135,11 +135,10 @@ def test_one_process_and_what_got_slower(tiny, tmp_path):
         assert {*values(section, name)} == {"0"}
     assert values(section, "checkpoint write")
     assert len(section["figures"]) == len(OF_EACH) + 1 and section["failures"] == []
-    first, second, *more = section["lines"]
-    assert first == "host to device: a CPU has nothing to copy"
-    assert second == "links: one process exchanges nothing"
     loads, steps = (values(section, name)["0"] for name in ("data loader", "training step alone"))
-    assert [line[:32] for line in more] == ["1 of 1 processes wait for data: "] * (loads < steps)
+    assert [line[:32] for line in section["lines"]] == ["1 of 1 processes wait for data: "] * (
+        loads < steps
+    )
     assert "Warning" not in printed
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["hardware.json"]
 

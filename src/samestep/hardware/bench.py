@@ -20,10 +20,10 @@ from samestep.base.console import IS_MAIN, one_line, say
 from samestep.base.files import fsync
 from samestep.checkpoint.checkpoints import report_full_disk
 from samestep.checkpoint.weights import TaskModule
-from samestep.hardware import devices, links, places
+from samestep.hardware import devices, links
 from samestep.hardware.devices import BLOCKS, MOST, seconds_per_call
 from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section, number, short
+from samestep.hardware.report import Figure, Section, group, place_of, short
 from samestep.processes.device import compile_blocks, count_workers, make_accelerator
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.step.batches import StepBatchSampler, make_loader
@@ -37,7 +37,7 @@ UNEQUAL, LEFT_OUT = 0.2, 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag of bench."""
     about = "for each figure (default: 1; with all phases on a CPU 0.05)"
-    parser.add_argument("--seconds", type=number(float, 60), help=about)
+    parser.add_argument("--seconds", type=float, help=about)
 
 
 def run(
@@ -47,8 +47,8 @@ def run(
     section, brief = Section("bench"), options.verb == "all" and device.type == "cpu"
     seconds = options.seconds or (0.05 if brief else 1.0)
 
-    def measure(what: str, function: Callable[..., list[Figure]], *arguments: Any) -> None:
-        everywhere(section, ranks, what, function, *arguments)
+    def measure(what: str, function: Callable[..., list[Figure]], *given: Any) -> list[float]:
+        return everywhere(section, ranks, what, function, *given)
 
     with ranks.fail_together(), as_user_error():
         accelerator = make_accelerator(project.cfg)
@@ -67,18 +67,16 @@ def run(
 
     # Measure the devices, all at the same time, as in training.
     say(f"measuring the devices: about {seconds:g} s for each figure")
-    for format in devices.formats_of(device):
-        measure(f"matmul {format}", devices.measure_products, format, device, seconds)
+    products = {
+        format: measure(f"matmul {format}", devices.measure_products, format, device, seconds)
+        for format in devices.formats_of(device)
+    }
     measure("memory", devices.measure_memory, device, seconds)
-    if device.type == "cpu":
-        section.lines.append("host to device: a CPU has nothing to copy")
-    else:
+    if device.type != "cpu":
         measure("copies", devices.measure_copies, device, seconds)
 
     # Measure what connects them.
-    if ranks.layout.processes == 1:
-        section.lines.append("links: one process exchanges nothing")
-    else:
+    if ranks.layout.processes > 1:
         say("measuring the links")
         section.figures += links.measure_collectives(ranks, device, seconds)
         section.figures += links.measure_pairs(ranks, device)
@@ -86,19 +84,17 @@ def run(
     # Measure the project's own work.
     say("measuring the project's loader and training step")
     section.figures += ranks.from_main(disk)
-    measure(LOADER, measure_loader, project, device, workers, seconds)
+    loaders = measure(LOADER, measure_loader, project, device, workers, seconds)
+    steps = [0.0] * len(names)
     if project.layout.sharded:
         section.lines.append(
             "not measured: training step and scaling: the YAML shards the model, so no device "
             "computes alone"
         )
     else:
-        measure_steps(section, project, ranks, accelerator, seconds)
+        steps = measure_steps(section, project, ranks, accelerator, seconds)
 
     # Say what the figures mean.
-    steps, loaders, products = (
-        by_process(section, name, len(names)) for name in (STEP, LOADER, f"matmul {precision},")
-    )
     waiting = [rank for rank, loader in enumerate(loaders) if 0 < loader < steps[rank]]
     if waiting:
         worst = min(waiting, key=lambda rank: loaders[rank] / steps[rank])
@@ -107,14 +103,17 @@ def run(
             f"{worst} gives {short(loaders[worst])} samples/s, and its training step takes "
             f"{short(steps[worst])}; more num_workers may help"
         )
-    section.lines += advise(names, steps, products)
+    section.lines += advise(names, steps, products.get(precision, [0.0]))
     return section
 
 
 def everywhere(
     section: Section, ranks: Ranks, what: str, measure: Callable[..., list[Figure]], *arguments: Any
-) -> None:
-    """Measures on all processes at the same time. A line names those that could not, and why."""
+) -> list[float]:
+    """Measures on all processes at the same time. A line names those that could not, and why.
+
+    Returns the largest figure of each process; 0: it has none.
+    """
     own, problem = [], ""
     with ranks.fail_together(), as_user_error():
         try:
@@ -129,19 +128,11 @@ def everywhere(
     ]
     order = list(dict.fromkeys(each.name for each in figures))  # devices side by side
     section.figures += sorted(figures, key=lambda each: order.index(each.name))
-    for problem, failed in places.group([problem for _, problem in found]).items():
+    for problem, failed in group([problem for _, problem in found]).items():
         if problem:
-            place = "" if len(failed) == len(found) else f" on {places.name(failed)}"
+            place = "" if len(failed) == len(found) else f" on {place_of(failed)}"
             section.lines.append(f"not measured: {what}{place}: {problem}")
-
-
-def by_process(section: Section, name: str, processes: int) -> list[float]:
-    """The largest of the figures whose names begin so, of each process; 0: there is none."""
-    found = [0.0] * processes
-    for each in section.figures:
-        if each.name.startswith(name):
-            found[int(each.where)] = max(found[int(each.where)], each.value)
-    return found
+    return [max((each.value for each in own), default=0.0) for own, _ in found]
 
 
 # ---- The project's own work ----------------------------------------------------------------------
@@ -179,9 +170,9 @@ def measure_loader(
 
 def measure_steps(
     section: Section, project: Project, ranks: Ranks, accelerator: Accelerator, seconds: float
-) -> None:
-    """The training step of each device alone, and of all together: there DDP takes the mean of the
-    gradients, so the work grows with the processes (weak scaling).
+) -> list[float]:
+    """The training step of each device alone, whose speeds it returns, and of all together: there
+    DDP takes the mean of the gradients, so the work grows with the processes (weak scaling).
 
     A step is forward and backward of a micro-batch of the recipe, in the precision of the YAML.
     """
@@ -211,10 +202,9 @@ def measure_steps(
 
     if accelerator.mixed_precision == "fp8":
         section.lines.append("the training step is measured in bf16; train.py makes layers of fp8")
-    everywhere(section, ranks, STEP, alone)
-    speeds = by_process(section, STEP, processes)
+    speeds = everywhere(section, ranks, STEP, alone)
     if processes == 1 or not all(speeds):
-        return
+        return speeds
 
     def together() -> list[Figure]:
         cards = [device] if device.type == "cuda" else None
@@ -226,10 +216,9 @@ def measure_steps(
         return [Figure("", processes * size / taken, "samples/s")]
 
     found = Section("")
-    everywhere(found, ranks, "scaling", together)
+    speed = min(everywhere(found, ranks, "scaling", together))
     section.lines += found.lines
-    if len(found.figures) == processes:
-        speed = min(each.value for each in found.figures)
+    if speed:
         name = f"training together, {processes} processes"
         section.figures.append(Figure(name, speed, "samples/s", size=processes))
         share = speed / sum(speeds)
@@ -237,6 +226,7 @@ def measure_steps(
             f"{processes} processes together train {processes * share:.3g} times as fast as one, "
             f"{share:.0%} of the ideal"
         )
+    return speeds
 
 
 # ---- Slow devices --------------------------------------------------------------------------------
@@ -278,11 +268,11 @@ def advise(
     ways = {  # the samples per second that each gives; of equal ones the simplest comes first
         "use all equally: --device_shares equal": len(steps) * min(steps),
         f'unequal shares: --device_shares "[{shares}]", or auto': sum(steps),
-        f"leave out {places.name(out)}: in the YAML num_processes {len(left)}, and gpu_ids without "
+        f"leave out {place_of(out)}: in the YAML num_processes {len(left)}, and gpu_ids without "
         "these devices": len(left) * min(left),
     }
     rule = f"{UNEQUAL:.0%} behind: unequal shares"
-    rule = f"{LEFT_OUT:.0%} behind: leave out {places.name(out)}" if useless else rule
+    rule = f"{LEFT_OUT:.0%} behind: leave out {place_of(out)}" if useless else rule
     return [
         *lines,
         f"rule of thumb, for more than {rule}",

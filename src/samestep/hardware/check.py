@@ -15,9 +15,9 @@ import psutil
 import torch
 
 from samestep.base.console import one_line
-from samestep.hardware import devices, places
+from samestep.hardware import devices
 from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section
+from samestep.hardware.report import Figure, Section, by_value, place_of
 from samestep.processes import network
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, as_user_error
@@ -126,11 +126,11 @@ def limit_of(file: str) -> float | None:
     bytes in memory.max. None: there is no limit."""
     cgroups = Path("/proc/self/cgroup")
     found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
-    own, limits = Path(found[1] if found else ""), []
+    own, limits = Path(found[1] if found else ""), list[float]()
     for folder in (own, *own.parents):
         path = Path("/sys/fs/cgroup", folder, file)
         most, *period = path.read_text().split() if path.is_file() else ["max"]
-        limits += [int(most) / int(*period or [1])] if most != "max" else []
+        limits += [int(most) / int(period[0] if period else 1)] if most != "max" else []
     return min(limits, default=None)
 
 
@@ -165,18 +165,13 @@ def describe_formats(found: dict[str, str]) -> str:
 
 def nvidia_smi(*arguments: str) -> str:
     """What nvidia-smi prints, its errors too, without a legend; or why it prints nothing."""
+    command, most = ["nvidia-smi", *arguments], 30  # seconds; it hangs where a driver does
     try:
-        result = subprocess.run(
-            ["nvidia-smi", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # it prints errors to either stream
-            text=True,
-            errors="replace",
-            timeout=30,  # seconds; it hangs where a driver does
-        )
+        result = subprocess.run(command, capture_output=True, timeout=most)
     except (subprocess.TimeoutExpired, OSError) as error:
         return f"nvidia-smi does not run: {error}"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).partition("\n\n")[0]
+    printed = (result.stdout + result.stderr).decode(errors="replace")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed).partition("\n\n")[0]
     return text.expandtabs().rstrip()
 
 
@@ -202,12 +197,12 @@ def describe(everywhere: list[Section], hosts: list[str]) -> Section:
         section.facts["processes"] = f"{len(everywhere)} on {machines}"
     for name in dict.fromkeys(name for own in everywhere for name in own.facts):
         values = [own.facts.get(name) for own in everywhere]
-        section.facts[name] = places.by_value(values, named)
+        section.facts[name] = by_value(values, named)
         if name not in MAY_DIFFER and len({*values}) > 1:
-            text = places.by_value([value or "missing" for value in values], hosts)
+            text = by_value([value or "missing" for value in values], hosts)
             section.failures.append(f"{name} differs: {text}".replace("\n", "; "))
     for rank, (own, host) in enumerate(zip(everywhere, hosts, strict=True)):
-        place = "" if alone else f"{places.name([rank], hosts)}: "
+        place = "" if alone else f"{place_of([rank], hosts)}: "
         section.lines += [f"warning: {place}{line}" for line in own.lines]
         section.failures += [place + line for line in own.failures]
         where = host if named else ""

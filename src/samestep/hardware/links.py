@@ -1,5 +1,6 @@
 """Measures what connects the processes: collective operations, and messages between two."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -15,24 +16,11 @@ KiB, MiB = 1 << 10, 1 << 20
 CPU_SIZES = (4 * KiB, 64 * KiB, MiB, 16 * MiB)
 GPU_SIZES = (*CPU_SIZES, 256 * MiB)
 MOST_PAIRS = 120  # those of 16 processes, and seconds each
-FACTORS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (n - 1) / n
 
 
 def size_name(size: int) -> str:
     """A power of two of bytes: 4 KiB, 16 MiB."""
     return f"{size // MiB} MiB" if size >= MiB else f"{size // KiB} KiB"
-
-
-def operation(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], object]:
-    """A function that does this operation; each process has an equal part of the whole array."""
-    # The names of torch 2.13 come first: there the older ones warn.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: gather(whole, part),
-        "reduce_scatter": lambda: reduce(part, whole),
-    }[kind]
 
 
 def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> list[Figure]:
@@ -44,16 +32,24 @@ def measure_collectives(ranks: Ranks, device: torch.device, seconds: float) -> l
     """
     figures, processes = [], ranks.layout.processes
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
-    for kind, size in itertools.product(FACTORS, sizes):
+    # The names of torch 2.13 come first: there the older ones warn.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    kinds: dict[str, tuple[int, Callable]] = {  # times (n - 1) / n, and what is done
+        "all_reduce": (2, lambda whole, part: dist.all_reduce(whole)),
+        "all_gather": (1, gather),
+        "reduce_scatter": (1, lambda whole, part: reduce(part, whole)),
+    }
+    for (kind, (factor, work)), size in itertools.product(kinds.items(), sizes):
         # Zeros stay finite, however often they are added up.
         part = torch.zeros(max(size // 4 // processes, 1), device=device)
         whole = torch.zeros(part.numel() * processes, device=device)
-        work = operation(kind, whole, part)
-        taken = max(ranks.gather(seconds_per_call(work, seconds, ranks.from_main)))
+        call = functools.partial(work, whole, part)
+        taken = max(ranks.gather(seconds_per_call(call, seconds, ranks.from_main)))
         name = size_name(size)
         if size == sizes[0]:
             figures.append(Figure(f"{kind} latency, {name}", taken * 1e6, "us", size=size))
-        bus = FACTORS[kind] * (processes - 1) / processes * whole.nbytes / taken / 1e9
+        bus = factor * (processes - 1) / processes * whole.nbytes / taken / 1e9
         figures.append(Figure(f"{kind} busbw, {name}", bus, "GB/s", size=size))
     return figures
 

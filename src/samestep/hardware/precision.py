@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, median
 
 import torch
 
 from samestep.hardware.project import Project
-from samestep.hardware.report import Section, number
+from samestep.hardware.report import Section
 from samestep.processes.ranks import Failed, Ranks, UserError, as_user_error
 from samestep.report.curves import draw
 
@@ -25,7 +26,7 @@ LAST = 5  # lines of metrics whose mean loss is that of the end
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of precision."""
     add = parser.add_argument
-    add("--steps", type=number(int, 1e9), metavar="N", default=100, help="to train (default: 100)")
+    add("--steps", type=int, metavar="N", default=100, help="to train (default: 100)")
     add("--mixed", choices=("bf16", "fp16", "fp8"), default="bf16", help="instead of fp32")
 
 
@@ -70,24 +71,23 @@ def compare(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
     ]
     trained = [[each for each in own if "grad_norm" in each] for own in lines]
     scores = [[each for each in own if "eval_loss" in each][-1:] for own in lines]
-    losses = [
-        [math.nan if n is None else n for n in (each["loss"] for each in own)] for own in trained
-    ]
+    losses = [[each["loss"] or math.nan for each in own] for own in trained]  # null: not finite
     first, other = runs
     found: dict[str, dict[str, float]] = {}
 
-    def add(name: str, was: float, now: float, ratio: bool = False) -> None:
+    def add(name: str, values: Iterable[float], ratio: bool = False) -> None:
+        was, now = values
         change = {f"{other} / {first}": now / was} if ratio else {"difference": now - was}
         found[name] = {first: was, other: now, **change}
 
     for key in (key for key in trained[0][-1] if key.endswith("s_per_second")):
-        add(key, *(median(each[key] for each in own[WARM_UP:] or own) for own in trained), True)
-    add("peak_memory_gb", *(own[-1]["peak_memory_gb"] for own in trained), True)
-    add("loss, mean of the last lines", *(mean(own[-LAST:]) for own in losses))
+        add(key, (median(each[key] for each in own[WARM_UP:] or own) for own in trained), True)
+    add("peak_memory_gb", (own[-1]["peak_memory_gb"] for own in trained), True)
+    add("loss, mean of the last lines", (mean(own[-LAST:]) for own in losses))
     away = [abs(b - a) / abs(a) for a, b in zip(*losses, strict=True)]
     found["losses of a step"] = {"largest difference, relative": max(away)}
     for one, its in zip(*scores, strict=True):
         for key, value in one.items():
             if isinstance(value, float) and isinstance(its.get(key), float):
-                add(key, value, its[key])
+                add(key, (value, its[key]))
     return found

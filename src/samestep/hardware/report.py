@@ -5,8 +5,9 @@ import dataclasses
 import datetime
 import json
 import math
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from rich.table import Table
 
 from samestep.base.console import escaped, one_line, say
 from samestep.base.files import read_text, replace_text
-from samestep.hardware import places
 from samestep.processes.ranks import catch
 
 FORMAT = 1  # of hardware.json
 REPORT, BASELINE = "hardware.json", "baseline.json"  # in the folder --report
+HOSTS = 4  # names in a line
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,40 @@ class Section:
     failures: list[str] = field(default_factory=list)
 
 
-def number(kind: type, most: float) -> Callable[[str], float]:
-    """A type for argparse: numbers above 0, up to `most`."""
+# ---- Which processes have what: `processes 0-6 on node1` -----------------------------------------
 
-    def convert(text: str) -> float:
-        value, problem = catch(kind, text)
-        if problem or not 0 < value <= most:
-            wanted = f"a {'whole ' if kind is int else ''}number above 0, up to {most:,}"
-            raise argparse.ArgumentTypeError(f"expected {wanted}; got {one_line(repr(text), 60)}")
-        return value
 
-    return convert
+def group(values: Sequence[Hashable]) -> dict[Any, list[int]]:
+    """The places of each distinct value in a list."""
+    found: dict[Any, list[int]] = {}
+    for number, value in enumerate(values):
+        found.setdefault(value, []).append(number)
+    return found
+
+
+def place_of(numbers: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """These processes, ascending, and their machines: `hosts` has that of each of the run."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    word = "processes" if len(numbers) > 1 else "process"
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    machines = list(dict.fromkeys(hosts[n] for n in numbers)) if hosts else []
+    more = ", ..." if len(machines) > HOSTS else ""
+    where = f" on {', '.join(machines[:HOSTS])}{more}" if machines else ""
+    return f"{word} {shown}{where}"
+
+
+def by_value(values: Sequence[str | None], hosts: Sequence[str] = ()) -> str:
+    """The value, if all that have one have the same; otherwise a line for each and its places."""
+    groups = group(values)
+    groups.pop(None, None)
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "\n".join(f"{place_of(numbers, hosts)}: {value}" for value, numbers in groups.items())
 
 
 # ---- On the screen -------------------------------------------------------------------------------
@@ -88,7 +112,7 @@ def show(section: Section) -> None:
             table.add_column(heading, justify="right" if heading == "value" else "left")
         if any(each.peak for each in section.figures):
             table.add_column("of the peak")
-        for alike in places.group([each.name for each in section.figures]).values():
+        for alike in group([each.name for each in section.figures]).values():
             row = sorted((section.figures[n] for n in alike), key=lambda each: each.value)
             ends = [row[0], row[-1]]  # of several devices the lowest and the highest
             shares = [f"{each.value / each.peak:.0%}" for each in ends if each.peak]
@@ -124,14 +148,15 @@ def prepare_folder(folder: Path) -> None:
     """Creates the folder for hardware.json; raises an error if nothing can be written there."""
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
-    if (folder / REPORT).exists():  # a file of someone else is not replaced
-        load(folder / REPORT)
 
 
-def finish(sections: list[Section], folder: Path, old: dict[str, Any], limit: float) -> int:
-    """Prints and saves what was found, and compares it with an older report, if one is given; the
-    exit code."""
-    path, slower = folder / REPORT, 0
+def finish(sections: list[Section], options: argparse.Namespace, old: dict[str, Any]) -> int:
+    """Prints and saves what was found, and compares it with an older report; the exit code.
+
+    A report without a failure is kept as `options.baseline`, if nothing is there yet. What is
+    slower than that counts as no failure: only `options.compare` asks for it.
+    """
+    path, slower = options.report / REPORT, 0
     content = load(path) if path.exists() else {"format": FORMAT}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     for section in sections:
@@ -140,8 +165,12 @@ def finish(sections: list[Section], folder: Path, old: dict[str, Any], limit: fl
     replace_text(path, json.dumps(content, indent=1) + "\n")
     say(f"figures: {path}")
     for section in sections if old else ():
-        slower += compare(section, old, limit)
-    return int(slower > 0 or any(section.failures for section in sections))
+        slower += compare(section, old, options.threshold)
+    failed = any(section.failures for section in sections)
+    if options.baseline and not options.baseline.exists() and not failed:
+        shutil.copy(path, options.baseline)
+        say(f"kept as the baseline, with which later calls compare: {options.baseline}")
+    return int(failed or (slower > 0 and options.compare is not None))
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
@@ -168,7 +197,8 @@ def check_comparable(verbs: list[str], conditions: dict[str, Any], old: dict[str
         if name in conditions and before != conditions[name]
     }
     if differ:
-        raise ValueError(f"the older report is of something else: {'; '.join(differ)}")
+        lost = "; if a device is lost: docs/measuring.md" * ("processes was" in str(differ))
+        raise ValueError(f"the older report is of something else: {'; '.join(differ)}{lost}")
 
 
 def compare(section: Section, old: dict[str, Any], limit: float) -> int:

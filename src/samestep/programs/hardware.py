@@ -15,12 +15,11 @@ may follow, except for check. The figures go to hardware.json in the folder --re
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from accelerate import PartialState
@@ -28,7 +27,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from samestep.base.console import IS_MAIN, one_line, say
 from samestep.hardware import bench, check, precision, recommend, report, smoke
-from samestep.hardware.project import UNREAD, Project, read_project
+from samestep.hardware.project import Project, read_project
 from samestep.processes import meeting, shutdown
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
@@ -75,10 +74,10 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
         add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
         slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-        add("--threshold", type=report.number(float, 1), metavar="SHARE", default=0.1, help=slower)
+        add("--threshold", type=float, metavar="SHARE", default=0.1, help=slower)
         if name == "all":
             many = "processes to start, without a launcher (default: one for each GPU, or 2)"
-            add("--processes", type=report.number(int, 64), metavar="N", help=many)
+            add("--processes", type=int, metavar="N", help=many)
         for module in (bench,) if name == "all" else (VERBS[name],):
             if hasattr(module, "add_arguments"):
                 module.add_arguments(verb)
@@ -91,8 +90,11 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
     """All that needs no other process: arguments, the project's data, what is measured, and the
     older report."""
     options, options.flags = parse_arguments(sys.argv[1:])
-    phases = ALL if options.verb == "all" else [options.verb]
-    old = report.load(options.compare) if options.compare else {}
+    options.phases = ALL if options.verb == "all" else [options.verb]
+    baseline = options.report / report.BASELINE
+    options.baseline = None if options.compare or options.verb != "all" else baseline
+    older = baseline if options.baseline and baseline.exists() else options.compare
+    old = report.load(older) if older else {}
     if IS_MAIN:
         report.prepare_folder(options.report)
     project = None
@@ -100,9 +102,8 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
         raise UserError(f"start it with `python -m samestep hardware {options.verb}`: one process")
     if options.verb == "recommend":
         recommend.check(options)
-        project = read_project(options.flags)  # it writes all fields into its recipe
-    elif options.verb in ("all", "bench", "smoke"):
-        project = read_project(options.flags, UNREAD)
+    if options.verb in ("all", "bench", "smoke", "recommend"):
+        project = read_project(options.flags)
     elif options.verb == "check" and options.flags:
         raise UserError(f"check takes no {one_line(options.flags[0])}; see --help")
     versions = startup.versions()
@@ -111,8 +112,14 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
         format = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
         recipe = one_line(" ".join([str(project.recipe), *project.flags]))
         conditions |= {"recipe": recipe, "precision": format}
-    if old:
-        report.check_comparable(phases, conditions, old)
+    _, problem = (
+        catch(report.check_comparable, options.phases, conditions, old) if old else (0, None)
+    )
+    if problem and options.compare:
+        raise problem
+    if problem:
+        say(f"not compared with {older}, which you may remove: {one_line(problem)}")
+        old = {}
     return options, project, conditions, old
 
 
@@ -126,15 +133,13 @@ def measure() -> int:
         ranks.raise_everywhere(problem)
         options, project, conditions, old = found
         sections = []
-        for verb in ALL if options.verb == "all" else [options.verb]:
+        for verb in options.phases:
             sections.append(VERBS[verb].run(options, project, ranks, PartialState().device))
             sections[-1].conditions = conditions
         code = 0
         with ranks.fail_together(), as_user_error():
             if IS_MAIN:
-                code = report.finish(sections, options.report, old, options.threshold)
-                if options.verb == "all" and not options.compare:
-                    compare_with_baseline(sections, options, conditions, code)
+                code = report.finish(sections, options, old)
         return ranks.from_main(code)
     except RuntimeError as error:
         raise ranks.name_missing(error) from error
@@ -143,8 +148,8 @@ def measure() -> int:
 def start_processes() -> int | None:
     """Starts this program in a process for each GPU, or in two on a CPU, as a launcher would; the
     exit code. None: this process is enough."""
-    options, _ = parse_arguments(sys.argv[1:])
-    if options.verb != "all" or LAUNCHED & os.environ.keys():
+    options = None if LAUNCHED & os.environ.keys() else parse_arguments(sys.argv[1:])[0]
+    if not options or options.verb != "all":
         return None
     gpus, cores = torch.accelerator.device_count(), os.cpu_count() or 1
     count = options.processes or gpus or min(cores, 2)
@@ -169,30 +174,6 @@ def start_processes() -> int | None:
     finally:  # after a signal to this process alone
         for each in started:
             each.terminate()
-
-
-def compare_with_baseline(
-    sections: list[report.Section], options: Any, conditions: dict, code: int
-) -> None:
-    """Says what got slower since the baseline, a report that the first call without a failure
-    keeps in its folder."""
-    baseline = options.report / report.BASELINE
-    if not baseline.exists():
-        if not code:
-            shutil.copy(options.report / report.REPORT, baseline)
-            say(f"kept as the baseline, with which later calls compare: {baseline}")
-        return
-    old = report.load(baseline)
-    _, problem = catch(report.check_comparable, ALL, conditions, old)
-    if problem:
-        say(
-            f"not compared with {baseline}: {one_line(problem)}; remove it to begin anew. If a "
-            "device is missing, see docs/measuring.md, A lost device"
-        )
-        return
-    say(f"compared with {baseline} of {old['check']['time'][:10]}:")
-    for section in sections:
-        report.compare(section, old, options.threshold)
 
 
 def main() -> None:
