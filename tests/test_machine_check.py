@@ -138,12 +138,19 @@ def test_a_lost_gpu_is_a_failure(monkeypatch, tmp_path):
 
 
 def test_the_odd_one_out():
-    rows = np.array([[1.0, 2], [1, 2], [1, 2.5], [1, 2]])
-    assert smoke.distances(rows).tolist() == [[0, 0], [0, 0], [0, 0.5], [0, 0]]
-    assert smoke.distances(rows[1:3]).tolist() == [[0, 0.5], [0, 0.5]]  # of two, nobody knows
-    rows[3, 0] = np.nan
-    assert smoke.distances(rows)[3].tolist() == [np.inf, 0]
-    assert smoke.distances(rows[3:])[0, 0] == np.inf
+    trial = SimpleNamespace(hosts=HOSTS[:4], limit=lambda table: table["no"])
+
+    def said(*losses):
+        trial.ranks = SimpleNamespace(gather=lambda own: [own * loss for loss in losses])
+        smoke.compare_alone(trial, 1.0, {"a": np.ones(2)})
+
+    said(1, 1 + 1e-6, 1, 1)
+    with pytest.raises(smoke.Wrong, match="^process 2 on node0: loss 1.5, gradient of a is off by"):
+        said(1, 1, 1.5, 1)
+    with pytest.raises(
+        smoke.Wrong, match="^process 3 on node0: loss nan, gradient of a is not fin"
+    ):
+        said(1, 1, 1, np.nan)
 
 
 def test_a_sketch_shows_errors_that_keep_the_norm():
@@ -295,7 +302,7 @@ def test_one_command_runs_all_phases_on_all_devices(tiny, tmp_path, processes):
     command = ["python", "-m", "samestep", "hardware", "--report", tmp_path, "--seconds", 0.01]
     result = tiny.run(*command, "--processes", processes)
     assert f"{3 + processes} passed, 0 failed" in result.stdout and not result.stderr
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert max(len(line) for line in result.stdout.splitlines() if line[:1] == "│") <= 100
     found = json.loads((tmp_path / "hardware.json").read_text())
     assert {*found} == {"format", "check", "bench", "smoke"}
     assert found["check"]["facts"]["device"].startswith("CPU: torch sees no GPU\nruns: fp32")

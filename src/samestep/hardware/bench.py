@@ -34,12 +34,6 @@ CHECKPOINT = 256 << 20  # bytes that are written
 UNEQUAL, LEFT_OUT = 0.2, 0.5
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flag of bench."""
-    about = "for each figure (default: 1; with all phases on a CPU 0.05)"
-    parser.add_argument("--seconds", type=float, help=about)
-
-
 def run(
     options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
 ) -> Section:

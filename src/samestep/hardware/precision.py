@@ -18,16 +18,8 @@ from samestep.hardware.report import Section
 from samestep.processes.ranks import Failed, Ranks, UserError, as_user_error
 from samestep.report.curves import draw
 
-OWN = ("output_dir", "resume", "check")  # fields of train.py that both runs have from here
 WARM_UP = 2  # lines of metrics that do not count
 LAST = 5  # lines of metrics whose mean loss is that of the end
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of precision."""
-    add = parser.add_argument
-    add("--steps", type=int, metavar="N", default=100, help="to train (default: 100)")
-    add("--mixed", choices=("bf16", "fp16", "fp8"), default="bf16", help="instead of fp32")
 
 
 @as_user_error()
@@ -35,9 +27,6 @@ def run(
     options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
 ) -> Section:
     """Trains twice on one device, each run in a process of its own, and compares the runs."""
-    given = {word[2:].partition("=")[0] for word in options.flags if word.startswith("--")}
-    if taken := sorted(given & {*OWN, "max_steps", "num_epochs"}):
-        raise UserError(f"--{taken[0]} is not for precision, which trains --steps N in two folders")
     settings = {
         "max_steps": options.steps,
         "num_epochs": 0,
@@ -47,7 +36,7 @@ def run(
         "tracker": "none",
         "resume": "never",
     }
-    flags = [f"--{name}={value}" for name, value in settings.items() if name not in given]
+    flags = [f"--{name}={value}" for name, value in settings.items()]
     folder = options.report / "precision"
     shutil.rmtree(folder, ignore_errors=True)
     runs = {"fp32": folder / "fp32", options.mixed: folder / options.mixed}

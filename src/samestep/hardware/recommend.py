@@ -39,14 +39,6 @@ MOST_SAMPLES = 256  # of a micro-batch that is simulated
 MOST_ROWS = 100_000  # whose lengths are compared
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of recommend: other hardware than that of this machine."""
-    add = parser.add_argument
-    add("--devices", type=int, metavar="N", help="GPUs in a machine, in place of all")
-    add("--device_memory", type=float, metavar="GB", help="plan for GPUs that are not here")
-    add("--machines", type=int, metavar="M", default=1, help="machines with as many GPUs each")
-
-
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError for what recommend cannot do; call it before data is prepared."""
     for path in (YAML, RECIPE):

@@ -193,18 +193,6 @@ def sketch(loss: float, gradient: dict[str, np.ndarray]) -> np.ndarray:
     return np.array([loss, *norms, *(values @ np.cos(np.arange(values.size)) for values in flat)])
 
 
-def distances(rows: np.ndarray) -> np.ndarray:
-    """How far each number is from that of the median row.
-
-    Of two rows that differ nobody knows which one is wrong: both are. A NaN is infinitely far.
-    """
-    finite = rows[np.isfinite(rows).all(1)]
-    away = np.abs(rows - (np.median(finite, axis=0) if len(finite) else 0))
-    away *= 2 if len(finite) == 2 else 1  # the median of two lies between them
-    away[~np.isfinite(rows)] = np.inf
-    return away
-
-
 def check_same(trial: Trial, own: str, what: str) -> None:
     """Raises Wrong, which names the processes, if not all have the same."""
     found = trial.ranks.gather(own)
@@ -274,7 +262,8 @@ def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) ->
     middle = np.nanmedian(rows, axis=0)
     norms = middle[1 : 1 + len(names)]
     scales = np.maximum(norms, FLOOR * np.linalg.norm(norms))
-    away = distances(rows) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
+    away = np.abs(rows - middle) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
+    away[~np.isfinite(rows)] = np.inf
     lines = []
     for rank, (off, *offs) in enumerate(away):
         text = f"{place_of([rank], trial.hosts)}: loss {rows[rank, 0]:.6g}"

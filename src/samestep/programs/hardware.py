@@ -18,7 +18,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import torch
@@ -34,17 +33,10 @@ from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
 from samestep.start import startup
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS: dict[str, ModuleType] = {
-    "check": check,
-    "bench": bench,
-    "smoke": smoke,
-    "recommend": recommend,
-    "precision": precision,
-}
 ALL = ["check", "bench", "smoke"]  # the phases of a call without a verb
+VERBS = {"check": check, "bench": bench, "smoke": smoke}
+ALONE = {"recommend": recommend, "precision": precision}  # they see to the devices themselves
 LAUNCHED = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"}  # by a launcher
-CSV = "--format=csv,noheader"
-ALONE = ("recommend", "precision")  # they see to the devices themselves
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,42 +46,38 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def path(text: str) -> Path:
-    """A path on the command line; the shell replaces no ~ after an equals sign."""
-    return Path(os.path.expanduser(text))
-
-
-def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of samestep hardware, and the rest, which is for train.py."""
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    """The arguments of samestep hardware; `flags`: the rest, which is for train.py."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("samestep hardware", description=__doc__, formatter_class=form)
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", prog=parser.prog, required=True)
-    abouts = {name: (module.__doc__ or "").splitlines()[0] for name, module in VERBS.items()}
-    for name, about in {
-        "all": "The phases check, bench and smoke on all devices.",
-        **abouts,
-    }.items():
-        verb = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
-        add = verb.add_argument
-        add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
-        add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
-        slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-        add("--threshold", type=float, metavar="SHARE", default=0.1, help=slower)
-        if name == "all":
-            many = "processes to start, without a launcher (default: one for each GPU, or 2)"
-            add("--processes", type=int, metavar="N", help=many)
-        for module in (bench,) if name == "all" else (VERBS[name],):
-            if hasattr(module, "add_arguments"):
-                module.add_arguments(verb)
+    parser = Parser("samestep hardware", None, __doc__, formatter_class=form, allow_abbrev=False)
+    verbs = ["all", *VERBS, *ALONE]
+    parser.add_argument("verb", choices=verbs, help="all: check, bench and smoke in one report")
+    add = parser.add_argument_group("of all").add_argument
+    add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
+    add("--compare", type=Path, metavar="OLD", help="name what is slower than in OLD, a .json")
+    slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
+    add("--threshold", type=float, metavar="SHARE", default=0.1, help=slower)
+    many = "processes to start, without a launcher (default: one for each GPU, or 2)"
+    add("--processes", type=int, metavar="N", help=many)
+    seconds = "for each figure of bench (default: 1; with all phases on a CPU 0.05)"
+    add("--seconds", type=float, help=seconds)
+    add = parser.add_argument_group("of recommend").add_argument
+    add("--devices", type=int, metavar="N", help="GPUs in a machine, in place of all")
+    add("--device_memory", type=float, metavar="GB", help="plan for GPUs that are not here")
+    add("--machines", type=int, metavar="M", default=1, help="machines with as many GPUs each")
+    add = parser.add_argument_group("of precision").add_argument
+    add("--steps", type=int, metavar="N", default=100, help="to train (default: 100)")
+    add("--mixed", choices=("bf16", "fp16", "fp8"), default="bf16", help="instead of fp32")
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["all", *words]
-    return parser.parse_known_args(words)
+    options, flags = parser.parse_known_args(words)
+    return argparse.Namespace(**vars(options), flags=flags)
 
 
 def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
     """All that needs no other process: arguments, the project's data, what is measured, and the
     older report."""
-    options, options.flags = parse_arguments(sys.argv[1:])
+    options = parse_arguments(sys.argv[1:])
     options.phases = ALL if options.verb == "all" else [options.verb]
     baseline = options.report / report.BASELINE
     options.baseline = None if options.compare or options.verb != "all" else baseline
@@ -134,7 +122,8 @@ def measure() -> int:
         options, project, conditions, old = found
         sections = []
         for verb in options.phases:
-            sections.append(VERBS[verb].run(options, project, ranks, PartialState().device))
+            module = (VERBS | ALONE)[verb]
+            sections.append(module.run(options, project, ranks, PartialState().device))
             sections[-1].conditions = conditions
         code = 0
         with ranks.fail_together(), as_user_error():
@@ -148,7 +137,7 @@ def measure() -> int:
 def start_processes() -> int | None:
     """Starts this program in a process for each GPU, or in two on a CPU, as a launcher would; the
     exit code. None: this process is enough."""
-    options = None if LAUNCHED & os.environ.keys() else parse_arguments(sys.argv[1:])[0]
+    options = None if LAUNCHED & os.environ.keys() else parse_arguments(sys.argv[1:])
     if not options or options.verb != "all":
         return None
     gpus, cores = torch.accelerator.device_count(), os.cpu_count() or 1
@@ -156,7 +145,9 @@ def start_processes() -> int | None:
     if 0 < gpus < count:
         raise UserError(f"torch sees {gpus} GPUs; give --processes {gpus}, or fewer")
     # Such GPUs only emulate bf16. Asking torch would take memory of the first one.
-    old = re.search(r"^[1-7]\.", check.nvidia_smi("--query-gpu=compute_cap", CSV), re.MULTILINE)
+    old = re.search(
+        r"^[1-7]\.", check.nvidia_smi("--query-gpu=compute_cap", "--format=csv"), re.MULTILINE
+    )
     precision = ("fp16" if old else "bf16") if torch.cuda.is_available() else "no"
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     os.environ["ACCELERATE_USE_CPU"] = str(not gpus)
