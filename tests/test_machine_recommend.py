@@ -151,18 +151,14 @@ def test_decisions_agree_with_the_table_of_the_docs(name):
 
 
 CPU = Hardware("cpu", "CPU", 1, 64 * GB, 64 * GB)
-MAC = Hardware("mps", "Apple GPU", 1, 48 * GB, 64 * GB)
 T4 = {"card": 16, "bf16": False}
 # Model, tokens, hardware: YAML, its precision, checkpointing, micro-batch of a step of 64 samples.
 LADDER = [
     ("0.5B", 4096, CPU, ("cpu", "fp32", False, 2)),
-    ("0.5B", 4096, MAC, ("mps", "fp32", False, 2)),
-    ("0.5B", 64, gpus(1, **T4), ("single_gpu_fp16", "fp16", False, 16)),
     ("0.5B", 64, gpus(8, **T4), ("multi_gpu_fp16", "fp16", False, 8)),
     ("1B", 1024, gpus(8, **T4), ("fsdp2", "fp32", False, 1)),
     ("0.5B", 4096, gpus(1, 80), ("single_gpu_bf16", "bf16", False, 4)),
     ("0.5B", 4096, gpus(1, 24), ("single_gpu_bf16", "bf16", True, 1)),
-    ("0.5B", 4096, gpus(8, 80), ("multi_gpu_bf16", "bf16", False, 4)),
     ("7B", 4096, gpus(8, 80), ("fsdp2", "bf16", False, 1)),
     ("7B", 4096, gpus(1, 24), ("fsdp2_offload", "bf16", True, 4)),
     ("0.5B", 4096, gpus(8, 80, machines=2), ("multi_node", "bf16", False, 4)),
