@@ -64,7 +64,7 @@ def describe(report: dict) -> str:
         cells = [f"{one:,.0f} {speed.removesuffix('_per_second')}/s", f"{other:,.0f}"]
         cells += [f"{ratio:.2f}", f"{[*facts['peak_memory_gb'].values()][2]:.2f}"]
         cells += [f"{[*facts['losses of a step'].values()][0]:.2%}", f"{loss:.4f}", f"{its:.4f}"]
-        shown.add_row(task, *cells, ", ".join(scores))
+        shown.add_row(task, *cells, ", ".join(scores[:2]))
     return f"{compare.markdown(shown)}\n\n{report['steps']} steps. {compare.about(report)}"
 
 
