@@ -26,10 +26,11 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-scale gpu
+.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-scale \
+	bench-ddp bench-precision gpu
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
@@ -68,6 +69,12 @@ bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain:
 
 bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minutes
 	@$(SOURCES) .venv/bin/python benchmarks/scaling.py $(ARGS)
+
+bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
+	@$(SOURCES) .venv/bin/python benchmarks/ddp.py $(ARGS)
+
+bench-precision: $(TESTS)  ## train each task in fp32 and in bf16, and compare: 10 minutes
+	@$(SOURCES) .venv/bin/python benchmarks/precision.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)

@@ -74,6 +74,19 @@ class Place:
     device: str  # cuda or cpu
     project: Path  # before it is baked, the folder for it
     deadline: float = 0.0  # of the check that runs now
+    output: Path = HERE / "results"
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that this program sees; all rows but those of scaling use the first one."""
+        import torch
+
+        return torch.cuda.device_count()
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run that compares precisions."""
+        return 100 if self.device == "cuda" else 6
 
     def size(self, size: work.Size) -> work.Size:
         """This size; on a CPU a tiny one."""
@@ -86,10 +99,13 @@ class Place:
         note = "; ".join(filter(None, [*bad, note]))
         return Row(check, "failed" if bad else "passed", note, figure, unit)
 
-    def run(self, *command: object) -> tuple[str, str]:
+    def run(self, *command: object, all_gpus: bool = False) -> tuple[str, str]:
         """What a Python program printed, and in one line why it failed; empty if it did not."""
         words, code = [sys.executable, *map(str, command)], None
         env = gpu.environment(self.device, COLUMNS="250")
+        if all_gpus and self.device == "cuda":
+            every = ",".join(map(str, range(self.gpus)))
+            env["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", every)
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             run = subprocess.Popen(words, cwd=self.project, env=env, stdout=log, stderr=log)
             try:
@@ -201,21 +217,59 @@ def compiled(here: Place) -> Iterator[Row]:
 
 
 def hardware(here: Place, verb: str) -> Iterator[Row]:
-    """The figures of a verb of samestep hardware; of matrices those of the largest."""
+    """The figures of a verb of samestep hardware; of matrices and memory those of the largest."""
     flags = work.flags(here.size(replace(gpu.LARGE, batch=8))) if verb == "recommend" else []
     here.launch("-m", "samestep", "hardware", verb, *flags)
     found = json.loads((here.project / "runs/hardware/hardware.json").read_text())[verb]
     note = found["facts"].get("estimate and measurement") or "; ".join(found["lines"])
     yield Row(verb, "passed", note)
     for each in found["figures"]:
-        if each.get("size", 8192) == 8192:
-            share = each["value"] / each.get("peak", math.inf)
+        if each["size"] in (0, 8192, 256 << 20):
+            share = each["value"] / (each["peak"] or math.inf)
             note = f"{share:.0%} of the peak" * (share > 0)
             yield here.row(each["name"], each["value"], each["unit"], note, too_high=share > 1.1)
     figures = {each["name"]: each["value"] for each in found["figures"]}
     if "memory, measured" in figures:
         ratio = figures["memory, estimated"] / figures["memory, measured"]
         yield here.row("memory, estimated / measured", ratio, "", wrong=abs(ratio - 1) > 0.15)
+
+
+def everything(here: Place) -> Iterator[Row]:
+    """All phases in one command, as `make hardware` runs them; bench has the figures."""
+    _, reason = here.run("-m", "samestep", "hardware", "--seconds", 0.2, "--processes", 1)
+    yield Row("hardware, all phases", "failed" if reason else "passed", reason)
+
+
+def other_precision(here: Place) -> Iterator[Row]:
+    """The same steps of each task in fp32 and in bf16."""
+    _, reason = here.run(HERE / "precision.py", "--output", here.project, "--steps", here.steps)
+    if reason:
+        raise RuntimeError(reason)
+    for task, facts in json.loads((here.project / "precision.json").read_text())["tasks"].items():
+        name = next(name for name in facts if name.endswith("_per_second"))
+        first, mixed, ratio = facts[name].values()
+        (away,) = facts["losses of a step"].values()
+        note = f"{ratio:.2f} x fp32, losses within {away:.2%}"
+        unit = f"{name.removesuffix('_per_second')}/s"
+        yield here.row(f"{task}, bf16", mixed, unit, note, other_losses=not away < 0.1)
+
+
+def scaling(here: Place) -> Iterator[Row]:
+    """Strong and weak scaling over all GPUs that this program sees; on a CPU over two processes."""
+    count = here.gpus if here.device == "cuda" else 2
+    if count < 2:
+        yield Row("scaling", "skipped", "there is one GPU")
+        return
+    numbers = [n for n in (1, 2, 4, 8, 16) if n < count] + [count]
+    small = [] if here.device == "cuda" else ["--steps", 10, "--rounds", 1, "--batch", 16]
+    hardware = "multi_gpu_bf16" if here.device == "cuda" else "cpu_multi"
+    words = ["--hardware", hardware, "--processes", *numbers, "--output", here.output, *small]
+    _, reason = here.run(HERE / "scaling.py", "--name", "scaling-gpu", *words, all_gpus=True)
+    if reason:
+        raise RuntimeError(reason)
+    for row in json.loads((here.output / "scaling-gpu.json").read_text())["rows"]:
+        name, note = f"{row['scaling']} scaling, {row['devices']}", f"{row['efficiency']:.0%}"
+        yield here.row(name, row["loss terms/s"], "loss terms/s", f"efficiency {note}")
 
 
 # In this order; each with the minutes that it may take.
@@ -228,6 +282,9 @@ CHECKS = {
     "async_save": (6, async_save),
     "bench": (4, partial(hardware, verb="bench")),
     "recommend": (4, partial(hardware, verb="recommend")),
+    "hardware, all phases": (4, everything),
+    "precision": (8, other_precision),
+    "scaling": (10, scaling),
     "compiled": (6, compiled),
     "others": (30, partial(speeds, rows=OTHERS)),
 }
@@ -281,7 +338,7 @@ def main() -> int:
     kept = json.loads(file.read_text())["rows"] if file.exists() else {}
     folder = Path(tempfile.mkdtemp(prefix="checks"))
     os.environ["TMPDIR"] = str(folder)  # what ends in the middle leaves its files there
-    here = Place(asked.device, folder)
+    here = Place(asked.device, folder, output=asked.output.resolve())
     try:
         for name, (minutes, check) in CHECKS.items():
             if name != "project" and not any(word in name for word in asked.rows):

@@ -114,9 +114,10 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
         )
         for row in own[1:]:
             place = (row["devices"], row["speed-up"])
-            offset = (6, 4 if kind == "weak" else -12)
-            axes.annotate(f"{row['efficiency']:.0%}", place, offset, textcoords="offset points")
-    axes.set(xlabel="devices", ylabel="speed-up", xticks=numbers, title=title)
+            text = f"{row['efficiency']:.0%}"
+            axes.annotate(text, place, (7, -12), textcoords="offset points")
+    axes.margins(x=0.1)  # room for the last label
+    axes.set(xlabel="devices", ylabel="speed-up (and efficiency)", xticks=numbers, title=title)
     axes.set_ylim(0)
     axes.legend()
     figure.savefig(path, dpi=150)

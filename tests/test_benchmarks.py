@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import checklist  # noqa: E402
 import clock  # noqa: E402
 import compare  # noqa: E402
+import ddp  # noqa: E402
 import gpu  # noqa: E402
 import scaling  # noqa: E402
 import steps  # noqa: E402
@@ -210,6 +211,18 @@ def test_the_checklist_runs_on_a_cpu(tmp_path):
         assert rows[name]["figure"] > 0
     assert "| no_step_waits_for_the_gpu[seq2seq-true] " in printed
     assert all(name in rows for name in ("check", "recommend"))
+
+
+@pytest.mark.slow
+def test_the_settings_of_ddp_and_the_precisions_of_a_task(tmp_path):
+    report, printed = run("ddp.py", tmp_path, "--sizes", "small", "--rounds", 1, "--steps", 2)
+    assert [row["setting"] for row in report["rows"]] == [*ddp.SETTINGS]
+    assert printed.count("| small ") == len(ddp.SETTINGS)
+    words = ["--tasks", "image_classification", "--steps", 4]
+    report, printed = run("precision.py", tmp_path / "precision", *words)
+    (facts,) = report["tasks"].values()
+    assert min(facts["samples_per_second"].values()) > 0
+    assert printed.count("| image_classification ") == 1
 
 
 def test_scaling_compares_within_a_round(tmp_path):

@@ -125,13 +125,6 @@ def test_each_key_is_explained_and_the_commands_name_the_file(name):
     assert {*named} <= {*SHIPPED}
 
 
-def test_layouts_count_replicas():
-    grid = {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 2}
-    found = layout.layout_of(16, 5, ("FSDP", "PARALLELISM_CONFIG"), grid)
-    assert (found.replicas, found.together, found.replica, found.leads) == (4, 4, 1, False)
-    assert layout.layout_of(4, 3, ("FSDP",), {}).replicas == 4
-
-
 # ---- Refusals ------------------------------------------------------------------------------------
 
 
@@ -247,8 +240,6 @@ KINDS = {
     "kind, fields, said",
     [
         ("FSDP", {"exact": True, "async_save": True}, ""),
-        ("HSDP", {"exact": True}, ""),
-        ("FSDP", {"compile": True}, ""),
         ("DDP", {"device_shares": "[2, 1]", "gradient_compression": "fp16"}, ""),
         ("DEEPSPEED", {"async_save": True}, "async_save does not go with DeepSpeed"),
         ("DEEPSPEED", {"exact": True}, "exact does not go with DeepSpeed"),

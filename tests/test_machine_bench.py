@@ -22,7 +22,7 @@ def test_the_median_of_several_blocks_and_calls_that_all_agree_on():
         calls.append(0)
         time.sleep(0.2 if len(calls) == 6 else 0.002)  # that of the first block: 2 warm it up
 
-    assert devices.seconds_per_call(work, calls=devices.BLOCKS) == pytest.approx(0.002, rel=0.5)
+    assert 0.002 <= devices.seconds_per_call(work, calls=devices.BLOCKS) < 0.2
     calls.clear()
     devices.seconds_per_call(lambda: calls.append(0), 9.0, lambda number: 20 * devices.BLOCKS)
     assert len(calls) == 3 + (2 + 20) * devices.BLOCKS
@@ -32,30 +32,35 @@ def test_the_median_of_several_blocks_and_calls_that_all_agree_on():
 
 
 NAMES = [("n0", "H200")] * 3 + [("n1", "H200")]
-SLOW = "slow device: process 3 on n1 (H200): its training step does 50 samples/s, 50% behind the "
-SLOW_PRODUCTS = "slow device: process 3 on n1 (H200): its matrix products do 350 TFLOP/s, 50% beh"
+SLOW = "slow device: process 3 on n1 (H200): its "
+STEPS, PRODUCTS = SLOW + "training step does {} samples/s, ", SLOW + "matrix products do 350 TF"
+THIRD = [100, 100, 100, 70]
 
 
 @pytest.mark.parametrize(
-    "steps, products, first, ways",
+    "steps, products, first, rule, ways",
     [
-        ([100, 100, 100, 50], [700, 700, 700, 350], SLOW, ["350 unequal", "300 leave", "200 use"]),
-        ([100] * 4, [700, 700, 700, 350], SLOW_PRODUCTS, ["400 use", "400 unequal", "300 leave"]),
-        ([100, 100, 100, 85], [700] * 4, "no device is more than 15%", []),
-        ([100, 50], [350, 700], "slow device: process 1", ["150 unequal", "100 use", "100 leave"]),
-        ([0, 0], [700, 70], "slow device", "what to do about it is not known: not all"),
-        ([0, 0], [700, 0], None, []),
-        ([100], [700], None, []),
+        (THIRD, [700] * 4, STEPS.format(70), "20%", ["370 unequal", "300 leave", "280 use"]),
+        ([100] * 3 + [25], [700] * 4, STEPS.format(25), "50%", ["325 unequal", "300 leave"]),
+        ([100] * 4, [700] * 3 + [350], PRODUCTS, "20%", ["400 use", "400 unequal", "300 leave"]),
+        ([100, 45], [700] * 2, "slow device: process 1", "50%", ["145 unequal", "100 leave"]),
+        ([100] * 3 + [81], [700] * 4, "no device is more than 20% behind the fastest", "", []),
+        ([0, 0], [700, 70], "slow device", "", []),
+        ([0, 0], [700, 0], "", "", []),
+        ([100], [700], "", "", []),
     ],
 )
-def test_slow_devices_are_named_with_what_to_do(steps, products, first, ways):
+def test_slow_devices_are_named_with_what_to_do(steps, products, first, rule, ways):
     lines = bench.advise(NAMES[: len(steps)], steps, products)
     assert lines[0].startswith(first) if first else not lines
-    if isinstance(ways, str):
-        assert lines[-1].startswith(ways)
-        return
     found = [re.match(r"\d\. at most (\d+) samples/s: (\w+)", line) for line in lines]
-    assert [" ".join(each.groups()) for each in found if each] == ways
+    found = [" ".join(each.groups()) for each in found if each]
+    assert found[: len(ways)] == ways and len(found) == 3 * bool(ways)
+    assert not rule or f"rule of thumb, for more than {rule} behind: " in "\n".join(lines)
+    if steps == THIRD:
+        assert 'unequal shares: --device_shares "[1.43, 1.43, 1.43, 1]", or auto' in lines[-3]
+    if steps == [0, 0] and products[1]:
+        assert lines[-1].startswith("what to do about it is not known: not all")
 
 
 def test_what_a_process_cannot_measure_is_said():
@@ -86,6 +91,7 @@ def test_many_devices_share_a_row(capsys):
     report.show(report.Section("bench", figures=[*figures, Figure("y", 0.123456, "us")]))
     out = " ".join(capsys.readouterr().out.split())
     assert "│ x │ 1 .. 2 │ 3 .. 1,234 │ GB/s │ 0% .. 6% │" in out
+    assert "of the peak" in out
     assert "│ y │ │ 0.1235 │ us │ │" in out
 
 
@@ -116,34 +122,24 @@ def values(section, name):
 
 OF_EACH = [
     *(f"matmul {kind}, {n}" for kind in ("fp32", "bf16") for n in (256, 512, 1024)),
-    r"memory, read \+ written", "data loader", "training step alone",
+    *(f"memory {kind}, {n} MiB" for kind in ("fp32", "bf16") for n in (16, 64, 256)),
+    "data loader", "training step alone",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-def test_one_process_and_what_got_slower(tiny, tmp_path):
+def test_one_process(tiny, tmp_path):
     printed, section = launch(tiny, "cpu", tmp_path / "one")
     for name in OF_EACH:
         assert {*values(section, name)} == {"0"}
     assert values(section, "checkpoint write")
     assert len(section["figures"]) == len(OF_EACH) + 1 and section["failures"] == []
-    first, second, *more = section["lines"]
-    assert first == "host to device: a CPU has nothing to copy"
-    assert second == "links: one process exchanges nothing"
     loads, steps = (values(section, name)["0"] for name in ("data loader", "training step alone"))
-    assert [line[:32] for line in more] == ["1 of 1 processes wait for data: "] * (loads < steps)
+    assert [line[:32] for line in section["lines"]] == ["1 of 1 processes wait for data: "] * (
+        loads < steps
+    )
     assert "Warning" not in printed
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["hardware.json"]
-
-    # Against an older report in which one figure was a hundred times better.
-    old = json.loads((tmp_path / "one" / "hardware.json").read_text())
-    (figure,) = (each for each in old["bench"]["figures"] if each["name"] == "data loader")
-    figure["value"] *= 100
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    flags = ["--compare", tmp_path / "old.json", "--threshold", 0.9]
-    printed, _ = launch(tiny, "cpu", tmp_path / "new", *flags, code=1)
-    assert re.search(r"data loader \(0\): \S+ samples/s, was \S+: \d+% slower", printed)
-    assert "1 of 10 figures are more than 90% slower" in printed
 
 
 @pytest.mark.slow
@@ -160,12 +156,9 @@ def test_two_processes_and_a_slow_one(tmp_path):
         assert {*values(section, name)} == {"0", "1"}
     assert {*values(section, "point-to-point.*")} == {"0-1"}
     for kind, factor in (("all_reduce", 1), ("all_gather", 0.5), ("reduce_scatter", 0.5)):
-        algorithm, bus = values(section, f"{kind} algbw.*"), values(section, f"{kind} busbw.*")
-        assert {*algorithm} == {*bus} == {4096, 65536, 2**20, 2**24}
-        for size in algorithm:
-            assert bus[size] == pytest.approx(algorithm[size] * factor)
-        latency = values(section, f"{kind} latency.*")
-        assert latency == {4096: pytest.approx(4096 / algorithm[4096] / 1e3)}
+        bus, latency = (values(section, f"{kind} {what}.*") for what in ("busbw", "latency"))
+        assert {*bus} == {4096, 65536, 2**20, 2**24}
+        assert latency == {4096: pytest.approx(factor * 4096 / bus[4096] / 1e3)}
     scaling = values(section, "training together.*")
     assert {*scaling} == {2}
     assert "Warning" not in printed and "Traceback" not in printed
@@ -176,11 +169,4 @@ def test_two_processes_and_a_slow_one(tmp_path):
     named = r"slow device: process 1 on \S+ \(cpu\): its training step does "
     assert sum(bool(re.match(named, line)) for line in section["lines"]) == 1
     ways = [line for line in section["lines"] if re.match(r"\d\. ", line)]
-    expected = {"use all equally": 2 * late, "leave out process 1": quick}
-    expected["unequal shares"] = quick + late
-    found = {}
-    for line in ways:
-        speed, way = re.match(r"\d\. at most (\S+) samples/s: ([^,]+),", line).groups()
-        found[way] = float(speed.replace(",", ""))
-    assert found == pytest.approx(expected, rel=1e-3)
-    assert [*found.values()] == sorted(found.values(), reverse=True)
+    assert "unequal shares: --device_shares" in ways[0] and len(ways) == 3

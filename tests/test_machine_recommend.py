@@ -11,8 +11,8 @@ import yaml
 
 from conftest import ROOT, SOURCE, bake
 from samestep.checkpoint import weights
-from samestep.hardware import memory, recommend, simulate
-from samestep.hardware.memory import Hardware, Sizes, Step, Working
+from samestep.hardware import recommend, simulate
+from samestep.hardware.recommend import Hardware, Sizes, Step, Working
 from samestep.hardware.report import Section
 from samestep.models import next_token
 from samestep.programs import hardware as program
@@ -122,10 +122,10 @@ def test_a_simulated_step_holds_what_a_real_one_holds(checkpointing):
 
 
 def decide(sizes, study, hardware, samples=1, largest=64, **step):
-    for rung in memory.rungs(sizes, hardware):
+    for rung in recommend.rungs(sizes, hardware):
         with contextlib.suppress(ValueError):  # its processes cannot divide the step
-            choice = memory.fit(rung, study, hardware, Step(samples, largest, **step))
-            if choice:
+            choice, fits = recommend.fit(rung, study, hardware, Step(samples, largest, **step))
+            if fits:
                 return choice
     return None
 
@@ -151,18 +151,14 @@ def test_decisions_agree_with_the_table_of_the_docs(name):
 
 
 CPU = Hardware("cpu", "CPU", 1, 64 * GB, 64 * GB)
-MAC = Hardware("mps", "Apple GPU", 1, 48 * GB, 64 * GB)
 T4 = {"card": 16, "bf16": False}
 # Model, tokens, hardware: YAML, its precision, checkpointing, micro-batch of a step of 64 samples.
 LADDER = [
     ("0.5B", 4096, CPU, ("cpu", "fp32", False, 2)),
-    ("0.5B", 4096, MAC, ("mps", "fp32", False, 2)),
-    ("0.5B", 64, gpus(1, **T4), ("single_gpu_fp16", "fp16", False, 16)),
     ("0.5B", 64, gpus(8, **T4), ("multi_gpu_fp16", "fp16", False, 8)),
     ("1B", 1024, gpus(8, **T4), ("fsdp2", "fp32", False, 1)),
     ("0.5B", 4096, gpus(1, 80), ("single_gpu_bf16", "bf16", False, 4)),
     ("0.5B", 4096, gpus(1, 24), ("single_gpu_bf16", "bf16", True, 1)),
-    ("0.5B", 4096, gpus(8, 80), ("multi_gpu_bf16", "bf16", False, 4)),
     ("7B", 4096, gpus(8, 80), ("fsdp2", "bf16", False, 1)),
     ("7B", 4096, gpus(1, 24), ("fsdp2_offload", "bf16", True, 4)),
     ("0.5B", 4096, gpus(8, 80, machines=2), ("multi_node", "bf16", False, 4)),
@@ -195,17 +191,13 @@ def test_the_ladder_and_its_yamls(monkeypatch, name, tokens, hardware, expected)
         assert [*values["parallelism_config"].values()] == [2, 8]
 
 
-EXACT = {"samples": 8, "largest": 4, "exact": True}
 # GB that a sample needs; GPUs, GB of each; the step: GB on a device, and its micro-batch, or none.
 # The model has 10^9 parameters: 18 GB, and 22 where DDP holds the sum of two micro-batches.
 STEPS = [
     (1, 2, 20 / 0.92, {"samples": 4}, ("multi_gpu_bf16", 20, 2)),
-    (1, 2, 23.1 / 0.92, {"samples": 16}, ("multi_gpu_bf16", 23, 1)),
     (1, 2, 22.9 / 0.92, {"samples": 16}, ("fsdp2", 17, 8)),
-    (0, 3, 80, {"samples": 8}, ("multi_gpu_bf16", 22, 1)),
     (0, 3, 15, {"samples": 8}, None),  # FSDP's devices share equally
-    (1, 2, 24, EXACT, ("multi_gpu_bf16", 22, 4)),
-    (2, 1, 24, EXACT, None),
+    (1, 2, 24, {"samples": 8, "largest": 4, "exact": True}, ("multi_gpu_bf16", 22, 4)),
 ]
 
 
@@ -219,8 +211,7 @@ def test_the_micro_batches_that_fit(sample, count, card, step, expected):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        ("--devices 2.5", "--devices: expected a whole number above 0, up to 100,000; got '2.5'"),
-        ("--device_memory=nan", "--device_memory: expected a number above 0, up to 100,000; got"),
+        ("--devices 2.5", "argument --devices: invalid int value: '2.5'; see samestep hardware"),
         ("--devices=2", "torch sees no GPU on this machine; to plan for others, give --device_mem"),
         ("--device_memory 24", "recommended.yaml is not a file that samestep hardware wrote"),
     ],
@@ -238,22 +229,13 @@ def test_hardware_that_is_not_there_is_named_before_data_is_prepared(
         program.prepare()
 
 
-@pytest.mark.parametrize("measured, fixed", [(20 * GB, 0), (30 * GB, 11 * GB), ("full", 61 * GB)])
-def test_an_estimate_that_is_wrong_gives_way_to_the_measurement(monkeypatch, measured, fixed):
-    def measure(*_):
-        if measured == "full":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return measured
-
-    monkeypatch.setattr(recommend, "measure", measure)
-    sizes, study = Sizes(10**9, 10**9, 10**8, 10**8), {False: Working(0, GB)}  # 18 GB, and 1
-    for card, expected in ((80, {False: Working(fixed, GB)}), (10, study)):
-        section, one, device = Section("recommend"), Step(1, 1), torch.device("cuda")
-        hardware = gpus(2, card)
-        found = recommend.compare_with_a_step(section, sizes, study, None, hardware, one, device)
-        assert found == expected
-        assert ("not measured" in str(section.facts)) == (card == 10)
-        assert bool(section.lines) == (bool(fixed) and card == 80)
+def test_an_estimate_gives_way_to_the_measurement():
+    section, study = Section("recommend"), {False: Working(1, GB), True: Working(2, 0)}
+    found = recommend.correct(section, study, need=20 * GB, measured=25 * GB, samples=4)
+    assert found == {False: Working(1 + 5 * GB, GB), True: Working(2 + 5 * GB, 0)}
+    (text,) = section.facts.values()
+    assert text.startswith("20.0 GB and 25.0 GB with micro-batches of 4: 0.80")
+    assert [each.value for each in section.figures] == [20, 25]
 
 
 # ---- The verb ------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jsonargparse.typing import PositiveInt
 
 from samestep.base import fields
 from samestep.base.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width
@@ -94,7 +93,7 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     """New model: its width; the four stages of a resnet double their width up to this one."""
     num_layers: Layers = field(default=2, metadata=SHAPE)
     """New model: layers of a vit; blocks in each stage of a resnet."""
-    stages: list[PositiveInt] | None = field(default=None, metadata=SHAPE)
+    stages: list[fields.PositiveInt] | None = field(default=None, metadata=SHAPE)
     """New resnet for photos, with a narrow stem: blocks in each of its four stages, [3, 4, 6, 3] in
     a ResNet-50; null: num_layers in each."""
     patch_size: Side = field(default=8, metadata=SHAPE)

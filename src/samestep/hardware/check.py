@@ -15,10 +15,9 @@ import psutil
 import torch
 
 from samestep.base.console import one_line
-from samestep.hardware import devices, places
-from samestep.hardware.bench import measure_disk
+from samestep.hardware import devices
 from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section
+from samestep.hardware.report import Figure, Section, by_value, place_of
 from samestep.processes import network
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, as_user_error
@@ -26,9 +25,9 @@ from samestep.settings.accelerate_yaml import without_gpu
 from samestep.start import startup
 
 GB, GIB = 1e9, 2**30
-WRITTEN = 64 << 20  # bytes that measure a disk
 SHARED_MEMORY = Path("/dev/shm")  # where the workers of a data loader hand over batches
 FIELDS = "index,driver_version,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
+LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
 LEAST_FREE_DISK = 10  # GB
 LEAST_SHARED_MEMORY = 1  # GB
 LEAST_FREE_MEMORY = 0.9  # of a GPU
@@ -51,23 +50,6 @@ def run(
 
 
 # ---- What each process sees ----------------------------------------------------------------------
-
-
-def limit_of(file: str) -> float | None:
-    """The least of what the cgroups of this process allow: cores in cpu.max, bytes in memory.max.
-
-    Those above its own count as well. None: there is no limit, or these are not version 2.
-    """
-    limits = []
-    cgroups = Path("/proc/self/cgroup")
-    found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
-    own = Path(found[1] if found else "")
-    for folder in (own, *own.parents):
-        path = Path("/sys/fs/cgroup", folder, file)
-        numbers = path.read_text().split() if path.is_file() else ["max"]
-        if numbers[0].isdigit():
-            limits.append(int(numbers[0]) / int(numbers[1] if len(numbers) > 1 else 1))
-    return min(limits, default=None)
 
 
 def look_at_process(used: list[torch.device]) -> Section:
@@ -99,8 +81,7 @@ def look_at_process(used: list[torch.device]) -> Section:
             free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
             facts[f"{name}, {FREE}"] = text = f"{free:.1f} of {total:.1f} GiB"
             if free < LEAST_FREE_MEMORY * total:
-                others = "nvidia-smi names who has them"
-                section.lines.append(f"{device} has {text} free; {others}")
+                section.lines.append(f"{device} has {text} free; nvidia-smi names who has them")
     if len({describe_device(each) for each in used}) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
     section.facts = facts
@@ -116,9 +97,13 @@ def look_at_machine(section: Section, folder: Path, device: torch.device) -> Non
     if device.type == "cuda":
         section.facts["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
         section.facts["links"] = nvidia_smi("topo", "-m")
+        if lost := re.search(LOST, section.facts["nvidia-smi"], re.IGNORECASE):
+            section.failures.append(
+                f"a GPU is lost: {one_line(lost[0], 200)}; train on the others, with "
+                "CUDA_VISIBLE_DEVICES, until the machine is restarted: docs/measuring.md"
+            )
     free = shutil.disk_usage(folder).free / GB
     section.figures.append(Figure("free disk of --report", free, "GB"))
-    section.figures += measure_disk(folder, WRITTEN)
     if free < LEAST_FREE_DISK:
         section.lines.append(
             f"{free:.2g} GB are free in the folder --report; a checkpoint takes three times the "
@@ -134,6 +119,19 @@ def look_at_machine(section: Section, folder: Path, device: torch.device) -> Non
     processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), allowed_cores()
     if cores < processes:
         section.lines.append(f"{processes} processes share {cores:g} cores")
+
+
+def limit_of(file: str) -> float | None:
+    """The least that the cgroups (version 2) of this process and above it allow: cores in cpu.max,
+    bytes in memory.max. None: there is no limit."""
+    cgroups = Path("/proc/self/cgroup")
+    found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
+    own, limits = Path(found[1] if found else ""), list[float]()
+    for folder in (own, *own.parents):
+        path = Path("/sys/fs/cgroup", folder, file)
+        most, *period = path.read_text().split() if path.is_file() else ["max"]
+        limits += [int(most) / int(period[0] if period else 1)] if most != "max" else []
+    return min(limits, default=None)
 
 
 def allowed_cores() -> float:
@@ -167,18 +165,13 @@ def describe_formats(found: dict[str, str]) -> str:
 
 def nvidia_smi(*arguments: str) -> str:
     """What nvidia-smi prints, its errors too, without a legend; or why it prints nothing."""
+    command, most = ["nvidia-smi", *arguments], 30  # seconds; it hangs where a driver does
     try:
-        result = subprocess.run(
-            ["nvidia-smi", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,  # it prints errors to either stream
-            text=True,
-            errors="replace",
-            timeout=30,  # seconds; it hangs where a driver does
-        )
+        result = subprocess.run(command, capture_output=True, timeout=most)
     except (subprocess.TimeoutExpired, OSError) as error:
         return f"nvidia-smi does not run: {error}"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout).partition("\n\n")[0]
+    printed = (result.stdout + result.stderr).decode(errors="replace")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed).partition("\n\n")[0]
     return text.expandtabs().rstrip()
 
 
@@ -204,12 +197,12 @@ def describe(everywhere: list[Section], hosts: list[str]) -> Section:
         section.facts["processes"] = f"{len(everywhere)} on {machines}"
     for name in dict.fromkeys(name for own in everywhere for name in own.facts):
         values = [own.facts.get(name) for own in everywhere]
-        section.facts[name] = places.by_value(values, named)
+        section.facts[name] = by_value(values, named)
         if name not in MAY_DIFFER and len({*values}) > 1:
-            text = places.by_value([value or "missing" for value in values], hosts)
+            text = by_value([value or "missing" for value in values], hosts)
             section.failures.append(f"{name} differs: {text}".replace("\n", "; "))
     for rank, (own, host) in enumerate(zip(everywhere, hosts, strict=True)):
-        place = "" if alone else f"{places.name([rank], hosts)}: "
+        place = "" if alone else f"{place_of([rank], hosts)}: "
         section.lines += [f"warning: {place}{line}" for line in own.lines]
         section.failures += [place + line for line in own.failures]
         where = host if named else ""

@@ -1,6 +1,7 @@
 """Measures a device by itself: the formats it computes in, matrix products, memory, copies."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from statistics import median
 
@@ -15,8 +16,10 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Largest error of a product, as a fraction of its Euclidean norm. The inputs are numbers of the
 # format, except of tf32: so it is that of adding up, and of rounding the result.
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3, "fp8": 2e-2}
-MATRICES, CPU_MATRICES = (1024, 2048, 4096, 8192), (256, 512, 1024)  # rows, and columns
-BUFFER = 256 << 20  # bytes that are copied: far more than caches hold
+# Rows, and columns; a CPU would take minutes for the larger ones.
+MATRICES, CPU_MATRICES = (256, 512, 1024, 2048, 4096, 8192), (256, 512, 1024)
+MiB = 1 << 20
+BUFFERS = (16 * MiB, 64 * MiB, 256 * MiB)  # that are copied: the last is more than caches hold
 BLOCKS, MOST = 5, 500  # groups of measured calls; calls
 
 
@@ -123,27 +126,27 @@ def measure_products(format: str, device: torch.device, seconds: float) -> list[
 
 
 def measure_memory(device: torch.device, seconds: float) -> list[Figure]:
-    """GB/s, 10^9 bytes, of a copy within the device's memory; what it reads and writes counts."""
-    source = torch.ones(BUFFER // 4, device=device)
-    target = torch.empty_like(source)
-    taken = seconds_per_call(lambda: target.copy_(source), seconds)
-    peak = peaks_of(device).get("memory")
-    return [Figure("memory, read + written", 2 * BUFFER / taken / 1e9, "GB/s", peak=peak)]
+    """GB/s, 10^9 bytes, of copies within the device's memory; what is read and written counts."""
+    figures, peak = [], peaks_of(device).get("memory")
+    formats = [format for format in formats_of(device) if format in ("fp32", *TYPES)]
+    for format, size in itertools.product(formats, BUFFERS):
+        kind = TYPES.get(format, torch.float32)
+        source = torch.ones(size // kind.itemsize, device=device, dtype=kind)
+        target = torch.empty_like(source)
+        speed = 2 * size / seconds_per_call(functools.partial(target.copy_, source), seconds) / 1e9
+        shown = peak if size == BUFFERS[-1] else None  # caches are faster
+        name = f"memory {format}, {size // MiB} MiB"
+        figures.append(Figure(name, speed, "GB/s", size=size, peak=shown))
+    return figures
 
 
 def measure_copies(device: torch.device, seconds: float) -> list[Figure]:
-    """GB/s of copies between host and device.
-
-    A device reads and writes pinned memory of the host by itself; other memory the CPU first copies
-    into such memory.
-    """
-    figures, there = [], torch.ones(BUFFER // 4, device=device)
-    for pinned in (True, False):
-        here = torch.ones(BUFFER // 4, pin_memory=pinned)
-        kind = "pinned" if pinned else "not pinned"
-        ways = {"host to device": (there, here), "device to host": (here, there)}
-        for name, (target, source) in ways.items():
-            copy = functools.partial(target.copy_, source, non_blocking=pinned)
-            speed = BUFFER / seconds_per_call(copy, seconds) / 1e9
-            figures.append(Figure(f"{name}, {kind}", speed, "GB/s"))
+    """GB/s of copies between a device and pinned memory of the host, as loaders have it."""
+    there = torch.ones(BUFFERS[-1] // 4, device=device)
+    here, figures = torch.ones(BUFFERS[-1] // 4, pin_memory=True), []
+    ways = {"host to device": (there, here), "device to host": (here, there)}
+    for name, (target, source) in ways.items():
+        copy = functools.partial(target.copy_, source, non_blocking=True)
+        speed = BUFFERS[-1] / seconds_per_call(copy, seconds) / 1e9
+        figures.append(Figure(f"{name}, pinned", speed, "GB/s"))
     return figures

@@ -16,12 +16,6 @@ from samestep.start import startup
 from samestep.step import batches
 from samestep.step.batches import Batch, SampleDataset, StepPlan
 
-# Fields that a few steps, which leave no run, do not read.
-UNREAD = """max_steps num_epochs max_skipped_steps lr_schedule warmup_steps decay_fraction
-    final_lr_fraction lr_scaling reference_batch_size eval_every save_every keep_checkpoints
-    async_save log_every tracker project upload_code output_dir timeout export
-    profile_steps""".split()
-
 
 @dataclass
 class Project:
@@ -50,7 +44,7 @@ class Project:
         return batches.make_collate(self.task)(self.rows.__getitems__([*positions]))[0]
 
 
-def read_project(flags: list[str], unread: Iterable[str] = ()) -> Project:
+def read_project(flags: list[str]) -> Project:
     """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
 
     Call it before the processes meet, since preparing data may take longer than their timeout.
@@ -63,8 +57,6 @@ def read_project(flags: list[str], unread: Iterable[str] = ()) -> Project:
     for name in given:
         if not saved.get(name, True):
             raise UserError(f"only train.py can do --{name}; leave it out")
-        if name in unread:
-            raise UserError(f"a few steps do not read --{name}; leave it out")
     layout = startup.read_layout(cfg)
     startup.check_sharing(cfg, layout)
     plan = plan_of(cfg, layout)

@@ -1,13 +1,17 @@
-"""Says which YAML, micro-batch size and checkpointing suit this model and hardware; writes both."""
+"""Says which YAML, micro-batch size and checkpointing suit this model and hardware; writes both.
+
+A ladder has the ways to train, the simplest first: docs/hardware.md. The estimates leave out the
+allocator's gaps, and about 1 GB of CUDA and NCCL, but for what a measured step adds.
+"""
 
 import argparse
 import contextlib
-import dataclasses
 import gc
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -16,43 +20,27 @@ import yaml
 from samestep.base.console import one_line, say, without_credentials
 from samestep.base.files import replace_text
 from samestep.checkpoint import weights
-from samestep.hardware import memory, simulate
-from samestep.hardware.memory import Choice, Hardware, Rung, Sizes, Step, Study, Working
+from samestep.hardware import simulate
 from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section, number
-from samestep.processes.device import PROCESSES
+from samestep.hardware.report import Figure, Section
 from samestep.processes.ranks import Ranks, UserError, as_user_error, catch, is_out_of_memory
 from samestep.settings import config
 from samestep.settings.mesh import Layout
 from samestep.start import startup
-from samestep.step.batches import Batch, plan_step
+from samestep.step.batches import Batch, StepPlan, plan_step
 
 SHIPPED = Path("configs/accelerate")
 YAML = SHIPPED / "recommended.yaml"
 RECIPE = Path("configs/train/recommended.yaml")
 HEADING = "# Written by samestep hardware"  # the first line of what this program may replace
-TOLERANCE = 0.15  # by which an estimate may be wrong
-WORKSPACE = 250e6  # bytes of cuBLAS and cuDNN, which no estimate knows: a small model has fewer
+USABLE = 0.92  # of a memory
+COMPARED = "estimate and measurement"
 MOST_SAMPLES = 256  # of a micro-batch that is simulated
 MOST_ROWS = 100_000  # whose lengths are compared
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of recommend: other hardware than that of this machine."""
-    count, size = number(int, 100_000), number(float, 100_000)
-    add = parser.add_argument
-    add("--devices", type=count, metavar="N", help="GPUs in a machine, in place of all")
-    add("--device_memory", type=size, metavar="GB", help="plan for GPUs that are not here")
-    add("--machines", type=count, metavar="M", default=1, help="machines with as many GPUs each")
-
-
 def check(options: argparse.Namespace) -> None:
     """Raises ValueError for what recommend cannot do; call it before data is prepared."""
-    if PROCESSES > 1:
-        raise UserError(
-            "recommend plans for all devices from one process; start it with "
-            "`python -m samestep hardware recommend`"
-        )
     for path in (YAML, RECIPE):
         if path.exists() and not path.read_bytes().startswith(HEADING.encode()):
             raise UserError(
@@ -60,6 +48,70 @@ def check(options: argparse.Namespace) -> None:
                 "it, and start again"
             )
     read_hardware(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+# ---- The ways to train ---------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Numbers of parameters, on which the bytes of all states depend."""
+
+    parameters: int
+    trained: int  # the others are frozen, as beside the adapters of LoRA
+    unit: int  # of the largest unit that FSDP gathers: a block, or all that is in no block
+    unit_trained: int
+
+    @property
+    def states(self) -> float:
+        """Bytes of fp32 weights, gradients, and AdamW's two moments."""
+        return 4 * self.parameters + (4 + 8) * self.trained
+
+    def whole(self, precision: str = "bf16", checkpointing: bool = False) -> float:
+        """Bytes on a device that holds the model: its states, and autocast's copies of the weights.
+
+        It caches those of trained weights. Of a frozen one only the backward pass keeps a copy, and
+        with checkpointing none beyond its layer.
+        """
+        frozen = self.parameters - self.trained
+        if checkpointing:
+            frozen = self.unit - self.unit_trained
+        return self.states + (0 if precision == "fp32" else 2) * (self.trained + frozen)
+
+    def gathered(self, precision: str = "bf16") -> float:
+        """Bytes that FSDP gathers: the largest unit twice, its gradient, and that again in fp32."""
+        width = 4 if precision == "fp32" else 2
+        return 2 * width * self.unit + (width + 4) * self.unit_trained
+
+    def sharded(self, gpus: int, precision: str = "bf16") -> float:
+        """Bytes on each of so many GPUs that share the model by FSDP2."""
+        return self.states / gpus + self.gathered(precision)
+
+
+class Hardware(NamedTuple):
+    """The devices to train on: those of this machine, or others to plan for."""
+
+    kind: str  # cuda, mps or cpu
+    name: str  # of a device
+    devices: int  # in a machine
+    memory: float  # bytes of a device
+    host: float  # bytes of a machine's memory
+    machines: int = 1
+    bf16: bool = True  # computed by the device, not emulated
+    here: bool = True  # not only planned for
+
+    @property
+    def total(self) -> int:
+        return self.devices * self.machines
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that training may fill."""
+        return USABLE * self.memory
+
+    @property
+    def precision(self) -> str:
+        """The precision to train in."""
+        return "fp32" if self.kind != "cuda" else "bf16" if self.bf16 else "fp16"
 
 
 def read_hardware(options: argparse.Namespace, device: torch.device) -> Hardware:
@@ -84,6 +136,111 @@ def read_hardware(options: argparse.Namespace, device: torch.device) -> Hardware
     if device.type == "mps":
         return Hardware("mps", "Apple GPU", 1, torch.mps.recommended_max_memory(), host)
     return Hardware("cpu", "CPU", 1, host, host)
+
+
+class Working(NamedTuple):
+    """Bytes that a micro-batch needs beside the states: activations, logits, passing gradients."""
+
+    fixed: float
+    sample: float  # for each sample
+
+    def of(self, samples: int) -> float:
+        """Those of so many samples."""
+        return self.fixed + self.sample * samples
+
+
+Study = dict[bool, Working]  # without gradient checkpointing, and with it if the model can
+
+
+class Step(NamedTuple):
+    """What the recipe says about a step; see batches.plan_step."""
+
+    samples: int  # global_batch_size
+    largest: int  # most samples of a micro-batch
+    exact: bool = False
+    device_shares: str | list[float] = "equal"
+    whole: str = ""  # why the recipe does not go with sharded weights
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way to train, under one of the shipped YAMLs."""
+
+    words: str
+    yaml: str
+    processes: int
+    precision: str
+    states: float  # bytes on a device, of all that does not depend on the micro-batch
+    sharded: bool = False
+    freed: float = 0  # bytes of these that gradient checkpointing frees
+    again: float = 0  # bytes of the gradients that DDP accumulates beside its buckets
+    host: float = 0  # bytes in the memory of the machine
+
+    def cut(self, step: Step, largest: int, checkpointing: bool, working: Working) -> "Choice":
+        """The cut of a step into micro-batches; raises UserError if there is none."""
+        if self.sharded and step.whole:
+            raise UserError(step.whole)
+        if self.host and step.exact:
+            raise UserError("exact does not go with offload; AdamW rounds differently on the CPU")
+        options = (step.exact, step.device_shares, 0, self.sharded)
+        plan = plan_step(step.samples, largest, self.processes, *options)
+        double = 2 if self.precision == "fp32" and self.sharded else 1  # measured in bf16
+        need = self.states + double * working.of(plan.micro_batch_size)
+        need += self.again if max(plan.shares) > 1 else 0
+        return Choice(self, checkpointing, plan, need - self.freed * checkpointing)
+
+
+class Choice(NamedTuple):
+    """A cut of the step under a rung."""
+
+    rung: Rung
+    checkpointing: bool
+    plan: StepPlan
+    need: float  # bytes on a device
+
+
+def rungs(sizes: Sizes, hardware: Hardware) -> list[Rung]:
+    """The ways to train on this hardware, the simplest and fastest first."""
+    gpus, machines, total = hardware.devices, hardware.machines, hardware.total
+    precision = hardware.precision
+    whole = sizes.whole(precision)
+    if hardware.kind != "cuda":
+        words = {"cpu": "the CPU, fp32", "mps": "the GPU of this Mac, fp32"}[hardware.kind]
+        return [Rung(words, hardware.kind, 1, precision, whole)]
+    freed = whole - sizes.whole(precision, checkpointing=True)
+    # FSDP does not go with fp16, and bf16 is slow where it is emulated.
+    parts = "bf16" if hardware.bf16 else "fp32"
+    offload, gathered = "FSDP2, states in the host's memory", sizes.gathered(parts)
+    host = Rung(offload, "fsdp2_offload", total, parts, gathered, True, host=sizes.states)
+    if total == 1:
+        one = f"single_gpu_{precision}"
+        return [Rung(f"one GPU, {precision}", one, 1, precision, whole, freed=freed), host]
+    yaml, again = f"multi_gpu_{precision}" if machines == 1 else "multi_node", 4 * sizes.trained
+    ddp = Rung(f"DDP, {precision}", yaml, total, precision, whole, freed=freed, again=again)
+    across = sizes.sharded(total, parts)
+    if machines == 1:
+        return [ddp, Rung(f"FSDP2 on {total} GPUs", "fsdp2", total, parts, across, True), host]
+    copies = f"FSDP2 on {gpus} GPUs, a copy in each machine"
+    hsdp = Rung(copies, "hsdp", total, parts, sizes.sharded(gpus, parts), True)
+    words = f"FSDP2 on {total} GPUs of {machines} machines"
+    every = Rung(words, "multi_node_fsdp2", total, parts, across, True)
+    return [ddp, hsdp, every] if gpus > 1 else [ddp, every]
+
+
+def fit(rung: Rung, study: Study, hardware: Hardware, step: Step) -> tuple[Choice, bool]:
+    """What fits under a rung: as it is, with smaller micro-batches, then with checkpointing. Or
+    what needs least, and False.
+
+    Raises UserError if its processes cannot divide the step.
+    """
+    for checkpointing, working in study.items():
+        largest = step.largest
+        while largest:
+            choice = rung.cut(step, largest, checkpointing, working)
+            if choice.need <= hardware.usable and rung.host <= USABLE * hardware.host:
+                return choice, True
+            largest = 0 if step.exact else choice.plan.micro_batch_size - 1
+    return choice, False
 
 
 # ---- Estimates -----------------------------------------------------------------------------------
@@ -151,106 +308,49 @@ def count_parameters(model: torch.nn.Module) -> Sizes:
     return Sizes(*count([*model.parameters()]), *max(map(count, units)))
 
 
-def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.device) -> int:
-    """Peak bytes of two steps on one GPU that holds the whole model."""
+def measure(project: Project, hardware: Hardware, choice: Choice, device: torch.device) -> float:
+    """Peak bytes of two steps on one GPU that holds the whole model; all of it if it is full."""
     torch.cuda.reset_peak_memory_stats(device)
-    model = project.build_model(choice.checkpointing).to(device)
-    optimizer = project.build_optimizer(model, project.cfg)
-    batch = longest_rows(project, choice.plan.micro_batch_size)
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[hardware.precision]
-    for _ in range(2):  # the moments come with the first
-        for _ in range(min(2, max(choice.plan.shares))):
-            with torch.autocast("cuda", dtype):
-                loss = project.task.loss_sum(model, batch)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated(device)
-
-
-def compare_with_a_step(
-    section: Section,
-    sizes: Sizes,
-    study: Study,
-    project: Project,
-    hardware: Hardware,
-    step: Step,
-    device: torch.device,
-) -> Study:
-    """What micro-batches need, by the estimate; by a measured step, if that differs too much."""
-    name = "estimate and measurement"
-    alone = memory.rungs(sizes, dataclasses.replace(hardware, devices=1, machines=1))[0]
-    choice = memory.fit(alone, study, hardware, dataclasses.replace(step, device_shares="equal"))
-    if device.type != "cuda" or not hardware.here or not choice:
-        section.facts[name] = "not measured: that takes a GPU that is here, and holds a step"
-        return study
     try:
-        measured = measure(project, hardware, choice, device)
+        model = project.build_model(choice.checkpointing).to(device)
+        optimizer = project.build_optimizer(model, project.cfg)
+        batch = longest_rows(project, choice.plan.micro_batch_size)
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[hardware.precision]
+        for _ in range(2):  # the moments come with the first
+            for _ in range(min(2, max(choice.plan.shares))):
+                with torch.autocast("cuda", dtype):
+                    loss = project.task.loss_sum(model, batch)
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cuda.max_memory_allocated(device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        measured = hardware.memory
-        section.lines.append("The measured step ran out of memory.")
+        return hardware.memory
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-    ratio, more = choice.need / measured, measured - choice.need
-    section.facts[name] = (
-        f"{gigabytes(choice.need)} and {gigabytes(measured)} with micro-batches of "
-        f"{choice.plan.micro_batch_size}: {ratio:.2f}"
+
+
+def correct(section: Section, study: Study, need: float, measured: float, samples: int) -> Study:
+    """What micro-batches need, by the estimate and a measured step, both in bytes."""
+    section.facts[COMPARED] = (
+        f"{gigabytes(need)} and {gigabytes(measured)} with micro-batches of {samples}: "
+        f"{need / measured:.2f}; the latter counts"
     )
-    section.figures.append(Figure("memory, estimated", choice.need / 1e9, "GB"))
+    section.figures.append(Figure("memory, estimated", need / 1e9, "GB"))
     section.figures.append(Figure("memory, measured", measured / 1e9, "GB"))
-    if abs(ratio - 1) <= TOLERANCE or abs(more) <= WORKSPACE:
-        return study
-    section.lines.append(
-        f"The estimate is wrong by {abs(ratio - 1):.0%}; what follows counts with the measurement."
-    )
-    return {c: Working(working.fixed + more, working.sample) for c, working in study.items()}
+    return {c: Working(each.fixed + measured - need, each.sample) for c, each in study.items()}
 
 
-# ---- Words ---------------------------------------------------------------------------------------
+# ---- The verb ------------------------------------------------------------------------------------
 
 
 def gigabytes(size: float) -> str:
     """Bytes in words; small models get more digits."""
     return f"{size / 1e9:,.{0 if size >= 1e11 else 1 if size >= 1e9 else 3}f} GB"
-
-
-def describe_fit(rung: Rung, choice: Choice | None, study: Study, step: Step) -> str:
-    """What fits under a rung, or what the least of it would take."""
-    host = f", host {gigabytes(rung.host)}" if rung.host else ""
-    if choice:
-        words, plan, need = "fits", choice.plan, choice.need
-        checkpointing = choice.checkpointing
-    else:
-        checkpointing, working = [*study.items()][-1]
-        plan = rung.plan(step, step.largest if step.exact else 1)
-        words, need = "does not fit", rung.need(working, plan, checkpointing)
-    words += " with checkpointing" if checkpointing else ""
-    samples = f"{plan.micro_batch_size} sample{'s' if plan.micro_batch_size > 1 else ''}"
-    return f"{words}: {gigabytes(need)}{host}, {samples} at a time"
-
-
-def explain(choice: Choice | None, hardware: Hardware) -> str:
-    """What is recommended, and what it fills."""
-    if not choice and hardware.kind == "cuda":
-        return (
-            "So nothing fits. Plan for more GPUs with --devices, or for larger ones; take LoRA, a "
-            "smaller model, or shorter rows."
-        )
-    if not choice:
-        return "So nothing fits. Take a GPU (--device_memory 80 plans for one), or a smaller model."
-    host = f" and {gigabytes(choice.rung.host)} of the host's memory" if choice.rung.host else ""
-    return (
-        f"So: {choice.rung.words}, {'with' if choice.checkpointing else 'without'} gradient "
-        f"checkpointing, which fills {gigabytes(choice.need)} of a device{host}. A step is "
-        f"{choice.plan.describe()}."
-    )
-
-
-# ---- The verb ------------------------------------------------------------------------------------
 
 
 def hardware_values(rung: Rung, hardware: Hardware) -> dict[str, Any]:
@@ -287,7 +387,7 @@ def run(
             f"Only {busy} of {hardware.devices} devices of a machine have work: "
             f"global_batch_size is {cfg.global_batch_size}."
         )
-        hardware = dataclasses.replace(hardware, devices=busy)
+        hardware = hardware._replace(devices=busy)
     all_at_once = hardware.kind == "cuda" and not cfg.exact
     largest = cfg.global_batch_size if all_at_once else cfg.micro_batch_size
     _, refusal = catch(startup.check_sharing, cfg, Layout(2, kinds=("FSDP",)))
@@ -296,8 +396,7 @@ def run(
 
     most = min(plan.micro_batch_size, MOST_SAMPLES)
     sizes, study, remark = study_model(project, hardware.precision, most)
-    if remark:
-        section.lines.append(f"The model was {remark}.")
+    section.lines += [f"The model was {remark}."] if remark else []
     section.facts |= {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "largest unit of FSDP": f"{sizes.unit:,} parameters",
@@ -306,40 +405,56 @@ def run(
         "hardware": f"{hardware.machines} x {hardware.devices} x {hardware.name} with "
         f"{gigabytes(hardware.memory)}, of which {gigabytes(hardware.usable)} may be filled",
     }
-    study = compare_with_a_step(section, sizes, study, project, hardware, step, device)
-    choices, verdicts = [], {}
-    for rung in memory.rungs(sizes, hardware):
+    alone = rungs(sizes, hardware._replace(devices=1, machines=1))[0]
+    choice, fits = fit(alone, study, hardware, step._replace(device_shares="equal"))
+    section.facts[COMPARED] = "not measured: that takes a GPU that is here, and holds a step"
+    if fits and hardware.here and device.type == "cuda":
+        measured = measure(project, hardware, choice, device)
+        study = correct(section, study, choice.need, measured, choice.plan.micro_batch_size)
+    fitting, verdicts = [], {}
+    for rung in rungs(sizes, hardware):
         try:
-            choices.append(memory.fit(rung, study, hardware, step))
-            verdicts[rung.words] = describe_fit(rung, choices[-1], study, step)
+            choice, fits = fit(rung, study, hardware, step)
         except UserError as error:
             verdicts[rung.words] = str(error).partition(";")[0]
+            continue
+        fitting += [choice] if fits else []
+        size = choice.plan.micro_batch_size
+        verdicts[rung.words] = (
+            f"{'fits' if fits else 'does not fit'}{' with checkpointing' * choice.checkpointing}: "
+            f"{gigabytes(choice.need)}{f', host {gigabytes(rung.host)}' if rung.host else ''}, "
+            f"{size} sample{'s' * (size > 1)} at a time"
+        )
     section.facts["memory of a device"] = verdicts
-    choice = next(filter(None, choices), None)
-    section.lines.append(explain(choice, hardware))
-    if not choice:
+    if not fitting:
+        section.lines.append(
+            "So nothing fits. Plan for more GPUs with --devices, or for larger ones with "
+            "--device_memory; take LoRA, a smaller model, or shorter rows."
+        )
         section.failures.append("nothing fits; no file was written")
         return section
 
+    choice = fitting[0]
+    rung, checkpointing = choice.rung, choice.checkpointing
+    host = f" and {gigabytes(rung.host)} of the host's memory" if rung.host else ""
     chosen = {
         "micro_batch_size": choice.plan.micro_batch_size,
-        "gradient_checkpointing": choice.checkpointing,
+        "gradient_checkpointing": checkpointing,
     }
-    section.facts["recommended"] = {"YAML": choice.rung.yaml, **chosen}
+    section.facts["recommended"] = {"YAML": rung.yaml, **chosen}
     section.figures.append(
         Figure("memory, recommended", choice.need / 1e9, "GB", peak=hardware.memory / 1e9)
     )
-    heading = f"recommend for {hardware.total} x {hardware.name}: {choice.rung.words}."
+    heading = f"recommend for {hardware.total} x {hardware.name}: {rung.words}."
     # A config that is in use may differ from the recipe: tasks write into it what they found.
     recipe, *_ = config.parse_config(type(cfg), project.flags, "")
     write(RECIPE, heading, startup.resolved_config(recipe) | chosen)
-    write(YAML, heading, hardware_values(choice.rung, hardware))
-    several = hardware.machines > 1
-    where = "--machine_rank R --main_process_ip 10.0.0.1 " if several else ""
+    write(YAML, heading, hardware_values(rung, hardware))
+    where = "--machine_rank R --main_process_ip 10.0.0.1 " if hardware.machines > 1 else ""
     section.lines += [
+        f"So: {rung.words}, {'with' if checkpointing else 'without'} gradient checkpointing, which "
+        f"fills {gigabytes(choice.need)} of a device{host}. A step is {choice.plan.describe()}.",
         f"Written: {YAML} and {RECIPE}.",
         f"Next: python -m samestep launch --config_file {YAML} {where}train.py --config {RECIPE}",
     ]
-    if several:
-        section.lines[-1] += "   (on every machine, R from 0; the address is that of machine 0)"
     return section

@@ -24,10 +24,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from samestep.base.console import IS_MAIN, one_line
 from samestep.checkpoint import weights
-from samestep.hardware import places
 from samestep.hardware.own_loop import digest
 from samestep.hardware.project import Project, plan_of
-from samestep.hardware.report import Section
+from samestep.hardware.report import Section, by_value, group, place_of
 from samestep.processes import device
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, as_user_error, catch, is_out_of_memory
@@ -125,9 +124,9 @@ class Trial:
         """Calls a function on all processes; if it fails on some, all raise Wrong for these."""
         value, problem = catch(function, *arguments)
         text = f"raised {type(problem).__name__}: {one_line(problem)}" if problem else ""
-        found = {t: n for t, n in places.group(self.ranks.gather(text)).items() if t}
+        found = {t: n for t, n in group(self.ranks.gather(text)).items() if t}
         if found:
-            named = [f"{places.name(n, self.hosts)}: {text}" for text, n in found.items()]
+            named = [f"{place_of(n, self.hosts)}: {text}" for text, n in found.items()]
             raise Wrong("; ".join(named))
         return value
 
@@ -194,23 +193,11 @@ def sketch(loss: float, gradient: dict[str, np.ndarray]) -> np.ndarray:
     return np.array([loss, *norms, *(values @ np.cos(np.arange(values.size)) for values in flat)])
 
 
-def distances(rows: np.ndarray) -> np.ndarray:
-    """How far each number is from that of the median row.
-
-    Of two rows that differ nobody knows which one is wrong: both are. A NaN is infinitely far.
-    """
-    finite = rows[np.isfinite(rows).all(1)]
-    away = np.abs(rows - (np.median(finite, axis=0) if len(finite) else 0))
-    away *= 2 if len(finite) == 2 else 1  # the median of two lies between them
-    away[~np.isfinite(rows)] = np.inf
-    return away
-
-
 def check_same(trial: Trial, own: str, what: str) -> None:
     """Raises Wrong, which names the processes, if not all have the same."""
     found = trial.ranks.gather(own)
     if len({*found}) > 1:
-        text = places.by_value(found, trial.hosts).replace("\n", "; ")
+        text = by_value(found, trial.hosts).replace("\n", "; ")
         raise Wrong(f"{what} differ, by their digests: {text}")
 
 
@@ -275,10 +262,11 @@ def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) ->
     middle = np.nanmedian(rows, axis=0)
     norms = middle[1 : 1 + len(names)]
     scales = np.maximum(norms, FLOOR * np.linalg.norm(norms))
-    away = distances(rows) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
+    away = np.abs(rows - middle) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
+    away[~np.isfinite(rows)] = np.inf
     lines = []
     for rank, (off, *offs) in enumerate(away):
-        text = f"{places.name([rank], trial.hosts)}: loss {rows[rank, 0]:.6g}"
+        text = f"{place_of([rank], trial.hosts)}: loss {rows[rank, 0]:.6g}"
         if max(offs) > trial.limit(GRADIENT):
             worst = f"off by {max(offs):.2g} of its norm" if max(offs) < np.inf else "not finite"
             text += f", gradient of {names[np.argmax(offs) % len(names)]} is {worst}"
@@ -342,7 +330,7 @@ def check_saving(trial: Trial) -> str:
     loaded = [each.get("before") for each in trial.states]
     wrong = [rank for rank in range(PROCESSES) if loaded[rank] != saved[rank]]
     if wrong:
-        raise Wrong(f"{places.name(wrong, trial.hosts)}: weights or optimizer came back changed")
+        raise Wrong(f"{place_of(wrong, trial.hosts)}: weights or optimizer came back changed")
     return "passed: the bytes of weights and optimizer state"
 
 

@@ -1,33 +1,42 @@
 """Measures this machine, and says which YAML of configs/accelerate/ suits it.
 
-    python -m samestep hardware
+    python -m samestep hardware                                  check, bench and smoke on all GPUs
     python -m samestep hardware recommend --config configs/train/default.yaml
+    python -m samestep hardware precision --config configs/train/default.yaml
     accelerate launch --config_file configs/accelerate/multi_gpu.yaml -m samestep hardware smoke
     python -m samestep hardware bench --compare baseline.json
 
-Without a verb it checks. check, bench and smoke measure the processes that the launcher starts;
-recommend is started with python. Flags of train.py (--config, --learning_rate, ...) may follow
-those of a verb, except for check. The figures go to hardware.json in the folder --report.
+Without a verb it starts a process for each GPU, or two on a CPU, and runs all phases in them; under
+a launcher, in its processes. check, bench and smoke alone measure the processes of the launcher;
+recommend and precision are started with python. Flags of train.py (--config, --learning_rate, ...)
+may follow, except for check. The figures go to hardware.json in the folder --report.
 """
 
 import argparse
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 from accelerate import PartialState
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from samestep.base.console import IS_MAIN, one_line
-from samestep.hardware import bench, check, recommend, report, smoke
-from samestep.hardware.project import UNREAD, Project, read_project
+from samestep.base.console import IS_MAIN, one_line, say
+from samestep.hardware import bench, check, precision, recommend, report, smoke
+from samestep.hardware.project import Project, read_project
 from samestep.processes import meeting, shutdown
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
 from samestep.start import startup
 
 TIMEOUT = 600  # seconds that a process waits for the others
-VERBS = {"check": check, "bench": bench, "recommend": recommend, "smoke": smoke}
+ALL = ["check", "bench", "smoke"]  # the phases of a call without a verb
+VERBS = {"check": check, "bench": bench, "smoke": smoke}
+ALONE = {"recommend": recommend, "precision": precision}  # they see to the devices themselves
+LAUNCHED = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"}  # by a launcher
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,73 +46,125 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def path(text: str) -> Path:
-    """A path on the command line; the shell replaces no ~ after an equals sign."""
-    return Path(os.path.expanduser(text))
-
-
-def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of samestep hardware, and the rest, which is for train.py."""
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    """The arguments of samestep hardware; `flags`: the rest, which is for train.py."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser("samestep hardware", description=__doc__, formatter_class=form)
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", prog=parser.prog, required=True)
-    for name, module in VERBS.items():
-        about = module.__doc__.splitlines()[0]
-        verb = verbs.add_parser(name, help=about, description=about, allow_abbrev=False)
-        add = verb.add_argument
-        add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
-        add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
-        slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-        share = report.number(float, 1)
-        add("--threshold", type=share, metavar="SHARE", default=0.1, help=slower)
-        if module in (bench, recommend):  # the others have no flags of their own
-            module.add_arguments(verb)
+    parser = Parser("samestep hardware", None, __doc__, formatter_class=form, allow_abbrev=False)
+    verbs = ["all", *VERBS, *ALONE]
+    parser.add_argument("verb", choices=verbs, help="all: check, bench and smoke in one report")
+    add = parser.add_argument_group("of all").add_argument
+    add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
+    add("--compare", type=Path, metavar="OLD", help="name what is slower than in OLD, a .json")
+    slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
+    add("--threshold", type=float, metavar="SHARE", default=0.1, help=slower)
+    many = "processes to start, without a launcher (default: one for each GPU, or 2)"
+    add("--processes", type=int, metavar="N", help=many)
+    seconds = "for each figure of bench (default: 1; with all phases on a CPU 0.05)"
+    add("--seconds", type=float, help=seconds)
+    add = parser.add_argument_group("of recommend").add_argument
+    add("--devices", type=int, metavar="N", help="GPUs in a machine, in place of all")
+    add("--device_memory", type=float, metavar="GB", help="plan for GPUs that are not here")
+    add("--machines", type=int, metavar="M", default=1, help="machines with as many GPUs each")
+    add = parser.add_argument_group("of precision").add_argument
+    add("--steps", type=int, metavar="N", default=100, help="to train (default: 100)")
+    add("--mixed", choices=("bf16", "fp16", "fp8"), default="bf16", help="instead of fp32")
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        words = ["check", *words]
-    return parser.parse_known_args(words)
+        words = ["all", *words]
+    options, flags = parser.parse_known_args(words)
+    return argparse.Namespace(**vars(options), flags=flags)
 
 
 def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
     """All that needs no other process: arguments, the project's data, what is measured, and the
     older report."""
-    options, flags = parse_arguments(sys.argv[1:])
-    old = report.load(options.compare) if options.compare else {}
+    options = parse_arguments(sys.argv[1:])
+    options.phases = ALL if options.verb == "all" else [options.verb]
+    baseline = options.report / report.BASELINE
+    options.baseline = None if options.compare or options.verb != "all" else baseline
+    older = baseline if options.baseline and baseline.exists() else options.compare
+    old = report.load(older) if older else {}
     if IS_MAIN:
         report.prepare_folder(options.report)
     project = None
+    if options.verb in ALONE and PROCESSES > 1:
+        raise UserError(f"start it with `python -m samestep hardware {options.verb}`: one process")
     if options.verb == "recommend":
         recommend.check(options)
-        project = read_project(flags)  # it writes all fields into its recipe
-    elif options.verb != "check":
-        project = read_project(flags, UNREAD)
-    elif flags:
-        raise UserError(f"check takes no {one_line(flags[0])}; see --help")
+    if options.verb in ("all", "bench", "smoke", "recommend"):
+        project = read_project(options.flags)
+    elif options.verb == "check" and options.flags:
+        raise UserError(f"check takes no {one_line(options.flags[0])}; see --help")
     versions = startup.versions()
     conditions = {"device": versions.get("gpu", versions["cpu"]), "processes": PROCESSES}
     if project:
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
+        format = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
         recipe = one_line(" ".join([str(project.recipe), *project.flags]))
-        conditions |= {"recipe": recipe, "precision": precision}
-    if old:
-        report.check_comparable(options.verb, conditions, old)
+        conditions |= {"recipe": recipe, "precision": format}
+    _, problem = (
+        catch(report.check_comparable, options.phases, conditions, old) if old else (0, None)
+    )
+    if problem and options.compare:
+        raise problem
+    if problem:
+        say(f"not compared with {older}, which you may remove: {one_line(problem)}")
+        old = {}
     return options, project, conditions, old
 
 
 def measure() -> int:
     """Runs a verb on all processes; the exit code."""
+    if (code := start_processes()) is not None:
+        return code
     found, problem = catch(as_user_error()(prepare))
     ranks = Ranks(TIMEOUT, meeting.join())
     try:
         ranks.raise_everywhere(problem)
         options, project, conditions, old = found
-        section = VERBS[options.verb].run(options, project, ranks, PartialState().device)
-        section.conditions, code = conditions, 0
+        sections = []
+        for verb in options.phases:
+            module = (VERBS | ALONE)[verb]
+            sections.append(module.run(options, project, ranks, PartialState().device))
+            sections[-1].conditions = conditions
+        code = 0
         with ranks.fail_together(), as_user_error():
             if IS_MAIN:
-                code = report.finish(section, options, old)
+                code = report.finish(sections, options, old)
         return ranks.from_main(code)
     except RuntimeError as error:
         raise ranks.name_missing(error) from error
+
+
+def start_processes() -> int | None:
+    """Starts this program in a process for each GPU, or in two on a CPU, as a launcher would; the
+    exit code. None: this process is enough."""
+    options = None if LAUNCHED & os.environ.keys() else parse_arguments(sys.argv[1:])
+    if not options or options.verb != "all":
+        return None
+    gpus, cores = torch.accelerator.device_count(), os.cpu_count() or 1
+    count = options.processes or gpus or min(cores, 2)
+    if 0 < gpus < count:
+        raise UserError(f"torch sees {gpus} GPUs; give --processes {gpus}, or fewer")
+    # Such GPUs only emulate bf16. Asking torch would take memory of the first one.
+    old = re.search(
+        r"^[1-7]\.", check.nvidia_smi("--query-gpu=compute_cap", "--format=csv"), re.MULTILINE
+    )
+    precision = ("fp16" if old else "bf16") if torch.cuda.is_available() else "no"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    os.environ["ACCELERATE_USE_CPU"] = str(not gpus)
+    say(f"measuring in {count} process{'es' * (count > 1)}, mixed_precision {precision}")
+    if count == 1:
+        return None
+    env = {**os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    env.setdefault("OMP_NUM_THREADS", str(max(cores // count, 1)))
+    command = [sys.executable, "-m", "samestep", "hardware", *sys.argv[1:]]
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+    started = [subprocess.Popen(command, env=env | rank) for rank in ranks]
+    try:
+        return max(each.wait() for each in started)
+    finally:  # after a signal to this process alone
+        for each in started:
+            each.terminate()
 
 
 def main() -> None:

@@ -1,0 +1,99 @@
+"""Measures what the settings of DDP, a recipe's section `ddp:`, cost or gain on two CPU processes.
+
+    make bench-ddp                                               # in the template: a table, a .json
+    python benchmarks/ddp.py --sizes small --rounds 2 --steps 5
+
+All settings wait for their turns, as in steps.py; times are ratios to the default in the same
+round: the median, and the middle half of the rounds. A process has one micro-batch in a step, since
+static_graph goes with no more.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import compare
+from compare import HERE, say
+from steps import Trained, running, take_turns
+from work import SIZES, Work
+
+PROCESSES = 2
+DEFAULT = "the default"
+SETTINGS: dict[str, dict[str, object]] = {
+    DEFAULT: {},
+    "bucket_cap_mb: 1": {"ddp.bucket_cap_mb": 1},
+    "bucket_cap_mb: 100": {"ddp.bucket_cap_mb": 100},
+    "find_unused_parameters: false": {"ddp.find_unused_parameters": "false"},
+    "static_graph: true": {"ddp.static_graph": "true"},
+    "broadcast_buffers: false": {"ddp.broadcast_buffers": "false"},
+}
+
+
+def measure(todo: Work, rounds: int, steps: int) -> list[dict]:
+    """A row for each setting."""
+    say(f"{Path(todo.output).name}, {PROCESSES} x CPU")
+    with running() as runs:
+        for place, (name, flags) in enumerate(SETTINGS.items()):
+            flags = flags | {"micro_batch_size": todo.size.batch // PROCESSES}
+            runs[name] = Trained(todo, f"ddp-{place}", 0, [1] * PROCESSES, **flags)
+        for run in runs.values():
+            run.train(3)  # with static_graph the second step makes other buckets
+        found = take_turns(runs, rounds, steps)
+    rows, base = [], found[DEFAULT]
+    for name, each in found.items():
+        ratios = {
+            key: compare.middle([b / a for a, b in zip(base[key], each[key], strict=True)])
+            for key in each
+        }
+        rows.append(
+            {
+                "step": Path(todo.output).name,
+                "setting": name,
+                "ms a step": f"{1e3 * median(each['seconds']):.1f}",
+                "wall time": "{:.3f} ({:.3f} to {:.3f})".format(*ratios["seconds"]),
+                "CPU time": f"{ratios['cpu'][0]:.3f}",
+                "rounds": each,
+            }
+        )
+    return rows
+
+
+def describe(report: dict) -> str:
+    """A table in Markdown, and a sentence about the machine."""
+    from rich import box
+    from rich.table import Table
+
+    columns = ["step", "setting", "ms a step", "wall time", "CPU time"]
+    shown = Table(*columns, box=box.MARKDOWN)
+    for row in report["rows"]:
+        shown.add_row(*(row[name] for name in columns))
+    return f"{compare.markdown(shown)}\n\n{compare.about(report)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, help="steps in a round")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
+    parser.add_argument("--name", default="ddp", help="name of the file of results")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench"))
+    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "rows": []}
+    try:
+        say("baking a project")
+        project = compare.bake(folder)
+        for name in asked.sizes:
+            todo = compare.prepare(project, SIZES[name], folder / name)
+            report["rows"] += measure(todo, asked.rounds, asked.steps or SIZES[name].steps)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    compare.publish(report, describe, asked, "make bench-ddp")
+
+
+if __name__ == "__main__":
+    main()
