@@ -18,7 +18,7 @@ from samestep.data.tables import TABLES, Columns, Row
 from samestep.models.attention import restored
 from samestep.models.preferences import before_and_after
 from samestep.text import chats, row_files, row_formats, tokenizing, units
-from samestep.text.row_files import Shipped
+from samestep.text.units import RowKind
 
 ANSWERS = ("chosen", "rejected")
 END = "<|endoftext|>"
@@ -92,10 +92,10 @@ def split_chats(
     """Makes the row three lists of messages: what both conversations begin with, and the rest."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    prompt = in_one_form(prompt, names)
+    prompt = chats.read_messages(prompt, names)
     for name, messages in answers.items():
         try:
-            found = in_one_form(messages, names)
+            found = chats.read_messages(messages, names)
             asked = [*takewhile(lambda message: message["role"] != "assistant", found)]
             if prompt and prompt != found[: len(prompt)] and prompt[-1] not in asked:
                 if 0 < len(asked) < len(found):
@@ -115,14 +115,6 @@ def split_chats(
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
     row.update(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:], **chat)
-
-
-def in_one_form(messages: list, names: dict[str, str]) -> list[dict]:
-    """Messages as `chats` writes them, so that they can be compared."""
-    return [
-        chats.normalize_message(chats.rename_keys(each, names), f"message {number}", names)
-        for number, each in enumerate(messages, 1)
-    ]
 
 
 def count_equal(first: Any, second: Any) -> int:
@@ -175,30 +167,29 @@ def cut(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
     Pairs of one prompt are all held out, or none. Beside the rows it saves the vocabulary of a new
     model and the template of chats. Raises ValueError for rows that cannot be used.
     """
-    scanned = row_files.scan(
-        cfg,
-        folder,
+    kind = RowKind(
         TABLES,
-        columns,
-        shipped,
-        lambda source: f"all prompts of {source.shown} are equal; add others",
+        lambda _: columns,
+        partial(normalize, names=chats.read_names(cfg.roles)),
         key=lambda row: json.dumps(row, default=str),
-        group_key=lambda row: json.dumps(row["prompt"], default=str),
         texts=texts_of,
-        check=partial(normalize, names=chats.read_names(cfg.roles)),
+        nothing_held="all prompts of {data} are equal; add others",
+        shipped=shipped,
+        group=lambda row: json.dumps(row["prompt"], default=str),
         optional=[name for name in ("prompt", "tools") if columns.get(name) == name],
     )
+    scanned = units.scan(cfg, folder, kind)
     for source in scanned.inputs:
         if number := source.counts[SHARED]:
-            rows = f"{number:,} of {source.rows:,} pairs of {source.shown}"
+            rows = f"{number:,} of {source.rows:,} pairs of {source.data}"
             print(f"Preparing data: {rows} {SHARED}", flush=True)
-    units.learn_vocabulary(cfg, folder, scanned.train, scanned.held, first=[END])
+    scanned.learn_vocabulary(folder, first=[END])
     if any(source.counts[CHATS] for source in scanned.inputs):
         template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE
         if cfg.model_name_or_path and not cfg.chat_template:
@@ -220,8 +211,8 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[st
         arrays["length"] = np.array([sum(len(ids) for ids, _ in pair) for pair in pairs], np.int32)
         return arrays, {"chosen": sum(is_cut)}
 
-    lengths = {name: (name, cfg.max_length) for name in ANSWERS}
-    return row_files.write(folder, scanned, encode, lengths)
+    names = {name: (name, cfg.max_length) for name in ANSWERS}
+    return row_files.write(folder, scanned, encode, names)
 
 
 @once_per_folder
