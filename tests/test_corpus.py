@@ -222,12 +222,6 @@ def test_a_long_text_in_pieces_is_that_text(
     text = write(tmp_path / "whole.txt").read_text(encoding="utf-8")
     assert decode(torch.cat(found)).replace("<|endoftext|>", "") == text
     assert len(found[1]) / len(torch.cat(found)) == pytest.approx(0.1, abs=0.03)
-    blocks = [
-        block
-        for piece in units.split_file(data, size, True)
-        for block in tables.read_text(data, "data", piece.span)
-    ]
-    assert "".join(blocks) == text and max(map(len, blocks)) <= 1200
 
 
 def test_the_vocabulary_is_learnt_from_the_same_rows_whatever_else_the_file_holds(

@@ -123,7 +123,7 @@ def cut_single_text(source: Input, held: float) -> None:
     A long text in several pieces is cut here: the pieces after the place are held out.
     """
     pieces = [piece for unit in source.units for piece in unit]
-    if not pieces[0].is_text:
+    if pieces[0].text is None:
         source.share = 1 - held
         return
     place = int((1 - held) * source.size)

@@ -93,6 +93,7 @@ def write(
                 own["columns"][name] = [values.dtype.str, values.shape[1:]]
         return facts
 
+    scanned.inputs = scanned.train + scanned.validation  # the order of the rows' identity
     done = units.write(folder, scanned, write_unit)
     parts: dict[str, Any] = {}
     rows: dict[str, Counter] = {}  # of each source

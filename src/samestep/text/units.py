@@ -60,12 +60,8 @@ class Piece(NamedTuple):
     path: Path | None = None
     span: Span = tables.WHOLE
     rows: Callable[[int, int], Iterator[Row]] | None = None
+    text: int | None = None  # the hash of the beginning of the long text that it is a part of
     is_held: bool = False  # out, for evaluation
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it is a part of one long text."""
-        return self.path is not None and self.span != tables.WHOLE and is_text(self.path)
 
 
 Unit = list[Piece]
@@ -111,21 +107,14 @@ class Input:
 
     def read(self, piece: Piece, cursor: Cursor | None = None) -> Iterator[Row]:
         """The rows of a piece; of a long text its blocks."""
-        columns, optional = self.kind.columns(self.cfg), self.kind.optional
         if piece.rows:
-            yield from piece.rows(piece.span.start, piece.span.stop)
-        elif piece.is_text:
+            return piece.rows(piece.span.start, piece.span.stop)
+        if piece.text is not None:
             place = one_line(piece.path, 200)
-            for text in tables.read_text(piece.path, self.field, piece.span):
-                yield {"text": text}, place
-        else:
-            how = (columns, self.field, optional, piece.span, cursor)
-            yield from tables.read_rows(piece.path, *how)
-
-    def hash_of_text(self, piece: Piece) -> int:
-        """Of a long text, which counts by its beginning."""
-        beginning = Span(0, tables.BLOCK)
-        return hash_of(next(tables.read_text(piece.path, self.field, beginning), ""))
+            texts = tables.read_text(piece.path, self.field, piece.span)
+            return (({"text": text}, place) for text in texts)
+        how = (self.kind.columns(self.cfg), self.field, self.kind.optional, piece.span, cursor)
+        return tables.read_rows(piece.path, *how)
 
 
 def inputs_of(cfg: Any, kind: RowKind) -> list[Input]:
@@ -146,11 +135,6 @@ def inputs_of(cfg: Any, kind: RowKind) -> list[Input]:
 
 
 # ---- Units ---------------------------------------------------------------------------------------
-
-
-def is_text(path: Path) -> bool:
-    """Whether the whole file is one text."""
-    return tables.file_ending(path) not in tables.TABLES
 
 
 def hash_of(text: str) -> int:
@@ -182,28 +166,29 @@ def pieces_of(source: Input) -> list[Piece]:
     else:
         files = sources.list_files(getattr(cfg, name), source.kind.endings, name)
         size = unit_size(sum(file.stat().st_size for file in files))
-        return [*chain(*(split_file(file, size, source.kind.long_texts) for file in files))]
+        return [*chain(*(split_file(source, file, size) for file in files))]
     return [
         Piece(total * (stop - start) // max(rows, 1), None, Span(start, stop), read)
         for start, stop in cut_evenly(rows, max(total // unit_size(total), 1))
     ]
 
 
-def split_file(path: Path, size: int, long_texts: bool) -> list[Piece]:
+def split_file(source: Input, path: Path, size: int) -> list[Piece]:
     """A file in pieces of about `size` bytes, where that is possible before it is read."""
     total, ending = path.stat().st_size, path.suffix.lower()
-    whole = Piece(total, path)
-    packed, long_text = ending in tables.COMPRESSIONS, long_texts and is_text(path)
-    if total > 1.5 * size and (ending == ".jsonl" or long_text and not packed):
+    whole, packed = Piece(total, path), ending in tables.COMPRESSIONS
+    is_text = source.kind.long_texts and tables.file_ending(path) not in tables.TABLES
+    if is_text and total > size * (0.1 if packed else 1.5):  # it counts by its beginning
+        beginning = tables.read_text(path, source.field, Span(0, tables.BLOCK))
+        whole = whole._replace(text=hash_of(next(beginning, "")))
+        if packed:
+            return [whole._replace(span=Span(lines=None))]
+    if whole.text is not None or total > 1.5 * size and ending == ".jsonl":
         bounds = cut_evenly(total, -(-total // size))
         spans = [Span(*each, None if each[0] else 0) for each in bounds]
         spans[-1] = spans[-1]._replace(stop=None)
         return [whole._replace(size=total // len(spans), span=span) for span in spans]
-    if long_text and packed and 10 * total > size:
-        return [whole._replace(span=Span(lines=None))]
-    if total > size and ending == ".parquet":
-        return split_parquet(whole, size)
-    return [whole]
+    return split_parquet(whole, size) if total > size and ending == ".parquet" else [whole]
 
 
 def split_parquet(whole: Piece, size: int) -> list[Piece]:
@@ -326,8 +311,8 @@ def scan_input(source: Input, folder: Path) -> None:
         source.units += cut_unit(units[number][1], facts["cuts"])
         sources.add_left_out(source.left_out, facts["left_out"])
         source.counts.update(facts["counts"])
-    for rows in source.notes():
-        source.rows, source.size = source.rows + len(rows), source.size + int(rows["size"].sum())
+        source.size += facts["size"]
+    source.rows = sum(map(len, source.notes()))
     if not source.rows:
         data = one_line(getattr(source.cfg, source.field), 100)
         raise ValueError(f"task.{source.field}: there are no rows in {data}")
@@ -344,12 +329,15 @@ def scan_unit(
     counts, left_out = Counter(), Counter()
     noted: list[tuple] = []
     labels: dict[str, int] = {}  # and their numbers
+    total = 0  # bytes of text
     learns = not source.cfg.model_name_or_path
 
     def note_text(row: dict) -> tuple[int, int]:
         """The hash and size of a row, whose text may be kept."""
+        nonlocal total
         key = kind.key(row)
         hashed, size = hash_of(key), len(key.encode())
+        total += size
         tell(size)
         if learns and hashed >= least:
             line = json.dumps([hashed, [*kind.texts(row)]], ensure_ascii=False)
@@ -358,15 +346,14 @@ def scan_unit(
 
     out.append("sample", b"")
     for index, piece in enumerate(unit):
-        if piece.is_text:
+        if piece.text is not None:
             size = sum(note_text(row)[1] for row, _ in source.read(piece))
             if not piece.span.start:
                 compressed = piece.span.stop is None  # its size is known now
-                size = size if compressed else piece.path.stat().st_size
-                noted.append((source.hash_of_text(piece), size, 0))
+                noted.append((piece.text, size if compressed else piece.path.stat().st_size, 0))
             continue
         cursor = Cursor(piece.path, piece.span) if piece.path else None
-        may_be_cut = cursor and piece.span == tables.WHOLE and not is_text(piece.path)
+        may_be_cut = cursor and piece.span == tables.WHOLE
         begun = Span()
         for row, place in source.read(piece, cursor):
             try:
@@ -387,7 +374,8 @@ def scan_unit(
         if begun.start:
             cuts.append([index, begun.start, None, begun.lines])
     out.append("rows", np.array(noted, NOTED))
-    out.commit({"cuts": cuts, "labels": [*labels], "counts": counts, "left_out": left_out})
+    facts = {"cuts": cuts, "labels": [*labels], "counts": counts, "left_out": left_out}
+    out.commit({**facts, "size": total})
 
 
 def cut_unit(unit: Unit, cuts: list[list]) -> list[Unit]:
@@ -484,7 +472,7 @@ def batches_of(source: Input, unit: Unit, held: Container[int], tell: Tell) -> I
     kind = source.kind
     waiting = {is_held: Batch([], [], is_held) for is_held in (False, True)}
     for piece in unit:
-        if piece.is_text:
+        if piece.text is not None:
             yield from batches_of_text(source, piece, held, tell)
             continue
         for row, place in source.read(piece):
@@ -514,11 +502,10 @@ def batches_of_text(
     source: Input, piece: Piece, held: Container[int], tell: Tell
 ) -> Iterator[Batch]:
     """The blocks of a part of a long text."""
-    hashed = source.hash_of_text(piece)
-    is_held, begins = piece.is_held or hashed in held, not piece.span.start
+    is_held, begins = piece.is_held or piece.text in held, not piece.span.start
     for block, following in pairwise(chain(source.read(piece), [None])):
         ends, size = following is None and piece.span.stop is None, len(block[0]["text"].encode())
-        yield Batch([block], [hashed], is_held, size, begins, ends)
+        yield Batch([block], [piece.text], is_held, size, begins, ends)
         tell(size)
         begins = False
 
