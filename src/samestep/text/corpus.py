@@ -22,7 +22,7 @@ from samestep.data.tables import Span
 from samestep.text import chats, packing, row_formats, tokenizing, units
 from samestep.text.row_formats import OPTIONAL, RowFormat
 from samestep.text.unit_files import UnitWriter, finish_folder
-from samestep.text.units import PARTS, Batch, Input, RowKind, Scanned
+from samestep.text.units import PARTS, Batch, Input, RowKind
 
 END_OF_TEXT = "<|endoftext|>"  # of a new model
 BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
@@ -99,22 +99,23 @@ def build(
         long_texts=cfg.rows == "text",
         most_bytes=most,
     )
-    scanned = units.scan(cfg, folder, kind)
-    for source in scanned.inputs:
+    inputs, held = units.scan(cfg, folder, kind)
+    for source in inputs:
         print(row_formats.describe_input(source, formats[source.cfg.data]), flush=True)
     if kept := tokenizing.vocabulary_path(cfg):
         replace_text(folder / tokenizing.FILE, kept.read_text(encoding="utf-8"))
-    scanned.learn_vocabulary(folder, last=[END_OF_TEXT])
+    units.learn_vocabulary(cfg, folder, inputs, held, last=[END_OF_TEXT])
     tokenizer = load_tokenizer(cfg, folder)
     # The smallest type for token ids, for positions in a row, and for IGNORE_INDEX.
     dtype = "<u2" if len(tokenizer) < 2**16 and cfg.context_length <= 2**16 else "<u4"
     how = (cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
     maker = RowMaker(tokenizer, *how)
-    for each in scanned.train if not scanned.validation else []:
+    train, validation = units.parts_of(inputs)
+    for each in [] if validation else train:
         if each.is_single_text:
             cut_single_text(each, min(cfg.validation_fraction, most / max(each.size, 1)))
-    done = units.write(folder, scanned, maker.write_unit)
-    return finish(scanned, done, folder, maker)
+    done = units.write(folder, inputs, held, maker.write_unit)
+    return finish(inputs, done, folder, maker, max(1, cfg.validation_rows // len(train)))
 
 
 def cut_single_text(source: Input, held: float) -> None:
@@ -231,44 +232,63 @@ class RowMaker(NamedTuple):
 # ---- The end -------------------------------------------------------------------------------------
 
 
-def finish(scanned: Scanned, done: list[dict], folder: Path, maker: RowMaker) -> dict[str, Any]:
+def finish(
+    inputs: list[Input], done: list[dict], folder: Path, maker: RowMaker, most_held: int
+) -> dict[str, Any]:
     """Writes what the units have in common; the facts for the index of the prepared folder.
 
-    Prints how many rows of the input were read, and what became of them.
+    `most_held`: rows of tokens that are held out, of each source. Prints how many rows of the input
+    were read, and what became of them.
     """
-    found: Counter = Counter()
+    sums: Counter = Counter()
     parts: dict[str, list] = {part: [] for part in PARTS}
     frequencies = np.ones(len(maker.tokenizer), np.int64)
     most_texts = max(facts["most_texts"] for facts in done)
-    for number, source in enumerate(scanned.inputs):
-        part = PARTS[source.is_validation]
+    remark = ""
+    for number, source in enumerate(inputs):
         own = {f"{i:06}": facts for i, facts in enumerate(done) if facts["input"] == number}
         totals: Counter = Counter()
         for facts in own.values():
             totals.update(facts["totals"])
-        files = [
-            (f"{unit}.tokens", facts["totals"].get("tokens", 0)) for unit, facts in own.items()
-        ]
-        parts[part].append(list_rows(source, number, files, folder, maker, part))
-        say_packed(part, totals, parts[part][-1][1], maker)
-        found += Counter({part: totals["texts"], "empty": totals["empty"]})
-        for unit in own if part == "train" else ():
+        for kind in ("tokens", "held") if totals["held"] else ("tokens",):
+            part = PARTS[source.is_validation or kind == "held"]
+            files = [
+                (f"{unit}.{kind}", facts["totals"].get(kind, 0)) for unit, facts in own.items()
+            ]
+            files = [(name, size) for name, size in files if size]
+            if kind == "held" and maker.best_fit:
+                texts = [text for name, _ in files for text in read_held(folder / name, maker)]
+                block, most = maker.pack(texts, Counter())
+                files, most_texts = [(f"held-{number}.tokens", block.size)], max(most_texts, most)
+                block.tofile(folder / files[0][0])
+            if maker.shares_ends:  # the token before the first text
+                files.insert(0, (f"start-{number}.tokens", 1))
+                np.array(maker.start, maker.dtype).tofile(folder / files[0][0])
+            rows = count_rows(source, sum(size for _, size in files), maker, part)
+            if kind == "tokens":
+                say_packed(part, totals, rows, maker)
+                sums[part] += totals["texts"]
+            else:
+                rows = min(rows, most_held)
+                sums[part] += totals["held_texts"] or 1
+            sums[f"rows of {part}"] += rows
+            parts[part].append([source.name, rows, files])
+        sums["empty"] += totals["empty"]
+        if source.is_validation:
+            continue
+        sums["equal"] += source.count_repeated()
+        if totals["held"] and source.is_single_text:
+            remark = "; the end of a single text is held out"
+        for unit in own:
             seen, times = np.fromfile(folder / f"{unit}.counts", "<u4").reshape(2, -1)
             frequencies[seen] += times
-        if totals["held"]:
-            files = [
-                (f"{unit}.held", facts["totals"].get("held", 0)) for unit, facts in own.items()
-            ]
-            if maker.best_fit:
-                texts = [text for name, n in files if n for text in read_held(folder / name, maker)]
-                block, most = maker.pack(texts, Counter())
-                most_texts, files = max(most_texts, most), [(f"held-{number}.tokens", block.size)]
-                block.tofile(folder / files[0][0])
-            name, rows, files = list_rows(source, number, files, folder, maker, "validation")
-            rows = min(rows, max(1, scanned.cfg.validation_rows // len(scanned.train)))
-            parts["validation"].append([name, rows, files])
-            found["validation"] += totals["held_texts"] or 1
-    say_prepared(scanned, sum(rows for _, rows, _ in parts["validation"]), maker, found)
+    left_out = sum((each.left_out for each in inputs), Counter())
+    read = sum(each.rows for each in inputs) + left_out.total()
+    left_out["pieces without a loss term"] = sums["empty"]
+    remark = f"; {sums['equal']:,} are equal to others" * bool(sums["equal"]) + remark
+    evaluated = f"{sums['validation']:,} ({sums['rows of validation']:,} rows of tokens)"
+    plural = row_formats.PLURALS[maker.kind]
+    sources.say_prepared(plural, read, sums["train"], evaluated, left_out, remark)
     np.save(folder / "bytes.npy", tokenizing.token_bytes(maker.tokenizer))
     np.save(folder / "unigram_loss.npy", -np.log(frequencies / frequencies.sum()))
     questions = [tokens for facts in done for tokens in facts["questions"]][:2]
@@ -283,23 +303,15 @@ def finish(scanned: Scanned, done: list[dict], folder: Path, maker: RowMaker) ->
     return finish_folder(folder, done, shared, [digests, about])
 
 
-def list_rows(
-    source: Input, number: int, files: list, folder: Path, maker: RowMaker, part: str
-) -> list:
-    """Name, rows and files of a source, as `token_rows.TokenRows` reads them."""
-    files = [(name, size) for name, size in files if size]
-    if maker.shares_ends:  # the token before the first text
-        first = (f"start-{number}.tokens", 1)
-        np.array(maker.start, maker.dtype).tofile(folder / first[0])
-        files = [first, *files]
-    total = sum(size for _, size in files)
+def count_rows(source: Input, total: int, maker: RowMaker, part: str) -> int:
+    """The rows that `total` tokens fill. Raises ValueError if they fill none."""
     if maker.best_fit:
         if not total:
             raise ValueError(
                 f"task.context_length: no answer of {part} begins within {maker.longest} tokens; "
                 "raise it, or give --task.too_long split"
             )
-        return [source.name, total // (3 * maker.length), files]
+        return total // (3 * maker.length)
     if total <= maker.length:
         is_held = part == "validation" and not source.is_validation
         more = "raise task.validation_fraction or task.validation_rows, " * is_held
@@ -308,7 +320,7 @@ def list_rows(
             f"{'train' if part == 'train' else 'evaluate'} on, which do not fill a row of "
             f"{maker.length + 1}; add text, {more}or lower task.context_length"
         )
-    return [source.name, -(-(total - 1) // maker.length), files]
+    return -(-(total - 1) // maker.length)
 
 
 def read_held(path: Path, maker: RowMaker) -> Iterator[tokenizing.Tokens]:
@@ -317,21 +329,6 @@ def read_held(path: Path, maker: RowMaker) -> Iterator[tokenizing.Tokens]:
     ids, mask, sizes = (np.fromfile(f"{path}{name}", kind) for name, kind in names)
     ends = np.cumsum(sizes)[:-1]
     yield from zip(np.split(ids, ends), np.split(mask, ends), strict=True)
-
-
-def say_prepared(scanned: Scanned, rows: int, maker: RowMaker, found: Counter) -> None:
-    """Prints what became of the rows that were read. `rows`: of tokens to evaluate on. `found`: the
-    texts of each part, and the pieces that are `empty`, without a loss term."""
-    left_out = sum((each.left_out for each in scanned.inputs), Counter())
-    read = sum(each.rows for each in scanned.inputs) + left_out.total()
-    left_out["pieces without a loss term"] = found["empty"]
-    equal = sum(map(units.count_repeated, scanned.train))
-    cut = not scanned.validation and any(each.is_single_text for each in scanned.train)
-    remark = f"; {equal:,} are equal to others" * bool(equal)
-    remark += "; the end of a single text is held out" * cut
-    evaluated = f"{found['validation']:,} ({rows:,} rows of tokens)"
-    plural = row_formats.PLURALS[maker.kind]
-    sources.say_prepared(plural, read, found["train"], evaluated, left_out, remark)
 
 
 def say_packed(part: str, totals: Counter, rows: int, maker: RowMaker) -> None:

@@ -35,8 +35,8 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, 
         shipped=shipped,
         group=lambda row: row["source"],
     )
-    scanned = units.scan(cfg, folder, kind)
-    scanned.learn_vocabulary(folder, first=[PAD, END], end=END)
+    inputs, held = units.scan(cfg, folder, kind)
+    units.learn_vocabulary(cfg, folder, inputs, held, first=[PAD, END], end=END)
     tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
     limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
@@ -56,7 +56,7 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, 
         return arrays, cut
 
     names = {name: (f"{role}s", limits[role]) for role, (name, _) in TOKENS.items()}
-    return row_files.write(folder, scanned, encode, names)
+    return row_files.write(folder, inputs, held, encode, names)
 
 
 def check_model(cfg: Any) -> None:

@@ -184,13 +184,13 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, 
         group=lambda row: json.dumps(row["prompt"], default=str),
         optional=[name for name in ("prompt", "tools") if columns.get(name) == name],
     )
-    scanned = units.scan(cfg, folder, kind)
-    for source in scanned.inputs:
+    inputs, held = units.scan(cfg, folder, kind)
+    for source in inputs:
         if number := source.counts[SHARED]:
             rows = f"{number:,} of {source.rows:,} pairs of {source.data}"
             print(f"Preparing data: {rows} {SHARED}", flush=True)
-    scanned.learn_vocabulary(folder, first=[END])
-    if any(source.counts[CHATS] for source in scanned.inputs):
+    units.learn_vocabulary(cfg, folder, inputs, held, first=[END])
+    if any(source.counts[CHATS] for source in inputs):
         template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE
         if cfg.model_name_or_path and not cfg.chat_template:
             own = tokenizing.load_tokenizer(cfg, folder).chat_template
@@ -212,7 +212,7 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, 
         return arrays, {"chosen": sum(is_cut)}
 
     names = {name: (name, cfg.max_length) for name in ANSWERS}
-    return row_files.write(folder, scanned, encode, names)
+    return row_files.write(folder, inputs, held, encode, names)
 
 
 @once_per_folder

@@ -8,6 +8,7 @@ place where each row's values end.
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from samestep.data.sources import Source, WeightedData
 from samestep.data.tables import Row
 from samestep.text import units
 from samestep.text.unit_files import UnitWriter, finish_folder, map_some, read_facts
-from samestep.text.units import PARTS, Batch, Input, Scanned
+from samestep.text.units import PARTS, Batch, Input
 
 Arrays = dict[str, Any]  # for each column an array (N, ...), or a list of N arrays (T,)
 # Rows to their columns, and how many rows each column of varying length was cut in.
@@ -56,7 +57,8 @@ def token_dtype(tokenizer: Any) -> str:
 
 def write(
     folder: Path,
-    scanned: Scanned,
+    inputs: list[Input],
+    held: set[int],
     encode: Encode,
     names: dict[str, tuple[str, int]],
     constants: dict[str, int | float] | None = None,
@@ -93,8 +95,8 @@ def write(
                 own["columns"][name] = [values.dtype.str, values.shape[1:]]
         return facts
 
-    scanned.inputs = scanned.train + scanned.validation  # the order of the rows' identity
-    done = units.write(folder, scanned, write_unit)
+    inputs = [*chain(*units.parts_of(inputs))]  # in the order that is part of the identity
+    done = units.write(folder, inputs, held, write_unit)
     parts: dict[str, Any] = {}
     rows: dict[str, Counter] = {}  # of each source
     for part in PARTS:
@@ -102,7 +104,7 @@ def write(
         starts = [folder / f"{number:06}.{part}" for number in own]
         rows[part] = Counter()
         for number, facts in own.items():
-            rows[part][scanned.inputs[done[number]["input"]].name] += facts["rows"]
+            rows[part][inputs[done[number]["input"]].name] += facts["rows"]
         first = next(iter(own.values()))
         parts[part] = {name: first[name] for name in ("columns", "ragged")}
         parts[part]["units"] = [(number, facts["rows"]) for number, facts in own.items()]
@@ -120,7 +122,7 @@ def write(
             size = f"{lengths.mean():.0f} tokens on average, {lengths.max():,} at most"
             size += f" ({cut:,} cut to {most:,})" * bool(cut)
             print(f"Prepared {part}: {shown} of {size}", flush=True)
-    left_out = sum((each.left_out for each in scanned.inputs), Counter())
+    left_out = sum((each.left_out for each in inputs), Counter())
     train, evaluated = (sum(rows[part].values()) for part in PARTS)
     total = train + evaluated + left_out.total()
     sources.say_prepared("rows", total, train, f"{evaluated:,}", left_out)

@@ -17,7 +17,7 @@ from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.text import row_files, tokenizing, units
-from samestep.text.units import Input, RowKind, Scanned
+from samestep.text.units import Input, RowKind
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -84,20 +84,20 @@ def build(cfg: Any, folder: Path, shipped: dict) -> dict[str, Any]:
         label=lambda row: row["label"] if kind != MULTI else json.dumps(row["label"]),
         by_label=kind == SINGLE,
     )
-    scanned = units.scan(cfg, folder, row_kind)
-    names = names_of(cfg, scanned)
+    inputs, held = units.scan(cfg, folder, row_kind)
+    train, validation = units.parts_of(inputs)
+    names = names_of(cfg, train, validation)
     weights, scale = np.ones(len(names), np.float32), {"train": Numbers(0.0, 1.0, False)}
-    rows = sum(map(len, labels_of(scanned.train, scanned.held)))
+    rows = sum(map(len, labels_of(train, held)))
     if kind == NUMBER:
-        scale["train"] = labels.describe_numbers(lambda: labels_of(scanned.train, scanned.held))
-        given = scanned.validation
-        part = (given, (), False) if given else (scanned.train, scanned.held, True)
+        scale["train"] = labels.describe_numbers(lambda: labels_of(train, held))
+        part = (validation, (), False) if validation else (train, held, True)
         scale["validation"] = labels.describe_numbers(lambda: labels_of(*part))
         mean, std, differ = scale["train"]
         about = [f"mean {mean:.6g}, standard deviation {std:.4g}: such an error is a loss of 1"]
         about = about if differ else [f"all numbers are {mean:.6g}: nothing to learn"]
     else:
-        counts = count_names(scanned.train, kind, scanned.held)
+        counts = count_names(train, kind, held)
         about = [*labels.describe_labels(counts, rows, names, kind)]
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
@@ -105,7 +105,7 @@ def build(cfg: Any, folder: Path, shipped: dict) -> dict[str, Any]:
     for line in filter(None, about):
         print(f"Preparing data: {line}", flush=True)
 
-    scanned.learn_vocabulary(folder, **VOCABULARY)
+    units.learn_vocabulary(cfg, folder, inputs, held, **VOCABULARY)
     tokenizer = load_tokenizer(cfg, folder)
     dtypes = {"input_ids": row_files.token_dtype(tokenizer), "token_type_ids": "u1"}
 
@@ -128,18 +128,18 @@ def build(cfg: Any, folder: Path, shipped: dict) -> dict[str, Any]:
         constants["deviation"] = scale["train"].std
     shown = "pairs" if cfg.text_pair_column else "texts"
     cut_at = {"input_ids": (shown, cfg.max_length)}
-    return row_files.write(folder, scanned, encode, cut_at, constants)
+    return row_files.write(folder, inputs, held, encode, cut_at, constants)
 
 
-def names_of(cfg: Any, scanned: Scanned) -> list[str]:
+def names_of(cfg: Any, train: list[Input], validation: list[Input]) -> list[str]:
     """The names of the labels, or of numbers that of the column. Raises ValueError for a label that
     validation rows alone have."""
     if cfg.problem_type == NUMBER:
         return [cfg.label_column]
     columns = labels.split_names(cfg.label_columns)
-    found = count_names(scanned.train, cfg.problem_type)
+    found = count_names(train, cfg.problem_type)
     names = labels.collect_names(found, columns, cfg.data)
-    for source in scanned.validation:
+    for source in validation:
         try:
             found = count_names([source], cfg.problem_type)
             labels.check_known({"label": sorted(found)}, names, {*names})

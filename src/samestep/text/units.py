@@ -105,6 +105,11 @@ class Input:
         """For each unit an array of NOTED."""
         return (map_file(file, NOTED) for file, _ in self.noted)
 
+    def count_repeated(self) -> int:
+        """Rows that are equal to an earlier one."""
+        hashes = np.concatenate([each["hash"] for each in self.notes()])
+        return len(hashes) - len(np.unique(hashes))
+
     def read(self, piece: Piece, cursor: Cursor | None = None) -> Iterator[Row]:
         """The rows of a piece; of a long text its blocks."""
         if piece.rows:
@@ -132,6 +137,12 @@ def inputs_of(cfg: Any, kind: RowKind) -> list[Input]:
         elif on_hub and own.validation_split:
             inputs.append(Input(own, "validation_split", source.name, kind, rows))
     return inputs
+
+
+def parts_of(inputs: list[Input]) -> tuple[list[Input], list[Input]]:
+    """Those to train on, and those to evaluate on if they are given."""
+    train = [each for each in inputs if not each.is_validation]
+    return train, [each for each in inputs if each.is_validation]
 
 
 # ---- Units ---------------------------------------------------------------------------------------
@@ -239,59 +250,30 @@ def do_all(
 # ---- The first pass ------------------------------------------------------------------------------
 
 
-@dataclass
-class Scanned:
-    """What the first pass has found."""
-
-    cfg: Any
-    inputs: list[Input]
-    held: set[int] = field(default_factory=set)  # hashes of the rows that are held out
-
-    @property
-    def train(self) -> list[Input]:
-        return [each for each in self.inputs if not each.is_validation]
-
-    @property
-    def validation(self) -> list[Input]:
-        """Rows to evaluate on, if they are given."""
-        return [each for each in self.inputs if each.is_validation]
-
-    def learn_vocabulary(self, folder: Path, **special: Any) -> None:
-        """Learns the vocabulary of a new model from rows to train on, unless it is there.
-
-        `special`: the tokens that `tokenizing.learn_vocabulary` takes.
-        """
-        cfg, size = self.cfg, sum(each.size for each in self.train)
-        if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
-            part = f"{SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size > SAMPLE)
-            text = f"learning a vocabulary from {part}{size / 1e6:,.1f} MB"
-            print(f"Preparing data: {text}", flush=True)
-            texts = read_sample(self.train, self.held)
-            tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, **special)
-
-
-def scan(cfg: Any, folder: Path, kind: RowKind) -> Scanned:
+def scan(cfg: Any, folder: Path, kind: RowKind) -> tuple[list[Input], set[int]]:
     """Reads all rows once and checks them, and chooses those that are held out.
 
-    The notes are in folders of `folder`. Raises ValueError for a row that cannot be used, and where
-    there is none to train on or to hold out.
+    Returns the inputs, and the hashes of the rows that are held out. The notes are in folders of
+    `folder`. Raises ValueError for a row that cannot be used, and where there is none to train on
+    or to hold out.
     """
-    scanned = Scanned(cfg, inputs_of(cfg, kind))
-    if not scanned.validation:
-        kind.key = kind.group or kind.key
-    for number, source in enumerate(scanned.inputs):
+    inputs = inputs_of(cfg, kind)
+    train, validation = parts_of(inputs)
+    kind.key = kind.key if validation else kind.group or kind.key
+    for number, source in enumerate(inputs):
         scan_input(source, folder / f"scan-{number}")
-    if scanned.validation:
-        say_overlap(scanned)
-        return scanned
-    most = (kind.most_bytes or max(len(scanned.train), cfg.validation_rows)) / len(scanned.train)
-    for source in scanned.train:
+    if validation:
+        say_overlap(train, validation)
+        return inputs, set()
+    held: set[int] = set()
+    most = (kind.most_bytes or max(len(train), cfg.validation_rows)) / len(train)
+    for source in train:
         if not source.is_single_text:
-            held = hold_out(source, cfg.validation_fraction, most)
-            if not held:
+            own = hold_out(source, cfg.validation_fraction, most)
+            if not own:
                 raise ValueError(f"task.data: {kind.nothing_held.format(data=source.data)}")
-            scanned.held |= held
-    return scanned
+            held |= own
+    return inputs, held
 
 
 def scan_input(source: Input, folder: Path) -> None:
@@ -417,19 +399,30 @@ def hold_out(source: Input, fraction: float, most: float) -> set[int]:
     return splits.hold_out(rows["hash"], sizes, limits, fraction, most)
 
 
-def count_repeated(source: Input) -> int:
-    """Rows that are equal to an earlier one."""
-    hashes = np.concatenate([each["hash"] for each in source.notes()])
-    return len(hashes) - len(np.unique(hashes))
-
-
-def say_overlap(scanned: Scanned) -> None:
+def say_overlap(train: list[Input], validation: list[Input]) -> None:
     """Prints how many of the validation rows are training rows too."""
-    rows = np.concatenate([each["hash"] for s in scanned.validation for each in s.notes()])
+    rows = np.concatenate([each["hash"] for source in validation for each in source.notes()])
     known = np.zeros(len(rows), bool)
-    for each in chain.from_iterable(source.notes() for source in scanned.train):
+    for each in chain.from_iterable(source.notes() for source in train):
         known |= np.isin(rows, each["hash"])
     sources.say_overlap(int(known.sum()), len(rows))
+
+
+def learn_vocabulary(
+    cfg: Any, folder: Path, inputs: list[Input], held: Container[int], **special: Any
+) -> None:
+    """Learns the vocabulary of a new model from rows to train on, unless it is there.
+
+    `special`: the tokens that `tokenizing.learn_vocabulary` takes.
+    """
+    if not cfg.model_name_or_path and not (folder / tokenizing.FILE).exists():
+        train, _ = parts_of(inputs)
+        size = sum(each.size for each in train)
+        part = f"{SAMPLE / 1e6:,.0f} MB, chosen by hash, of " * (size > SAMPLE)
+        text = f"learning a vocabulary from {part}{size / 1e6:,.1f} MB"
+        print(f"Preparing data: {text}", flush=True)
+        texts = read_sample(train, held)
+        tokenizing.learn_vocabulary(texts, cfg.vocab_size, folder, **special)
 
 
 def read_sample(inputs: list[Input], held: Container[int]) -> Iterator[str]:
@@ -512,18 +505,18 @@ def batches_of_text(
 
 def write(
     folder: Path,
-    scanned: Scanned,
+    inputs: list[Input],
+    held: Container[int],
     encode: Callable[[UnitWriter, Input, Iterator[Batch]], dict],
 ) -> list[dict]:
     """`encode` writes the batches of each unit and returns what is to be known of them.
 
     Returns these facts of each unit, with the place of its input as "input".
     """
-    inputs = scanned.inputs
     todo = [(each, unit) for each in inputs for unit in each.units]
 
     def work(out: UnitWriter, source: Input, unit: Unit, tell: Tell) -> None:
-        facts = encode(out, source, batches_of(source, unit, scanned.held, tell))
+        facts = encode(out, source, batches_of(source, unit, held, tell))
         out.commit({**facts, "input": inputs.index(source)})
 
     return do_all(folder, todo, "Preparing data", work)
