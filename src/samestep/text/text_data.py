@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -91,13 +91,13 @@ def build(cfg: Any, folder: Path, shipped: dict) -> dict[str, Any]:
     rows = sum(map(len, labels_of(train, held)))
     if kind == NUMBER:
         scale["train"] = labels.describe_numbers(lambda: labels_of(train, held))
-        part = (validation, (), False) if validation else (train, held, True)
+        part = (validation, set(), False) if validation else (train, held, True)
         scale["validation"] = labels.describe_numbers(lambda: labels_of(*part))
         mean, std, differ = scale["train"]
         about = [f"mean {mean:.6g}, standard deviation {std:.4g}: such an error is a loss of 1"]
         about = about if differ else [f"all numbers are {mean:.6g}: nothing to learn"]
     else:
-        counts = count_names(train, kind, held)
+        counts = count_names(train, held, kind)
         about = [*labels.describe_labels(counts, rows, names, kind)]
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
@@ -137,27 +137,25 @@ def names_of(cfg: Any, train: list[Input], validation: list[Input]) -> list[str]
     if cfg.problem_type == NUMBER:
         return [cfg.label_column]
     columns = labels.split_names(cfg.label_columns)
-    found = count_names(train, cfg.problem_type)
+    found = count_names(train, set(), cfg.problem_type)
     names = labels.collect_names(found, columns, cfg.data)
     for source in validation:
         try:
-            found = count_names([source], cfg.problem_type)
+            found = count_names([source], set(), cfg.problem_type)
             labels.check_known({"label": sorted(found)}, names, {*names})
         except ValueError as error:
             raise ValueError(f"task.{source.field}: {source.data}: {error}") from None
     return names
 
 
-def labels_of(
-    inputs: list[Input], held: Collection[int] = (), inside: bool = False
-) -> Iterator[np.ndarray]:
+def labels_of(inputs: list[Input], held: set[int], inside: bool = False) -> Iterator[np.ndarray]:
     """What is noted of the labels of the rows that are held out (`inside`), or of the others: for
     each unit float64 (N,)."""
     for rows in chain.from_iterable(each.notes() for each in inputs):
         yield rows["label"][splits.is_in(rows["hash"], held) == inside]
 
 
-def count_names(inputs: list[Input], problem_type: str, held: Collection[int] = ()) -> Counter:
+def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
     """The rows with each label, without those that are held out."""
     counts: Counter = Counter()
     known = [names for each in inputs for _, names in each.noted]
