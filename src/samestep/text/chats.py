@@ -5,6 +5,7 @@ transformers take too. The arguments of tool calls are objects. `tools` is missi
 none.
 """
 
+import contextlib
 import json
 import shlex
 from collections.abc import Iterator
@@ -259,13 +260,14 @@ def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple
     Some templates change a turn when others follow; they leave out its reasoning, for example. Then
     each answer gets a text of its own, which ends with it. `shown` is for check_nothing_left_out.
     """
-    check_nothing_left_out(row, place, tokenizer, shown)
     messages, tools = row["messages"], row.get("tools", [])
     whole, before, until = apply_template(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
         if i and is_trained_on(message):
             before[i] = apply_template(messages[:i], tools, place, tokenizer, ask=True)
             until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
+    text = "\n".join([whole, *until.values()])
+    check_nothing_left_out(row, text, place, tokenizer, shown)
     if not all(until[i].startswith(before[i]) for i in before):
         raise ValueError(
             f"task.chat_template: {place}: the chat with its answer does not begin with what the "
@@ -278,61 +280,80 @@ def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple
     return [(until[i], [answers[i]]) for i in answers]
 
 
-def check_nothing_left_out(row: dict, place: str, tokenizer: Any, shown: set) -> None:
+def check_nothing_left_out(row: dict, text: str, place: str, tokenizer: Any, shown: set) -> None:
     """Raises ValueError for a part of a chat that the template leaves out silently.
 
-    The template gets the chat with a number in place of each part, and must show all numbers. That
-    is done once for chats of the same parts: `shown` has hashes of these. An answer is looked for
-    in the text that ends with it, since the template may drop its reasoning later.
+    The template gets the chat with a number at the end of each part, and must show all numbers. For
+    chats of the same parts, whose hashes `shown` collects, that is done once, unless words of a
+    part are missing in the `text` of the chat: the template may have written them otherwise.
     """
-    messages, tools, parts = number_parts(row)
-    shape = hash((*parts.values(), *((each["role"], *each) for each in messages)))
-    if shape in shown:
+    parts = number_parts(row)[2]
+    keys = ((message["role"], *message) for message in row["messages"])
+    kind = hash((*(part[:2] for part in parts.values()), *keys))
+    if kind in shown and all(words in text for *_, words in parts.values()):
         return
-    shown.add(shape)
+    shown.add(kind)
+    missing = ""
     try:
-        whole = apply_template(messages, tools, place, tokenizer)
-        until = {
-            i: apply_template(messages[: i + 1], tools, place, tokenizer)
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant"
-        }
-    except ValueError:  # the template reads a part, and refuses another value
-        return
-    for number, (i, what) in parts.items():
-        if number not in until.get(i, whole):
-            raise ValueError(
-                f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
-                "it with --task.chat_template FILE, or take it out of the data"
-            )
+        missing = find_left_out(row, place, tokenizer)
+    except ValueError:  # the template refuses another value of a part, which it reads
+        for number in parts:
+            with contextlib.suppress(ValueError):
+                missing = missing or find_left_out(row, place, tokenizer, number)
+    if missing:
+        raise ValueError(
+            f"task.chat_template: {place}: the template leaves out {missing}; give one that shows "
+            "it with --task.chat_template FILE, or take it out of the data"
+        )
 
 
-def number_parts(row: dict) -> tuple[list[dict], list[dict], dict[str, tuple[int, str]]]:
-    """The messages and tools of a chat with a number in place of each part that a template has to
-    show; and for each number the message, -1 for the tools, and what it stands for."""
-    parts: dict[str, tuple[int, str]] = {}
+def find_left_out(row: dict, place: str, tokenizer: Any, only: str = "") -> str:
+    """The first part that the template leaves out, or `only` that with this number; else empty.
 
-    def number(i: int, what: str) -> str:
+    An answer is looked for in the text that ends with it: its reasoning may be gone later.
+    """
+    messages, tools, parts = number_parts(row, only)
+    whole = apply_template(messages, tools, place, tokenizer)
+    until = {
+        i: apply_template(messages[: i + 1], tools, place, tokenizer)
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant"
+    }
+    for number, (i, what, _) in parts.items():
+        if number not in until.get(i, whole) and number in (only or number):
+            return what
+    return ""
+
+
+def number_parts(row: dict, only: str = "") -> tuple[list[dict], list[dict], dict[str, tuple]]:
+    """The messages and tools of a chat with a number at the end of each part that a template has to
+    show, or of one; and for each number the message (-1: the tools), a name, and words."""
+    parts: dict[str, tuple[int, str, str]] = {}
+
+    def number(i: int, what: str, value: Any) -> Any:
         found = f"90{len(parts):05}09"
-        parts[found] = i, what
-        return found
+        words = value.strip() if isinstance(value, str) else ""
+        parts[found] = i, what, words
+        return words + found if only in ("", found) else value
 
     def change(tool: dict, **values: Any) -> dict:
         if "function" in tool:
             return {**tool, "function": {**tool["function"], **values}}
         return {**tool, **values}
 
-    tools = [change(tool, name=number(-1, "tools")) for tool in row.get("tools", [])]
+    tools = row.get("tools", [])
+    tools = [change(each, name=number(-1, "tools", function_name(each))) for each in tools]
     messages = []
     for i, message in enumerate(row["messages"]):
         message, where = dict(message), f"of message {i + 1} ({message['role']})"
         for name in ("content", *(REASONING if message["role"] == "assistant" else ())):
             if isinstance(message.get(name), str) and message[name].strip():
-                message[name] = number(i, f"{name} {where}")
+                message[name] = number(i, f"{name} {where}", message[name])
         calls = []
         for call in message.pop("tool_calls", []):
-            name, arguments = number(i, f"tool_calls {where}"), call["function"]["arguments"]
-            arguments = {key: number(i, f"arguments of tool_calls {where}") for key in arguments}
+            name = number(i, f"tool_calls {where}", call["function"]["name"])
+            what, values = f"arguments of tool_calls {where}", call["function"]["arguments"]
+            arguments = {key: number(i, what, value) for key, value in values.items()}
             calls.append(change(call, name=name, arguments=arguments))
         messages.append({**message, "tool_calls": calls} if calls else message)
     return messages, tools, parts
