@@ -257,7 +257,7 @@ def test_the_key_takes_what_a_function_runs_and_no_comment(cfg, tmp_path, monkey
 
 TASK_EDITS = {  # functions of which an edit prepares the data anew
     "causal_lm": "text.tokenizing.tokenize_texts text.chats.normalize_chat text.corpus.finish",
-    "seq2seq": "text.row_files.encode_texts text.row_files.finish data.sources.walk",
+    "seq2seq": "text.row_files.encode_texts text.row_files.write data.sources.walk",
     "text_classification": "text.text_data.build data.labels.encode_labels data.splits.hold_out",
     "image_classification": "images.images.square data.splits.hold_out",
     "preference": "text.preferences.cut text.chats.normalize_chat data.sources.leave_out",

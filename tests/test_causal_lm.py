@@ -501,6 +501,12 @@ DROPS = [  # what a template has in place of what, chats, and what is said to be
     (ROLE, ROLE + LAST, [{"messages": THOUGHT * 2}], ""),
     # A word that stands elsewhere by chance.
     ("OF", "m['role'] != 'tool'", [called("1 + 1?", "", "1")], "content of message 3 (tool)"),
+    (
+        "OF",
+        "m['content'] | length < 30",
+        [called("a", "", "b"), called("a", "", "b" * 30)],
+        "content of message 3 (tool)",
+    ),
     (CALLED, BESIDE, [SILENT], ""),
     (CALLED, BESIDE, [SILENT, SILENT, LOUD], "tool_calls of message 2 (assistant)"),
 ]

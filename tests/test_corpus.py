@@ -1,4 +1,4 @@
-"""Texts that are prepared in units: the same bytes on any number of cores, after any interruption.
+"""Rows that are prepared in units: the same bytes on any number of cores, after any interruption.
 
 Units have a few kB here, so that little data makes many of them.
 """
@@ -10,6 +10,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -17,14 +18,13 @@ import signal
 import subprocess
 import sys
 import time
-import tracemalloc
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
 
+import reference
 from conftest import ROOT, SOURCE, load_task
 from samestep.base import workers
 from samestep.data import cache, tables
@@ -34,6 +34,7 @@ IGNORE_INDEX = -100
 WORDS = "the quick brown fox jumps over a lazy dog and runs far away".split()
 UNIT = 3000  # bytes
 KINDS = ("jsonl", "csv", "parquet", "json", "jsonl.gz", "jsonl.zst", "csv.gz", "tsv")
+SMALL = {"vocab_size": 300, "hidden_size": 16, "num_heads": 2, "num_layers": 1}
 
 
 def make_texts(number, seed=0):
@@ -68,11 +69,11 @@ def small_units(monkeypatch):
 
 
 @pytest.fixture
-def config(task, tmp_path):
-    def make(data, where="cache", **fields):
-        small = {"context_length": 32, "vocab_size": 300, "hidden_size": 16, "num_layers": 1}
-        small |= {"num_heads": 2, "cache_dir": str(tmp_path / where)}
-        return task.TaskConfig(data=str(data), **{**small, **fields})
+def config(tmp_path):
+    def make(data, where="cache", name="causal_lm", **fields):
+        small = SMALL | {"cache_dir": str(tmp_path / where)}
+        small |= {"context_length": 32} if name == "causal_lm" else {}
+        return load_task(name).TaskConfig(data=str(data), **{**small, **fields})
 
     return make
 
@@ -95,6 +96,11 @@ def write(path, texts=TEXTS):
         content.writelines(json.dumps(row) + "\n" for row in rows)
     compress = {"": bytes, "gz": gzip.compress, "zst": lambda data: pa.compress(data, "zstd")}
     path.write_bytes(compress[compression](content.getvalue().encode()))
+    return path
+
+
+def write_rows(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -151,24 +157,41 @@ def in_child(function):
 # ---- The same bytes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"packing": "best_fit"}, {"rows": "chat", "messages_column": "talk"}],
-    ids=["stream", "best_fit", "chats"],
-)
-def test_any_number_of_processes_writes_the_same_bytes(task, config, tmp_path, monkeypatch, fields):
-    data = write(tmp_path / "a.jsonl")
-    if "rows" in fields:
-        talks = [[{"role": "user", "content": t}, {"role": "assistant", "content": t[::-1]}]
-                 for t in TEXTS]  # fmt: skip
-        data.write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in talks))
+def talk(text):
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
+
+
+ROWS = {  # a task, what a row is made of a text and its number, settings
+    "stream": ("causal_lm", lambda text, i: {"text": text}, {}),
+    "best_fit": ("causal_lm", lambda text, i: {"text": text}, {"packing": "best_fit"}),
+    "chats": ("causal_lm", lambda text, i: {"messages": talk(text)}, {}),
+    "classes": ("text_classification", lambda text, i: {"text": text, "label": f"c{i % 4}"}, {}),
+    "pairs": ("seq2seq", lambda text, i: {"source": text, "target": f"t {i}"}, {}),
+    "preferences": (
+        "preference",
+        lambda text, i: {"prompt": text, "chosen": f" {i}", "rejected": f" {i}?"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name, row, fields", ROWS.values(), ids=ROWS)
+def test_any_number_of_cores_writes_the_same_bytes(
+    config, tmp_path, monkeypatch, name, row, fields
+):
+    every = make_texts(200), make_texts(100, 1) * 2
+    data = ",".join(
+        str(write_rows(tmp_path / f"{n}.jsonl", [row(text, i) for i, text in enumerate(texts)]))
+        for n, texts in enumerate(every)
+    )
     found = []
-    for number in (1, 2, 4):
-        monkeypatch.setattr(workers, "count_cores", lambda number=number: number)
-        folder = task.prepare_data(config(data, f"cache{number}", **fields))
+    for cores in (1, 3):
+        monkeypatch.setattr(workers, "count_cores", lambda cores=cores: cores)
+        cfg = config(f"{data}:3", f"cache{cores}", name, **fields)
+        folder = load_task(name).prepare_data(cfg)
         assert number_of_units(folder) > 5
         found.append(contents(folder))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 def test_every_kind_of_file_gives_the_same_tokens_in_one_unit_or_many(
@@ -184,8 +207,7 @@ def test_every_kind_of_file_gives_the_same_tokens_in_one_unit_or_many(
         assert all(torch.equal(*pair) for pair in zip(found, wanted[1:], strict=True)), kind
 
 
-@pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst"])
-@pytest.mark.parametrize("size", [700, UNIT])
+@pytest.mark.parametrize("kind, size", [("txt", 700), ("txt", UNIT), ("txt.gz", 700)])
 def test_a_long_text_in_pieces_is_that_text(
     task, config, tmp_path, small_units, kind, size, capsys
 ):
@@ -200,31 +222,37 @@ def test_a_long_text_in_pieces_is_that_text(
     text = write(tmp_path / "whole.txt").read_text(encoding="utf-8")
     assert decode(torch.cat(found)).replace("<|endoftext|>", "") == text
     assert len(found[1]) / len(torch.cat(found)) == pytest.approx(0.1, abs=0.03)
-    pieces = units.split_file(data, "data", size, True)
-    blocks = [row["text"] for piece in pieces for row, _ in piece.read({"text": "text"})]
-    assert "".join(blocks) == text and max(map(len, blocks)) <= 1200
-
-
-def test_columns_with_a_name_in_two_lines_lose_no_row(task, config, tmp_path):
-    texts = [each.replace("\n", " ") for each in TEXTS]
-    rows = ['n,"' + each.replace('"', '""') + '"\n' for each in texts]
-    (tmp_path / "a.csv").write_text('"the\nnote",text\n' + "".join(rows), newline="")
-    cfg = config(tmp_path / "a.csv")
-    assert sorted(itertools.chain(*documents(task, cfg))) == sorted(texts)
-    assert number_of_units(task.prepare_data(cfg)) > 4
 
 
 def test_the_vocabulary_is_learnt_from_the_same_rows_whatever_else_the_file_holds(
     task, config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(units, "SAMPLE", 3000)
-    lines = "".join(json.dumps({"text": each, "other": "x" * 100}) + "\n" for each in TEXTS)
-    (tmp_path / "wide.jsonl").write_text(lines)
+    rows = [{"text": each, "other": "x" * 100} for each in TEXTS]
+    wide = write_rows(tmp_path / "wide.jsonl", rows)
     folders = [
         task.prepare_data(config(data, f"{data.stem}-cache"))
-        for data in (tmp_path / "wide.jsonl", write(tmp_path / "a.jsonl"))
+        for data in (wide, write(tmp_path / "a.jsonl"))
     ]
     assert len({(folder / tokenizing.FILE).read_bytes() for folder in folders}) == 1
+
+
+def test_files_of_other_endings_are_texts_where_the_fields_name_them(task, config, tmp_path):
+    """Packed ones too; the vocabulary and the rows are those of the same texts in .txt files."""
+    plain, named = tmp_path / "plain", tmp_path / "named"
+    for folder, names in ((plain, "abc"), (named, ["a.md", "b.PY", "c.1.gz"])):
+        folder.mkdir()
+        for name, number in zip(names, range(3), strict=True):
+            text = "\n".join(TEXTS[100 * number : 100 * number + 100]).encode()
+            path = folder / (f"{name}.txt" if folder == plain else name)
+            path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    (named / "left.html").write_text("out")
+    wanted = labels(task, config(plain))[1:]
+    found = labels(task, config(named, endings=".md, .py,.1"))[1:]
+    assert all(map(torch.equal, found, wanted)) and len(wanted[0])
+    for wrong in ("md", ".csv", ".a b"):
+        with pytest.raises(ValueError, match="task.endings: '.*' cannot be read as text; write"):
+            task.prepare_data(config(named, endings=wrong))
 
 
 # ---- Interruptions -------------------------------------------------------------------------------
@@ -293,8 +321,10 @@ def test_processes_end_when_the_one_that_started_them_is_killed(
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("place", ["scan", "vocabulary", "tokens"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), OSError("full"), None])
+@pytest.mark.parametrize(
+    "place, error",
+    [("scan", OSError(errno.ENOSPC, "full")), ("vocabulary", OSError("full")), ("tokens", None)],
+)
 def test_what_is_done_is_kept_where_a_disk_is_full_or_a_process_is_killed(
     task, config, tmp_path, monkeypatch, place, error
 ):
@@ -337,13 +367,12 @@ def test_what_is_done_is_kept_where_a_disk_is_full_or_a_process_is_killed(
     "change, said",
     [
         (lambda path: os.truncate(path, 5003), "files changed during the preparation: start again"),
-        (lambda path: path.write_text("text\n"), "files changed during the preparation"),
         (lambda path: path.unlink(), "nothing to read at"),
     ],
 )
 def test_a_file_that_changes_between_the_passes(task, config, tmp_path, monkeypatch, change, said):
-    data, choose = write(tmp_path / "a.jsonl"), corpus.choose_held
-    monkeypatch.setattr(corpus, "choose_held", lambda *given: (change(data), choose(*given))[1])
+    data, choose = write(tmp_path / "a.jsonl"), units.hold_out
+    monkeypatch.setattr(units, "hold_out", lambda *given: (change(data), choose(*given))[1])
     with pytest.raises(ValueError, match=f"^task.data: {said}"):
         task.prepare_data(config(data))
 
@@ -361,9 +390,8 @@ def flip(path):
     "name, damage",
     [
         ("000002.tokens", flip),
-        ("000002.tokens", lambda path: path.unlink()),
         ("000001.json", flip),
-        ("tokenizer.json", flip),
+        ("tokenizer.json", lambda path: path.unlink()),
         ("000009.odd", lambda path: path.write_text("not ours")),
     ],
 )
@@ -380,60 +408,42 @@ def test_what_is_damaged_is_named_and_made_again(task, config, tmp_path, capsys,
     assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
 
 
-@pytest.mark.parametrize("name", ["json", "rows", "sample"])
-@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 0)])
+@pytest.mark.parametrize(
+    "name, damage", [("json", flip), ("rows", flip), ("sample", lambda path: os.truncate(path, 0))]
+)
 def test_damaged_notes_of_the_first_pass_are_written_again(
     task, config, tmp_path, monkeypatch, name, damage
 ):
     data = write(tmp_path / "a.jsonl")
     wanted = task.prepare_data(config(data, "calm"))
     with monkeypatch.context() as patch:
-        patch.setattr(corpus, "choose_held", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(units, "hold_out", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             task.prepare_data(config(data))
     (unfinished,) = (tmp_path / "cache").glob("*.unfinished")
     damage(unfinished / "scan-0" / f"000001.{name}")
-    assert contents(task.prepare_data(config(data))) == contents(wanted)
-
-
-def test_leftovers_and_hidden_files_do_not_make_a_damaged_folder(task, config, tmp_path, capsys):
-    cfg = config(write(tmp_path / "a.jsonl"))
-    folder = task.prepare_data(cfg)
-    wanted, unfinished = contents(folder), folder.with_suffix(".unfinished")
-    folder.rename(unfinished)
     (unfinished / ".scan-0-1.trash").mkdir()  # a start was killed while it removed its notes
-    (unfinished / ".scan-0-1.trash" / "000000.npy").write_text("a")
-    (unfinished / ".hidden").write_text("of a file manager")
-    assert task.prepare_data(cfg) == folder and not unfinished.exists()
-    assert not (folder / ".scan-0-1.trash").exists()
-    (folder / ".hidden").unlink()
-    assert contents(folder) == wanted
-    (folder / ".hidden").write_text("of a file manager")
-    capsys.readouterr()
-    (folder.parent / "digests.json").unlink()
-    capsys.readouterr()
-    task.prepare_data(cfg)
-    assert capsys.readouterr().out == ""
+    assert contents(task.prepare_data(config(data))) == contents(wanted)
+    assert not [*(tmp_path / "cache").rglob("*.trash")]
 
 
 # ---- Errors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cores", [1, 2])
 @pytest.mark.parametrize(
     "name, line, said",
     [
         ("a.jsonl", b'{"text": ', "line 251: invalid JSON"),
         ("a.jsonl", b'{"text": 1}', "line 251: the text is 1 but must be text"),
         ("a.jsonl", b'{"text": " "}', "line 251: the text is empty; --task.incomplete_rows skip"),
-        ("a.jsonl", b'{"body": "a"}', "line 251: no column text among body"),
         ("a.txt", b"abc \xff def", "line 251: byte 0xff is not UTF-8"),
     ],
 )
 def test_an_error_in_a_later_piece_names_its_line(
-    task, config, tmp_path, monkeypatch, cores, name, line, said
+    task, config, tmp_path, monkeypatch, name, line, said
 ):
-    monkeypatch.setattr(workers, "count_cores", lambda: cores)
+    """The first one, on any number of cores."""
+    monkeypatch.setattr(workers, "count_cores", lambda: 2)
     lines = [json.dumps({"text": each}).encode() for each in TEXTS]
     later = [] if name == "a.txt" else [b"[]"]
     data = tmp_path / name
@@ -444,46 +454,20 @@ def test_an_error_in_a_later_piece_names_its_line(
     assert not [*(tmp_path / "cache").glob("*.unfinished")]
 
 
-def test_skipped_rows_of_all_units_are_counted_and_the_first_is_named(
+def test_skipped_and_equal_rows_of_all_units_are_counted_and_the_first_is_named(
     task, config, tmp_path, capsys
 ):
-    texts = [*TEXTS]
+    texts = [*TEXTS, *TEXTS[:10]]
     for at in (290, 140, 70):
         texts.insert(at, "")
     found = documents(task, config(write(tmp_path / "a.jsonl", texts), incomplete_rows="skip"))
-    assert f"303 documents read, {len(found[0])} to " in (out := capsys.readouterr().out)
+    assert f"313 documents read, {len(found[0])} to " in (out := capsys.readouterr().out)
     assert "; left out: 3 incomplete: the text is empty (the first: " in out
-    assert "a.jsonl, line 71)" in out
-    assert sorted(itertools.chain(*found)) == sorted(TEXTS)
+    assert "a.jsonl, line 71); 10 are equal to others\n" in out
+    assert sorted(itertools.chain(*found)) == sorted([*TEXTS, *TEXTS[:10]])
 
 
-# ---- Held out ------------------------------------------------------------------------------------
-
-
-def test_equal_texts_are_on_one_side(task, config, tmp_path, capsys):
-    texts = TEXTS[:150] + TEXTS[50:200]
-    train, validation = documents(task, config(write(tmp_path / "a.jsonl", texts)))
-    assert "; 100 are equal to others" in capsys.readouterr().out
-    assert sorted(train + validation) == sorted(texts)
-    assert not {*train} & {*validation} and 20 <= len(validation) <= 40
-
-
-def test_what_is_held_out_is_found_without_all_rows_in_memory(tmp_path, monkeypatch):
-    draw, files = np.random.default_rng(0), []
-    for number in range(10):
-        files.append((tmp_path / f"{number}.rows", []))
-        rows = np.zeros(20_000, units.NOTED)
-        rows["hash"], rows["size"] = draw.integers(0, 2**64, 20_000, np.uint64), 1000
-        rows.tofile(files[-1][0])
-    notes, found, peaks = units.Input("a", None, "data", [], 200_000, noted=files), [], []
-    for number in (200_000, 2000):
-        monkeypatch.setattr(units, "LOOKED_AT", number)
-        tracemalloc.start()
-        found.append(units.hold_out(notes, 0.9, 400_000, size_of_row=True))
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert found[0] == found[1] and len(found[0]) == 400
-    assert peaks[1] < 3e6 < 2e7 < peaks[0]
+# ---- Held out, and several sources ---------------------------------------------------------------
 
 
 def test_more_units_than_files_that_may_be_open(tmp_path):
@@ -509,9 +493,6 @@ def test_a_long_text_among_others_is_on_one_side(task, config, tmp_path):
     assert all(long) and number_of_units(task.prepare_data(cfg)) > 6
 
 
-# ---- Several sources -----------------------------------------------------------------------------
-
-
 def test_sources_with_weights_are_the_parts_of_both_datasets(task, config, tmp_path):
     a, b = (write(tmp_path / f"{n}.jsonl", make_texts(200, i)) for i, n in enumerate("ab"))
     cfg = config(f"{a}:2,{b}")
@@ -527,9 +508,71 @@ def test_sources_with_weights_are_the_parts_of_both_datasets(task, config, tmp_p
             assert f'"{number}"' in learnt and f'"{1 - number}"' not in learnt
             first += each.rows
         assert first == len(part)
-    other = config(f"{a}:1,{b}:5")  # another mixture of the same prepared rows
-    assert task.prepare_data(other) == folder
-    assert [each.weight for each in task.datasets(other, folder)[0].sources] == [1, 5]
+
+
+@pytest.mark.parametrize("name", ["text_classification", "seq2seq"])
+def test_rows_held_out_of_each_source_are_those_of_a_split_in_memory(config, tmp_path, name):
+    """In the order of their hashes; a bound takes the first of them. Sources lie one by one."""
+    task, is_class = load_task(name), name == "text_classification"
+    every = [
+        [(text, f"c{i // 3 % 4}") for i, text in enumerate(make_texts(n, n))] for n in (400, 90)
+    ]
+    every[0] += every[0][:50]
+    every[1] = [(text, "d" if label == "c3" else label) for text, label in every[1]]
+    names = ("text", "label") if is_class else ("source", "target")
+    paths = [
+        write_rows(tmp_path / f"{i}.jsonl", [dict(zip(names, row, strict=True)) for row in rows])
+        for i, rows in enumerate(every)
+    ]
+
+    def held_out(rows):
+        label = (lambda row: row[0][1]) if is_class else (lambda row: None)
+        rows = [(row, "") for row in rows]
+        return [row[0] for row, _ in reference.hold_out(rows, 0.1, lambda row: row[0][0], label)[1]]
+
+    for bound in (2000, 40, 2):
+        data = f"{paths[0]}:3,{paths[1]}:2"
+        cfg = config(data, name=name, validation_rows=bound)
+        folder = task.prepare_data(cfg)
+        decode = (task.text_data if is_class else task.pairs).load_tokenizer(cfg, folder).decode
+        parts = task.datasets(cfg, folder)
+        for part in parts:
+            sources = [(each.name, each.weight) for each in part.sources]
+            assert sources == [("0.jsonl", 3), ("1.jsonl", 2)]
+            assert part.sizes().tolist() == [row["length"] for row in part]
+        texts, held = (
+            [decode(row["input_ids"], skip_special_tokens=True) for row in part] for part in parts
+        )
+        for rows, mine, out in zip(every, *(part.sources for part in parts), strict=True):
+            own, held = held[: out.rows], held[out.rows :]
+            assert own == held_out(rows)[: len(own)] and 0 < len(own) <= bound // 2
+            assert bound < 2000 or own == held_out(rows)
+            learnt, texts = texts[: mine.rows], texts[mine.rows :]
+            assert learnt == [row[0] for row in rows if row[0] not in own]
+        assert not held and not texts
+    cfg.data = f"{paths[0]},{paths[1]}:7"  # another mixture of the same prepared rows
+    assert task.prepare_data(cfg) == folder
+    assert [each.weight for each in task.datasets(cfg, folder)[0].sources] == [1, 7]
+
+
+def test_each_class_keeps_a_text_and_numbers_have_exact_sums(config, tmp_path):
+    task = load_task("text_classification")
+    values = [1e16 if i % 2 else -1e16 + i for i in range(100)]
+    rows = [
+        {"text": f"text {i}", "label": "often" if i < 97 else f"once {i}", "number": values[i]}
+        for i in range(100)
+    ]
+    data = write_rows(tmp_path / "a.jsonl", rows)
+    cfg = config(data, name="text_classification")
+    train, _ = task.datasets(cfg, task.prepare_data(cfg))
+    assert {int(row["labels"]) for row in train} == {0, 1, 2, 3}
+    number = {"label_column": "number", "problem_type": "regression"}
+    folder = task.prepare_data(config(data, name="text_classification", **number))
+    held = [i for i in range(100) if units.hash_of(f"text {i}") < 0.1 * 2**64]
+    kept = [value for i, value in enumerate(values) if i not in held]
+    mean = math.fsum(kept) / len(kept)
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in kept) / len(kept))
+    assert json.loads((folder / "scale.json").read_text()) == [mean, std]
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -562,23 +605,4 @@ def test_memory_does_not_grow_with_the_data(tmp_path, kind, megabytes):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     peaks = [int(line.split()[1]) for line in result.stdout.splitlines() if "peak" in line]
-    print(peaks)
     assert all(peak < 700 for peak in peaks), peaks
-
-
-def test_files_of_other_endings_are_texts_where_the_fields_name_them(task, config, tmp_path):
-    """Packed ones too; the vocabulary and the rows are those of the same texts in .txt files."""
-    plain, named = tmp_path / "plain", tmp_path / "named"
-    for folder, names in ((plain, "abc"), (named, ["a.md", "b.PY", "c.1.gz"])):
-        folder.mkdir()
-        for name, number in zip(names, range(3), strict=True):
-            text = "\n".join(TEXTS[100 * number : 100 * number + 100]).encode()
-            path = folder / (f"{name}.txt" if folder == plain else name)
-            path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    (named / "left.html").write_text("out")
-    wanted = labels(task, config(plain))[1:]
-    found = labels(task, config(named, endings=".md, .py,.1"))[1:]
-    assert all(map(torch.equal, found, wanted)) and len(wanted[0])
-    for wrong in ("md", ".csv", ".a b"):
-        with pytest.raises(ValueError, match="task.endings: '.*' cannot be read as text; write"):
-            task.prepare_data(config(named, endings=wrong))

@@ -158,16 +158,16 @@ def prepare_data(cfg: TaskConfig) -> Path:
     pretrained.check_unread(cfg)
     if cfg.streaming:
         return prepare_index(cfg)
-    data = corpus.recognize(cfg)
+    formats = corpus.recognize(cfg)
     check_config(cfg)
     best_fit = uses_best_fit(cfg)
     longest = corpus.max_text_length(cfg, best_fit)
     return cache.prepare(
         cfg,
         "context_length packing too_long train_on roles vocab_size model_name_or_path revision",
-        lambda folder: corpus.build(cfg, data, folder, longest, best_fit),
+        lambda folder: corpus.build(cfg, formats, folder, longest, best_fit),
         row_formats.endings_of(cfg),
-        more=[(own.data, each.kind, each.columns) for _, own, each in data],
+        more=[(data, each.kind, each.columns) for data, each in formats.items()],
         files=filter(None, [chats.template_path(cfg), tokenizing.vocabulary_path(cfg)]),
         shipped=demo_data.text_files,
     )

@@ -79,10 +79,7 @@ def read_chat(text: str, arguments: argparse.Namespace) -> list[dict]:
     if (arguments.file or "").endswith(".jsonl"):
         row, names = json.loads(text), chats.read_names(arguments.roles)
         given = row.get("messages") or row["conversations"] if isinstance(row, dict) else row
-        messages = [
-            chats.normalize_message(chats.rename_keys(message, names), f"message {number}", names)
-            for number, message in enumerate(given, 1)
-        ]
+        messages = chats.read_messages(given, names)
         if messages[-1]["role"] == "assistant":  # a chat to train on: the model writes its own
             messages = messages[:-1]
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []

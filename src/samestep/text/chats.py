@@ -5,6 +5,7 @@ transformers take too. The arguments of tool calls are objects. `tools` is missi
 none.
 """
 
+import contextlib
 import json
 import shlex
 from collections.abc import Iterator
@@ -82,27 +83,20 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
     form = "a list of objects with role and content"
     require(isinstance(messages, list), "messages", messages, form)
     said: set[str] = set()
-    row["messages"], names = [], names or {}
-    for number, message in enumerate(messages, 1):
-        message = rename_keys(message, names)
-        known = normalize_message(message, f"message {number}", names)
-        row["messages"].append(known)
-        if message["role"] != known["role"]:
-            said.add(f"{one_line(message['role'])} is read as {known['role']}")
-        if known["role"] != "assistant":
-            continue
-        if known.get("weight", 1) not in (0, 1):
-            weight = f"{known['weight']!r:.60}"
+    row["messages"] = messages = read_messages(messages, names or {}, said)
+    answers = {i: each for i, each in enumerate(messages, 1) if each["role"] == "assistant"}
+    for number, message in answers.items():
+        if message.get("weight", 1) not in (0, 1):
+            weight = f"{message['weight']!r:.60}"
             raise ValueError(f"weight of message {number} is {weight}; give 0 or 1")
-        if number > 1 and not known["content"].strip() and not known.get("tool_calls"):
+        if number > 1 and not message["content"].strip() and not message.get("tool_calls"):
             raise IncompleteRow(f"message {number}, of the assistant, is empty")
-    answers = [each for each in row["messages"] if each["role"] == "assistant"]
-    for message in answers[:-1] if train_on == "last" else []:
-        message["weight"] = 0
-    if not any(each["role"] == "assistant" for each in row["messages"][1:]):
-        roles = one_line(", ".join(dict.fromkeys(m["role"] for m in row["messages"])), 60)
+        if train_on == "last" and number != max(answers):
+            message["weight"] = 0
+    if max(answers, default=1) == 1:
+        roles = one_line(", ".join(dict.fromkeys(each["role"] for each in messages)), 60)
         raise IncompleteRow(f"no message after the first has the role assistant (roles: {roles})")
-    if not any(map(is_trained_on, row["messages"][1:])):
+    if not any(map(is_trained_on, messages[1:])):
         raise IncompleteRow("no message of the assistant is trained on: all have the weight 0")
     if tools:
         fits = isinstance(tools, list) and all(map(function_name, tools))
@@ -131,51 +125,59 @@ def alpaca_messages(row: dict) -> list[dict[str, str]]:
     ]
 
 
-def rename_keys(message: Any, names: dict[str, str]) -> Any:
-    """The message with the keys role and content in place of those that `names` gives, and of those
-    of ShareGPT."""
-    if not isinstance(message, dict):
-        return message
-    if "from" in message and message.get("role") is None:
-        names = {"from": "role", "value": "content", **names}
-    keys = {key: names[key] for key in names if names[key] in KEYS and key in message}
-    left = {key: value for key, value in message.items() if key not in keys}
-    return left | {meaning: message[key] for key, meaning in keys.items()}
+def read_messages(
+    messages: list, names: dict[str, str], said: set[str] | None = None
+) -> list[dict]:
+    """Messages with a role of ROLES, content, and tool_calls if there are any.
 
-
-def normalize_message(message: Any, where: str, names: dict[str, str]) -> dict:
-    """A message with a role of ROLES, content, and tool_calls if there are any. `where` names it.
-
-    `names`: see `read_names`. A message with another role would be context without a word.
+    `names`: see `read_names`. `said` gets what to say of roles under other names. Raises
+    ValueError: a message with another role would be context without a word.
     """
-    require(isinstance(message, dict), where, message, "an object with role and content")
-    result = drop_nulls(message)
-    if "train" in result:  # axolotl's name
-        result["weight"] = result.pop("train")
-    calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
-    for name, there in (("role", "role" in result), ("content", "content" in message or calls)):
-        if not there:
-            only = one_line(", ".join(map(str, result)) or "nothing", 60)
-            hint = f"name its key with --task.roles KEY={name}"
-            raise ValueError(f"{where} has no {name}, only {only}; {hint}")
-        value = result.get(name, "")
-        require(isinstance(value, str), f"the {name} of {where}", value, "text")
-    given = result["role"].strip()
-    role = names.get(given) or ROLES.get(given.lower())
-    if role not in ROLES:
-        known = ", ".join(dict.fromkeys(ROLES.values()))
-        raise ValueError(
-            f"{where} is from {shorten(given)}, none of {known}; say which it is: --task.roles "
-            f"{shlex.quote(one_line(given, 60))}=user"
-        )
-    if result.get("function_call"):
-        raise ValueError(f"{where} has function_call, the old form of tool_calls; write tool_calls")
-    if calls:
-        require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
-        result["tool_calls"] = [normalize_call(call, where) for call in calls]
-    elif "content" not in result:
-        raise IncompleteRow(f"{where} has no content")
-    return {"content": "", **result, "role": role}
+    found = []
+    for number, message in enumerate(messages, 1):
+        where = f"message {number}"
+        require(isinstance(message, dict), where, message, "an object with role and content")
+        meanings = {key: meaning for key, meaning in names.items() if meaning in KEYS}
+        if "from" in message and message.get("role") is None:  # ShareGPT
+            meanings = {"from": "role", "value": "content", **meanings}
+        left = {key: value for key, value in message.items() if key not in meanings}
+        message = left | {meanings[key]: message[key] for key in meanings if key in message}
+        result = drop_nulls(message)
+        if "train" in result:  # axolotl's name
+            result["weight"] = result.pop("train")
+        calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
+        for name, there in (("role", "role" in result), ("content", "content" in message or calls)):
+            if not there:
+                only = one_line(", ".join(map(str, result)) or "nothing", 60)
+                hint = f"name its key with --task.roles KEY={name}"
+                raise ValueError(f"{where} has no {name}, only {only}; {hint}")
+            value = result.get(name, "")
+            require(isinstance(value, str), f"the {name} of {where}", value, "text")
+        if result.get("function_call"):
+            text = "function_call, the old form of tool_calls; write tool_calls"
+            raise ValueError(f"{where} has {text}")
+        if calls:
+            require(isinstance(calls, list), f"tool_calls of {where}", calls, "a list")
+            result["tool_calls"] = [normalize_call(call, where) for call in calls]
+        elif "content" not in result:
+            raise IncompleteRow(f"{where} has no content")
+        role = known_role(result["role"], names, where)
+        if said is not None and role != result["role"]:
+            said.add(f"{one_line(result['role'])} is read as {role}")
+        found.append({"content": "", **result, "role": role})
+    return found
+
+
+def known_role(name: str, names: dict[str, str], where: str) -> str:
+    """The role of ROLES that a name means. Raises ValueError if it means none."""
+    role = names.get(name.strip()) or ROLES.get(name.strip().lower())
+    if role in ROLES:
+        return role
+    known = ", ".join(dict.fromkeys(ROLES.values()))
+    raise ValueError(
+        f"{where} is from {shorten(name.strip())}, none of {known}; say which it is: --task.roles "
+        f"{shlex.quote(one_line(name.strip(), 60))}=user"
+    )
 
 
 def normalize_call(call: Any, where: str) -> dict:
@@ -203,7 +205,7 @@ def parse_json(value: Any, what: str) -> Any:
         return value
     try:
         return replace_surrogates(json.loads(value)) if value.strip() else None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problem = one_line(getattr(error, "msg", error), 100)
         raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
 
@@ -247,12 +249,9 @@ def template_path(cfg: Any) -> Path | None:
 
 
 def read_template(cfg: Any) -> str:
-    """The text of the file in cfg.chat_template; raises ValueError if it cannot be read."""
-    try:
-        return template_path(cfg).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot read {one_line(cfg.chat_template, 100)}: {one_line(error)}"
-        raise ValueError(f"task.chat_template: {what}") from None
+    """The text of the file in cfg.chat_template, or empty."""
+    path = template_path(cfg)
+    return path.read_text(encoding="utf-8") if path else ""
 
 
 def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:
@@ -264,13 +263,11 @@ def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple
     messages, tools = row["messages"], row.get("tools", [])
     whole, before, until = apply_template(messages, tools, place, tokenizer), {}, {}
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
         if i and is_trained_on(message):
-            before[i] = apply_template(
-                messages[:i], tools, place, tokenizer, add_generation_prompt=True
-            )
-    check_nothing_left_out(row, whole, until, place, tokenizer, shown)
+            before[i] = apply_template(messages[:i], tools, place, tokenizer, ask=True)
+            until[i] = apply_template(messages[: i + 1], tools, place, tokenizer)
+    text = "\n".join([whole, *until.values()])
+    check_nothing_left_out(row, text, place, tokenizer, shown)
     if not all(until[i].startswith(before[i]) for i in before):
         raise ValueError(
             f"task.chat_template: {place}: the chat with its answer does not begin with what the "
@@ -283,80 +280,94 @@ def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple
     return [(until[i], [answers[i]]) for i in answers]
 
 
-def check_nothing_left_out(
-    row: dict, whole: str, until: dict[int, str], place: str, tokenizer: Any, shown: set
-) -> None:
+def check_nothing_left_out(row: dict, text: str, place: str, tokenizer: Any, shown: set) -> None:
     """Raises ValueError for a part of a chat that the template leaves out silently.
 
-    `until` has the texts that end with each answer: an answer is looked for in its own text, since
-    the template may drop its reasoning later. A part is shown if the text contains its words. The
-    template may write them otherwise, and words may match by chance; so for missing words, and for
-    the first part of each kind, the text must change when the part changes. `shown` collects the
-    kinds that have passed.
+    The template gets the chat with a number at the end of each part, and must show all numbers. For
+    chats of the same parts, whose hashes `shown` collects, that is done once, unless words of a
+    part are missing in the `text` of the chat: the template may have written them otherwise.
     """
-    messages, tools = row["messages"], row.get("tools", [])
-
-    def check(what: str, kind: tuple, words: list, text: str, messages: list, tools: list) -> None:
-        if kind in shown and all(word in text for word in words):
-            return
-        shown.add(kind)
-        try:
-            if apply_template(messages, tools, place, tokenizer) != text:
-                return
-        except ValueError:  # the template reads this part, and refuses another value
-            return
+    parts = number_parts(row)[2]
+    keys = ((message["role"], *message) for message in row["messages"])
+    kind = hash((*(part[:2] for part in parts.values()), *keys))
+    if kind in shown and all(words in text for *_, words in parts.values()):
+        return
+    shown.add(kind)
+    missing = ""
+    try:
+        missing = find_left_out(row, place, tokenizer)
+    except ValueError:  # the template refuses another value of a part, which it reads
+        for number in parts:
+            with contextlib.suppress(ValueError):
+                missing = missing or find_left_out(row, place, tokenizer, number)
+    if missing:
         raise ValueError(
-            f"task.chat_template: {place}: the template leaves out {what}; give one that shows "
+            f"task.chat_template: {place}: the template leaves out {missing}; give one that shows "
             "it with --task.chat_template FILE, or take it out of the data"
         )
 
-    for i, tool in enumerate(tools):
-        function = tool.get("function", tool)
-        words = [text for text in function.values() if isinstance(text, str)]
-        other = {**function, "name": f"{function['name']}x"}
-        other = {**tool, "function": other} if "function" in tool else other
-        kind = ("tools", i > 0, messages[0]["role"])
-        check("tools", kind, words, whole, messages, [*tools[:i], other, *tools[i + 1 :]])
-    for i, message in enumerate(messages):
-        here, text = messages[: i + 1] if i in until else messages, until.get(i, whole)
-        form = (message["role"], bool(message["content"].strip()), "tool_calls" in message)
-        around = (messages[i - 1]["role"] if i else "", i + 1 == len(here), bool(tools))
-        for name, number, words, other in changes_of(message):
-            what = f"{name} of message {i + 1} ({message['role']})"
-            kind = (name, number > 0, *form, *around)
-            check(what, kind, words, text, [*here[:i], other, *here[i + 1 :]], tools)
+
+def find_left_out(row: dict, place: str, tokenizer: Any, only: str = "") -> str:
+    """The first part that the template leaves out, or `only` that with this number; else empty.
+
+    An answer is looked for in the text that ends with it: its reasoning may be gone later.
+    """
+    messages, tools, parts = number_parts(row, only)
+    whole = apply_template(messages, tools, place, tokenizer)
+    until = {
+        i: apply_template(messages[: i + 1], tools, place, tokenizer)
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant"
+    }
+    for number, (i, what, _) in parts.items():
+        if number not in until.get(i, whole) and number in (only or number):
+            return what
+    return ""
 
 
-def changes_of(message: dict) -> Iterator[tuple[str, int, list[str], dict]]:
-    """What a template has to show of a message: a name, a number, the words, and the message with
-    others in their place."""
-    for name in ("content", *(REASONING if message["role"] == "assistant" else ())):
-        value = message.get(name)
-        if isinstance(value, str) and value.strip():
-            yield name, 0, [value.strip()], {**message, name: f"{value.rstrip()}x"}
-    calls = message.get("tool_calls", [])
-    for number, call in enumerate(calls):
-        function, arguments = call["function"], call["function"]["arguments"]
-        words = [value for value in arguments.values() if isinstance(value, str)]
-        for what, found, other in (
-            ("tool_calls", [function["name"]], {"name": f"{function['name']}x"}),
-            ("arguments of tool_calls", words, {"arguments": {**arguments, "x": "x"}}),
-        ):
-            changed = {**call, "function": {**function, **other}}
-            others = [*calls[:number], changed, *calls[number + 1 :]]
-            yield what, number, found, {**message, "tool_calls": others}
+def number_parts(row: dict, only: str = "") -> tuple[list[dict], list[dict], dict[str, tuple]]:
+    """The messages and tools of a chat with a number at the end of each part that a template has to
+    show, or of one; and for each number the message (-1: the tools), a name, and words."""
+    parts: dict[str, tuple[int, str, str]] = {}
+
+    def number(i: int, what: str, value: Any) -> Any:
+        found = f"90{len(parts):05}09"
+        words = value.strip() if isinstance(value, str) else ""
+        parts[found] = i, what, words
+        return words + found if only in ("", found) else value
+
+    def change(tool: dict, **values: Any) -> dict:
+        if "function" in tool:
+            return {**tool, "function": {**tool["function"], **values}}
+        return {**tool, **values}
+
+    tools = row.get("tools", [])
+    tools = [change(each, name=number(-1, "tools", function_name(each))) for each in tools]
+    messages = []
+    for i, message in enumerate(row["messages"]):
+        message, where = dict(message), f"of message {i + 1} ({message['role']})"
+        for name in ("content", *(REASONING if message["role"] == "assistant" else ())):
+            if isinstance(message.get(name), str) and message[name].strip():
+                message[name] = number(i, f"{name} {where}", message[name])
+        calls = []
+        for call in message.pop("tool_calls", []):
+            name = number(i, f"tool_calls {where}", call["function"]["name"])
+            what, values = f"arguments of tool_calls {where}", call["function"]["arguments"]
+            arguments = {key: number(i, what, value) for key, value in values.items()}
+            calls.append(change(call, name=name, arguments=arguments))
+        messages.append({**message, "tool_calls": calls} if calls else message)
+    return messages, tools, parts
 
 
 def apply_template(
-    messages: list[dict], tools: list[dict], place: str, tokenizer: Any, **options: Any
+    messages: list[dict], tools: list[dict], place: str, tokenizer: Any, ask: bool = False
 ) -> str:
-    """Messages as text, by the tokenizer's chat template.
+    """Messages as text, by the tokenizer's chat template; with `ask`, up to where an answer begins.
 
     A template is a program: it may fail. Raises ValueError with the place of the row.
     """
+    options = {"tools": tools or None, "tokenize": False, "add_generation_prompt": ask}
     try:
-        return tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=False, **options
-        )
+        return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:
         raise ValueError(f"task.chat_template: {place}: {one_line(error)}") from None

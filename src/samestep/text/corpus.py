@@ -7,6 +7,7 @@ and the second pass, which writes the tokens of each unit into files: see token_
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,10 @@ from samestep.data.tables import Span
 from samestep.text import chats, packing, row_formats, tokenizing, units
 from samestep.text.row_formats import OPTIONAL, RowFormat
 from samestep.text.unit_files import UnitWriter, finish_folder
-from samestep.text.units import Batch, Input, Reader
+from samestep.text.units import PARTS, Batch, Input, RowKind
 
 END_OF_TEXT = "<|endoftext|>"  # of a new model
 BYTES_A_TOKEN = 6  # at most, to hold out enough where the tokens are not known yet
-FACTS = "texts tokens held_texts held questions long empty used most_texts".split()  # of a unit
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -36,10 +36,9 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     """The tokenizer of a language model, with a chat template where rows are chats."""
     ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     tokenizer = tokenizing.load_tokenizer(cfg, folder, model_max_length=cfg.context_length, **ends)
-    if cfg.chat_template:
-        tokenizer.chat_template = chats.read_template(cfg)
-    elif cfg.rows == "chat":
-        tokenizer.chat_template = tokenizer.chat_template or chats.CHAT_TEMPLATE
+    if cfg.rows == "chat" or cfg.chat_template:
+        own = chats.read_template(cfg) or tokenizer.chat_template
+        tokenizer.chat_template = own or chats.CHAT_TEMPLATE
     return tokenizer
 
 
@@ -65,100 +64,70 @@ def max_text_length(cfg: Any, best_fit: bool) -> int:
 # ---- Build ---------------------------------------------------------------------------------------
 
 
-def recognize(cfg: Any) -> list[tuple[sources.WeightedData, Any, RowFormat]]:
-    """Each source of cfg.data, the config with its data alone, and what its rows are.
+def recognize(cfg: Any) -> dict[str, RowFormat]:
+    """What the rows of each source of cfg.data are.
 
     Replaces `rows` auto by their kind. Raises ValueError if the sources have rows of more kinds.
     """
-    data = [
-        (*each, row_formats.recognize_format(each[1]))
-        for each in sources.by_source(cfg, row_formats.endings_of(cfg))
-    ]
-    kinds = {row_format.kind: own.data for _, own, row_format in data}
+    own = [each for _, each in sources.by_source(cfg, row_formats.endings_of(cfg))]
+    formats = {each.data: row_formats.recognize_format(each) for each in own}
+    kinds = {row_format.kind: data for data, row_format in formats.items()}
     if len(kinds) > 1:
         found = " and ".join(f"{kind} in {one_line(name, 60)}" for kind, name in kinds.items())
         raise ValueError(f"task.data: rows are {found}; give sources with rows of one kind")
     (cfg.rows,) = kinds
-    return data
+    return formats
 
 
 def build(
-    cfg: Any,
-    by_source: list[tuple[sources.WeightedData, Any, RowFormat]],
-    folder: Path,
-    longest: int,
-    best_fit: bool,
+    cfg: Any, formats: dict[str, RowFormat], folder: Path, longest: int, best_fit: bool
 ) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
     `longest`: tokens of a text that the model sees.
     """
-    readers = [make_reader(cfg, *each) for each in by_source]
-    inputs = units.scan_all(readers, folder)
-    for _, own, row_format in by_source:
-        found = [each for each in inputs if each.reader.cfg is own]
-        print(row_formats.describe_input(own, row_format, found), flush=True)
-    train = [each for each in inputs if not each.given]
-    held = choose_held(cfg, inputs)
+    most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
+    kind = RowKind(
+        row_formats.endings_of(cfg),
+        lambda own: formats[own.data].columns,
+        row_formats.row_check(cfg),
+        row_formats.key_of,
+        row_formats.texts_of,
+        nothing_held="all rows of {data} are equal; add others, to hold some out",
+        shipped={n: partial(demo_data.text_rows, n, cfg.rows) for n in demo_data.TEXTS},
+        optional=OPTIONAL,
+        long_texts=cfg.rows == "text",
+        most_bytes=most,
+    )
+    inputs, held = units.scan(cfg, folder, kind)
+    for source in inputs:
+        print(row_formats.describe_input(source, formats[source.cfg.data]), flush=True)
     if kept := tokenizing.vocabulary_path(cfg):
         replace_text(folder / tokenizing.FILE, kept.read_text(encoding="utf-8"))
-    units.learn_vocabulary(cfg, folder, train, held, last=[END_OF_TEXT])
+    units.learn_vocabulary(cfg, folder, inputs, held, last=[END_OF_TEXT])
     tokenizer = load_tokenizer(cfg, folder)
     # The smallest type for token ids, for positions in a row, and for IGNORE_INDEX.
     dtype = "<u2" if len(tokenizer) < 2**16 and cfg.context_length <= 2**16 else "<u4"
     how = (cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
     maker = RowMaker(tokenizer, *how)
-    if len(train) == len(inputs):
-        for each in train:
-            cut_single_text(cfg, each)
+    train, validation = units.parts_of(inputs)
+    for each in [] if validation else train:
+        if each.is_single_text:
+            cut_single_text(each, min(cfg.validation_fraction, most / max(each.size, 1)))
     done = units.write(folder, inputs, held, maker.write_unit)
-    return finish(inputs, done, folder, maker, cfg.validation_rows)
+    return finish(inputs, done, folder, maker, max(1, cfg.validation_rows // len(train)))
 
 
-def make_reader(cfg: Any, source: sources.WeightedData, own: Any, row_format: RowFormat) -> Reader:
-    """How the rows of a source are read. Prints the files that are not."""
-    shipped, kind, endings = None, row_format.kind, row_formats.endings_of(cfg)
-    if own.data in demo_data.TEXTS:
-        shipped = [*demo_data.text_rows(own.data, kind)]
-    sources.print_skipped_files(own, endings, shipped is not None)
-    return Reader(
-        source.name,
-        own,
-        endings,
-        row_format.columns,
-        row_formats.row_check(kind, cfg),
-        row_formats.key_of,
-        None if cfg.model_name_or_path else row_formats.texts_of,
-        shipped=shipped,
-        optional=OPTIONAL,
-        long_texts=kind == "text",
-    )
-
-
-def choose_held(cfg: Any, inputs: list[Input]) -> set[int]:
-    """The hashes of the rows that are held out, whichever source they are in."""
-    most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
-
-    def problem(source: Input) -> str:
-        return f"all rows of {source.shown} are equal; add others, to hold some out"
-
-    return units.choose_held(inputs, cfg.validation_fraction, most, problem, size_of_row=True)
-
-
-def cut_single_text(cfg: Any, source: Input) -> None:
-    """Sets the share that is trained on of a source that is a single text.
+def cut_single_text(source: Input, held: float) -> None:
+    """Holds out the end of a single text, about this share of it.
 
     A long text in several pieces is cut here: the pieces after the place are held out.
     """
-    if source.rows != 1 or not source.reader.long_texts:
-        return
-    most = BYTES_A_TOKEN * cfg.context_length * cfg.validation_rows
-    share = 1 - min(cfg.validation_fraction, most / max(source.size, 1))
     pieces = [piece for unit in source.units for piece in unit]
-    if not pieces[0].is_text:
-        source.share = share
+    if pieces[0].text is None:
+        source.share = 1 - held
         return
-    place = int(share * source.size)
+    place = int((1 - held) * source.size)
     for piece in pieces[1:]:  # no part may be so short that no place to cut is found in it
         if abs(piece.span.start - place) < 2 * tables.SEARCHED:
             place = piece.span.start
@@ -169,7 +138,7 @@ def cut_single_text(cfg: Any, source: Input) -> None:
         spans = [Span(start, place, lines), Span(place, stop)] if inside else [piece.span]
         for span in spans:
             size, is_held = piece.size // len(spans), span.start >= place
-            source.units.append([piece._replace(span=span, size=size, held=is_held)])
+            source.units.append([piece._replace(span=span, size=size, is_held=is_held)])
 
 
 # ---- A unit --------------------------------------------------------------------------------------
@@ -198,49 +167,51 @@ class RowMaker(NamedTuple):
 
     def write_unit(self, out: UnitWriter, source: Input, batches: Iterator[Batch]) -> dict:
         """Tokenises the rows of a unit into files: .tokens to train on, .held those held out."""
-        counts, texts, waiting = np.zeros(len(self.tokenizer), np.int64), [], 0
-        facts: dict[str, Any] = {**dict.fromkeys(FACTS, 0), "questions": []}
+        frequencies = np.zeros(len(self.tokenizer), np.int64)
+        totals, most_texts, questions = Counter(), 0, []
+        texts, waiting = [], 0
 
         def write(values: np.ndarray, labels: np.ndarray) -> None:
             out.append("tokens", values)
-            facts["tokens"] += values.size
-            counts[:] += np.bincount(labels, minlength=len(counts))
+            totals["tokens"] += values.size
+            frequencies[:] += np.bincount(labels, minlength=len(frequencies))
 
-        def write_packed() -> None:
-            block = self.pack(texts, facts)
+        def write_packed() -> int:
+            block, most = self.pack(texts, totals)
             labels = block[:, 1].ravel()
             write(block, labels[labels != np.iinfo(self.dtype).max])
+            return max(most, most_texts)
 
         for batch in batches:
-            facts["held_texts" if batch.is_held else "texts"] += len(batch.rows) * batch.begins
+            totals["held_texts" if batch.is_held else "texts"] += len(batch.rows) * batch.begins
             tokens = self.tokenize(batch)
             if batch.is_held:
-                wanted = 2 * (self.kind != "text") - len(facts["questions"])
-                facts["questions"] += [
+                wanted = 2 * (self.kind != "text") - len(questions)
+                questions += [
                     row_formats.question_tokens(row, self.kind, self.tokenizer)
                     for row, _ in batch.rows[: max(wanted, 0)]
                 ]
                 for ids, mask in tokens:
-                    facts["held"] += len(ids)
-                    out.append("held", np.asarray(ids, self.dtype))
+                    totals["held"] += len(ids)
+                    out.append("held", ids.astype(self.dtype))
                     if self.best_fit:
-                        out.append("held-mask", np.asarray(mask, np.uint8))
+                        out.append("held-mask", mask)
                         out.append("held-sizes", np.array([len(ids)], "<i8"))
             elif self.best_fit:
                 texts, waiting = texts + tokens, waiting + batch.size
                 if waiting > 2 * units.LARGEST:  # of .parquet, a group of rows may have any size
-                    write_packed()
+                    most_texts = write_packed()
                     texts, waiting = [], 0
             else:
                 values = np.concatenate([ids for ids, _ in tokens]).astype(self.dtype)
                 write(values, values)
         if texts:
-            write_packed()
-        seen = np.flatnonzero(counts)
-        out.append("counts", np.stack([seen, counts[seen]]).astype("<u4"))
-        return facts
+            most_texts = write_packed()
+        seen = np.flatnonzero(frequencies)
+        out.append("counts", np.stack([seen, frequencies[seen]]).astype("<u4"))
+        return {"totals": totals, "most_texts": most_texts, "questions": questions}
 
-    def tokenize(self, batch: Batch) -> list:
+    def tokenize(self, batch: Batch) -> list[tokenizing.Tokens]:
         """Token ids and loss masks of the rows; for parts of a text, see `tables.find_cut`."""
         if self.kind != "text":
             return row_formats.tokenize_rows(batch.rows, self.kind, self.tokenizer)
@@ -253,101 +224,106 @@ class RowMaker(NamedTuple):
         texts = [np.concatenate([start, ids, end]).astype(np.int32) for ids in found]
         return [(ids, np.ones(len(ids), np.uint8)) for ids in texts]
 
-    def pack(self, texts: list, facts: dict) -> np.ndarray:
+    def pack(self, texts: list[tokenizing.Tokens], totals: Counter) -> tuple[np.ndarray, int]:
         how = (self.length, self.longest, self.too_long, self.dtype)
-        return packing.pack_best_fit(texts, *how, facts)
+        return packing.pack_best_fit(texts, *how, totals)
 
 
 # ---- The end -------------------------------------------------------------------------------------
 
 
 def finish(
-    inputs: list[Input],
-    done: list[tuple[Input, dict]],
-    folder: Path,
-    maker: RowMaker,
-    validation_rows: int,
+    inputs: list[Input], done: list[dict], folder: Path, maker: RowMaker, most_held: int
 ) -> dict[str, Any]:
     """Writes what the units have in common; the facts for the index of the prepared folder.
 
-    Prints how many rows of the input were read, and what became of them.
+    `most_held`: rows of tokens that are held out, of each source. Prints how many rows of the input
+    were read, and what became of them.
     """
-    found: Counter = Counter()  # of the texts of each part, and of pieces without a loss term
-    parts: dict[str, list] = {part: [] for part in units.PARTS}
-    counts, most_texts = np.ones(len(maker.tokenizer), np.int64), 0
-    train = [each for each in inputs if not each.given]
+    sums: Counter = Counter()
+    parts: dict[str, list] = {part: [] for part in PARTS}
+    frequencies = np.ones(len(maker.tokenizer), np.int64)
+    most_texts = max(facts["most_texts"] for facts in done)
+    remark = ""
     for number, source in enumerate(inputs):
-        part = units.PARTS[source.given]
-        own = {i: facts for i, (each, facts) in enumerate(done) if each is source}
-        totals = {n: sum(facts[n] for facts in own.values()) for n in FACTS if n != "questions"}
-        files = [(f"{i:06}.tokens", facts["tokens"]) for i, facts in own.items()]
-        parts[part].append(list_rows(source, number, files, folder, maker, part))
-        say_packed(source, totals, parts[part][-1][1], maker)
-        found += Counter({part: totals["texts"], "empty": totals["empty"]})
-        for i in own if not source.given else ():
-            seen, times = np.fromfile(folder / f"{i:06}.counts", "<u4").reshape(2, -1)
-            counts[seen] += times
-        most_texts = max([most_texts, *(facts["most_texts"] for facts in own.values())])
-        if totals["held"]:
-            files = [(f"{i:06}.held", facts["held"]) for i, facts in own.items()]
-            if maker.best_fit:
-                texts = [text for name, n in files if n for text in read_held(folder / name, maker)]
-                packed: Counter = Counter()
-                block = maker.pack(texts, packed)
-                files = [(f"held-{number}.tokens", block.size)]
+        own = {f"{i:06}": facts for i, facts in enumerate(done) if facts["input"] == number}
+        totals: Counter = Counter()
+        for facts in own.values():
+            totals.update(facts["totals"])
+        for kind in ("tokens", "held") if totals["held"] else ("tokens",):
+            part = PARTS[source.is_validation or kind == "held"]
+            files = [
+                (f"{unit}.{kind}", facts["totals"].get(kind, 0)) for unit, facts in own.items()
+            ]
+            files = [(name, size) for name, size in files if size]
+            if kind == "held" and maker.best_fit:
+                texts = [text for name, _ in files for text in read_held(folder / name, maker)]
+                block, most = maker.pack(texts, Counter())
+                files, most_texts = [(f"held-{number}.tokens", block.size)], max(most_texts, most)
                 block.tofile(folder / files[0][0])
-                most_texts = max(most_texts, packed["most_texts"])
-            name, rows, files = list_rows(source, number, files, folder, maker, "validation")
-            rows = min(rows, max(1, validation_rows // len(train)))
-            parts["validation"].append([name, rows, files])
-            found += Counter({"validation": totals["held_texts"] or 1, "cut": source.rows == 1})
-    if not parts["validation"]:
-        raise ValueError("task.validation_fraction: nothing is held out; raise it")
-    say_prepared(inputs, parts["validation"], maker, found)
+            if maker.shares_ends:  # the token before the first text
+                files.insert(0, (f"start-{number}.tokens", 1))
+                np.array(maker.start, maker.dtype).tofile(folder / files[0][0])
+            rows = count_rows(source, sum(size for _, size in files), maker, part)
+            if kind == "tokens":
+                say_packed(part, totals, rows, maker)
+                sums[part] += totals["texts"]
+            else:
+                rows = min(rows, most_held)
+                sums[part] += totals["held_texts"] or 1
+            sums[f"rows of {part}"] += rows
+            parts[part].append([source.name, rows, files])
+        sums["empty"] += totals["empty"]
+        if source.is_validation:
+            continue
+        sums["equal"] += source.count_repeated()
+        if totals["held"] and source.is_single_text:
+            remark = "; the end of a single text is held out"
+        for unit in own:
+            seen, times = np.fromfile(folder / f"{unit}.counts", "<u4").reshape(2, -1)
+            frequencies[seen] += times
+    left_out = sum((each.left_out for each in inputs), Counter())
+    read = sum(each.rows for each in inputs) + left_out.total()
+    left_out["pieces without a loss term"] = sums["empty"]
+    remark = f"; {sums['equal']:,} are equal to others" * bool(sums["equal"]) + remark
+    evaluated = f"{sums['validation']:,} ({sums['rows of validation']:,} rows of tokens)"
+    plural = row_formats.PLURALS[maker.kind]
+    sources.say_prepared(plural, read, sums["train"], evaluated, left_out, remark)
     np.save(folder / "bytes.npy", tokenizing.token_bytes(maker.tokenizer))
-    np.save(folder / "unigram_loss.npy", -np.log(counts / counts.sum()))
-    facts = [each for _, each in done]
-    questions = [tokens for each in facts for tokens in each["questions"]][:2]
+    np.save(folder / "unigram_loss.npy", -np.log(frequencies / frequencies.sum()))
+    questions = [tokens for facts in done for tokens in facts["questions"]][:2]
     prompts = {f"held out {number}": tokens for number, tokens in enumerate(questions, 1)}
     (folder / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
     shared = {"length": maker.length, "dtype": maker.dtype, "packed": maker.best_fit}
     shared |= {"parts": parts, "most_texts": most_texts}
-    files = chain.from_iterable(each["files"].items() for each in facts)
+    files = chain.from_iterable(facts["files"].items() for facts in done)
     digests = sorted((name, each[1]) for name, each in files if not name.endswith("counts"))
     unnamed = {part: [each[1:] for each in several] for part, several in parts.items()}
     about = dict(sorted((shared | {"parts": unnamed}).items()))
-    return finish_folder(folder, facts, shared, [digests, about])
+    return finish_folder(folder, done, shared, [digests, about])
 
 
-def list_rows(
-    source: Input, number: int, files: list, folder: Path, maker: RowMaker, part: str
-) -> list:
-    """Name, rows and files of a source, as `token_rows.TokenRows` reads them."""
-    files = [(name, size) for name, size in files if size]
-    if maker.shares_ends:  # the token before the first text
-        first = (f"start-{number}.tokens", 1)
-        np.array(maker.start, maker.dtype).tofile(folder / first[0])
-        files = [first, *files]
-    total = sum(size for _, size in files)
+def count_rows(source: Input, total: int, maker: RowMaker, part: str) -> int:
+    """The rows that `total` tokens fill. Raises ValueError if they fill none."""
     if maker.best_fit:
         if not total:
             raise ValueError(
                 f"task.context_length: no answer of {part} begins within {maker.longest} tokens; "
                 "raise it, or give --task.too_long split"
             )
-        return [source.name, total // (3 * maker.length), files]
+        return total // (3 * maker.length)
     if total <= maker.length:
-        held = part == "validation"
-        more = "raise task.validation_fraction or task.validation_rows, " * (held > source.given)
+        is_held = part == "validation" and not source.is_validation
+        more = "raise task.validation_fraction or task.validation_rows, " * is_held
         raise ValueError(
-            f"task.{source.field}: {source.shown} has {total} tokens to "
-            f"{'evaluate' if held else 'train'} on, which do not fill a row of "
+            f"task.{source.field}: {source.data} has {total} tokens to "
+            f"{'train' if part == 'train' else 'evaluate'} on, which do not fill a row of "
             f"{maker.length + 1}; add text, {more}or lower task.context_length"
         )
-    return [source.name, -(-(total - 1) // maker.length), files]
+    return -(-(total - 1) // maker.length)
 
 
-def read_held(path: Path, maker: RowMaker) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def read_held(path: Path, maker: RowMaker) -> Iterator[tokenizing.Tokens]:
     """The texts of a unit that are held out: token ids, loss mask."""
     names = (("", maker.dtype), ("-mask", np.uint8), ("-sizes", "<i8"))
     ids, mask, sizes = (np.fromfile(f"{path}{name}", kind) for name, kind in names)
@@ -355,34 +331,21 @@ def read_held(path: Path, maker: RowMaker) -> Iterator[tuple[np.ndarray, np.ndar
     yield from zip(np.split(ids, ends), np.split(mask, ends), strict=True)
 
 
-def say_prepared(inputs: list[Input], held: list, maker: RowMaker, found: Counter) -> None:
-    """Prints what became of the rows that were read. `found`: the texts of each part, those cut in
-    two, and the pieces that are `empty`, without a loss term."""
-    left_out = sum((each.left_out for each in inputs), Counter())
-    read = sum(each.rows for each in inputs) + left_out.total()
-    left_out["pieces without a loss term"] = found["empty"]
-    rows = sum(rows for _, rows, _ in held)
-    equal = sum(units.count_repeated(each) for each in inputs if not each.given)
-    remark = f"; {equal:,} are equal to others" * bool(equal)
-    remark += "; the end of a single text is held out" * bool(found["cut"])
-    evaluated = f"{found['validation']:,} ({rows:,} rows of tokens)"
-    plural = row_formats.PLURALS[maker.kind]
-    sources.say_prepared(plural, read, found["train"], evaluated, left_out, remark)
-
-
-def say_packed(source: Input, totals: dict, rows: int, maker: RowMaker) -> None:
-    if totals["long"]:
-        print(
-            f"Prepared {units.PARTS[source.given]}: {totals['long']:,} of {totals['texts']:,} "
-            f"texts are longer than {maker.longest} tokens (the most that a row or the model "
-            f"holds) and were {maker.too_long}",
-            flush=True,
-        )
+def say_packed(part: str, totals: Counter, rows: int, maker: RowMaker) -> None:
+    """Prints how the rows of tokens are filled."""
     size = totals["tokens"] // 3 if maker.best_fit else totals["tokens"]
     used = totals["used"] if maker.best_fit else size
+    if totals["long"]:
+        print(
+            f"Prepared {part}: {totals['long']:,} of {totals['texts']:,} texts are longer than "
+            f"{maker.longest} tokens (the most that a row or the model holds) and were "
+            f"{maker.too_long}",
+            flush=True,
+        )
     print(
         f"Prepared: {rows:,} rows of {maker.length} tokens to "
-        f"{'evaluate' if source.given else 'train'} on, {used / max(size, 1):.1%} of them useful, "
-        f"the rest padding; {used:,} tokens, {used / max(totals['texts'], 1):,.0f} in a text",
+        f"{'train' if part == 'train' else 'evaluate'} on, {used / max(size, 1):.1%} of them "
+        f"useful, the rest padding; {used:,} tokens, {used / max(totals['texts'], 1):,.0f} in a "
+        "text",
         flush=True,
     )

@@ -1,5 +1,6 @@
 """Packing: tokenised texts in rows of one length, with as little padding as possible."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,39 +10,39 @@ from samestep.text.tokenizing import Tokens
 
 
 def pack_best_fit(
-    texts: list[tuple], length: int, longest: int, too_long: str, dtype: str, facts: dict
-) -> np.ndarray:
-    """Rows of whole texts (rows, 3, length): input_ids, labels, and position_ids to part them.
+    texts: list[Tokens], length: int, longest: int, too_long: str, dtype: str, totals: Counter
+) -> tuple[np.ndarray, int]:
+    """Rows of whole texts (rows, 3, length): input_ids, labels, and position_ids to part them; and
+    the most texts in a row.
 
     Positions begin again at 0 with each text. The largest number of the type stands for
     IGNORE_INDEX. A text of more than `longest` inputs is split, or loses its end where `too_long`
-    is cut. Pieces without a loss term are left out. `facts` counts both, the tokens that are not
-    padding, and the most texts in a row.
+    is cut. Pieces without a loss term are left out. `totals` counts both, as long and empty, and as
+    used the tokens that are not padding.
     """
     pieces = []
     for tokens, mask in texts:
-        facts["long"] += len(tokens) > longest + 1
+        totals["long"] += len(tokens) > longest + 1
         starts = range(0, max(len(tokens) - 1, 1), longest)
         for start in starts[: 1 if too_long == "cut" else None]:
             piece = slice(start, start + longest + 1)  # the last token is a label only
             if np.any(mask[piece][1:]):
                 pieces.append((tokens[piece], mask[piece]))
             else:
-                facts["empty"] += 1
+                totals["empty"] += 1
     rows = assign_rows(pieces, length)
     block, ignored = np.zeros((len(rows), 3, length), dtype), np.iinfo(dtype).max
     block[:, 1] = ignored
-    for row, members in enumerate(rows):
+    for row, members in zip(block, rows, strict=True):
         first = 0
-        for tokens, mask in members:
-            ids, end = np.asarray(tokens), first + len(tokens) - 1
-            block[row, 0, first:end] = ids[:-1]
-            block[row, 1, first:end] = np.where(np.asarray(mask)[1:], ids[1:], ignored)
-            block[row, 2, first:end] = range(len(ids) - 1)
+        for ids, mask in members:
+            end = first + len(ids) - 1
+            row[0, first:end] = ids[:-1]
+            row[1, first:end] = np.where(mask[1:], ids[1:], ignored)
+            row[2, first:end] = range(len(ids) - 1)
             first = end
-        facts["used"] += first
-        facts["most_texts"] = max(facts["most_texts"], len(members))
-    return block
+        totals["used"] += first
+    return block, max(map(len, rows), default=0)
 
 
 def assign_rows(pieces: list[Tokens], length: int) -> list[list[Tokens]]:

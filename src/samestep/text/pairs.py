@@ -11,34 +11,32 @@ from samestep.base.console import one_line
 from samestep.data.cache import once_per_folder
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.text import row_files, tokenizing, units
-from samestep.text.row_files import Shipped
 from samestep.text.row_formats import check_text
+from samestep.text.units import RowKind
 
 PAD, END = "<pad>", "</s>"  # special tokens of a new vocabulary; T5 starts targets with PAD
 # The columns of tokens; some tokenizers tell sources and targets apart by the name of the argument.
 TOKENS = {"source": ("input_ids", "text"), "target": ("labels", "text_target")}
 
 
-def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
     `columns`: those of "source" and "target". Validation rows keep their texts, as bytes, which the
     report compares with generated ones. Raises ValueError for rows that cannot be used.
     """
-    scanned = row_files.scan(
-        cfg,
-        folder,
+    kind = RowKind(
         TABLES,
-        columns,
-        shipped,
-        lambda source: f"all sources of {source.shown} are equal; add others",
+        lambda _: columns,
+        check_text,
         key=lambda row: "\0".join(row.values()),
-        group_key=lambda row: row["source"],
-        check=check_text,
         texts=dict.values,
+        nothing_held="all sources of {data} are equal; add others",
+        shipped=shipped,
+        group=lambda row: row["source"],
     )
-    special = {"first": [PAD, END], "end": END}
-    units.learn_vocabulary(cfg, folder, scanned.train, scanned.held, **special)
+    inputs, held = units.scan(cfg, folder, kind)
+    units.learn_vocabulary(cfg, folder, inputs, held, first=[PAD, END], end=END)
     tokenizer = load_tokenizer(cfg, folder)
     dtype = row_files.token_dtype(tokenizer)
     limits = {"source": cfg.max_source_length, "target": cfg.max_target_length}
@@ -57,8 +55,8 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[st
         arrays["length"] = np.array([sum(map(len, both)) for both in lengths], np.int32)
         return arrays, cut
 
-    lengths = {name: (f"{role}s", limits[role]) for role, (name, _) in TOKENS.items()}
-    return row_files.write(folder, scanned, encode, lengths)
+    names = {name: (f"{role}s", limits[role]) for role, (name, _) in TOKENS.items()}
+    return row_files.write(folder, inputs, held, encode, names)
 
 
 def check_model(cfg: Any) -> None:

@@ -18,11 +18,12 @@ from samestep.data.tables import TABLES, Columns, Row
 from samestep.models.attention import restored
 from samestep.models.preferences import before_and_after
 from samestep.text import chats, row_files, row_formats, tokenizing, units
-from samestep.text.row_files import Shipped
+from samestep.text.units import RowKind
 
 ANSWERS = ("chosen", "rejected")
 END = "<|endoftext|>"
 CHATS, SHARED = "are chats", "have no prompt: it is what both answers begin with"
+EQUAL = "have equal answers"
 TEMPLATE = "chat_template.jinja"  # of prepared chats
 MASK = "_is_answer"  # ending of the columns that tell answers from prompts
 
@@ -38,64 +39,59 @@ def normalize(row: dict, names: dict[str, str]) -> list[str]:
     it at the beginning of both answers. `names`: see `chats.read_names`. Raises IncompleteRow,
     UselessRow for equal answers, and ValueError for any other mistake.
     """
-    chosen, rejected = (messages_in(row[name], name) for name in ANSWERS)
-    prompt = messages_in(row.get("prompt"), "prompt", optional=True)
-    shared = [SHARED] if prompt is None else []
-    tools = row.pop("tools", None)
-    if isinstance(chosen, list) != isinstance(rejected, list):
+    prompt, *answers = (text_or_messages(row.get(name), name) for name in ("prompt", *ANSWERS))
+    tools, said = row.pop("tools", None), [SHARED] if prompt is None else []
+    for name, answer in zip(ANSWERS, answers, strict=True):
+        if answer is None:
+            raise IncompleteRow(f"the {name} is empty")
+    kinds = {type(answer) for answer in answers}
+    if len(kinds) > 1:
         raise ValueError("one of chosen and rejected is text, and the other has messages")
-    if not isinstance(chosen, list) and isinstance(prompt, list):
-        answers = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
-        chosen, rejected = answers
-    if isinstance(chosen, list):
-        split_chats(row, prompt or [], {"chosen": chosen, "rejected": rejected}, tools, names)
-        return [CHATS, *shared]
+    if list in (*kinds, type(prompt)):
+        if list not in kinds:
+            answers = [[{"role": "assistant", "content": text}] for text in answers]
+        row.update(split_chats(prompt or [], answers, tools, names))
+        return [CHATS, *said]
     if prompt is None:  # a space before a word belongs to it
-        start = count_equal(chosen, rejected)
-        start = start - 1 if chosen[start - 1 : start] == " " else start
-        prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
-    check_differ(chosen, rejected)
-    row.update(prompt=prompt, chosen=chosen, rejected=rejected)
+        start = count_equal(*answers)
+        start -= answers[0][start - 1 : start] == " "
+        prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
+    if answers[0] == answers[1]:
+        raise UselessRow(EQUAL)
+    row.update(prompt=prompt, chosen=answers[0], rejected=answers[1])
     for name in ANSWERS:
         if not row[name].strip():
             raise IncompleteRow(f"the {name} is empty")
-    return shared
+    return said
 
 
-def check_differ(chosen: Any, rejected: Any) -> None:
-    if chosen == rejected:
-        raise UselessRow("have equal answers")
+def text_or_messages(value: Any, name: str) -> str | list | None:
+    """A text, or a list of messages, which the cell of a table holds as JSON; None: there is none.
 
-
-def messages_in(value: Any, name: str, optional: bool = False) -> Any:
-    """A text, or a list of messages, which the cell of a table holds as JSON."""
+    Raises ValueError for other values.
+    """
     if value is None or value != value:  # tables have NaN for null
-        if optional:
-            return None
-        raise IncompleteRow(f"the {name} is empty")
+        return None
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):  # an answer may look so, too
             found = json.loads(value)
-            value = found if found and all(map(is_message, found)) else value
+            are_messages = [isinstance(m, dict) and {"role", "from"} & {*m} for m in found]
+            value = found if found and all(are_messages) else value
     if not isinstance(value, str | list):
         raise ValueError(f"the {name} is {one_line(repr(value), 60)} but must be text or messages")
     return value
 
 
-def is_message(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"role", "from"} & {*value})
-
-
 def split_chats(
-    row: dict, prompt: str | list, answers: dict[str, list], tools: Any, names: dict[str, str]
-) -> None:
-    """Makes the row three lists of messages: what both conversations begin with, and the rest."""
+    prompt: str | list, answers: list, tools: Any, names: dict[str, str]
+) -> dict[str, list]:
+    """Three lists of messages, and perhaps tools: what both chats begin with, and the rest."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    prompt = in_one_form(prompt, names)
-    for name, messages in answers.items():
+    prompt, whole = chats.read_messages(prompt, names), []
+    for name, messages in zip(ANSWERS, answers, strict=True):
         try:
-            found = in_one_form(messages, names)
+            found = chats.read_messages(messages, names)
             asked = [*takewhile(lambda message: message["role"] != "assistant", found)]
             if prompt and prompt != found[: len(prompt)] and prompt[-1] not in asked:
                 if 0 < len(asked) < len(found):
@@ -105,30 +101,27 @@ def split_chats(
             chats.normalize_chat(chat, names=names)
         except ValueError as error:
             raise type(error)(f"{name}: {error}") from None
-        answers[name] = chat.pop("messages")
-    chosen, rejected = answers.values()
-    check_differ(chosen, rejected)
+        whole.append(chat.pop("messages"))
+    chosen, rejected = whole
+    if chosen == rejected:
+        raise UselessRow(EQUAL)
     shared = min(count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if not shared:
         raise ValueError("chosen and rejected begin with different messages: there is no prompt")
-    for name, messages in answers.items():
+    for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
-    row.update(prompt=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:], **chat)
-
-
-def in_one_form(messages: list, names: dict[str, str]) -> list[dict]:
-    """Messages as `chats` writes them, so that they can be compared."""
-    return [
-        chats.normalize_message(chats.rename_keys(each, names), f"message {number}", names)
-        for number, each in enumerate(messages, 1)
-    ]
+    return {
+        "prompt": chosen[:shared],
+        "chosen": chosen[shared:],
+        "rejected": rejected[shared:],
+    } | chat
 
 
 def count_equal(first: Any, second: Any) -> int:
     """How many items two sequences have in common at their beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def texts_of(row: dict) -> Iterable[str]:
@@ -175,31 +168,30 @@ def cut(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
     Pairs of one prompt are all held out, or none. Beside the rows it saves the vocabulary of a new
     model and the template of chats. Raises ValueError for rows that cannot be used.
     """
-    scanned = row_files.scan(
-        cfg,
-        folder,
+    kind = RowKind(
         TABLES,
-        columns,
-        shipped,
-        lambda source: f"all prompts of {source.shown} are equal; add others",
+        lambda _: columns,
+        partial(normalize, names=chats.read_names(cfg.roles)),
         key=lambda row: json.dumps(row, default=str),
-        group_key=lambda row: json.dumps(row["prompt"], default=str),
         texts=texts_of,
-        check=partial(normalize, names=chats.read_names(cfg.roles)),
+        nothing_held="all prompts of {data} are equal; add others",
+        shipped=shipped,
+        group=lambda row: json.dumps(row["prompt"], default=str),
         optional=[name for name in ("prompt", "tools") if columns.get(name) == name],
     )
-    for source in scanned.inputs:
+    inputs, held = units.scan(cfg, folder, kind)
+    for source in inputs:
         if number := source.counts[SHARED]:
-            rows = f"{number:,} of {source.rows:,} pairs of {source.shown}"
+            rows = f"{number:,} of {source.rows:,} pairs of {source.data}"
             print(f"Preparing data: {rows} {SHARED}", flush=True)
-    units.learn_vocabulary(cfg, folder, scanned.train, scanned.held, first=[END])
-    if any(source.counts[CHATS] for source in scanned.inputs):
+    units.learn_vocabulary(cfg, folder, inputs, held, first=[END])
+    if any(source.counts[CHATS] for source in inputs):
         template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE
         if cfg.model_name_or_path and not cfg.chat_template:
             own = tokenizing.load_tokenizer(cfg, folder).chat_template
@@ -220,8 +212,8 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: Shipped) -> dict[st
         arrays["length"] = np.array([sum(len(ids) for ids, _ in pair) for pair in pairs], np.int32)
         return arrays, {"chosen": sum(is_cut)}
 
-    lengths = {name: (name, cfg.max_length) for name in ANSWERS}
-    return row_files.write(folder, scanned, encode, lengths)
+    names = {name: (name, cfg.max_length) for name in ANSWERS}
+    return row_files.write(folder, inputs, held, encode, names)
 
 
 @once_per_folder

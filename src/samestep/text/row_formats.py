@@ -5,11 +5,11 @@ They are recognised by their columns, read, checked, divided, and tokenised.
 
 import json
 import re
-from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields, check_ignored_fields
@@ -122,23 +122,23 @@ def unknown_columns(cfg: Any, names: list[str], formats: list[dict[str, str]]) -
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-def row_check(kind: str, cfg: Any) -> Callable[[dict], list[str] | None]:
+def row_check(cfg: Any) -> Callable[[dict], list[str] | None]:
     """What makes a row usable, in place, or raises ValueError; of a chat it returns what to say."""
-    if kind != "chat":
+    if cfg.rows != "chat":
         return check_text
     names = chats.read_names(cfg.roles)
     return partial(chats.normalize_chat, train_on=cfg.train_on, names=names)
 
 
-def describe_input(cfg: Any, row_format: RowFormat, found: list[Input]) -> str:
+def describe_input(source: Input, row_format: RowFormat) -> str:
     """Lines with the number of rows, the columns that are read, and roles under other names."""
-    counts: Counter = sum((each.counts for each in found), Counter())
+    cfg, counts = source.cfg, source.counts.copy()
     tools = counts.pop("tools", 0)
-    if cfg.tools_column not in ("", "tools") and row_format.kind == "chat" and not tools:
+    named = row_format.kind == "chat" and cfg.tools_column not in ("", "tools")
+    if named and not tools and not source.is_validation:
         name = one_line(cfg.tools_column, 60)
         raise ValueError(f"task.tools_column: no row has tools in a column {name}")
-    rows = sum(each.rows for each in found)
-    size = f"{rows:,} {PLURALS[row_format.kind]} of {one_line(cfg.data, 100)}"
+    size = f"{source.rows:,} {PLURALS[row_format.kind]} of {source.data}"
     size += f", {tools:,} with tools" * bool(tools)
     columns, names = row_format.columns, row_format.names
     read = [n for role, n in columns.items() if role != "tools" and (n in names or not names)]
@@ -176,15 +176,11 @@ def texts_of(row: dict) -> Iterable[str]:
 
 def tokenize_rows(rows: list[Row], kind: str, tokenizer: Any) -> list[Tokens]:
     """Prompts or chats as tokens: loss terms are completions, or answers."""
-    shown: set = set()  # parts of chats that the template was found to show
-    tokens = []
-    for row, place in rows:
-        if kind == "prompt":
-            tokens.append(tokenize_prompt(row, tokenizer))
-        else:
-            texts = chats.render_chat(row, place, tokenizer, shown)
-            tokens += [tokenizing.tokenize_answers(*each, tokenizer) for each in texts]
-    return tokens
+    if kind == "prompt":
+        return [tokenize_prompt(row, tokenizer) for row, _ in rows]
+    shown: set = set()  # kinds of chats that the template was found to show
+    texts = [text for row in rows for text in chats.render_chat(*row, tokenizer, shown)]
+    return [tokenizing.tokenize_answers(*each, tokenizer) for each in texts]
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
@@ -192,42 +188,34 @@ def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
     whole = row["prompt"] + row["completion"]
     ids, mask = tokenizing.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
     begin = tokenizing.begin_tokens(tokenizer)
-    ids = array("i", [*begin, *ids, tokenizer.eos_token_id])
-    return ids, array("b", [*[0] * len(begin), *mask, 1])
+    ids = np.array([*begin, *ids, tokenizer.eos_token_id], np.int32)
+    return ids, np.array([*[0] * len(begin), *mask, 1], np.uint8)
 
 
 def question_tokens(row: dict | str, kind: str, tokenizer: Any) -> list[int]:
     """The tokens that the model is to continue: of a row, or of a text or a user's message."""
     begin, question = tokenizing.begin_tokens(tokenizer), row
-    if kind == "text":
-        begin = begin or [tokenizer.eos_token_id]
-    elif kind == "prompt":
-        question = row if isinstance(row, str) else row["prompt"]
-    else:
-        begin, messages, tools = [], [{"role": "user", "content": row}], []
+    if kind == "chat":
+        messages, tools = [{"role": "user", "content": row}], []
         if not isinstance(row, str):
             answers = [i for i, m in enumerate(row["messages"]) if i and m["role"] == "assistant"]
             messages, tools = row["messages"][: answers[0]], row.get("tools", [])
-        place = "task.sample_prompt"
-        question = chats.apply_template(
-            messages, tools, place, tokenizer, add_generation_prompt=True
-        )
+        begin = []
+        question = chats.apply_template(messages, tools, "task.sample_prompt", tokenizer, ask=True)
+    elif not isinstance(row, str):
+        question = row["prompt"]
+    elif kind == "text":
+        begin = begin or [tokenizer.eos_token_id]
     tokens = tokenizer(question, add_special_tokens=False, verbose=False).input_ids
     return [*begin, *tokens] or [tokenizer.eos_token_id]
 
 
 def ask(texts: list[str], user: str, as_chats: bool, tokenizer: Any) -> list[tuple[Any, dict]]:
     """For the check of an export: texts, or chats of one and two questions, and their tokens."""
-    asked: list = [text for text in texts if text.strip()]
+    asked: list = [(text, text) for text in texts if text.strip()]
     if as_chats:
         question, reply = ({"role": r, "content": user} for r in ("user", "assistant"))
-        asked = [[question], [question, reply, question]]
-    found = []
-    for each in asked:
-        text = each
-        if as_chats:
-            place = "the check of the export"
-            text = chats.apply_template(each, [], place, tokenizer, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=not as_chats, verbose=False).input_ids
-        found.append((each, {"input_ids": [ids]}))
-    return found
+        found, place = [[question], [question, reply, question]], "the check of the export"
+        asked = [(c, chats.apply_template(c, [], place, tokenizer, ask=True)) for c in found]
+    how = {"add_special_tokens": not as_chats, "verbose": False}
+    return [(each, {"input_ids": [tokenizer(text, **how).input_ids]}) for each, text in asked]

@@ -17,8 +17,7 @@ from samestep.data.cache import once_per_folder
 from samestep.data.labels import MULTI, NUMBER, SINGLE, Numbers
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.text import row_files, tokenizing, units
-from samestep.text.row_files import Shipped
-from samestep.text.units import Input
+from samestep.text.units import Input, RowKind
 
 # transformers takes 4 s to import: it waits for the functions that need it.
 
@@ -57,35 +56,56 @@ def check_row(row: dict, label_columns: list[str], problem_type: str) -> None:
 # ---- Preparing -----------------------------------------------------------------------------------
 
 
-def build(cfg: Any, folder: Path, shipped: Shipped) -> dict[str, Any]:
+def build(cfg: Any, folder: Path, shipped: dict) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
-    The place of a `shipped` row is the file it is from. Beside the rows it saves names.json,
-    scale.json, and the vocabulary of a new model.
+    The place of a `shipped` row is the file it is from: functions of one file are alike, and so all
+    held out, or none. Beside the rows it saves names.json, scale.json, and the vocabulary of a new
+    model.
     """
-    kind = cfg.problem_type
-    train, given, held = scanned = scan_rows(cfg, folder, shipped)
-    names = names_of(cfg, train, given)
-    rows = scanned.count_rows()
-    scale = {"train": Numbers(0.0, 1.0, False)}
-    weights, warning = np.ones(len(names), np.float32), ""
+    kind, label_columns = cfg.problem_type, labels.split_names(cfg.label_columns)
+
+    def with_places(read: Callable[[], Iterable[Row]]) -> Iterable[Row]:
+        return (({**row, "file": place}, place) for row, place in read())
+
+    def key(row: dict) -> str:
+        return "\0".join(texts_of(row))
+
+    row_kind = RowKind(
+        ENDINGS,
+        columns_of,
+        lambda row: check_row(row, label_columns, kind),
+        key,
+        texts_of,
+        nothing_held="no row of {data} can be held out: there is no second text, or each is a "
+        "class of its own (is task.label_column right?); add rows",
+        shipped={name: partial(with_places, read) for name, read in shipped.items()},
+        group=lambda row: row.get("file") or key(row),
+        label=lambda row: row["label"] if kind != MULTI else json.dumps(row["label"]),
+        by_label=kind == SINGLE,
+    )
+    inputs, held = units.scan(cfg, folder, row_kind)
+    train, validation = units.parts_of(inputs)
+    names = names_of(cfg, train, validation)
+    weights, scale = np.ones(len(names), np.float32), {"train": Numbers(0.0, 1.0, False)}
+    rows = sum(map(len, labels_of(train, held)))
     if kind == NUMBER:
-        scale["train"] = labels.describe_numbers(lambda: numbers_of(train, held, False))
-        part = (given, held, False) if given else (train, held, True)
-        scale["validation"] = labels.describe_numbers(lambda: numbers_of(*part))
+        scale["train"] = labels.describe_numbers(lambda: labels_of(train, held))
+        part = (validation, set(), False) if validation else (train, held, True)
+        scale["validation"] = labels.describe_numbers(lambda: labels_of(*part))
         mean, std, differ = scale["train"]
-        about = f"mean {mean:.6g}, standard deviation {std:.4g}: such an error is a loss of 1"
-        about = about if differ else f"all numbers are {mean:.6g}: nothing to learn"
+        about = [f"mean {mean:.6g}, standard deviation {std:.4g}: such an error is a loss of 1"]
+        about = about if differ else [f"all numbers are {mean:.6g}: nothing to learn"]
     else:
         counts = count_names(train, held, kind)
-        about, warning = labels.describe_labels(counts, rows, names, kind)
+        about = [*labels.describe_labels(counts, rows, names, kind)]
         if cfg.class_weights == "balanced":
             weights = labels.balanced_weights(np.array([counts[name] for name in names]))
-    about = f"{rows:,} rows of {one_line(cfg.data, 100)} to train on; {about}"
-    for line in filter(None, (about, warning)):
+    about[0] = f"{rows:,} rows of {one_line(cfg.data, 100)} to train on; {about[0]}"
+    for line in filter(None, about):
         print(f"Preparing data: {line}", flush=True)
 
-    units.learn_vocabulary(cfg, folder, train, held, **VOCABULARY)
+    units.learn_vocabulary(cfg, folder, inputs, held, **VOCABULARY)
     tokenizer = load_tokenizer(cfg, folder)
     dtypes = {"input_ids": row_files.token_dtype(tokenizer), "token_type_ids": "u1"}
 
@@ -106,72 +126,45 @@ def build(cfg: Any, folder: Path, shipped: Shipped) -> dict[str, Any]:
     constants: dict[str, int | float] = {**marks_of(tokenizer, bool(cfg.text_pair_column))}
     if kind == NUMBER:
         constants["deviation"] = scale["train"].std
-    lengths = {"input_ids": ("pairs" if cfg.text_pair_column else "texts", cfg.max_length)}
-    return row_files.write(folder, scanned, encode, lengths, constants)
+    shown = "pairs" if cfg.text_pair_column else "texts"
+    cut_at = {"input_ids": (shown, cfg.max_length)}
+    return row_files.write(folder, inputs, held, encode, cut_at, constants)
 
 
-def scan_rows(cfg: Any, folder: Path, shipped: Shipped) -> row_files.Scanned:
-    """The first pass. Functions of one file are alike: they are all held out, or none."""
-    label_columns, kind = labels.split_names(cfg.label_columns), cfg.problem_type
-
-    def key(row: dict) -> str:
-        return "\0".join(texts_of(row))
-
-    def mark_files(read: Callable[[], Iterable[Row]]) -> list[Row]:
-        return [({**row, "file": place}, place) for row, place in read()]
-
-    return row_files.scan(
-        cfg,
-        folder,
-        ENDINGS,
-        columns_of(cfg),
-        {name: partial(mark_files, read) for name, read in shipped.items()},
-        lambda source: (
-            f"no row of {source.shown} can be held out: there is no second text, or each is a "
-            "class of its own (is task.label_column right?); add rows"
-        ),
-        key=key,
-        group_key=lambda row: row.get("file") or key(row),
-        texts=texts_of,
-        by_label=kind == SINGLE,
-        check=lambda row: check_row(row, label_columns, kind),
-        label=lambda row: row["label"] if kind != MULTI else json.dumps(row["label"]),
-    )
-
-
-def names_of(cfg: Any, train: list[Input], given: list[Input]) -> list[str]:
+def names_of(cfg: Any, train: list[Input], validation: list[Input]) -> list[str]:
     """The names of the labels, or of numbers that of the column. Raises ValueError for a label that
     validation rows alone have."""
     if cfg.problem_type == NUMBER:
         return [cfg.label_column]
     columns = labels.split_names(cfg.label_columns)
-    names = labels.collect_names(count_names(train, set(), cfg.problem_type), columns, cfg.data)
-    for source in given:
+    found = count_names(train, set(), cfg.problem_type)
+    names = labels.collect_names(found, columns, cfg.data)
+    for source in validation:
         try:
-            found = sorted(count_names([source], set(), cfg.problem_type))
-            labels.check_known({"label": found}, names, {*names})
+            found = count_names([source], set(), cfg.problem_type)
+            labels.check_known({"label": sorted(found)}, names, {*names})
         except ValueError as error:
-            raise ValueError(f"task.{source.field}: {source.shown}: {error}") from None
+            raise ValueError(f"task.{source.field}: {source.data}: {error}") from None
     return names
+
+
+def labels_of(inputs: list[Input], held: set[int], inside: bool = False) -> Iterator[np.ndarray]:
+    """What is noted of the labels of the rows that are held out (`inside`), or of the others: for
+    each unit float64 (N,)."""
+    for rows in chain.from_iterable(each.notes() for each in inputs):
+        yield rows["label"][splits.is_in(rows["hash"], held) == inside]
 
 
 def count_names(inputs: list[Input], held: set[int], problem_type: str) -> Counter:
     """The rows with each label, without those that are held out."""
     counts: Counter = Counter()
-    noted = chain.from_iterable(zip(each.notes(), each.noted, strict=True) for each in inputs)
-    for rows, (_, known) in noted:
-        numbers = rows["label"][~splits.is_in(rows["hash"], held)].astype(int)
-        for label, number in enumerate(np.bincount(numbers, minlength=len(known)).tolist()):
-            names = json.loads(known[label]) if problem_type == MULTI else [known[label]]
-            for name in names:
-                counts[name] += number
+    known = [names for each in inputs for _, names in each.noted]
+    for names, numbers in zip(known, labels_of(inputs, held), strict=True):
+        found = np.bincount(numbers.astype(int), minlength=len(names)).tolist()
+        for name, number in zip(names, found, strict=True):
+            for each in json.loads(name) if problem_type == MULTI else [name]:
+                counts[each] += number
     return counts
-
-
-def numbers_of(inputs: list[Input], held: set[int], inside: bool) -> Iterator[np.ndarray]:
-    """The numbers of the rows that are held out (`inside`), or of the others: float64 (N,)."""
-    for rows in chain.from_iterable(each.notes() for each in inputs):
-        yield rows["label"][splits.is_in(rows["hash"], held) == inside]
 
 
 # ---- Tokenizer -----------------------------------------------------------------------------------

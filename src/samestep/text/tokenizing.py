@@ -5,7 +5,6 @@ token that is a loss term and 0 for context.
 """
 
 import re
-from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -23,7 +22,7 @@ from samestep.models.pretrained import ModelConfig
 
 # transformers takes 4 s to import: it waits for the function that needs it.
 
-Tokens = tuple[array, array]  # ids, loss mask
+Tokens = tuple[np.ndarray, np.ndarray]  # ids, loss mask: int32 (T,), uint8 (T,)
 FILE = "tokenizer.json"
 NEEDS = {  # attributes of a tokenizer, and their names in messages
     "eos_token": "end-of-text token",
@@ -206,4 +205,4 @@ def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) 
         any(last > start and first < stop for start, stop in answers)
         for first, last in encoded["offset_mapping"]
     ]
-    return array("i", encoded["input_ids"]), array("b", mask)
+    return np.array(encoded["input_ids"], np.int32), np.array(mask, np.uint8)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.base.files import fsync, read_json_object, remove
+from samestep.base.files import read_json_object, remove, replace_text
 from samestep.data.cache import hash_file
 
 FACTS = "rows.json"  # of a prepared folder: what its files hold
@@ -22,16 +22,18 @@ class UnitWriter:
         self.folder, self.name = folder, f"{number:06}"
         self.files: dict[str, Any] = {}  # by their kind, each with its digest
 
-    def append(self, kind: str, values: np.ndarray | bytes) -> None:
-        """Adds values to the file UNIT.kind."""
+    def append(self, kind: str, values: np.ndarray | bytes) -> int:
+        """Adds values to the file UNIT.kind, and returns the bytes that it had before."""
         if kind not in self.files:
             path = self.folder / f"{self.name}.{kind}"
             path.unlink(missing_ok=True)  # another run may have mapped it
             self.files[kind] = open(path, "wb"), hashlib.sha256()
         data = values if isinstance(values, bytes) else np.ascontiguousarray(values)
         file, digest = self.files[kind]
+        before = file.tell()
         file.write(data)
         digest.update(data)
+        return before
 
     def commit(self, facts: dict) -> None:
         """Makes the files and these facts last. A crash before leaves nothing that counts."""
@@ -41,12 +43,8 @@ class UnitWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        path = self.folder / f"{self.name}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({**facts, "files": files}), encoding="utf-8")
-        fsync(partial)
-        partial.rename(path)
-        fsync(self.folder)
+        text = json.dumps({**facts, "files": files})
+        replace_text(self.folder / f"{self.name}.json", text)
 
 
 def read_unit(folder: Path, number: int) -> dict:
@@ -56,11 +54,10 @@ def read_unit(folder: Path, number: int) -> dict:
 
 def is_done(folder: Path, number: int) -> bool:
     """Whether a unit has been committed, and its files still have these bytes."""
-    facts = read_unit(folder, number)
-    files = {folder / name: written for name, written in facts.get("files", {}).items()}
-    return bool(facts) and all(
-        path.is_file() and path.stat().st_size == size and hash_file(path) == digest
-        for path, (size, digest) in files.items()
+    files = read_unit(folder, number).get("files", {})
+    return bool(files) and all(
+        path.is_file() and [path.stat().st_size, hash_file(path)] == written
+        for path, written in ((folder / name, each) for name, each in files.items())
     )
 
 
