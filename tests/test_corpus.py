@@ -364,7 +364,6 @@ def flip(path):
         ("000002.tokens", lambda path: path.unlink()),
         ("000001.json", flip),
         ("tokenizer.json", flip),
-        ("000009.odd", lambda path: path.write_text("not ours")),
     ],
 )
 def test_what_is_damaged_is_named_and_made_again(task, config, tmp_path, capsys, name, damage):

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import multiprocessing.synchronize  # noqa: F401  a child that is not root may not find it
 import os
 import re
 import shutil

@@ -41,7 +41,7 @@ from samestep.base.fields import (
 )
 from samestep.base.files import fsync
 from samestep.data import cache, hub, sources, splits
-from samestep.data.own_code import own_code
+from samestep.data.own_code import library_code
 from samestep.data.sources import IncompleteRow, Source, split_data
 from samestep.streaming import shards
 from samestep.streaming.shards import Columns, Shard, ShardIndex
@@ -52,6 +52,9 @@ COPIES = 4  # that a process makes at a time
 TOKENS = "tokens"  # ending of a tokenised shard: see token_streams.py
 MOST_OPEN = 256  # shards in a process
 COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
+
+# Of these files the index of a shard depends.
+CODE = ("streaming/shards.py", "data/tables.py", "data/labels.py", "images/image_data.py")
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -130,7 +133,7 @@ def prepare(
             split = splits.choose(own, name, getattr(cfg, name))
             listed[name] = [shard for shard in found if splits.split_of(shard.name) == split]
     settings = [columns, known, *settings]
-    folder = cache.cache_folder(cfg, settings, listed, [build])
+    folder = cache.cache_folder(cfg, settings, listed, build)
 
     def build_all(folder: Path) -> dict[str, str]:
         if counts:
@@ -159,7 +162,7 @@ def index_shards(
     """
     data, columns = getattr(cfg, field), settings[0]
     store = ShardCache(cfg, data, columns)
-    code = [own_code([shards.index_shard]), label_names is None]
+    code = [library_code(*CODE), label_names is None]
     settings = settings if label_names else [columns]  # the others tell what a label is
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
