@@ -44,12 +44,12 @@ from samestep.data import cache, hub, sources, splits
 from samestep.data.own_code import library_code
 from samestep.data.sources import IncompleteRow, Source, split_data
 from samestep.streaming import shards
-from samestep.streaming.shards import Columns, Shard, ShardIndex
+from samestep.streaming.shards import Columns, Reader, Shard, ShardIndex
 
 Window = number_type("Window", int, 1, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
-TOKENS = "tokens"  # ending of a tokenised shard: see token_streams.py
+ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
 MOST_OPEN = 256  # shards in a process
 COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
@@ -306,7 +306,8 @@ class ShardCache:
     """Shards on this machine: files of the data itself, or copies in a folder of bounded size.
 
     All processes of a machine share the folder. The copies that were opened longest ago are deleted
-    when room is needed. A process that has one open reads on.
+    when room is needed. A process that has one open reads on. A copy that is being made is a file
+    NAME.BYTES.partial, for which so many bytes are kept; its process holds the lock NAME.lock.
     """
 
     def __init__(self, cfg: Any, data: str, columns: Columns):
@@ -322,6 +323,10 @@ class ShardCache:
             return Path(shard.path)
         name = json.dumps([self.data, *shard[:4], self.columns])
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
+
+    def write(self, shard: Shard, target: Path) -> None:
+        """Writes the copy of a shard."""
+        shards.bring(shard, self.data, target, self.columns)
 
     def open(self, shard: Shard, size: int = 0) -> BinaryIO:
         """A shard, as its reader needs it. For `size` see `bring`."""
@@ -354,53 +359,52 @@ class ShardCache:
             os.utime(self.path(shard))
 
     def copy(self, shard: Shard, path: Path, size: int) -> None:
-        self.fill(path, size, lambda to: shards.bring(shard, self.data, to, self.columns))
-
-    def fill(self, path: Path, size: int, write: Callable[[Path], None]) -> None:
-        """Makes a file of about `size` bytes, which `write` writes, once there is room for it."""
-        room, partial = path.with_suffix(".room"), path.with_suffix(".partial")
+        """Makes the copy of a shard, of about `size` bytes, once there is room for it."""
+        partial = path.with_suffix(f".{size}.partial")
+        shards.check_unchanged(shard, self.data)
         try:
-            while not self.make_room(room, size):
+            while not self.make_room(partial):
                 time.sleep(0.05)  # other copies are under way
-            write(partial)
-            if partial.stat().st_size > size:  # of a repeated text a .parquet tells the size once
-                self.make_room(room, partial.stat().st_size)
+            self.write(shard, partial)
+            self.make_room(partial)  # of a repeated text a .parquet tells the size once
             fsync(partial)  # a power cut must not leave half a copy
             with cache.file_lock(self.folder / "room.lock"):  # nobody may miss both of them
                 partial.replace(path)
-                room.unlink()
         finally:
-            for each in (room, partial):
-                each.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
-    def make_room(self, room: Path, size: int) -> bool:
-        """Deletes old copies, and keeps a place for a new one: a sparse file of its size.
+    def make_room(self, partial: Path) -> bool:
+        """Deletes old copies, and keeps a place for a new one.
 
         False: the places of others leave too little.
         """
         with cache.file_lock(self.folder / "room.lock"):
-            copies, places = [], 0
+            copies, places, needed = [], 0, room_of(partial)
             for path in self.folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    if path.suffix[1:] in (*shards.KINDS, TOKENS):
+                    if path.suffix in ENDINGS:
+                        status = path.stat()
                         copies.append((status.st_mtime, status.st_size, path))
-                    elif path.suffix == ".room" and path != room:
-                        if cache.is_locked(path.with_suffix(".lock")):
-                            places += status.st_size
+                    elif path.suffix == ".partial" and path != partial:
+                        if cache.is_locked(path.with_name(f"{path.name.partition('.')[0]}.lock")):
+                            places += room_of(path)
                         else:  # its process is dead
-                            path.with_suffix(".partial").unlink(missing_ok=True)
                             path.unlink()
-            excess = sum(freed for _, freed, _ in copies) + places + size - self.limit
-            for _, freed, path in sorted(copies):
+            excess = sum(size for _, size, _ in copies) + places + needed - self.limit
+            for _, size, path in sorted(copies):
                 if excess > 0:
                     path.unlink(missing_ok=True)
-                    excess -= freed
+                    excess -= size
             if excess > 0 and places:
                 return False
-            with open(room, "wb") as file:
-                file.truncate(size)
+            partial.touch()
             return True
+
+
+def room_of(partial: Path) -> int:
+    """The bytes that an unfinished copy needs: those that its name tells, or more if it has more."""
+    written = partial.stat().st_size if partial.exists() else 0
+    return max(int(partial.suffixes[-2][1:]), written)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -433,10 +437,10 @@ class ShardRows(torch.utils.data.Dataset):
         # Of shards for validation that their names tell, the field is empty.
         self.field = facts["origin"]
         self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
-        self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
-        self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
+        self.readers: OrderedDict[int, tuple[BinaryIO, Reader]] = OrderedDict()  # the last used
+        # Shards that `fetch` was told of, and whether no reader has opened them since.
+        self.asked: OrderedDict[int, bool] = OrderedDict()
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
-        self.waiting: set[int] = set()  # of the shards to copy, those that no reader has opened
         self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
         needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
@@ -471,28 +475,27 @@ class ShardRows(torch.utils.data.Dataset):
         if self.owner != os.getpid():  # a fork has no threads
             self.queue, self.owner = SimpleQueue(), os.getpid()
             for _ in range(COPIES):
-                Thread(target=self.copy_waiting, args=(self.queue,), daemon=True).start()
+                Thread(target=self.copy_asked, args=(self.queue,), daemon=True).start()
         for number in {self.locate(i)[0] for i in ids}:
             if number not in self.asked:
-                self.asked[number] = None
-                self.waiting.add(number)
+                self.asked[number] = True
                 self.queue.put(number)
-            elif number in self.waiting:  # older copies make room first, which have been read
+            elif self.asked[number]:  # older copies make room first, which have been read
                 self.cache.touch(self.shards[number])
         while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
 
-    def copy_waiting(self, queue: SimpleQueue) -> None:
+    def copy_asked(self, queue: SimpleQueue) -> None:
         """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
 
         What a reader has opened meanwhile is passed over: its copy may be gone again by now.
         """
         while True:
             number = queue.get()
-            is_waiting = functools.partial(self.waiting.__contains__, number)
-            if is_waiting():
+            is_wanted = functools.partial(self.asked.get, number)
+            if is_wanted():
                 with contextlib.suppress(Exception):
-                    self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
+                    self.cache.bring(self.shards[number], int(self.bytes[number]), is_wanted)
 
     def locate(self, i: int) -> tuple[int, int]:
         """The shard of row i, and its place there. Rows that are used lie evenly among all."""
@@ -500,50 +503,36 @@ class ShardRows(torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
+    def ids_of(self, number: int) -> range:
+        """The rows of a shard that are used."""
+        end, total = int(self.ends[number]), int(self.ends[-1])
+        first, last = (-(-at * self.used // total) for at in (end - int(self.rows[number]), end))
+        return range(first, last)
+
     def by_hash(self) -> list[int]:
         """The numbers of all shards, in an order that their names decide."""
         return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
 
-    def sample(self) -> Iterator[dict[str, Any]]:
-        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
-        on this machine, or from those that fill 1 GB where they have to be unpacked."""
-        chosen = self.by_hash()
-        if shards.is_url(self.cache.data):
-            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
-        if self.copied:
-            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
-            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
-        total = int(self.ends[-1])
-        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
-        for number in chosen:
-            end = int(self.ends[number])
-            rows = (end - int(self.rows[number]), end)
-            first, last = (-(-row * self.used // total) for row in rows)
-            for i in range(-(-first // step) * step, last, step):
-                reader = self.reader(number)
-                with contextlib.suppress(Exception):  # training tells what cannot be read
-                    yield reader.read(self.locate(i)[1])
-
-    def reader(self, number: int) -> Any:
+    def reader(self, number: int) -> Reader:
         """The reader of a shard; some of those that were used last stay open."""
         if number in self.readers:
             self.readers.move_to_end(number)
-            return self.readers[number]
-        reader = self.readers[number] = self.open(number)
+            return self.readers[number][1]
+        if number in self.asked:
+            self.asked[number] = False
+        file = self.cache.open(self.shards[number], int(self.bytes[number]))
+        self.readers[number] = file, self.make_reader(number, file)
         while len(self.readers) > min(2 * self.cfg.shuffle_window, MOST_OPEN):
-            self.readers.popitem(last=False)[1].close()
-        return reader
+            self.readers.popitem(last=False)[1][0].close()
+        return self.readers[number][1]
 
-    def open(self, number: int) -> Any:
-        """A new reader of a shard."""
-        self.waiting.discard(number)
-        shard, rows = self.shards[number], int(self.rows[number])
-        file = self.cache.open(shard, int(self.bytes[number]))
-        if shard.kind == "parquet":
-            return shards.ArrowReader(file, self.columns)
-        first = int(self.ends[number]) - rows + number
+    def make_reader(self, number: int, file: BinaryIO) -> Reader:
+        if self.shards[number].kind == "parquet":
+            return shards.arrow_reader(file, self.columns)
+        last = int(self.ends[number]) + number + 1
         bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
-        return shards.TarReader(file, self.columns, bounds[first : first + rows + 1])
+        bounds = bounds[last - int(self.rows[number]) - 1 : last]
+        return shards.tar_reader(file, self.columns, bounds)
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
@@ -553,15 +542,15 @@ class ShardRows(torch.utils.data.Dataset):
         number, row = self.locate(i)
         reader, rows = self.reader(number), int(self.rows[number])
         for place in ((row + step) % rows for step in range(rows)):
-            found = self.read_row(reader, number, place)
+            found = self.read_row(functools.partial(reader, place), number, place)
             if found is not None:
                 return found
         raise ValueError(f"cannot read any row of {one_line(self.shards[number].path, 150)}")
 
-    def read_row(self, reader: Any, number: int, place: int) -> Any:
+    def read_row(self, read: Callable[[], dict], number: int, place: int) -> Any:
         """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
         try:
-            return self.complete(reader.read(place))
+            return self.complete(read())
         except IncompleteRow as error:
             problem, skips = error, self.cfg.incomplete_rows == "skip"
         except Exception as error:  # each decoder has its own
@@ -586,11 +575,30 @@ class ShardRows(torch.utils.data.Dataset):
         return [self.read(i) for i in ids]
 
 
+# ---- Rows on both sides --------------------------------------------------------------------------
+
+
 def say_overlap(train: ShardRows, validation: ShardRows) -> None:
     """Prints how many of the validation rows are training rows too, of some of each."""
-    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
+    known, held = ([*map(hash_values, sample(each))] for each in (train, validation))
     least, known = "at least " * (len(known) < len(train)), {*known}
     sources.say_overlap(sum(each in known for each in held), len(held), least)
+
+
+def sample(dataset: ShardRows) -> Iterator[dict[str, Any]]:
+    """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
+    on this machine, or from those that fill 1 GB where they have to be unpacked."""
+    chosen, room = [], 1e9
+    for number in dataset.by_hash():
+        here = dataset.cache.path(dataset.shards[number]).exists()
+        room -= int(dataset.bytes[number]) * dataset.copied
+        if room > 0 and (here or not shards.is_url(dataset.cache.data)):
+            chosen.append(number)
+    step = sum(len(dataset.ids_of(number)) for number in chosen) // COMPARED + 1
+    for i in (i for number in chosen for i in dataset.ids_of(number)[::step]):
+        number, row = dataset.locate(i)
+        with contextlib.suppress(Exception):  # training tells what cannot be read
+            yield dataset.reader(number)(row)
 
 
 def hash_values(values: dict[str, Any]) -> bytes:
@@ -601,6 +609,5 @@ def hash_values(values: dict[str, Any]) -> bytes:
             continue
         if isinstance(value, dict):  # an image of a .parquet
             value = value.get("bytes") or value.get("path")
-        value = value.tobytes() if hasattr(value, "tobytes") else value
         digest.update(value if isinstance(value, bytes) else repr(value).encode())
     return digest.digest()
