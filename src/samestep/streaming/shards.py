@@ -1,4 +1,4 @@
-"""Shards: large files of rows, on a disk or an object store, read by (shard, row) or from the start.
+"""Shards: large files of rows, on a disk or an object store, read by row or from the start.
 
 A shard is a WebDataset .tar or a .parquet. A reader of a local file, a function, gives the values
 of any row by their roles (image, text, label, ...) at the cost of one read. A .tar is read as it

@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -51,7 +51,6 @@ THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
 MOST_OPEN = 256  # shards in a process
-COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
 # Of these files the index of a shard depends.
 CODE = ("streaming/shards.py", "data/tables.py", "data/labels.py", "images/image_data.py")
@@ -118,8 +117,8 @@ def prepare(
     `known`: the names of the labels, where the fields give them; else a pass over the shards finds
     them, with `label_names`, which gives the names in a row's values; None: rows have no labels.
     `build` gets the folder and the names. It adds files of the task, and returns those that the
-    digest covers. `settings` are those of `cache.cache_folder`, and the code of `build` counts.
-    Raises ValueError and ConnectionError.
+    digest covers. `settings` are those of `cache.cache_folder`. Raises ValueError and
+    ConnectionError.
     """
     cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
@@ -138,13 +137,9 @@ def prepare(
     def build_all(folder: Path) -> dict[str, str]:
         if counts:
             splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
-        count = None if known else label_names
-        found = {
-            name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
-        }
-        facts = build_index(cfg, folder, found, {*known}, build)
-        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
-        return facts
+        names = None if known else label_names
+        found = [index_shards(cfg, *each, settings, names) for each in listed.items()]
+        return write_index(cfg, folder, found, {*known}, build)
 
     return cache.prepare_once(cfg, lambda: folder, build_all)
 
@@ -162,13 +157,13 @@ def index_shards(
     """
     data, columns = getattr(cfg, field), settings[0]
     store = ShardCache(cfg, data, columns)
-    code = [library_code(*CODE), label_names is None]
-    settings = settings if label_names else [columns]  # the others tell what a label is
+    # Without names of labels the index is the same for all settings.
+    used = [settings if label_names else columns, library_code(*CODE)]
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
 
     def index(shard: Shard) -> Indexed:
-        name = json.dumps([shard.path, settings, code])
+        name = json.dumps([shard.path, used])
         record = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.npz"
         stamp = json.dumps([shard.size, shard.tag])
         known, found = load_record(record)
@@ -210,47 +205,49 @@ def load_record(path: Path) -> tuple[str, ShardIndex | None]:
         return "", None
 
 
+def hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
 def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
     """Names of the shards that are held out, chosen by their hashes, and how many rows are used.
 
     Whole shards are held out, of which no more rows are used than the fields allow.
     """
-    filled = {hash_name(each.shard.name): each for each in found if each.index.rows}
-    keys = np.fromiter((int.from_bytes(key[:8], "big") for key in filled), np.uint64, len(filled))
-    rows = np.array([each.index.rows for each in filled.values()])
+    filled = [each for each in found if each.index.rows]
+    hashes = [int.from_bytes(hash_name(each.shard.name)[:8], "big") for each in filled]
+    keys, rows = np.array(hashes, np.uint64), np.array([each.index.rows for each in filled])
     limits = splits.extremes([(keys, np.zeros(len(keys), int))])
     held = splits.hold_out(keys, rows, limits, cfg.validation_fraction, cfg.validation_rows)
-    chosen = splits.is_in(keys, held)
-    if len(keys) and not held:
+    if filled and not held:
         raise ValueError(
             f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "
             "be held out; give --task.validation_data"
         )
+    chosen = splits.is_in(keys, held)
     wanted = max(1, round(cfg.validation_fraction * rows.sum()))
-    names = {each.shard.name for each, one in zip(filled.values(), chosen, strict=True) if one}
+    names = {each.shard.name for each, one in zip(filled, chosen, strict=True) if one}
     return names, min(wanted, cfg.validation_rows, int(rows[chosen].sum()))
 
 
-def hash_name(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
-
-
-def build_index(
+def write_index(
     cfg: Any,
     folder: Path,
-    found: dict[str, list[Indexed]],
+    found: list[list[Indexed]],
     given: set[str],
     build: Callable[[Path, set[str]], list[Path]],
 ) -> dict[str, str]:
-    """Writes the index of both parts, and what `build` adds. Returns the digest of all of it."""
-    train, validation = found["data"], found.get("validation_data")
-    used = sum(each.index.rows for each in validation or [])
-    origin = "validation_data"
-    if validation is None:
-        held, used = hold_out(cfg, train)
+    """Writes the index of both parts, and what `build` adds. Returns the digest of all of it.
+
+    Prints how many shards for validation are to train on, too. Raises ValueError for a part without
+    rows, and for a label that the training rows lack.
+    """
+    train, validation, origin = found[0], found[-1], "validation_data"
+    used = sum(each.index.rows for each in validation)
+    if len(found) == 1:
+        (held, used), origin = hold_out(cfg, train), "data"
         validation = [each for each in train if each.shard.name in held]
         train = [each for each in train if each.shard.name not in held]
-        origin = "data"
     digest, total = hashlib.sha256(), sum(each.index.rows for each in train)
     for name, rows in (("data", total), (origin, used)):
         if not rows:
@@ -266,6 +263,9 @@ def build_index(
     text = f"{total:,} rows of {len(train):,} shards to train"
     text += f" and {used:,} rows of {len(validation):,} to evaluate on"
     print(f"Preparing data: {text}", flush=True)
+    known = {each.index.digest for each in train}
+    both = sum(each.index.rows for each in validation if each.index.digest in known)
+    sources.say_overlap(both, sum(each.index.rows for each in validation))
     for file in build(folder, names):
         digest.update(file.read_bytes())
     return {"content": digest.hexdigest()}
@@ -280,8 +280,8 @@ def write_part(
     `origin`: the field that names their store.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
-    names = ("rows", "bytes", "held")
-    facts |= {name: [getattr(each.index, name) for each in own] for name in names}
+    for name in ("rows", "bytes", "held"):
+        facts[name] = [getattr(each.index, name) for each in own]
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
     count = sum(each.index.rows + 1 for each in own if each.shard.kind == "tar")
     bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
@@ -349,7 +349,7 @@ class ShardCache:
             what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
             with cache.writes_to(self.folder), cache.file_lock(path.with_suffix(".lock"), what):
                 if not path.exists() and is_wanted():
-                    self.copy(shard, path, size or shard.size)
+                    self.copy(shard, path, path.with_suffix(f".{size or shard.size}.partial"))
         self.touch(shard)
         return path
 
@@ -358,9 +358,8 @@ class ShardCache:
         with contextlib.suppress(FileNotFoundError):  # another process needed room
             os.utime(self.path(shard))
 
-    def copy(self, shard: Shard, path: Path, size: int) -> None:
-        """Makes the copy of a shard, of about `size` bytes, once there is room for it."""
-        partial = path.with_suffix(f".{size}.partial")
+    def copy(self, shard: Shard, path: Path, partial: Path) -> None:
+        """Makes the copy of a shard once there is room for it."""
         shards.check_unchanged(shard, self.data)
         try:
             while not self.make_room(partial):
@@ -402,7 +401,7 @@ class ShardCache:
 
 
 def room_of(partial: Path) -> int:
-    """The bytes that an unfinished copy needs: those that its name tells, or more if it has more."""
+    """The bytes that an unfinished copy needs: those in its name, or more if it has more."""
     written = partial.stat().st_size if partial.exists() else 0
     return max(int(partial.suffixes[-2][1:]), written)
 
@@ -503,12 +502,6 @@ class ShardRows(torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
-    def ids_of(self, number: int) -> range:
-        """The rows of a shard that are used."""
-        end, total = int(self.ends[number]), int(self.ends[-1])
-        first, last = (-(-at * self.used // total) for at in (end - int(self.rows[number]), end))
-        return range(first, last)
-
     def by_hash(self) -> list[int]:
         """The numbers of all shards, in an order that their names decide."""
         return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
@@ -573,41 +566,3 @@ class ShardRows(torch.utils.data.Dataset):
     def __getitems__(self, ids: list[int]) -> list:
         self.fetch(ids)
         return [self.read(i) for i in ids]
-
-
-# ---- Rows on both sides --------------------------------------------------------------------------
-
-
-def say_overlap(train: ShardRows, validation: ShardRows) -> None:
-    """Prints how many of the validation rows are training rows too, of some of each."""
-    known, held = ([*map(hash_values, sample(each))] for each in (train, validation))
-    least, known = "at least " * (len(known) < len(train)), {*known}
-    sources.say_overlap(sum(each in known for each in held), len(held), least)
-
-
-def sample(dataset: ShardRows) -> Iterator[dict[str, Any]]:
-    """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
-    on this machine, or from those that fill 1 GB where they have to be unpacked."""
-    chosen, room = [], 1e9
-    for number in dataset.by_hash():
-        here = dataset.cache.path(dataset.shards[number]).exists()
-        room -= int(dataset.bytes[number]) * dataset.copied
-        if room > 0 and (here or not shards.is_url(dataset.cache.data)):
-            chosen.append(number)
-    step = sum(len(dataset.ids_of(number)) for number in chosen) // COMPARED + 1
-    for i in (i for number in chosen for i in dataset.ids_of(number)[::step]):
-        number, row = dataset.locate(i)
-        with contextlib.suppress(Exception):  # training tells what cannot be read
-            yield dataset.reader(number)(row)
-
-
-def hash_values(values: dict[str, Any]) -> bytes:
-    """A hash of the values of a row without its label."""
-    digest = hashlib.sha256()
-    for role, value in values.items():
-        if role == "label":
-            continue
-        if isinstance(value, dict):  # an image of a .parquet
-            value = value.get("bytes") or value.get("path")
-        digest.update(value if isinstance(value, bytes) else repr(value).encode())
-    return digest.digest()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ def prepare_index(cfg: Any) -> Path:
         if cfg.model_name_or_path:
             return [folder / "names.json"]
         dataset = StreamedTexts(folder, "train", cfg)
-        rows = (dataset.read(i) for n in dataset.by_hash() for i in dataset.ids_of(n))
-        texts = take_sample(text_data.texts_of(row) for row in rows)
+        spans = (
+            range(dataset.ends[n] - dataset.rows[n], dataset.ends[n]) for n in dataset.by_hash()
+        )
+        rows = map(dataset.read, chain.from_iterable(spans))
+        texts = take_sample(map(text_data.texts_of, rows))
         learn_vocabulary(texts, cfg.vocab_size, folder, **text_data.VOCABULARY)
         return [folder / "names.json", folder / "tokenizer.json"]
 
