@@ -111,30 +111,59 @@ def write_tar(path, members):
             add(archive, name, content)
 
 
-def write_images(folder, kind, counts=(7, 5, 6), seed=0, side=10):
-    """Shards with so many rows each, of one kind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts, first = [], 0
-    for number, count in enumerate(counts):
-        parts.append([*pictures(count, [seed, number], side)])
-    for number, part in enumerate(parts):
-        path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
-        if kind == "parquet":
-            rows = [{"image": {"bytes": i, "path": None}, "label": c} for i, c in part]
-            write_table(path, rows, row_group_size=3)
-        elif kind == "tar.json":
-            pairs = ((i, json.dumps({"label": c}).encode()) for i, c in part)
-            write_tar(path, members(pairs, ("png", "json"), first))
-        else:
-            pairs = ((i, c.encode()) for i, c in part)
-            write_tar(path, members(pairs, ("png", "cls"), first))
-        first += len(part)
-    return folder
-
-
 def members(rows, endings, first=0):
     for i, row in enumerate(rows, first):
         yield from ((f"{i:06}.{end}", part) for end, part in zip(endings, row, strict=True))
+
+
+def write_table(path, rows, **options):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+
+
+WORDS = "red green blue dog cat house tree sun moon sea".split()
+KINDS = ["tar", "tar.json", "parquet"]
+MEMBERS = {"image": "png", "text": "txt", "label": "cls"}  # of a .tar, by their columns
+
+
+def write_shards(folder, kind, parts):
+    """Shards of one kind with these rows, dicts; of tar.json all but images is in one member."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = 0
+    for number, rows in enumerate(parts):
+        path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
+        if kind == "parquet":
+            images = [{**r, "image": {"bytes": r["image"]}} if "image" in r else r for r in rows]
+            write_table(path, images, row_group_size=3)
+        else:
+            names = [each for each in rows[0] if kind == "tar" or each == "image"]
+            found = [[encoded(row[name]) for name in names] for row in rows]
+            if kind == "tar.json":
+                others = ({n: v for n, v in row.items() if n not in names} for row in rows)
+                found = [[*f, json.dumps(o).encode()] for f, o in zip(found, others, strict=True)]
+            endings = [MEMBERS.get(name, name) for name in names] + ["json"] * (kind != "tar")
+            write_tar(path, members(found, endings, first))
+        first += len(rows)
+    return folder
+
+
+def encoded(value):
+    return value.encode() if isinstance(value, str) else value
+
+
+def write_images(folder, kind, counts=(7, 5, 6), seed=0, side=10):
+    """Shards with so many rows each, of one kind."""
+    parts = (pictures(count, [seed, number], side) for number, count in enumerate(counts))
+    return write_shards(folder, kind, [[{"image": i, "label": c} for i, c in p] for p in parts])
+
+
+def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
+    """Texts of some words; the label says whether there is a dog."""
+    rng, parts = np.random.default_rng(seed), []
+    for count in counts:
+        some = [" ".join(rng.choice(WORDS, rng.integers(3, 9))) for _ in range(count)]
+        named = ((text, text.split()[0], "dog" if "dog" in text else "no") for text in some)
+        parts.append([dict(zip(("text", "start", "label"), row, strict=True)) for row in named])
+    return write_shards(folder, kind, parts)
 
 
 def expected(cfg, counts=(7, 5, 6), seed=0):
@@ -166,13 +195,6 @@ def digest_of(cfg):
 
 def listed(prepared, part="train"):
     return json.loads((prepared / f"{part}.json").read_text())
-
-
-def write_table(path, rows, **options):
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
-
-
-KINDS = ["tar", "tar.json", "parquet"]
 
 
 @pytest.mark.parametrize("scheme", ["", "counting://"])
@@ -277,13 +299,12 @@ def test_whole_shards_are_held_out(config, tmp_path):
         images.prepare_data(config(data / "part-001.tar"))
 
 
-@pytest.mark.parametrize("scheme", ["", "counting://"])
-def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, scheme):
+def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys):
     for number, split in enumerate(("train", "val", "test")):
         write_images(tmp_path / "rows" / split, "tar", seed=number)
-    cfg = config(f"{scheme}{tmp_path}/rows")
+    cfg = config(f"counting://{tmp_path}/rows")
     prepared = images.prepare_data(cfg)
-    assert [part.copied for part in images.datasets(cfg, prepared)] == [bool(scheme)] * 2
+    assert [part.copied for part in images.datasets(cfg, prepared)] == [True, True]
     for part, split in (("train", "train"), ("validation", "val")):
         names = [name for name, *_ in listed(prepared, part)["shard"]]
         assert names == [f"{split}/part-{i:03}.tar" for i in range(3)]
@@ -291,8 +312,7 @@ def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys, sch
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scheme", ["", "counting://"])
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("kind, scheme", [("tar", ""), ("parquet", "counting://")])
 def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(
     config, tmp_path, kind, scheme, capsys
 ):
@@ -339,14 +359,13 @@ def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
         assert len(found) == 1 + len(places)
 
 
-@pytest.mark.parametrize("scheme", ["", "counting://"])
-def test_shards_on_both_sides_are_said(config, tmp_path, capsys, scheme):
+def test_shards_on_both_sides_are_said(config, tmp_path, capsys):
     """A shard that is given for validation, and is among the data under another name."""
     data, held = (write_images(tmp_path / name, "tar", (7, 5, 6)) for name in ("rows", "held"))
     (held / "part-000.tar").unlink()
     (held / "part-001.tar").rename(held / "other.tar")
     write_images(tmp_path / "held" / "more", "tar", (4,), seed=1)
-    images.prepare_data(config(f"{scheme}{data}", validation_data=f"{scheme}{held}"))
+    images.prepare_data(config(data, validation_data=str(held)))
     said = "11 of 15 validation rows are training rows too: evaluation will look better than it is"
     assert said in capsys.readouterr().out
 
@@ -504,7 +523,7 @@ def test_store_that_fails_for_a_moment(config, tmp_path, store):
     assert not [*(tmp_path / "cache" / "shards").glob("*.partial")]
 
 
-def test_patterns_of_several_folders(config, tmp_path):
+def test_patterns_of_several_folders_and_a_folder_named_like_a_shard(config, tmp_path):
     """All folders are read, also below a hidden one; names are those below what they share."""
     for number in range(2):
         write_images(tmp_path / ".store" / f"rows-{number}", "tar", seed=number)
@@ -516,14 +535,9 @@ def test_patterns_of_several_folders(config, tmp_path):
     train, validation = images.datasets(cfg, prepared)
     held = sum(listed(prepared, "validation")["rows"])
     assert len(read(train)) + held == 36 and read(validation)
-
-
-def test_a_folder_with_the_name_of_a_shard(config, tmp_path):
-    """As Spark writes them."""
-    data = write_images(tmp_path / "rows.parquet", "parquet")
+    data = write_images(tmp_path / "rows.parquet", "parquet")  # as Spark writes them
     (data / "_SUCCESS").touch()
-    cfg = config(data, validation_data=str(data / "part-000.parquet"))
-    train, _ = datasets(cfg)
+    train, _ = datasets(config(data, validation_data=str(data / "part-000.parquet")))
     assert equal(read(train), expected(cfg))
 
 
@@ -831,29 +845,6 @@ def test_store_that_fails_ends_a_run_that_can_continue(tmp_path):
 )  # fmt: skip
 def test_what_counts_as_a_credential(url, clean):
     assert console.without_credentials(url) == console.one_line(url) == clean
-
-
-WORDS = "red green blue dog cat house tree sun moon sea".split()
-
-
-def write_texts(folder, kind, counts=(30, 25, 35), seed=0):
-    """Texts of some words; the label says whether there is a dog."""
-    folder.mkdir(parents=True)
-    rng, parts = np.random.default_rng(seed), []
-    for count in counts:
-        some = [" ".join(rng.choice(WORDS, rng.integers(3, 9))) for _ in range(count)]
-        named = ((text, text.split()[0], "dog" if "dog" in text else "no") for text in some)
-        parts.append([dict(zip(("text", "start", "label"), row, strict=True)) for row in named])
-    for number, rows in enumerate(parts):
-        path = folder / f"part-{number:03}.{kind.partition('.')[0]}"
-        if kind == "parquet":
-            write_table(path, rows)
-        elif kind == "tar.json":
-            write_tar(path, members([[json.dumps(row).encode()] for row in rows], ["json"]))
-        else:
-            pairs = [[v.encode() for v in row.values()] for row in rows]
-            write_tar(path, members(pairs, ("txt", "start", "cls")))
-    return folder
 
 
 def test_texts_of_every_format(tmp_path):

@@ -68,8 +68,7 @@ def numbers(row):
     return row["input_ids"].tolist(), row["labels"].tolist()
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("kind, scheme", [("tar", "file://"), ("parquet", "")])
 def test_rows_are_those_of_the_texts_by_hand(config, tmp_path, kind, scheme):
     """Of shards with more rows than estimated and with fewer; the last one is padded."""
     cfg = config(f"{scheme}{write(tmp_path / 'rows', kind)}")
@@ -137,8 +136,6 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
     data, files = write(tmp_path / "rows", "parquet", texts), tmp_path / "cache" / "shards"
     cfg, made, tokenize = config(data, shuffle_window=1), [], token_streams.tokenize
     prepared = lm.prepare_data(cfg)
-    for file in files.iterdir():
-        file.unlink()
 
     def count(*arguments):
         made.append(arguments)
@@ -246,18 +243,17 @@ def test_processes_and_micro_batches_change_nothing(project, tmp_path, shelf):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_killed_run_continues_bit_for_bit(project, tmp_path, shelf, processes):
+def test_a_killed_run_continues_bit_for_bit(project, tmp_path, shelf):
     flags = [*FLAGS.split(), "--task.data", shelf, "--task.cache_dir", tmp_path / "cache"]
-    flags += ["--micro_batch_size", 2, "--num_workers", processes - 1]
+    flags += ["--micro_batch_size", 2, "--num_workers", 1]
     whole, output = tmp_path / "whole", tmp_path / "killed"
-    project.train(processes, *flags, "--output_dir", whole)
-    runs = project.start(processes, *flags, "--output_dir", output)
+    project.train(2, *flags, "--output_dir", whole)
+    runs = project.start(2, *flags, "--output_dir", output)
     wait_until(functools.partial(trained, output, 6), runs[0])
     for run in runs:
         run.kill()
         run.wait()
-    project.train(processes, *flags, "--output_dir", output)
+    project.train(2, *flags, "--output_dir", output)
     last = "checkpoints/step-00000012"
     assert digest(whole / last) == digest(output / last)
     assert losses(whole)[-1] == losses(output)[-1]

@@ -33,7 +33,6 @@ from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
-PASSING_ERRORS = (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)  # not the fault of a file
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
 INDEX = "index"  # of a prepared folder: JSON
@@ -84,10 +83,10 @@ def hash_input_files(
         if not path or name == "data" and (on_hub or shipped is not None):
             continue
         listed = sources.walk(path, endings(path) if callable(endings) else endings, name)
-        files = [Path(folder, name) for folder, names, _ in listed for name in names]
-        if len(files) > MANY_FILES:
-            files = [Path(folder) for folder, names, _ in listed if names]
-        found += sorted(files)
+        if sum(len(names) for _, names, _ in listed) > MANY_FILES:
+            found += [Path(folder) for folder, names, _ in listed if names]
+        else:
+            found += sorted(Path(folder, file) for folder, names, _ in listed for file in names)
         skipped.append(sorted(sum((others for *_, others in listed), Counter()).items()))
     digests = hash_files(found, cfg)
     if unread := next((path for path, digest in digests.items() if not digest), ""):
@@ -201,9 +200,12 @@ def hash_path(path: str) -> tuple[str, list[int]]:
             return hash_file(path), stamp if stamp[2] < settled else []
         with os.scandir(path) as entries:
             names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if getattr(error, "errno", None) in PASSING_ERRORS:
-            raise
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+        ValueError,
+    ):  # a NUL in the name
         return "", []
     total, old = hashlib.sha256(), stamp[2] < settled
     hashed = hash_all([os.path.join(path, name) for name in names])

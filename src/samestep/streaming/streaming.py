@@ -52,8 +52,8 @@ COPIES = 4  # that a process makes at a time
 ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
 MOST_OPEN = 256  # shards in a process
 
-# Of these files the index of a shard depends.
-CODE = ("streaming/shards.py", "data/tables.py", "data/labels.py", "images/image_data.py")
+# The files of the library on which the index of a shard depends, and those that read its labels.
+CODE, LABELS = ("streaming/shards.py", "data/tables.py"), ("data/labels.py", "images/*.py")
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -157,8 +157,9 @@ def index_shards(
     """
     data, columns = getattr(cfg, field), settings[0]
     store = ShardCache(cfg, data, columns)
-    # Without names of labels the index is the same for all settings.
-    used = [settings if label_names else columns, library_code(*CODE)]
+    used = [columns, library_code(*CODE)]
+    if label_names:
+        used = [settings, library_code(*CODE, *LABELS)]
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -558,7 +559,7 @@ class ShardRows(torch.utils.data.Dataset):
 
     def complete(self, values: dict[str, Any]) -> Any:
         """The row that the values of its roles give. Raises ValueError for values that cannot."""
-        raise NotImplementedError
+        return values
 
     def __getitem__(self, i: int) -> Any:
         return self.__getitems__([i])[0]

@@ -260,9 +260,6 @@ class StreamedTokens(streaming.ShardRows):
 
         return read
 
-    def complete(self, values: dict) -> dict:
-        return values
-
 
 class TokenCache(streaming.ShardCache):
     """Shards as files of token ids: copies that are made of the texts of `ShardTexts`."""
