@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import functools
 import json
-import multiprocessing.queues  # noqa: F401  a child that is not root may not find it
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +68,7 @@ def unprivileged(function):
 
     Called by root, whom no permissions stop.
     """
+    ThreadPool(1).close()  # imports what a child that is not root may not find
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import multiprocessing.synchronize  # noqa: F401  a child that is not root may not find it
 import os
 import re
 import shutil
@@ -213,7 +212,7 @@ def test_other_files_are_counted_and_said(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f": 2 .jsonl {said}\n")
     (tmp_path / "dataset_info.json").write_text('{"text": "a"}')
     sources.print_skipped_files(cfg, tables.TABLES)
-    assert f": 1 .json, 2 .jsonl {said}\n" in capsys.readouterr().out
+    assert f": 2 .jsonl, 1 .json {said}\n" in capsys.readouterr().out
     (tmp_path / "dataset_info.json").unlink()
     for name in "ab":
         next(tmp_path.glob(f"{name}.*")).unlink()
