@@ -138,10 +138,9 @@ def test_a_folder_with_a_file_that_has_just_changed_is_not_in_the_memo(cfg, tmp_
     assert len(keys) == 2
 
 
-@pytest.mark.parametrize("content", [b"[1]", b"\xff"])
-def test_a_broken_memo_is_made_again(cfg, later, content):
+def test_a_broken_memo_is_made_again(cfg, later):
     before, memo = name(cfg), Path(cfg.cache_dir) / "digests.json"
-    memo.write_bytes(content)
+    memo.write_bytes(b"\xff")
     assert name(cfg) == before
     assert [*json.loads(memo.read_text())] == [cfg.data]
 

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from conftest import digest, lines, load_task, trained, wait_until
-from samestep.streaming import token_streams
+from samestep.streaming import shards, token_streams
 from samestep.text import corpus, units
 from test_streaming import members, write_tar
 
@@ -157,6 +157,27 @@ def test_a_shard_is_tokenised_once_and_copies_stay_bounded(config, tmp_path, mon
         used = [file.stat().st_size for file in files.iterdir()]
         assert max(sizes) <= sum(used) <= 1e9 * cfg.shard_cache_gb
     assert len(made) == 14
+
+
+def test_a_store_that_fails_within_a_shard_is_read_on(tmp_path, monkeypatch):
+    """No row is lost, and none comes twice."""
+    (shard, *_), walk = shards.list_shards(str(write(tmp_path / "rows")), "data"), shards.walk_tar
+    failures = [30, 30, 0, 5]
+
+    def walk_some(*arguments):
+        stop = failures.pop() if failures else -1
+        for number, row in enumerate(walk(*arguments)):
+            if number == stop:
+                raise OSError("reset")
+            yield row
+
+    monkeypatch.setattr(shards, "walk_tar", walk_some)
+    monkeypatch.setattr(shards, "WAITS", (0, 0))
+    rows = [read()["text"] for read in shards.rows_of(shard, str(tmp_path), {"text": "text"})]
+    assert rows == TEXTS[0] and not failures
+    failures += [7, 7, 7]
+    with pytest.raises(ConnectionError, match="000.tar: the store failed 3 times, .* with reset"):
+        [*shards.rows_of(shard, str(tmp_path), {"text": "text"})]
 
 
 def reads(**fields):
