@@ -410,15 +410,55 @@ def room_of(partial: Path) -> int:
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-class ShardRows(torch.utils.data.Dataset):
-    """The rows of a part, shard after shard. A subclass completes what was read of each.
+class ShardPart:
+    """The shards of a part, and how the values in them become rows: `complete` of a subclass."""
+
+    damaged = "refuse"  # or skip: a row that cannot be read is left out
+
+    def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
+        self.folder, self.part, self.cfg, self.columns = folder, part, cfg, columns
+        facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+        self.shards = [Shard(*each) for each in facts["shard"]]
+        self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
+        self.ends, self.used = np.cumsum(self.rows), facts["used"]
+        # Of shards for validation that their names tell, the field is empty.
+        self.field = facts["origin"]
+        self.data = getattr(cfg, self.field) or cfg.data
+
+    def by_hash(self) -> list[int]:
+        """The numbers of all shards, in an order that their names decide."""
+        return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
+
+    def read_row(self, read: Callable[[], dict], number: int, place: int) -> Any:
+        """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
+        try:
+            return self.complete(read())
+        except IncompleteRow as error:
+            problem, skips = error, self.cfg.incomplete_rows == "skip"
+        except Exception as error:  # each decoder has its own
+            if isinstance(error, MemoryError) or getattr(error, "errno", None):
+                raise  # not the row's fault
+            problem, skips = error, self.damaged == "skip"
+        if skips:
+            return None
+        where = f"{one_line(self.shards[number].path, 150)}, row {place}"
+        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
+        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
+
+    def complete(self, values: dict[str, Any]) -> Any:
+        """The row that the values of its roles give. Raises ValueError for values that cannot."""
+        return values
+
+
+class ShardRows(ShardPart, torch.utils.data.Dataset):
+    """The rows of a part, shard after shard. In place of a row that is left out, the next one of
+    its shard is read.
 
     `sources` and `ahead` tell train.py the order in which rows are best read, and how far ahead
     `fetch` should be told of them.
     """
 
     arguments: tuple  # that it was made with
-    damaged = "refuse"  # or skip: the next row of the shard is read in place of a damaged one
 
     def __new__(cls, *arguments: Any) -> "ShardRows":
         self = super().__new__(cls)
@@ -429,14 +469,8 @@ class ShardRows(torch.utils.data.Dataset):
         return type(self), self.arguments
 
     def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
-        self.folder, self.part, self.cfg, self.columns = folder, part, cfg, columns
-        facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
-        self.shards = [Shard(*each) for each in facts["shard"]]
-        self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
-        self.ends, self.used = np.cumsum(self.rows), facts["used"]
-        # Of shards for validation that their names tell, the field is empty.
-        self.field = facts["origin"]
-        self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
+        super().__init__(folder, part, cfg, columns)
+        self.cache = self.make_cache()
         self.readers: OrderedDict[int, tuple[BinaryIO, Reader]] = OrderedDict()  # the last used
         # Shards that `fetch` was told of, and whether no reader has opened them since.
         self.asked: OrderedDict[int, bool] = OrderedDict()
@@ -450,8 +484,8 @@ class ShardRows(torch.utils.data.Dataset):
                 f"shards take {needed / 1e9:,.3g} GB; give more, or a smaller task.shuffle_window"
             )
 
-    def make_cache(self, data: str) -> ShardCache:
-        return ShardCache(self.cfg, data, self.columns)
+    def make_cache(self) -> ShardCache:
+        return ShardCache(self.cfg, self.data, self.columns)
 
     def __len__(self) -> int:
         return self.used
@@ -503,10 +537,6 @@ class ShardRows(torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
-    def by_hash(self) -> list[int]:
-        """The numbers of all shards, in an order that their names decide."""
-        return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
-
     def reader(self, number: int) -> Reader:
         """The reader of a shard; some of those that were used last stay open."""
         if number in self.readers:
@@ -540,26 +570,6 @@ class ShardRows(torch.utils.data.Dataset):
             if found is not None:
                 return found
         raise ValueError(f"cannot read any row of {one_line(self.shards[number].path, 150)}")
-
-    def read_row(self, read: Callable[[], dict], number: int, place: int) -> Any:
-        """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
-        try:
-            return self.complete(read())
-        except IncompleteRow as error:
-            problem, skips = error, self.cfg.incomplete_rows == "skip"
-        except Exception as error:  # each decoder has its own
-            if isinstance(error, MemoryError) or getattr(error, "errno", None):
-                raise  # not the row's fault
-            problem, skips = error, self.damaged == "skip"
-        if skips:
-            return None
-        where = f"{one_line(self.shards[number].path, 150)}, row {place}"
-        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
-        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
-
-    def complete(self, values: dict[str, Any]) -> Any:
-        """The row that the values of its roles give. Raises ValueError for values that cannot."""
-        return values
 
     def __getitem__(self, i: int) -> Any:
         return self.__getitems__([i])[0]

@@ -219,7 +219,7 @@ def write_validation(cfg: Any, folder: Path, encoder: Encoder, facts: dict) -> l
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-class ShardTexts(streaming.ShardRows):
+class ShardTexts(streaming.ShardPart):
     """The texts of a part."""
 
     def __init__(self, folder: Path, part: str, cfg: Any):
@@ -231,7 +231,7 @@ class ShardTexts(streaming.ShardRows):
 
     def walk(self, number: int, step: int = 1) -> Iterator[str]:
         """The texts of a shard, or each step-th, without those that may be left out."""
-        rows = shards.rows_of(self.shards[number], self.cache.data, self.columns)
+        rows = shards.rows_of(self.shards[number], self.data, self.columns)
         for place, read in enumerate(rows):
             if place % step == 0 and (text := self.read_row(read, number, place)) is not None:
                 yield text
@@ -244,7 +244,7 @@ class StreamedTokens(streaming.ShardRows):
         self.facts = read_facts(folder)
         super().__init__(folder, "tokens", cfg, columns_of(cfg))
 
-    def make_cache(self, data: str) -> "TokenCache":
+    def make_cache(self) -> "TokenCache":
         return TokenCache(self.folder, self.cfg, self.facts["tokenizer"])
 
     def make_reader(self, number: int, file: BinaryIO) -> Reader:
@@ -266,7 +266,7 @@ class TokenCache(streaming.ShardCache):
 
     def __init__(self, folder: Path, cfg: Any, tokenizer: str):
         self.texts, self.tokenizer = ShardTexts(folder, "train", cfg), tokenizer
-        super().__init__(cfg, self.texts.cache.data, self.texts.columns)
+        super().__init__(cfg, self.texts.data, self.texts.columns)
         self.numbers = {shard.name: number for number, shard in enumerate(self.texts.shards)}
         self.encoder = make_encoder(cfg, folder)
 
