@@ -184,7 +184,9 @@ def split_data(data: str) -> list[WeightedData]:
 
 # ---- Files ---------------------------------------------------------------------------------------
 
-Listed = list[tuple[str, list[str], Counter]]
+# Folders, in each the names of files with their splits, and the number of others by their endings.
+Listed = list[tuple[str, dict[str, str], Counter]]
+READABLE = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
 
 
 def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
@@ -193,7 +195,7 @@ def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[P
     return sorted(Path(folder, name) for folder, names, _ in listed for name in names)
 
 
-def walk(data: str, endings: Iterable[str], field: str) -> Listed:
+def walk(data: str, endings: Iterable[str], field: str) -> list[tuple[str, list[str], Counter]]:
     """Each folder from `data` down: its path, the sorted names of its files with these endings, and
     the number of its other files by their endings. A file is all of its folder.
 
@@ -210,40 +212,26 @@ def walk(data: str, endings: Iterable[str], field: str) -> Listed:
             f"{describe_skipped(others)}; pass --task.{field} PATH, a file or folder of "
             f"{', '.join(endings)}{packed}"
         )
-    found = [splits_of(data, folder, names) for folder, names, _ in listed]
-    if counts := splits.count(chain.from_iterable(found)):
+    if counts := count_all(listed):
         split = splits.choose(counts, field, data)
         listed = [
-            (folder, [name for name, of in zip(names, own, strict=True) if of == split], others)
-            for (folder, names, others), own in zip(listed, found, strict=True)
+            (folder, {name: own for name, own in names.items() if own == split}, others)
+            for folder, names, others in listed
         ]
-    return listed
-
-
-def splits_of(data: str, folder: str, names: list[str]) -> list[str]:
-    """The split of each file of a folder below `data`; of `data` itself, a file, it says nothing.
-    The name of an image says none."""
-    root = os.path.expanduser(data)
-    if not os.path.isdir(root):
-        return [""] * len(names)
-    above = splits.split_of(os.path.relpath(folder, root))
-    readable = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
-    return [
-        above or (splits.split_of(name) if name.lower().endswith(readable) else "")
-        for name in names
-    ]
+    return [(folder, [*names], others) for folder, names, others in listed]
 
 
 def count_splits(data: str, endings: Iterable[str], field: str = "data") -> Counter:
     """The number of files with these endings of each split; empty: the folder is not divided."""
-    if not (data and endings):
-        return Counter()
-    listed = walk_all(data, endings, field)
-    return splits.count(chain.from_iterable(splits_of(data, *each[:2]) for each in listed))
+    return count_all(walk_all(data, endings, field)) if data and endings else Counter()
+
+
+def count_all(listed: Listed) -> Counter:
+    return splits.count(chain.from_iterable(names.values() for _, names, _ in listed))
 
 
 def walk_all(data: str, endings: Iterable[str], field: str) -> Listed:
-    """`walk` over all splits.
+    """`walk` over all splits, with that of each file.
 
     Lists folders, and asks the system about no file. Hidden files do not count: notebooks and file
     managers keep copies in them. Raises ValueError for what is neither file nor folder, as a broken
@@ -268,7 +256,8 @@ def walk_all(data: str, endings: Iterable[str], field: str) -> Listed:
                 if not entry.name.startswith("."):
                     (below if is_folder(entry, field) else files).append(entry.name)
         to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
-        found.append((path, *choose_files(sorted(files), endings)))
+        above = splits.split_of(os.path.relpath(path, root))
+        found.append((path, *choose_files(sorted(files), endings, above)))
     return found
 
 
@@ -283,12 +272,19 @@ def is_folder(path: Path | os.DirEntry, field: str) -> bool:
     return True
 
 
-def choose_files(names: list[str], endings: Iterable[str]) -> tuple[list[str], Counter]:
-    """The names with these endings, and the number of the others by their endings."""
-    chosen, others, plain = [], Counter(), tuple(endings)
+def choose_files(
+    names: list[str], endings: Iterable[str], above: str = ""
+) -> tuple[dict[str, str], Counter]:
+    """The names with these endings, and the number of the others by their endings.
+
+    Each name with its split: that of the folders `above`, or its own. The name of an image says
+    none.
+    """
+    chosen, others, plain = {}, Counter(), tuple(endings)
     for name in names:
-        if name.lower().endswith(plain) or tables.file_ending(name) in plain:
-            chosen.append(name)
+        low = name.lower()
+        if low.endswith(plain) or tables.file_ending(name) in plain:
+            chosen[name] = above or (splits.split_of(name) if low.endswith(READABLE) else "")
         else:
             others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
     return chosen, others
