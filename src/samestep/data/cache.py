@@ -27,32 +27,31 @@ from samestep.base.console import one_line
 from samestep.base.fields import local_path
 from samestep.base.files import PERMANENT_ERRORS, fsync, read_json_object, remove, replace_text
 from samestep.data import hub, sources
-from samestep.data.own_code import own_code
+from samestep.data.own_code import library_code, project_code
 from samestep.data.sources import DataConfig
 from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
-PASSING_ERRORS = (errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT)  # not the fault of a file
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
-INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
+INDEX = "index"  # of a prepared folder: JSON
 
 
 # ---- Key -----------------------------------------------------------------------------------------
 
 
-def cache_folder(cfg: DataConfig, settings: Any, used: Any, shaped_by: Iterable[Callable]) -> Path:
+def cache_folder(cfg: DataConfig, settings: Any, used: Any, build: Callable | None = None) -> Path:
     """The folder for prepared data; its name is a hash of all that shapes the data.
 
     `settings`: values of the task's own fields, and `used`: the files (`hash_input_files`), both as
-    JSON. `shaped_by`: the functions that prepare the data. All that they use of the project counts
-    (`own_code`), but for this module, which keeps the data.
+    JSON. `build`: the function that prepares the data. All that it uses of the project counts, and
+    the library's own code (`own_code.py`).
     """
     fields = {each.name: getattr(cfg, each.name) for each in dataclasses.fields(DataConfig)}
     del fields["cache_dir"]
     fields["data"] = [each.data for each in sources.split_data(cfg.data)]  # without weights
-    code = own_code(shaped_by, [__name__, own_code.__module__])
+    code = [*(project_code(build) if build else []), library_code()]
     key = hashlib.sha256(json.dumps([fields, settings, used, code]).encode()).hexdigest()[:16]
     return local_path(cfg.cache_dir, "cache_dir") / key
 
@@ -78,17 +77,16 @@ def hash_input_files(
     on_hub = shipped is None and hub.is_hub_name(cfg.data)
     if on_hub:
         hub.check_commit(cfg)
-    given = [("validation_data", cfg.validation_data)] if cfg.validation_data else []
-    if shipped is None and not on_hub:
-        given.insert(0, ("data", cfg.data))
     found, skipped = [*more, *(shipped or [])], []
-    for name, path in given:
-        read = endings(path) if callable(endings) else endings
-        listed = [*sources.walk(path, read, name)]
+    for name in ("data", "validation_data"):
+        path = getattr(cfg, name)
+        if not path or name == "data" and (on_hub or shipped is not None):
+            continue
+        listed = sources.walk(path, endings(path) if callable(endings) else endings, name)
         if sum(len(names) for _, names, _ in listed) > MANY_FILES:
             found += [Path(folder) for folder, names, _ in listed if names]
         else:
-            found += sources.list_files(path, read, name)
+            found += sorted(Path(folder, file) for folder, names, _ in listed for file in names)
         skipped.append(sorted(sum((others for *_, others in listed), Counter()).items()))
     digests = hash_files(found, cfg)
     if unread := next((path for path, digest in digests.items() if not digest), ""):
@@ -128,19 +126,6 @@ def hash_columns(parts: dict[str, dict[str, Any]]) -> str:
     return total.hexdigest()
 
 
-def content_digest(folder: Path) -> str:
-    """The "content" that `build` returned when the folder was prepared."""
-    return read_index(folder)["content"]
-
-
-def digest_of(prepared: Any) -> str:
-    """The content digest if this is a folder that was prepared here; else an empty text."""
-    if isinstance(prepared, Path) and (prepared / INDEX).is_file():
-        with contextlib.suppress(ValueError):  # a file of this name, but not ours
-            return content_digest(prepared)
-    return ""
-
-
 def short_digest(*files: Path) -> str:
     """16 hex digits for the content of files."""
     digests = (hashlib.sha256(file.read_bytes()).digest() for file in files)
@@ -150,23 +135,56 @@ def short_digest(*files: Path) -> str:
 # ---- Digests of files ----------------------------------------------------------------------------
 
 
+def hash_files(paths: Iterable[Path | str], cfg: DataConfig) -> dict[str, str]:
+    """The digest of each file or folder (`hash_path`) by its path; empty: it cannot be read.
+
+    A memo in the cache folder spares reading what has the same stamp. Of processes that start
+    together, the first reads and the others wait for its memo; if the memo cannot be written, each
+    reads.
+    """
+    cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
+    digests = recall(cache, names)
+    if len(digests) < len(names):
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # a read-only disk
+                stack.enter_context(file_lock(cache / "digests.lock"))
+            digests = recall(cache, names)
+            new = [name for name in names if name not in digests]
+            files = [name for name in new if not os.path.isdir(name)]
+            hashed = dict(zip(files, hash_all(files), strict=True))
+            # Each folder has threads of its own.
+            hashed |= {name: hash_path(name) for name in new if name not in hashed}
+            digests |= {name: digest for name, (digest, _) in hashed.items()}
+            remember(cache, {n: [*stamp, digest] for n, (digest, stamp) in hashed.items() if stamp})
+    return {name: digests[name] for name in names}
+
+
+def recall(cache: Path, names: list[str]) -> dict[str, str]:
+    """The digests of files and folders that have the stamp that the memo knows."""
+    memo, digests = read_json_object(cache / MEMO), {}
+    for name in names:
+        *stamp, digest = memo.get(os.path.abspath(name), [""])
+        with contextlib.suppress(OSError):
+            if digest and read_stamp(name) == stamp:
+                digests[name] = digest
+    return digests
+
+
+def remember(cache: Path, known: dict[str, list]) -> None:
+    """Adds stamps and digests to the memo; a failure is ignored, as only time is lost."""
+    if known:
+        own = {os.path.abspath(name): saved for name, saved in known.items()}
+        with contextlib.suppress(OSError):
+            text = json.dumps(read_json_object(cache / MEMO) | own)
+            replace_text(cache / MEMO, text, cache / f"{MEMO}.{os.getpid()}.partial")
+
+
 def read_stamp(path: str) -> list[int]:
     """Size (of a folder: its entries), times and inode. They change with the content: a ctime
     cannot be set back."""
     status = os.stat(path)
     size = len(os.listdir(path)) if stat.S_ISDIR(status.st_mode) else status.st_size
     return [size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-def hash_file(path: Path | str) -> str:
-    """A file's SHA-256. Raises OSError, also for a pipe or a device, which may block."""
-    if not os.path.isfile(path):
-        raise FileNotFoundError(errno.ENOENT, "no file", str(path))
-    digest, block = hashlib.sha256(), bytearray(1 << 20)
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(block):
-            digest.update(memoryview(block)[:size])
-    return digest.hexdigest()
 
 
 def hash_path(path: str) -> tuple[str, list[int]]:
@@ -182,9 +200,12 @@ def hash_path(path: str) -> tuple[str, list[int]]:
             return hash_file(path), stamp if stamp[2] < settled else []
         with os.scandir(path) as entries:
             names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if getattr(error, "errno", None) in PASSING_ERRORS:
-            raise
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+        PermissionError,
+        ValueError,
+    ):  # a NUL in the name
         return "", []
     total, old = hashlib.sha256(), stamp[2] < settled
     hashed = hash_all([os.path.join(path, name) for name in names])
@@ -200,47 +221,15 @@ def hash_all(paths: list[str]) -> Iterator[tuple[str, list[int]]]:
         yield from pool.imap(hash_path, paths, 16)
 
 
-def hash_files(paths: Iterable[Path | str], cfg: DataConfig) -> dict[str, str]:
-    """The digest of each file or folder (`hash_path`) by its path; empty: it cannot be read.
-
-    A memo in the cache folder spares reading what has the same stamp. Of processes that start
-    together, the first reads and the others wait for its memo; if the memo cannot be written, each
-    reads.
-    """
-    cache, names = local_path(cfg.cache_dir, "cache_dir"), list(dict.fromkeys(map(str, paths)))
-
-    def read_memo() -> dict[str, str]:
-        memo, digests = read_json_object(cache / MEMO), {}
-        for name in names:
-            *stamp, digest = memo.get(os.path.abspath(name), [""])
-            with contextlib.suppress(OSError):
-                if digest and read_stamp(name) == stamp:
-                    digests[name] = digest
-        return digests
-
-    digests = read_memo()
-    if len(digests) < len(names):
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # a read-only disk
-                stack.enter_context(file_lock(cache / "digests.lock"))
-                digests = read_memo()
-            new = [name for name in names if name not in digests]
-            folders = {name for name in new if os.path.isdir(name)}
-            files = [name for name in new if name not in folders]
-            hashed = dict(zip(files, hash_all(files), strict=True))
-            hashed |= {name: hash_path(name) for name in folders}  # each has threads of its own
-            digests |= {name: digest for name, (digest, _) in hashed.items()}
-            remember(cache, {n: [*stamp, digest] for n, (digest, stamp) in hashed.items() if stamp})
-    return {name: digests[name] for name in names}
-
-
-def remember(cache: Path, known: dict[str, list]) -> None:
-    """Adds stamps and digests of files to the memo; a failure is ignored, as only time is lost."""
-    own = {os.path.abspath(name): saved for name, saved in known.items()}
-    if own:
-        with contextlib.suppress(OSError):
-            text = json.dumps(read_json_object(cache / MEMO) | own)
-            replace_text(cache / MEMO, text, cache / f"{MEMO}.{os.getpid()}.partial")
+def hash_file(path: Path | str) -> str:
+    """A file's SHA-256. Raises OSError, also for a pipe or a device, which may block."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(errno.ENOENT, "no file", str(path))
+    digest, block = hashlib.sha256(), bytearray(1 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(memoryview(block)[:size])
+    return digest.hexdigest()
 
 
 # ---- Lock ----------------------------------------------------------------------------------------
@@ -336,7 +325,7 @@ def prepare(
             for _, own in sources.by_source(cfg, endings)
         ]
         settings = [getattr(cfg, name) for name in names.split()]
-        return cache_folder(cfg, settings + more, used, [build])
+        return cache_folder(cfg, settings + more, used, build)
 
     return prepare_once(cfg, name_folder, build, goes_on)
 
@@ -369,7 +358,6 @@ def prepare_once(
             if not goes_on:
                 remove(unfinished)
             unfinished.mkdir(exist_ok=True)
-            remove(unfinished / INDEX)
             problem = None
             try:
                 facts = build(unfinished)
@@ -385,6 +373,59 @@ def prepare_once(
                 remove(unfinished)  # frees a full disk
             raise
     return folder
+
+
+def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
+    """Turns a filled folder into prepared data. Files, index and names reach the disk in turn.
+
+    The index holds the size and SHA-256 of each file. `facts["hashed"]` has those of files that are
+    on the disk already. Hidden files do not count: file managers and network disks create them.
+    """
+    files = dict(facts.pop("hashed", {}))
+    for path in sorted(unfinished.rglob("*")):
+        name = path.relative_to(unfinished)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if str(name) in files or hidden or path.is_dir() or str(name) == INDEX:
+            continue
+        fsync(path)
+        files[str(name)] = [path.stat().st_size, hash_file(path)]
+    replace_text(unfinished / INDEX, json.dumps({**facts, "files": files}))
+    for path in unfinished.rglob("*"):
+        if path.is_dir():
+            fsync(path)
+    fsync(unfinished)
+    unfinished.rename(folder)
+    fsync(folder.parent)
+    paths = {str(folder / name): digest for name, (_, digest) in files.items()}
+    remember(folder.parent, {path: [*read_stamp(path), paths[path]] for path in paths})
+
+
+def find_fault(folder: Path, cfg: DataConfig) -> str:
+    """The fault of a prepared folder, or of the input files it names; empty: it is intact.
+
+    Bytes are read where the memo of `hash_files` does not know the file: it is new, or changed.
+    """
+    index = read_json_object(folder / INDEX)
+    if not index:
+        return "has no index, or a damaged one"
+    files = {str(folder / name): digest for name, (_, digest) in index["files"].items()}
+    named = index.get("named", {})
+    digests = hash_files([*files, *named], cfg)
+    if damaged := next((path for path in sorted(files) if digests[path] != files[path]), ""):
+        return f"has a damaged file: {one_line(os.path.relpath(damaged, folder), 60)}"
+    changed = next((path for path in named if digests[path] != named[path]), "")
+    return changed and f"is out of date, as {one_line(changed, 100)} has changed"
+
+
+def content_digest(folder: Path) -> str:
+    """The "content" that `build` returned when the folder was prepared."""
+    return json.loads((folder / INDEX).read_text(encoding="utf-8"))["content"]
+
+
+def digest_of(prepared: Any) -> str:
+    """The content digest if this is a folder that was prepared here; else an empty text."""
+    is_folder = isinstance(prepared, Path)
+    return str(read_json_object(prepared / INDEX).get("content", "")) if is_folder else ""
 
 
 def once_per_folder(load: Callable) -> Callable:
@@ -403,66 +444,3 @@ def once_per_folder(load: Callable) -> Callable:
         return loaded[key]
 
     return load_once
-
-
-def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
-    """Turns a filled folder into prepared data. Files, index and names reach the disk in turn.
-
-    The index holds the size and SHA-256 of each file, and its own SHA-256. `facts["hashed"]` has
-    those of files that are on the disk already.
-    """
-    files = dict(facts.pop("hashed", {}))
-    for path in sorted(files_below(unfinished)):
-        name = path.relative_to(unfinished).as_posix()
-        if name not in files:
-            fsync(path)
-            files[name] = [path.stat().st_size, hash_file(path)]
-    text = json.dumps({**facts, "files": files}).encode()
-    own = hashlib.sha256(text).hexdigest().encode()
-    (unfinished / INDEX).write_bytes(own + b"\n" + text + b"\n")
-    for path in [unfinished / INDEX, *(p for p in unfinished.rglob("*") if p.is_dir())]:
-        fsync(path)
-    fsync(unfinished)
-    unfinished.rename(folder)
-    fsync(folder.parent)
-    paths = {str(folder / name): digest for name, (_, digest) in files.items()}
-    remember(folder.parent, {path: [*read_stamp(path), paths[path]] for path in paths})
-
-
-def read_index(folder: Path) -> dict:
-    """The index of a prepared folder; raises ValueError if it is missing or damaged."""
-    path = folder / INDEX
-    if not path.is_file():
-        raise ValueError("has no index")
-    own, _, text = path.read_bytes().partition(b"\n")
-    if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != own:
-        raise ValueError("has a damaged index")
-    return json.loads(text)
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """All but folders and hidden files, which file managers and network disks create."""
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and (path.is_symlink() or not path.is_dir()):
-            yield path
-
-
-def find_fault(folder: Path, cfg: DataConfig) -> str:
-    """The fault of a prepared folder, or of the input files it names; empty: it is intact.
-
-    Bytes are read where the memo of `hash_files` does not know the file: it is new, or changed.
-    """
-    try:
-        index = read_index(folder)
-    except ValueError as error:
-        return str(error)
-    files = {str(folder / name): digest for name, (_, digest) in index["files"].items()}
-    named = index.get("named", {})
-    digests = hash_files([*files, *named], cfg)
-    there = {str(path) for path in files_below(folder) if path != folder / INDEX}
-    for path in sorted({*files} | there):
-        if path not in files or path not in there or digests[path] != files[path]:
-            return f"has a damaged file: {one_line(os.path.relpath(path, folder), 60)}"
-    changed = next((path for path in named if digests[path] != named[path]), "")
-    return changed and f"is out of date, as {one_line(changed, 100)} has changed"

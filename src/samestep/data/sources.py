@@ -3,7 +3,6 @@
 Errors in the data are a ValueError of one line.
 """
 
-import functools
 import math
 import os
 import re
@@ -185,83 +184,66 @@ def split_data(data: str) -> list[WeightedData]:
 
 # ---- Files ---------------------------------------------------------------------------------------
 
+# Folders, in each the names of files with their splits, and the number of others by their endings.
+Listed = list[tuple[str, dict[str, str], Counter]]
+READABLE = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
+
 
 def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
-    """The files with these endings: `data` itself, or all below it, sorted by path.
+    """The files with these endings: `data` itself, or all below it, sorted by path."""
+    listed = walk(data, endings, field)
+    return sorted(Path(folder, name) for folder, names, _ in listed for name in names)
 
-    Raises ValueError if there are none, or if one is unreachable: a class or a part of the rows
-    would be missing unnoticed.
+
+def walk(data: str, endings: Iterable[str], field: str) -> list[tuple[str, list[str], Counter]]:
+    """Each folder from `data` down: its path, the sorted names of its files with these endings, and
+    the number of its other files by their endings. A file is all of its folder.
+
+    Of a folder that holds several splits, those files alone that `field` means. Raises ValueError
+    if there are none, or if one is unreachable: a class or a part of the rows would be missing
+    unnoticed.
     """
-    found: list[Path] = []
-    others: Counter = Counter()
-    for folder, names, skipped in walk(data, endings, field):
-        found += [Path(folder, name) for name in names]
-        others += skipped
-    if not found:
+    listed = walk_all(data, endings, field)
+    if not any(names for _, names, _ in listed):
+        others = sum((own for *_, own in listed), Counter())
         packed = f" (text also compressed: {' or '.join(tables.COMPRESSIONS)})"
         raise ValueError(
             f"task.{field}: nothing to read at {one_line(data, 100) or 'an empty path'}"
             f"{describe_skipped(others)}; pass --task.{field} PATH, a file or folder of "
             f"{', '.join(endings)}{packed}"
         )
-    return sorted(found)
-
-
-def walk(data: str, endings: Iterable[str], field: str) -> Iterator[tuple[str, list[str], Counter]]:
-    """Each folder from `data` down: its path, the sorted names of its files with these endings, and
-    the number of its other files by their endings. A file is all of its folder.
-
-    Of a folder that holds several splits, those files alone that `field` means.
-    """
-    counts = count_splits(data, endings, field)
-    split = counts and splits.choose(counts, field, data)
-    for folder, names, others in walk_all(data, endings, field):
-        if counts:
-            found = splits_of(data, folder, names)
-            names = [name for name, own in zip(names, found, strict=True) if own == split]
-        yield folder, names, others
-
-
-def splits_of(data: str, folder: str, names: list[str]) -> list[str]:
-    """The split of each file of a folder below `data`. The name of an image says none."""
-    above = splits.split_of(os.path.relpath(folder, os.path.expanduser(data)))
-    readable = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
-    return [
-        above or (splits.split_of(name) if name.lower().endswith(readable) else "")
-        for name in names
-    ]
+    if counts := count_all(listed):
+        split = splits.choose(counts, field, data)
+        listed = [
+            (folder, {name: own for name, own in names.items() if own == split}, others)
+            for folder, names, others in listed
+        ]
+    return [(folder, [*names], others) for folder, names, others in listed]
 
 
 def count_splits(data: str, endings: Iterable[str], field: str = "data") -> Counter:
     """The number of files with these endings of each split; empty: the folder is not divided."""
-    root = local_path(data, field)
-    if not (data and endings and root.is_dir()):
-        return Counter()
-    return list_splits(data, tuple(endings), field, root.stat().st_mtime_ns)
+    return count_all(walk_all(data, endings, field)) if data and endings else Counter()
 
 
-@functools.cache  # a start asks several times, and there may be a million files
-def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -> Counter:
-    """`count_splits` of a folder; `changed`: when it did last."""
-    listed = walk_all(data, endings, field)
-    return splits.count(chain.from_iterable(splits_of(data, *each[:2]) for each in listed))
+def count_all(listed: Listed) -> Counter:
+    return splits.count(chain.from_iterable(names.values() for _, names, _ in listed))
 
 
-def walk_all(
-    data: str, endings: Iterable[str], field: str
-) -> Iterator[tuple[str, list[str], Counter]]:
-    """`walk` over all splits.
+def walk_all(data: str, endings: Iterable[str], field: str) -> Listed:
+    """`walk` over all splits, with that of each file.
 
     Lists folders, and asks the system about no file. Hidden files do not count: notebooks and file
     managers keep copies in them. Raises ValueError for what is neither file nor folder, as a broken
     link, since its rows would be missing.
     """
     root = local_path(data, field)
+    if not (data and os.path.lexists(root)):
+        return []
+    if not is_folder(root, field):
+        return [(str(root.parent), *choose_files([root.name], endings))]
     seen: set[tuple[int, int]] = set()  # folders by device and inode: links may lead back
-    to_visit = [str(root)] if data and os.path.lexists(root) else []
-    if to_visit and not is_folder(root, field):
-        folder, name = os.path.split(to_visit.pop())
-        yield folder, *choose_files([name], endings)
+    to_visit, found = [str(root)], []
     while to_visit:
         path = to_visit.pop()
         status = os.stat(path)
@@ -274,7 +256,9 @@ def walk_all(
                 if not entry.name.startswith("."):
                     (below if is_folder(entry, field) else files).append(entry.name)
         to_visit += [os.path.join(path, name) for name in sorted(below, reverse=True)]
-        yield path, *choose_files(sorted(files), endings)
+        above = splits.split_of(os.path.relpath(path, root))
+        found.append((path, *choose_files(sorted(files), endings, above)))
+    return found
 
 
 def is_folder(path: Path | os.DirEntry, field: str) -> bool:
@@ -288,25 +272,35 @@ def is_folder(path: Path | os.DirEntry, field: str) -> bool:
     return True
 
 
-def choose_files(names: list[str], endings: Iterable[str]) -> tuple[list[str], Counter]:
-    """The names with these endings, and the number of the others by their endings."""
-    chosen, others, plain = [], Counter(), tuple(endings)
+def choose_files(
+    names: list[str], endings: Iterable[str], above: str = ""
+) -> tuple[dict[str, str], Counter]:
+    """The names with these endings, and the number of the others by their endings.
+
+    Each name with its split: that of the folders `above`, or its own. The name of an image says
+    none.
+    """
+    chosen, others, plain = {}, Counter(), tuple(endings)
     for name in names:
-        if name.lower().endswith(plain) or tables.file_ending(name) in plain:
-            chosen.append(name)
+        low = name.lower()
+        if low.endswith(plain) or tables.file_ending(name) in plain:
+            chosen[name] = above or (splits.split_of(name) if low.endswith(READABLE) else "")
         else:
             others["".join(Path(name).suffixes[-2:])[-20:] or "no ending"] += 1
     return chosen, others
 
 
+def list_endings(counts: Counter) -> str:
+    """Numbers of files by ending, the most first, ten at most."""
+    most = sorted(counts.items(), key=lambda each: (-each[1], each[0]))[:10]
+    return ", ".join(f"{number:,} {one_line(ending, 20)}" for ending, number in most)
+
+
 def describe_skipped(others: Counter) -> str:
     """The number of skipped files by ending, as part of a sentence; empty: none."""
-    if not others:
-        return ""
-    most = sorted(others.items(), key=lambda each: (-each[1], each[0]))[:10]
-    endings = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in most)
-    number = sum(others.values())
-    return f" (skipped {number:,} other file{'s' * (number > 1)}: {endings})"
+    number = others.total()
+    text = f" (skipped {number:,} other file{'s' * (number > 1)}: {list_endings(others)})"
+    return text * (number > 0)
 
 
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
@@ -316,13 +310,11 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
         splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
-        read, others = Counter(), Counter()
-        for _, chosen, more in walk(data, endings, name):
-            read.update(tables.file_ending(each) for each in chosen)
-            others += more
+        listed = walk(data, endings, name) if data else []
+        read = Counter(tables.file_ending(each) for _, names, _ in listed for each in names)
+        others = sum((own for *_, own in listed), Counter())
         if others or len(read) > 1:  # one of them may describe the data
-            found = ", ".join(f"{n:,} {one_line(ending, 20)}" for ending, n in sorted(read.items()))
-            text = f"{one_line(data, 100)}: {found}{describe_skipped(others)}"
+            text = f"{one_line(data, 100)}: {list_endings(read)}{describe_skipped(others)}"
             print(f"Preparing data: {text}", flush=True)
 
 

@@ -21,10 +21,13 @@ PATTERNS = {
     split: re.compile(rf"(?<![^-._ 0-9])({words})(?![^-._ 0-9])", re.IGNORECASE)
     for split, words in KEYWORDS.items()
 }
+ANY = re.compile("|".join(KEYWORDS.values()), re.IGNORECASE)
 
 
 def split_of(path: str) -> str:
     """The split of a file or folder by its path below the data; empty: it has none."""
+    if not ANY.search(path):  # of most files, of which there may be a million
+        return ""
     for name in path.split("/"):
         for split, pattern in PATTERNS.items():
             if pattern.search(name):

@@ -1,10 +1,13 @@
-"""Shards: large files of rows, on a disk or an object store, read by (shard, row).
+"""Shards: large files of rows, on a disk or an object store, read by row or from the start.
 
-A shard is a WebDataset .tar or a .parquet. A reader takes a local file and gives the values of any
-row by their roles (image, text, label, ...) at the cost of one read. A .tar is read as it is. A
-.parquet can only be decoded in row groups, so its columns are first unpacked into an Arrow file.
+A shard is a WebDataset .tar or a .parquet. A reader of a local file, a function, gives the values
+of any row by their roles (image, text, label, ...) at the cost of one read. A .tar is read as it
+is. A .parquet can only be decoded in row groups, so its columns are first unpacked into an Arrow
+file.
 """
 
+import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -33,7 +36,6 @@ DIGESTS = ("ETag", "etag", "md5Hash", "content_hash", "blob_id")  # of a file's 
 # The last two are of local files: the time of the last change of any kind, which cannot be set.
 TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created", "ino")
 BLOCK = 2**20
-KINDS = ("tar", "parquet")
 ENDINGS = (".tar", ".parquet")
 ARCHIVES = (".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
 # Members of a .tar that have a role where none is named after the column.
@@ -43,6 +45,9 @@ MEMBERS = {
     "label": ("cls",),
 }
 KEY = re.compile(r"((?:.*/|)[^./]+)\.([^/]*)")  # of a member: that of its row, and what it holds
+
+
+Reader = Callable[[int], dict[str, Any]]  # the number of a row to its values
 
 
 class Shard(NamedTuple):
@@ -100,9 +105,8 @@ def list_shards(data: str, field: str) -> list[Shard]:
 
     Raises ValueError if there are none, or if they are of several kinds.
     """
-    where = f"task.{field}: {one_line(data, 100)}"
     found: dict[str, dict] = {}
-    roots, shards, others = [], [], Counter()
+    folders, shards, others = [], [], Counter()
     for path in expand_braces(data):
         store, root = open_store(path)
         root, what = root.rstrip("/"), f"task.{field}: {one_line(path, 100)}"
@@ -115,12 +119,11 @@ def list_shards(data: str, field: str) -> list[Shard]:
             if not listed and not ask_store(what, store.exists, root):
                 raise ValueError(f"{what}: there is no such file or folder")
             found |= listed
-        roots.append(f"{root}/")
-    folder = os.path.commonprefix(roots).rpartition("/")[0]
+        folders.append(f"{root}/")
+    folder = os.path.commonprefix(folders).rpartition("/")[0]
     for path, info in sorted(found.items()):
         name = path.removeprefix(folder).lstrip("/")
         ending = os.path.splitext(path)[1].lower()
-        kind = ending[1:]
         if any(part.startswith((".", "_")) for part in name.split("/")):
             continue  # hidden, or a mark such as _SUCCESS
         if path.endswith(ARCHIVES):
@@ -128,18 +131,17 @@ def list_shards(data: str, field: str) -> list[Shard]:
                 f"task.{field}: {one_line(path, 100)} is compressed as a whole, so that its rows "
                 "cannot be read one by one: unpack it to .tar"
             )
-        if kind not in KINDS:
+        if ending in ENDINGS:
+            shards.append(Shard(name, path, info["size"], tag_of(info), ending[1:]))
+        else:
             others[ending or "no ending"] += 1
-            continue
-        shards.append(Shard(name, path, info["size"], tag_of(info), kind))
-    if not shards:
-        skipped = describe_skipped(others)
-        raise ValueError(
-            f"{where}: no shards{skipped}; task.streaming reads .tar and .parquet files"
-        )
     kinds = sorted({shard.kind for shard in shards})
-    if len(kinds) > 1:
-        raise ValueError(f"{where}: holds shards of several kinds, {' and '.join(kinds)}: give one")
+    if len(kinds) != 1:
+        problem = f"holds shards of several kinds, {' and '.join(kinds)}: give one"
+        if not kinds:
+            skipped = describe_skipped(others)
+            problem = f"no shards{skipped}; task.streaming reads .tar and .parquet files"
+        raise ValueError(f"task.{field}: {one_line(data, 100)}: {problem}")
     return shards
 
 
@@ -182,7 +184,156 @@ def sample_digest(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-# ---- Bringing a shard here -----------------------------------------------------------------------
+# ---- Parquet -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_parquet(store: Any, shard: Shard) -> Iterator[Any]:
+    """A `ParquetFile` that reads in buffers of 4 MB: memory must not grow with the groups of rows.
+
+    fsspec would read ahead for each column in turn.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    with (
+        store.open(shard.path, "rb", cache_type="none") as file,
+        ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
+    ):
+        yield table
+
+
+def batches(table: Any, shard: Shard, names: list[str]) -> Iterator[Any]:
+    """Some rows of these columns at a time, of about 8 MB."""
+    rows = max(2**23 * table.metadata.num_rows // shard.size, 1)
+    for batch in table.iter_batches(min(rows, 1024), columns=names):
+        yield batch.select(names)
+
+
+def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> None:
+    import pyarrow
+
+    names = column_names(columns)
+    with open_parquet(store, shard) as table, pyarrow.OSFile(str(target), "wb") as out:
+        schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
+        with pyarrow.ipc.new_file(out, schema) as writer:
+            for batch in batches(table, shard, names):
+                writer.write_batch(batch)
+
+
+def read_footer(
+    store: Any, shard: Shard, columns: Columns, wanted: Columns
+) -> tuple[int, int, list[dict]]:
+    """Rows of a .parquet, about the bytes of its columns unpacked, and the wanted columns' values.
+
+    Raises ValueError for a missing column.
+    """
+    from pyarrow.parquet import ParquetFile
+
+    with store.open(shard.path, "rb") as file, ParquetFile(file) as table:
+        check_columns(table.schema_arrow.names, columns)
+        facts, names = table.metadata, tuple(f"{name}." for name in column_names(columns))
+        groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        chunks = [each for each in chunks if f"{each.path_in_schema}.".startswith(names)]
+        size = sum(each.total_uncompressed_size for each in chunks)
+        values = table.read(column_names(wanted)).to_pylist() if wanted else []
+        return facts.num_rows, size, [select_columns(row, wanted) for row in values]
+
+
+def arrow_row(table: Any, columns: Columns, row: int) -> dict[str, Any]:
+    values = {name: table.column(name)[row].as_py() for name in column_names(columns)}
+    return select_columns(values, columns)
+
+
+def arrow_reader(file: BinaryIO, columns: Columns) -> Reader:
+    """Rows of the Arrow file that a .parquet was unpacked into, memory-mapped."""
+    import pyarrow
+
+    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    table = pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all()
+    return functools.partial(arrow_row, table, columns)
+
+
+# ---- WebDataset ----------------------------------------------------------------------------------
+
+
+def member_names(columns: Columns) -> set[str]:
+    endings = (MEMBERS.get(role, ()) for role in columns)
+    return {*column_names(columns), "json", *itertools.chain(*endings)}
+
+
+def walk_tar(
+    file: BinaryIO, columns: Columns, wanted: Columns
+) -> Iterator[tuple[int, str, int, dict[str, bytes]]]:
+    """For each row of a .tar: its first byte, its key, the bytes of its members with these columns,
+    and the members with the wanted ones.
+
+    Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
+    ValueError for a damaged or truncated archive, and for a row with two members of one name.
+    """
+    counted, read = member_names(columns), member_names(wanted)
+
+    def regular_members() -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+        while member := archive.next():
+            archive.members = []  # type: ignore[attr-defined]  # it would keep all
+            if member.isreg() and (match := KEY.fullmatch(member.name)):
+                yield match[1], match[2].lower(), member
+
+    with file, tarfile.open(fileobj=file, mode="r:") as archive:
+        for key, row in itertools.groupby(regular_members(), lambda each: each[0]):
+            begin, size, names, members = 0, 0, set(), {}
+            for _, name, member in row:
+                if name in names:
+                    shown = f"{one_line(key, 60)} has two members {one_line(name)}"
+                    raise ValueError(f"the row {shown}")
+                begin = begin if names else member.offset
+                names.add(name)
+                size += member.size * (name in counted)
+                if name in read:
+                    members[name] = archive.extractfile(member).read()
+            yield begin, key, size, members
+        end = archive.offset
+        archive.fileobj.seek(end)
+        mark = archive.fileobj.read(512)  # tarfile takes a damaged header for the end
+        if len(mark) < 512:
+            raise ValueError("it has no end mark: it is truncated")
+        if mark.strip(b"\0"):
+            raise ValueError(f"the header at byte {end:,} is damaged")
+    yield end, "", 0, {}
+
+
+def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
+    """The values of a row by their roles, from its members; None: there is none."""
+    values = json.loads(members["json"]) if "json" in members else {}
+    if not isinstance(values, dict):
+        raise ValueError("its .json member is not an object")
+    for role, names in columns.items():
+        for column in {*column_names({role: names})} - {*values}:
+            name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
+            if name and role != "image":
+                text = members[name].decode()
+                values[column] = text if role == "text" else text.strip()
+            elif name:
+                values[column] = members[name]
+    return select_columns(values, columns)
+
+
+def tar_reader(file: BinaryIO, columns: Columns, bounds: np.ndarray) -> Reader:
+    """Rows of a .tar; `bounds`: the first byte of each, and the end of the last."""
+
+    def read(row: int) -> dict[str, Any]:
+        begin, end = (int(each) for each in bounds[row : row + 2])
+        content = os.pread(file.fileno(), end - begin, begin)
+        if len(content) < end - begin:
+            raise ValueError("the archive is truncated")
+        content += bytes(1024)  # an end mark
+        *_, members = next(walk_tar(io.BytesIO(content), {}, columns))
+        return tar_row(members, columns)
+
+    return read
+
+
+# ---- Whole shards --------------------------------------------------------------------------------
 
 
 def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
@@ -204,151 +355,33 @@ def bring(shard: Shard, data: str, target: Path, columns: Columns) -> None:
     ask_store(f"cannot read {one_line(shard.path, 150)}", write)
 
 
-def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> None:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+def rows_of(shard: Shard, data: str, columns: Columns) -> Iterator[Callable[[], dict[str, Any]]]:
+    """For each row in turn a function that gives its values, or raises what is wrong with it.
 
-    names = column_names(columns)
-    # Buffers of 4 MB, and batches of about 8: memory must not grow with the groups of rows. fsspec
-    # would read ahead for each column in turn.
-    with (
-        store.open(shard.path, "rb", cache_type="none") as file,
-        ParquetFile(file, pre_buffer=False, buffer_size=2**22) as table,
-    ):
-        rows = max(2**23 * table.metadata.num_rows // shard.size, 1)
-        schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
-        with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
-            for batch in table.iter_batches(min(rows, 1024), columns=names):
-                writer.write_batch(batch.select(names))
-
-
-def read_footer(
-    store: Any, path: str, columns: Columns, wanted: Columns
-) -> tuple[int, int, list[dict]]:
-    """Rows of a .parquet, about the bytes of its columns unpacked, and the wanted columns' values.
-
-    Raises ValueError for a missing column.
+    Where the store fails, it is read again, up to the row that is next. Raises ValueError and
+    ConnectionError.
     """
-    from pyarrow.parquet import ParquetFile
+    store, done, rows = open_store(data)[0], 0, None
 
-    with store.open(path, "rb") as file, ParquetFile(file) as table:
-        check_columns(table.schema_arrow.names, columns)
-        facts, names = table.metadata, tuple(f"{name}." for name in column_names(columns))
-        groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
-        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-        chunks = [each for each in chunks if f"{each.path_in_schema}.".startswith(names)]
-        size = sum(each.total_uncompressed_size for each in chunks)
-        values = table.read(column_names(wanted)).to_pylist() if wanted else []
-        return facts.num_rows, size, values
+    def read_all() -> Iterator[Callable[[], dict[str, Any]]]:
+        if shard.kind == "tar":
+            for _, key, _, members in walk_tar(store.open(shard.path, "rb"), {}, columns):
+                yield from [functools.partial(tar_row, members, columns)] * bool(key)
+            return
+        with open_parquet(store, shard) as table:
+            for batch in batches(table, shard, column_names(columns)):
+                for row in range(batch.num_rows):
+                    yield functools.partial(arrow_row, batch, columns, row)
 
+    def read_next() -> Callable[[], dict[str, Any]] | None:
+        nonlocal done, rows
+        current, rows = rows or itertools.islice(read_all(), done, None), None
+        found = next(current, None)
+        done, rows = done + 1, current
+        return found
 
-# ---- WebDataset ----------------------------------------------------------------------------------
-
-
-def member_names(columns: Columns) -> set[str]:
-    endings = (MEMBERS.get(role, ()) for role in columns)
-    return {*column_names(columns), "json", *itertools.chain(*endings)}
-
-
-def walk_tar(
-    file: BinaryIO, columns: Columns, wanted: Columns
-) -> Iterator[tuple[int, str, int, dict[str, bytes]]]:
-    """For each row of a .tar: its first byte, its key, the bytes of its members with these columns,
-    and the members with the wanted ones.
-
-    Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
-    ValueError for a damaged or truncated archive, and for a row with two members of one name.
-    """
-    counted, read = member_names(columns), member_names(wanted)
-    key, begin, size, names, members = None, 0, 0, set(), {}
-    with file, tarfile.open(fileobj=file, mode="r:") as archive:
-        while member := archive.next():
-            archive.members = []  # type: ignore[attr-defined]  # it would keep all
-            match = KEY.fullmatch(member.name) if member.isreg() else None
-            if not match:
-                continue
-            row, name = match[1], match[2].lower()
-            if row != key:
-                if key is not None:
-                    yield begin, key, size, members
-                key, begin, size, names, members = row, member.offset, 0, set(), {}
-            if name in names:
-                raise ValueError(f"the row {one_line(key, 60)} has two members {one_line(name)}")
-            names.add(name)
-            size += member.size * (name in counted)
-            if name in read:
-                members[name] = archive.extractfile(member).read()
-        end = archive.offset
-        archive.fileobj.seek(end)
-        mark = archive.fileobj.read(512)  # tarfile takes a damaged header for the end
-        if len(mark) < 512:
-            raise ValueError("it has no end mark: it is truncated")
-        if mark.strip(b"\0"):
-            raise ValueError(f"the header at byte {end:,} is damaged")
-    if key is not None:
-        yield begin, key, size, members
-    yield end, "", 0, {}
-
-
-def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
-    """The values of a row by their roles, from its members; None: there is none."""
-    values = json.loads(members["json"]) if "json" in members else {}
-    if not isinstance(values, dict):
-        raise ValueError("its .json member is not an object")
-    for role, names in columns.items():
-        for column in {*column_names({role: names})} - {*values}:
-            name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
-            if name and role != "image":
-                text = members[name].decode()
-                values[column] = text if role == "text" else text.strip()
-            elif name:
-                values[column] = members[name]
-    return select_columns(values, columns)
-
-
-class TarReader:
-    """Rows of a .tar; `bounds`: the first byte of each, and the end of the last."""
-
-    def __init__(self, file: BinaryIO, columns: Columns, bounds: np.ndarray):
-        self.file, self.columns, self.bounds = file, columns, bounds
-
-    def read(self, row: int) -> dict[str, Any]:
-        begin, end = (int(each) for each in self.bounds[row : row + 2])
-        content = os.pread(self.file.fileno(), end - begin, begin)
-        if len(content) < end - begin:
-            raise ValueError("the archive is truncated")
-        content += bytes(1024)  # an end mark
-        *_, members = next(walk_tar(io.BytesIO(content), {}, self.columns))
-        return tar_row(members, self.columns)
-
-    def close(self) -> None:
-        self.file.close()
-
-
-# ---- Parquet -------------------------------------------------------------------------------------
-
-
-class ArrowReader:
-    """Rows of the Arrow file that a .parquet was unpacked into, memory-mapped."""
-
-    def __init__(self, file: BinaryIO, columns: Columns):
-        import pyarrow
-
-        with file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.columns = columns
-        self.table = pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all()
-
-    def read(self, row: int) -> dict[str, Any]:
-        names = column_names(self.columns)
-        values = {name: self.table.column(name)[row].as_py() for name in names}
-        return select_columns(values, self.columns)
-
-    def close(self) -> None:
-        self.table = None
-
-
-# ---- Index ---------------------------------------------------------------------------------------
+    while found := ask_store(f"cannot read {one_line(shard.path, 150)}", read_next):
+        yield found
 
 
 class ShardIndex(NamedTuple):
@@ -375,14 +408,13 @@ def index_shard(
     `open_local` opens a shard on this machine, where it may have to be copied first.
     Raises ValueError for a shard that cannot be read, and ConnectionError.
     """
-    what = f"cannot read {one_line(shard.path, 150)}"
-    store = open_store(data)[0]
+    what, store = f"cannot read {one_line(shard.path, 150)}", open_store(data)[0]
     wanted = {role: names for role, names in columns.items() if role == "label" and label_names}
     counts, incomplete = Counter(), []
 
-    def count(place: object, read_row: Callable[[dict, Columns], dict], row: dict) -> None:
+    def count(place: object, read: Callable[..., dict], *arguments: Any) -> None:
         try:
-            counts.update(label_names(read_row(row, wanted)))
+            counts.update(label_names(read(*arguments)))
         except IncompleteRow as error:
             incomplete.append(f"row {place}: {error}")
         except ValueError as error:
@@ -391,11 +423,9 @@ def index_shard(
     def read_digest() -> str:
         if shard.tag.startswith(DIGESTS):
             return shard.tag
-        if not is_url(data):
-            return sample_digest(open(shard.path, "rb", buffering=0))
-        if shard.kind == "parquet":
-            return sample_digest(store.open(shard.path, "rb", cache_type="none"))
-        return sample_digest(open_local(shard))
+        if is_url(data) and shard.kind == "tar":  # it is copied anyway
+            return sample_digest(open_local(shard))
+        return sample_digest(store.open(shard.path, "rb", cache_type="none"))
 
     bounds, size, held = [], shard.size, 0
     try:
@@ -405,13 +435,13 @@ def index_shard(
                 bounds.append(begin)
                 held += own
                 if key and wanted:
-                    count(one_line(key, 100), tar_row, members)
+                    count(one_line(key, 100), tar_row, members, wanted)
             rows = len(bounds) - 1
         else:
-            rows, size, listed = ask_store(what, read_footer, store, shard.path, columns, wanted)
+            rows, size, labelled = ask_store(what, read_footer, store, shard, columns, wanted)
             held = size
-            for i, row in enumerate(listed):
-                count(i, select_columns, row)
+            for i, row in enumerate(labelled):
+                count(i, dict, row)
     except (ValueError, tarfile.TarError, EOFError) as error:
         text = one_line(error)
         raise ValueError(text if text.startswith("cannot read") else f"{what}: {text}") from None

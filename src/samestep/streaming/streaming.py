@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -41,17 +41,19 @@ from samestep.base.fields import (
 )
 from samestep.base.files import fsync
 from samestep.data import cache, hub, sources, splits
-from samestep.data.own_code import own_code
+from samestep.data.own_code import library_code
 from samestep.data.sources import IncompleteRow, Source, split_data
 from samestep.streaming import shards
-from samestep.streaming.shards import Columns, Shard, ShardIndex
+from samestep.streaming.shards import Columns, Reader, Shard, ShardIndex
 
 Window = number_type("Window", int, 1, 1_000_000)
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
-TOKENS = "tokens"  # ending of a tokenised shard: see token_streams.py
+ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
 MOST_OPEN = 256  # shards in a process
-COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
+
+# The files of the library on which the index of a shard depends, and those that read its labels.
+CODE, LABELS = ("streaming/shards.py", "data/tables.py"), ("data/labels.py", "images/*.py")
 
 # ---- Fields --------------------------------------------------------------------------------------
 
@@ -115,8 +117,8 @@ def prepare(
     `known`: the names of the labels, where the fields give them; else a pass over the shards finds
     them, with `label_names`, which gives the names in a row's values; None: rows have no labels.
     `build` gets the folder and the names. It adds files of the task, and returns those that the
-    digest covers. `settings` are those of `cache.cache_folder`, and the code of `build` counts.
-    Raises ValueError and ConnectionError.
+    digest covers. `settings` are those of `cache.cache_folder`. Raises ValueError and
+    ConnectionError.
     """
     cache.check_cache_outside_data(cfg)
     fields = [name for name in ("data", "validation_data") if getattr(cfg, name)]
@@ -130,18 +132,14 @@ def prepare(
             split = splits.choose(own, name, getattr(cfg, name))
             listed[name] = [shard for shard in found if splits.split_of(shard.name) == split]
     settings = [columns, known, *settings]
-    folder = cache.cache_folder(cfg, settings, listed, [build])
+    folder = cache.cache_folder(cfg, settings, listed, build)
 
     def build_all(folder: Path) -> dict[str, str]:
         if counts:
             splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
-        count = None if known else label_names
-        found = {
-            name: index_shards(cfg, name, own, settings, count) for name, own in listed.items()
-        }
-        facts = build_index(cfg, folder, found, {*known}, build)
-        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
-        return facts
+        names = None if known else label_names
+        found = [index_shards(cfg, *each, settings, names) for each in listed.items()]
+        return write_index(cfg, folder, found, {*known}, build)
 
     return cache.prepare_once(cfg, lambda: folder, build_all)
 
@@ -159,13 +157,14 @@ def index_shards(
     """
     data, columns = getattr(cfg, field), settings[0]
     store = ShardCache(cfg, data, columns)
-    code = [own_code([shards.index_shard]), label_names is None]
-    settings = settings if label_names else [columns]  # the others tell what a label is
+    used = [columns, library_code(*CODE)]
+    if label_names:
+        used = [settings, library_code(*CODE, *LABELS)]
     folder = local_path(cfg.cache_dir, "cache_dir") / "shard_index"
     folder.mkdir(parents=True, exist_ok=True)
 
     def index(shard: Shard) -> Indexed:
-        name = json.dumps([shard.path, settings, code])
+        name = json.dumps([shard.path, used])
         record = folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.npz"
         stamp = json.dumps([shard.size, shard.tag])
         known, found = load_record(record)
@@ -207,47 +206,49 @@ def load_record(path: Path) -> tuple[str, ShardIndex | None]:
         return "", None
 
 
+def hash_name(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
 def hold_out(cfg: Any, found: list[Indexed]) -> tuple[set[str], int]:
     """Names of the shards that are held out, chosen by their hashes, and how many rows are used.
 
     Whole shards are held out, of which no more rows are used than the fields allow.
     """
-    filled = {hash_name(each.shard.name): each for each in found if each.index.rows}
-    keys = np.fromiter((int.from_bytes(key[:8], "big") for key in filled), np.uint64, len(filled))
-    rows = np.array([each.index.rows for each in filled.values()])
+    filled = [each for each in found if each.index.rows]
+    hashes = [int.from_bytes(hash_name(each.shard.name)[:8], "big") for each in filled]
+    keys, rows = np.array(hashes, np.uint64), np.array([each.index.rows for each in filled])
     limits = splits.extremes([(keys, np.zeros(len(keys), int))])
     held = splits.hold_out(keys, rows, limits, cfg.validation_fraction, cfg.validation_rows)
-    chosen = splits.is_in(keys, held)
-    if len(keys) and not held:
+    if filled and not held:
         raise ValueError(
             f"task.data: {one_line(cfg.data, 100)} has rows in one shard alone, so that none can "
             "be held out; give --task.validation_data"
         )
+    chosen = splits.is_in(keys, held)
     wanted = max(1, round(cfg.validation_fraction * rows.sum()))
-    names = {each.shard.name for each, one in zip(filled.values(), chosen, strict=True) if one}
+    names = {each.shard.name for each, one in zip(filled, chosen, strict=True) if one}
     return names, min(wanted, cfg.validation_rows, int(rows[chosen].sum()))
 
 
-def hash_name(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
-
-
-def build_index(
+def write_index(
     cfg: Any,
     folder: Path,
-    found: dict[str, list[Indexed]],
+    found: list[list[Indexed]],
     given: set[str],
     build: Callable[[Path, set[str]], list[Path]],
 ) -> dict[str, str]:
-    """Writes the index of both parts, and what `build` adds. Returns the digest of all of it."""
-    train, validation = found["data"], found.get("validation_data")
-    used = sum(each.index.rows for each in validation or [])
-    origin = "validation_data"
-    if validation is None:
-        held, used = hold_out(cfg, train)
+    """Writes the index of both parts, and what `build` adds. Returns the digest of all of it.
+
+    Prints how many shards for validation are to train on, too. Raises ValueError for a part without
+    rows, and for a label that the training rows lack.
+    """
+    train, validation, origin = found[0], found[-1], "validation_data"
+    used = sum(each.index.rows for each in validation)
+    if len(found) == 1:
+        (held, used), origin = hold_out(cfg, train), "data"
         validation = [each for each in train if each.shard.name in held]
         train = [each for each in train if each.shard.name not in held]
-        origin = "data"
     digest, total = hashlib.sha256(), sum(each.index.rows for each in train)
     for name, rows in (("data", total), (origin, used)):
         if not rows:
@@ -263,6 +264,9 @@ def build_index(
     text = f"{total:,} rows of {len(train):,} shards to train"
     text += f" and {used:,} rows of {len(validation):,} to evaluate on"
     print(f"Preparing data: {text}", flush=True)
+    known = {each.index.digest for each in train}
+    both = sum(each.index.rows for each in validation if each.index.digest in known)
+    sources.say_overlap(both, sum(each.index.rows for each in validation))
     for file in build(folder, names):
         digest.update(file.read_bytes())
     return {"content": digest.hexdigest()}
@@ -277,8 +281,8 @@ def write_part(
     `origin`: the field that names their store.
     """
     facts = {"origin": origin, "used": used, "shard": [each.shard for each in own]}
-    names = ("rows", "bytes", "held")
-    facts |= {name: [getattr(each.index, name) for each in own] for name in names}
+    for name in ("rows", "bytes", "held"):
+        facts[name] = [getattr(each.index, name) for each in own]
     (folder / f"{part}.json").write_text(json.dumps(facts), encoding="utf-8")
     count = sum(each.index.rows + 1 for each in own if each.shard.kind == "tar")
     bounds = np.lib.format.open_memmap(folder / f"{part}.npy", "w+", np.int64, (count,))
@@ -303,7 +307,8 @@ class ShardCache:
     """Shards on this machine: files of the data itself, or copies in a folder of bounded size.
 
     All processes of a machine share the folder. The copies that were opened longest ago are deleted
-    when room is needed. A process that has one open reads on.
+    when room is needed. A process that has one open reads on. A copy that is being made is a file
+    NAME.BYTES.partial, for which so many bytes are kept; its process holds the lock NAME.lock.
     """
 
     def __init__(self, cfg: Any, data: str, columns: Columns):
@@ -319,6 +324,10 @@ class ShardCache:
             return Path(shard.path)
         name = json.dumps([self.data, *shard[:4], self.columns])
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.{shard.kind}"
+
+    def write(self, shard: Shard, target: Path) -> None:
+        """Writes the copy of a shard."""
+        shards.bring(shard, self.data, target, self.columns)
 
     def open(self, shard: Shard, size: int = 0) -> BinaryIO:
         """A shard, as its reader needs it. For `size` see `bring`."""
@@ -341,7 +350,7 @@ class ShardCache:
             what = f"a copy of {one_line(shard.path, 150)}, which another thread or process makes"
             with cache.writes_to(self.folder), cache.file_lock(path.with_suffix(".lock"), what):
                 if not path.exists() and is_wanted():
-                    self.copy(shard, path, size or shard.size)
+                    self.copy(shard, path, path.with_suffix(f".{size or shard.size}.partial"))
         self.touch(shard)
         return path
 
@@ -350,68 +359,106 @@ class ShardCache:
         with contextlib.suppress(FileNotFoundError):  # another process needed room
             os.utime(self.path(shard))
 
-    def copy(self, shard: Shard, path: Path, size: int) -> None:
-        self.fill(path, size, lambda to: shards.bring(shard, self.data, to, self.columns))
-
-    def fill(self, path: Path, size: int, write: Callable[[Path], None]) -> None:
-        """Makes a file of about `size` bytes, which `write` writes, once there is room for it."""
-        room, partial = path.with_suffix(".room"), path.with_suffix(".partial")
+    def copy(self, shard: Shard, path: Path, partial: Path) -> None:
+        """Makes the copy of a shard once there is room for it."""
+        shards.check_unchanged(shard, self.data)
         try:
-            while not self.make_room(room, size):
+            while not self.make_room(partial):
                 time.sleep(0.05)  # other copies are under way
-            write(partial)
-            if partial.stat().st_size > size:  # of a repeated text a .parquet tells the size once
-                self.make_room(room, partial.stat().st_size)
+            self.write(shard, partial)
+            self.make_room(partial)  # of a repeated text a .parquet tells the size once
             fsync(partial)  # a power cut must not leave half a copy
             with cache.file_lock(self.folder / "room.lock"):  # nobody may miss both of them
                 partial.replace(path)
-                room.unlink()
         finally:
-            for each in (room, partial):
-                each.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
-    def make_room(self, room: Path, size: int) -> bool:
-        """Deletes old copies, and keeps a place for a new one: a sparse file of its size.
+    def make_room(self, partial: Path) -> bool:
+        """Deletes old copies, and keeps a place for a new one.
 
         False: the places of others leave too little.
         """
         with cache.file_lock(self.folder / "room.lock"):
-            copies, places = [], 0
+            copies, places, needed = [], 0, room_of(partial)
             for path in self.folder.iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    if path.suffix[1:] in (*shards.KINDS, TOKENS):
+                    if path.suffix in ENDINGS:
+                        status = path.stat()
                         copies.append((status.st_mtime, status.st_size, path))
-                    elif path.suffix == ".room" and path != room:
-                        if cache.is_locked(path.with_suffix(".lock")):
-                            places += status.st_size
+                    elif path.suffix == ".partial" and path != partial:
+                        if cache.is_locked(path.with_name(f"{path.name.partition('.')[0]}.lock")):
+                            places += room_of(path)
                         else:  # its process is dead
-                            path.with_suffix(".partial").unlink(missing_ok=True)
                             path.unlink()
-            excess = sum(freed for _, freed, _ in copies) + places + size - self.limit
-            for _, freed, path in sorted(copies):
+            excess = sum(size for _, size, _ in copies) + places + needed - self.limit
+            for _, size, path in sorted(copies):
                 if excess > 0:
                     path.unlink(missing_ok=True)
-                    excess -= freed
+                    excess -= size
             if excess > 0 and places:
                 return False
-            with open(room, "wb") as file:
-                file.truncate(size)
+            partial.touch()
             return True
+
+
+def room_of(partial: Path) -> int:
+    """The bytes that an unfinished copy needs: those in its name, or more if it has more."""
+    written = partial.stat().st_size if partial.exists() else 0
+    return max(int(partial.suffixes[-2][1:]), written)
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-class ShardRows(torch.utils.data.Dataset):
-    """The rows of a part, shard after shard. A subclass completes what was read of each.
+class ShardPart:
+    """The shards of a part, and how the values in them become rows: `complete` of a subclass."""
+
+    damaged = "refuse"  # or skip: a row that cannot be read is left out
+
+    def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
+        self.folder, self.part, self.cfg, self.columns = folder, part, cfg, columns
+        facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
+        self.shards = [Shard(*each) for each in facts["shard"]]
+        self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
+        self.ends, self.used = np.cumsum(self.rows), facts["used"]
+        # Of shards for validation that their names tell, the field is empty.
+        self.field = facts["origin"]
+        self.data = getattr(cfg, self.field) or cfg.data
+
+    def by_hash(self) -> list[int]:
+        """The numbers of all shards, in an order that their names decide."""
+        return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
+
+    def read_row(self, read: Callable[[], dict], number: int, place: int) -> Any:
+        """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
+        try:
+            return self.complete(read())
+        except IncompleteRow as error:
+            problem, skips = error, self.cfg.incomplete_rows == "skip"
+        except Exception as error:  # each decoder has its own
+            if isinstance(error, MemoryError) or getattr(error, "errno", None):
+                raise  # not the row's fault
+            problem, skips = error, self.damaged == "skip"
+        if skips:
+            return None
+        where = f"{one_line(self.shards[number].path, 150)}, row {place}"
+        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
+        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
+
+    def complete(self, values: dict[str, Any]) -> Any:
+        """The row that the values of its roles give. Raises ValueError for values that cannot."""
+        return values
+
+
+class ShardRows(ShardPart, torch.utils.data.Dataset):
+    """The rows of a part, shard after shard. In place of a row that is left out, the next one of
+    its shard is read.
 
     `sources` and `ahead` tell train.py the order in which rows are best read, and how far ahead
     `fetch` should be told of them.
     """
 
     arguments: tuple  # that it was made with
-    damaged = "refuse"  # or skip: the next row of the shard is read in place of a damaged one
 
     def __new__(cls, *arguments: Any) -> "ShardRows":
         self = super().__new__(cls)
@@ -422,18 +469,12 @@ class ShardRows(torch.utils.data.Dataset):
         return type(self), self.arguments
 
     def __init__(self, folder: Path, part: str, cfg: Any, columns: Columns):
-        self.folder, self.part, self.cfg, self.columns = folder, part, cfg, columns
-        facts = json.loads((folder / f"{part}.json").read_text(encoding="utf-8"))
-        self.shards = [Shard(*each) for each in facts["shard"]]
-        self.rows, self.bytes = (np.array(facts[name], np.int64) for name in ("rows", "bytes"))
-        self.ends, self.used = np.cumsum(self.rows), facts["used"]
-        # Of shards for validation that their names tell, the field is empty.
-        self.field = facts["origin"]
-        self.cache = self.make_cache(getattr(cfg, self.field) or cfg.data)
-        self.readers: OrderedDict[int, Any] = OrderedDict()  # the last used is the last
-        self.asked: OrderedDict[int, None] = OrderedDict()  # shards that `fetch` was told of
+        super().__init__(folder, part, cfg, columns)
+        self.cache = self.make_cache()
+        self.readers: OrderedDict[int, tuple[BinaryIO, Reader]] = OrderedDict()  # the last used
+        # Shards that `fetch` was told of, and whether no reader has opened them since.
+        self.asked: OrderedDict[int, bool] = OrderedDict()
         self.queue, self.owner = SimpleQueue(), 0  # of shards to copy, and the process that does it
-        self.waiting: set[int] = set()  # of the shards to copy, those that no reader has opened
         self.copied = self.cache.is_copied(self.shards[0])
         window = min(1 if part == "validation" else cfg.shuffle_window, len(self.rows))
         needed = np.sort(self.bytes)[-2 * window :].sum() * self.copied
@@ -443,8 +484,8 @@ class ShardRows(torch.utils.data.Dataset):
                 f"shards take {needed / 1e9:,.3g} GB; give more, or a smaller task.shuffle_window"
             )
 
-    def make_cache(self, data: str) -> ShardCache:
-        return ShardCache(self.cfg, data, self.columns)
+    def make_cache(self) -> ShardCache:
+        return ShardCache(self.cfg, self.data, self.columns)
 
     def __len__(self) -> int:
         return self.used
@@ -468,28 +509,27 @@ class ShardRows(torch.utils.data.Dataset):
         if self.owner != os.getpid():  # a fork has no threads
             self.queue, self.owner = SimpleQueue(), os.getpid()
             for _ in range(COPIES):
-                Thread(target=self.copy_waiting, args=(self.queue,), daemon=True).start()
+                Thread(target=self.copy_asked, args=(self.queue,), daemon=True).start()
         for number in {self.locate(i)[0] for i in ids}:
             if number not in self.asked:
-                self.asked[number] = None
-                self.waiting.add(number)
+                self.asked[number] = True
                 self.queue.put(number)
-            elif number in self.waiting:  # older copies make room first, which have been read
+            elif self.asked[number]:  # older copies make room first, which have been read
                 self.cache.touch(self.shards[number])
         while len(self.asked) > 3 * self.cfg.shuffle_window:
             self.asked.popitem(last=False)
 
-    def copy_waiting(self, queue: SimpleQueue) -> None:
+    def copy_asked(self, queue: SimpleQueue) -> None:
         """Copies the shards of a queue, for ever. An error shows when a row of the shard is read.
 
         What a reader has opened meanwhile is passed over: its copy may be gone again by now.
         """
         while True:
             number = queue.get()
-            is_waiting = functools.partial(self.waiting.__contains__, number)
-            if is_waiting():
+            is_wanted = functools.partial(self.asked.get, number)
+            if is_wanted():
                 with contextlib.suppress(Exception):
-                    self.cache.bring(self.shards[number], int(self.bytes[number]), is_waiting)
+                    self.cache.bring(self.shards[number], int(self.bytes[number]), is_wanted)
 
     def locate(self, i: int) -> tuple[int, int]:
         """The shard of row i, and its place there. Rows that are used lie evenly among all."""
@@ -497,50 +537,26 @@ class ShardRows(torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
-    def by_hash(self) -> list[int]:
-        """The numbers of all shards, in an order that their names decide."""
-        return sorted(range(len(self.shards)), key=lambda n: hash_name(self.shards[n].name))
-
-    def sample(self) -> Iterator[dict[str, Any]]:
-        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
-        on this machine, or from those that fill 1 GB where they have to be unpacked."""
-        chosen = self.by_hash()
-        if shards.is_url(self.cache.data):
-            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
-        if self.copied:
-            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
-            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
-        total = int(self.ends[-1])
-        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
-        for number in chosen:
-            end = int(self.ends[number])
-            rows = (end - int(self.rows[number]), end)
-            first, last = (-(-row * self.used // total) for row in rows)
-            for i in range(-(-first // step) * step, last, step):
-                reader = self.reader(number)
-                with contextlib.suppress(Exception):  # training tells what cannot be read
-                    yield reader.read(self.locate(i)[1])
-
-    def reader(self, number: int) -> Any:
+    def reader(self, number: int) -> Reader:
         """The reader of a shard; some of those that were used last stay open."""
         if number in self.readers:
             self.readers.move_to_end(number)
-            return self.readers[number]
-        reader = self.readers[number] = self.open(number)
+            return self.readers[number][1]
+        if number in self.asked:
+            self.asked[number] = False
+        file = self.cache.open(self.shards[number], int(self.bytes[number]))
+        self.readers[number] = file, self.make_reader(number, file)
         while len(self.readers) > min(2 * self.cfg.shuffle_window, MOST_OPEN):
-            self.readers.popitem(last=False)[1].close()
-        return reader
+            self.readers.popitem(last=False)[1][0].close()
+        return self.readers[number][1]
 
-    def open(self, number: int) -> Any:
-        """A new reader of a shard."""
-        self.waiting.discard(number)
-        shard, rows = self.shards[number], int(self.rows[number])
-        file = self.cache.open(shard, int(self.bytes[number]))
-        if shard.kind == "parquet":
-            return shards.ArrowReader(file, self.columns)
-        first = int(self.ends[number]) - rows + number
+    def make_reader(self, number: int, file: BinaryIO) -> Reader:
+        if self.shards[number].kind == "parquet":
+            return shards.arrow_reader(file, self.columns)
+        last = int(self.ends[number]) + number + 1
         bounds = np.load(self.folder / f"{self.part}.npy", mmap_mode="r")
-        return shards.TarReader(file, self.columns, bounds[first : first + rows + 1])
+        bounds = bounds[last - int(self.rows[number]) - 1 : last]
+        return shards.tar_reader(file, self.columns, bounds)
 
     def read(self, i: int) -> Any:
         """Row i, or the first readable row after it in its shard, if the fields allow it.
@@ -550,30 +566,10 @@ class ShardRows(torch.utils.data.Dataset):
         number, row = self.locate(i)
         reader, rows = self.reader(number), int(self.rows[number])
         for place in ((row + step) % rows for step in range(rows)):
-            found = self.read_row(reader, number, place)
+            found = self.read_row(functools.partial(reader, place), number, place)
             if found is not None:
                 return found
         raise ValueError(f"cannot read any row of {one_line(self.shards[number].path, 150)}")
-
-    def read_row(self, reader: Any, number: int, place: int) -> Any:
-        """A row of a shard; None: it cannot be read, and the fields allow to leave it out."""
-        try:
-            return self.complete(reader.read(place))
-        except IncompleteRow as error:
-            problem, skips = error, self.cfg.incomplete_rows == "skip"
-        except Exception as error:  # each decoder has its own
-            if isinstance(error, MemoryError) or getattr(error, "errno", None):
-                raise  # not the row's fault
-            problem, skips = error, self.damaged == "skip"
-        if skips:
-            return None
-        where = f"{one_line(self.shards[number].path, 150)}, row {place}"
-        hint = "; --task.incomplete_rows skip leaves it out" * isinstance(problem, IncompleteRow)
-        raise ValueError(f"cannot read {where}: {one_line(problem)}{hint}") from None
-
-    def complete(self, values: dict[str, Any]) -> Any:
-        """The row that the values of its roles give. Raises ValueError for values that cannot."""
-        raise NotImplementedError
 
     def __getitem__(self, i: int) -> Any:
         return self.__getitems__([i])[0]
@@ -581,23 +577,3 @@ class ShardRows(torch.utils.data.Dataset):
     def __getitems__(self, ids: list[int]) -> list:
         self.fetch(ids)
         return [self.read(i) for i in ids]
-
-
-def say_overlap(train: ShardRows, validation: ShardRows) -> None:
-    """Prints how many of the validation rows are training rows too, of some of each."""
-    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
-    least, known = "at least " * (len(known) < len(train)), {*known}
-    sources.say_overlap(sum(each in known for each in held), len(held), least)
-
-
-def hash_values(values: dict[str, Any]) -> bytes:
-    """A hash of the values of a row without its label."""
-    digest = hashlib.sha256()
-    for role, value in values.items():
-        if role == "label":
-            continue
-        if isinstance(value, dict):  # an image of a .parquet
-            value = value.get("bytes") or value.get("path")
-        value = value.tobytes() if hasattr(value, "tobytes") else value
-        digest.update(value if isinstance(value, bytes) else repr(value).encode())
-    return digest.digest()

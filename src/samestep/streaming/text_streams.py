@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,12 @@ def prepare_index(cfg: Any) -> Path:
             (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
         if cfg.model_name_or_path:
             return [folder / "names.json"]
-        rows = sample_rows(StreamedTexts(folder, "train", cfg))
-        texts = [text for row in rows for text in text_data.texts_of(row)]
+        dataset = StreamedTexts(folder, "train", cfg)
+        spans = (
+            range(dataset.ends[n] - dataset.rows[n], dataset.ends[n]) for n in dataset.by_hash()
+        )
+        rows = map(dataset.read, chain.from_iterable(spans))
+        texts = take_sample(map(text_data.texts_of, rows))
         learn_vocabulary(texts, cfg.vocab_size, folder, **text_data.VOCABULARY)
         return [folder / "names.json", folder / "tokenizer.json"]
 
@@ -55,17 +60,15 @@ def prepare_index(cfg: Any) -> Path:
     return streaming.prepare(cfg, wanted, columns, settings, names_in, build)
 
 
-def sample_rows(dataset: "StreamedTexts") -> Iterator[dict]:
-    """Rows of shards in order of their names' hashes, as many as a vocabulary is learnt from."""
+def take_sample(rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """The texts of rows, as many as a vocabulary is learnt from."""
     size = 0
-    for number in dataset.by_hash():
-        end = int(dataset.ends[number])
-        for i in range(end - int(dataset.rows[number]), end):
-            row = dataset.read(i)
-            size += sum(map(len, text_data.texts_of(row)))
-            yield row
-            if size > SAMPLE:
-                return
+    for texts in rows:
+        for text in texts:
+            size += len(text)
+            yield text
+        if size > SAMPLE:
+            return
 
 
 class StreamedTexts(streaming.ShardRows):

@@ -8,13 +8,13 @@ and the tokens that a byte has in a sample. A shard with more rows than estimate
 one with fewer gives some twice, always the same ones.
 """
 
-import contextlib
 import copy
 import hashlib
 import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -28,8 +28,8 @@ from samestep.base.workers import count_cores
 from samestep.data import cache, demo_data
 from samestep.models import pretrained
 from samestep.streaming import shards, streaming
-from samestep.streaming.shards import Shard
-from samestep.streaming.text_streams import SAMPLE
+from samestep.streaming.shards import Reader, Shard
+from samestep.streaming.text_streams import take_sample
 from samestep.text import corpus, row_formats, tokenizing
 from samestep.text.token_rows import row_of_stream
 from samestep.text.unit_files import FACTS, read_facts
@@ -73,7 +73,9 @@ def prepare_index(cfg: Any) -> Path:
         elif not cfg.model_name_or_path:
             print("Preparing data: learning a vocabulary from a sample", flush=True)
             ends = [corpus.END_OF_TEXT]
-            sample = [*texts.sample_texts()]  # errors of a child have another form
+            shards_of = (texts.walk(number) for number in texts.by_hash())
+            # A list, since errors of a child have another form.
+            sample = [*take_sample([text] for some in shards_of for text in some)]
             tokenizing.learn_vocabulary(sample, cfg.vocab_size, folder, last=ends)
         encoder = make_encoder(cfg, folder)
         facts = {"length": cfg.context_length, "dtype": encoder.dtype}
@@ -153,8 +155,7 @@ def estimate_rows(texts: "ShardTexts", encoder: Encoder) -> dict[str, Any]:
     chosen = [number for number in texts.by_hash() if texts.rows[number]][:SHARDS]
     for number in chosen:
         places = range(0, int(texts.rows[number]), -(-int(texts.rows[number]) // TEXTS))
-        with contextlib.closing(texts.open(number)) as reader:
-            some = [*texts.walk(reader, number, places.step)]
+        some = [*texts.walk(number, places.step)]
         cut = [text[:BATCH] for text in some]
         ids = np.concatenate([*tokenize(cut, encoder)])[len(encoder.start) :]
         counts += np.bincount(ids, minlength=len(counts))
@@ -194,14 +195,10 @@ def write_validation(cfg: Any, folder: Path, encoder: Encoder, facts: dict) -> l
     wanted = 1 + cfg.context_length * cfg.validation_rows
     step = 1 if is_given else max(1, total * facts["tokens"] // facts["texts"] // wanted)
 
-    def walk() -> Iterator[str]:
-        for number in range(len(texts.shards)):
-            with contextlib.closing(texts.open(number)) as reader:
-                yield from texts.walk(reader, number, step)
-
     size, target = 0, folder / "validation.tokens"
     with open(target, "wb") as file:
-        for ids in tokenize(walk(), encoder):
+        walks = (texts.walk(number, step) for number in range(len(texts.shards)))
+        for ids in tokenize(chain.from_iterable(walks), encoder):
             size += len(ids)
             file.write(ids.tobytes())
             if size >= wanted and not is_given:
@@ -222,7 +219,7 @@ def write_validation(cfg: Any, folder: Path, encoder: Encoder, facts: dict) -> l
 # ---- Rows ----------------------------------------------------------------------------------------
 
 
-class ShardTexts(streaming.ShardRows):
+class ShardTexts(streaming.ShardPart):
     """The texts of a part."""
 
     def __init__(self, folder: Path, part: str, cfg: Any):
@@ -232,21 +229,12 @@ class ShardTexts(streaming.ShardRows):
         row_formats.check_text(values)
         return values["text"]
 
-    def walk(self, reader: Any, number: int, step: int = 1) -> Iterator[str]:
+    def walk(self, number: int, step: int = 1) -> Iterator[str]:
         """The texts of a shard, or each step-th, without those that may be left out."""
-        found = (self.read_row(reader, number, i) for i in range(0, self.rows[number], step))
-        return (text for text in found if text is not None)
-
-    def sample_texts(self) -> Iterator[str]:
-        """Texts of shards in order of their names' hashes, as a vocabulary is learnt from."""
-        size = 0
-        for number in self.by_hash():
-            with contextlib.closing(self.open(number)) as reader:
-                for text in self.walk(reader, number):
-                    size += len(text)
-                    yield text
-                    if size > SAMPLE:
-                        return
+        rows = shards.rows_of(self.shards[number], self.data, self.columns)
+        for place, read in enumerate(rows):
+            if place % step == 0 and (text := self.read_row(read, number, place)) is not None:
+                yield text
 
 
 class StreamedTokens(streaming.ShardRows):
@@ -256,33 +244,21 @@ class StreamedTokens(streaming.ShardRows):
         self.facts = read_facts(folder)
         super().__init__(folder, "tokens", cfg, columns_of(cfg))
 
-    def make_cache(self, data: str) -> "TokenCache":
+    def make_cache(self) -> "TokenCache":
         return TokenCache(self.folder, self.cfg, self.facts["tokenizer"])
 
-    def open(self, number: int) -> "TokenReader":
-        file = self.cache.open(self.shards[number], int(self.bytes[number]))
-        return TokenReader(file, self.facts, int(self.rows[number]))
+    def make_reader(self, number: int, file: BinaryIO) -> Reader:
+        """Rows of a tokenised shard, memory-mapped: as many as the order counts."""
+        length, rows = self.facts["length"], int(self.rows[number])
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        tokens = np.frombuffer(content, self.facts["dtype"])
+        found = -(-(len(tokens) - 1) // length)
 
-    def complete(self, values: dict) -> dict:
-        return values
+        def read(row: int) -> dict[str, np.ndarray]:
+            start = row * found // rows * length
+            return row_of_stream(tokens[start : start + length + 1], length)
 
-
-class TokenReader:
-    """Rows of a tokenised shard, memory-mapped. `rows`: how many the order counts."""
-
-    def __init__(self, file: BinaryIO, facts: dict, rows: int):
-        self.length, self.rows = facts["length"], rows
-        with file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.tokens = np.frombuffer(content, facts["dtype"])
-        self.found = -(-(len(self.tokens) - 1) // self.length)
-
-    def read(self, row: int) -> dict[str, np.ndarray]:
-        start = row * self.found // self.rows * self.length
-        return row_of_stream(self.tokens[start : start + self.length + 1], self.length)
-
-    def close(self) -> None:
-        self.tokens = None
+        return read
 
 
 class TokenCache(streaming.ShardCache):
@@ -290,7 +266,7 @@ class TokenCache(streaming.ShardCache):
 
     def __init__(self, folder: Path, cfg: Any, tokenizer: str):
         self.texts, self.tokenizer = ShardTexts(folder, "train", cfg), tokenizer
-        super().__init__(cfg, self.texts.cache.data, self.texts.columns)
+        super().__init__(cfg, self.texts.data, self.texts.columns)
         self.numbers = {shard.name: number for number, shard in enumerate(self.texts.shards)}
         self.encoder = make_encoder(cfg, folder)
 
@@ -300,24 +276,13 @@ class TokenCache(streaming.ShardCache):
     def path(self, shard: Shard) -> Path:
         """Of the tokens, which other lengths of rows share."""
         name = f"{super().path(shard).stem} {self.tokenizer} {self.texts.cfg.incomplete_rows}"
-        digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-        return self.folder / f"{digest}.{streaming.TOKENS}"
+        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.tokens"
 
-    def copy(self, shard: Shard, path: Path, size: int) -> None:
-        number, raw = self.numbers[shard.name], self.texts.cache
-        shards.check_unchanged(shard, self.data)
-        # Opened first: a copy of the shard itself needs room too.
-        with contextlib.closing(self.texts.open(number)) as reader:
-
-            def write(to: Path) -> None:
-                with open(to, "wb") as file:
-                    for ids in tokenize(self.texts.walk(reader, number), self.encoder):
-                        file.write(ids.tobytes())
-                    written = file.tell()
-                if written <= np.dtype(self.encoder.dtype).itemsize:  # of a token, no label
-                    name = one_line(shard.path, 150)
-                    raise ValueError(f"cannot read {name}: it has no text; leave it out")
-
-            self.fill(path, size, write)
-        if raw.is_copied(shard):  # it would take the room of tokens
-            raw.path(shard).unlink(missing_ok=True)
+    def write(self, shard: Shard, target: Path) -> None:
+        with open(target, "wb") as file:
+            for ids in tokenize(self.texts.walk(self.numbers[shard.name]), self.encoder):
+                file.write(ids.tobytes())
+            written = file.tell()
+        if written <= np.dtype(self.encoder.dtype).itemsize:  # of a token, no label
+            name = one_line(shard.path, 150)
+            raise ValueError(f"cannot read {name}: it has no text; leave it out")
