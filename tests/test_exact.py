@@ -147,10 +147,11 @@ def build_model(cfg, prepared, build=build_model):
 
 @pytest.mark.slow
 def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
-    """In parts of 40 elements, which cut weights, and in one."""
+    """In buckets of a few weights, and in one."""
     project = with_task(tiny, tmp_path, ODD)
     whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
-    with_library(project.path, "step/sums.py", "\nBUCKET = 2 << 20", "\nBUCKET = 40")
+    few = '**{**vars(cfg.ddp), "bucket_cap_mb": 1e-4}'
+    with_library(project.path, "processes/device.py", "**vars(cfg.ddp)", few)
     check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
     last = max((whole[0] / "checkpoints").glob("step-*"))
     # As without exact: the optimizer skips it, and does not decay it.
@@ -331,14 +332,14 @@ def test_exact_fixes_the_micro_batches(batches):
 
 @pytest.fixture
 def symbols(monkeypatch):
-    """samestep.step.sums, which adds texts in place of tensors: a sum shows its order."""
-    from samestep.step import sums
+    """samestep.step.exact, which adds texts in place of tensors: a sum shows its order."""
+    from samestep.step import exact
 
-    def add(left, right):
-        left[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]
+    def add(right, left):
+        right[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]
 
-    monkeypatch.setattr(sums, "torch", SimpleNamespace(_foreach_add_=add))
-    return sums
+    monkeypatch.setattr(exact, "torch", SimpleNamespace(_foreach_add_=add))
+    return exact
 
 
 def expected_sum(first, end):

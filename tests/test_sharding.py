@@ -148,15 +148,18 @@ def losses(output):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
-    """FSDP2 on two and four processes, HSDP as 2 x 2 and 4 x 2 copies, DDP, one process."""
+    """FSDP2 on two to six processes, HSDP as 2 x 2, 4 x 2 and 2 x 3 copies, DDP, one process."""
     config = small.path / "configs" / "accelerate"
     wide = (config / "hsdp.yaml").read_text().replace("replicate_size: 2", "replicate_size: 4")
     (config / "hsdp_wide.yaml").write_text(wide)
+    odd = (config / "hsdp.yaml").read_text().replace("dp_shard_size: 2", "dp_shard_size: 3")
+    (config / "hsdp_odd.yaml").write_text(odd)
     cases = [("cpu", 1), ("cpu_multi", 3), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
-    cases += [("hsdp_wide", 8)]
+    cases += [("fsdp2", 3), ("fsdp2", 6), ("hsdp_odd", 6), ("hsdp_wide", 8)]
     outputs = [tmp_path / f"{hardware}{processes}" for hardware, processes in cases]
     for (hardware, processes), output in zip(cases, outputs, strict=True):
-        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
+        flags = ["--exact", "true", "--task.dropout", "0.1", "--global_batch_size", "24"]
+        flags += ["--max_steps", "3", "--output_dir", output]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
 

@@ -256,7 +256,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
         cfg.exact,
         cfg.device_shares,
         layout.replica,
-        layout.sharded,
+        layout.in_step,
     )
     if cfg.ddp.static_graph and (max(plan.shares) > 1 or cfg.device_shares == "auto"):
         raise ValueError(
