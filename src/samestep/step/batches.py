@@ -124,26 +124,20 @@ def plan_step(
         raise UserError(f"global_batch_size is {samples}, {problem}")
     if exact and largest not in suitable:
         near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        fewer = ""
-        if largest in divisors and not in_step:
-            fewer = f", or start at most {samples // largest}"
+        fits = largest in divisors and not in_step
         raise UserError(
             f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
             f"process{'es' if ranks > 1 else ''}; give a micro_batch_size of "
-            f"{' or '.join(map(str, near))}{fewer}"
+            f"{' or '.join(map(str, near))}{f', or start at most {samples // largest}' * fits}"
         )
     sizes = [largest] if exact else [n for n in suitable if n <= largest]
-    times = {}
-    for size in sizes:
-        shares = deal(samples // size, speeds, least=1)
-        times[size] = size * busiest(shares, speeds)
-    even = not listed and samples % ranks == 0
-    limit = min(times.values()) * (1 if even else 1.1)
+    cuts = {size: deal(samples // size, speeds, least=1) for size in sizes}
+    times = {size: size * busiest(shares, speeds) for size, shares in cuts.items()}
+    limit = min(times.values()) * (1.1 if listed or samples % ranks else 1)
     size = max(n for n in sizes if times[n] <= limit)
     if device_shares == "auto" and ranks > 1 and not exact:
         size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
-    shares = deal(samples // size, speeds, least=1)
-    return StepPlan(samples, size, shares, rank, in_turn=in_step if exact and in_step else 1)
+    return StepPlan(samples, size, cuts[size], rank, in_step if exact and in_step else 1)
 
 
 # ---- Random numbers ------------------------------------------------------------------------------
@@ -189,10 +183,8 @@ class EvaluationSampler:
 
     @property
     def plans(self) -> list[StepPlan]:
-        """The evaluation of each source as one step, dealt as the training steps are now.
-
-        All batches are dealt at once, so some ranks may have none of a source.
-        """
+        """The evaluation of each source as one step, dealt as the training steps are now: all
+        batches at once, so some ranks may have none of a source."""
         size = self.step_plan.micro_batch_size
         counts = [-(-rows // size) for rows in self.rows.source_sizes]
         ends = [0, *accumulate(deal(sum(counts), self.step_plan.shares))]  # of the ranks' runs
@@ -240,8 +232,9 @@ class SampleDataset(torch.utils.data.Dataset):
         self.ahead = getattr(dataset, "ahead", 0)
         if self.order and self.ahead:  # an order keeps the tables of its last call
             self.later = make()
-        own = getattr(task, "sizes", None)
-        sizes = functools.partial(own, dataset) if own else getattr(dataset, "sizes", None)
+        sizes = getattr(dataset, "sizes", None)
+        if hasattr(task, "sizes"):
+            sizes = functools.partial(task.sizes, dataset)
         self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
         if self.sizes is not None and self.sizes.shape != (len(dataset),):
             raise ValueError(
