@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from conftest import BakedProject, bake, digest, lines, load_task, read_weights, with_library
-from test_invariance import DROPOUT, check_same_curve
+from test_invariance import DROPOUT, TIMES, check_same_curve
 
 EXACT = ["--exact", "true", *DROPOUT]
-TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds")
 
 
 def digests(output):
@@ -261,9 +260,6 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
     flags += ["--max_steps", 6, "--accept_changes", "false", "--micro_batch_size", 1]
     printed = tiny.train(2, *flags, codes=[2])
     assert "micro_batch_size: 2 -> 1" in printed and printed.count("train.py: ") == 1
-    flags += ["--accept_changes", "true"]
-    tiny.train(2, *flags)
-    assert lines(tmp_path / "run", "changes")[0]["changes"].count("micro_batch_size: 2 -> 1") == 1
 
 
 # ---- Dealing -------------------------------------------------------------------------------------
@@ -325,6 +321,13 @@ def test_exact_fixes_the_micro_batches(batches):
         else:
             plan = batches.plan_step(samples, size, ranks, exact=True)
             assert plan.micro_batch_size == size and sum(plan.shares) == samples // size
+
+
+def test_neighbours_that_share_weights_take_turns(batches):
+    """Two copies of a model, each on three processes: a copy has one run of micro-batches."""
+    plan = batches.plan_step(12, 1, 6, exact=True, in_step=3)
+    runs = [[*plan.run(rank)] for rank in range(6)]
+    assert runs == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
 
 
 # ---- The tree ------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conftest import bake, digest, latest, lines, preloaded, read_weights, status
-from test_exact import TIMES, with_task
+from test_exact import with_task
+from test_invariance import check_same_curve, curve
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -65,25 +66,9 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
     return project.ended((hardware, *flags), codes, ended)
 
 
-def curve(output):
-    """The numbers of metrics.jsonl: {step: {name: number}}, of each step the last."""
-    found = {}
-    for line in lines(output, "step"):
-        kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
-        found.setdefault(line["step"], {}).update(kept)
-    return found
-
-
 def agree(output, reference, loss=1e-6, norm=1e-5):
     """Checks that two runs took the same samples, with the same losses to rounding."""
-    one, other = curve(reference), curve(output)
-    assert one.keys() == other.keys()
-    for step, line in one.items():
-        assert line["batch_hash"] == other[step]["batch_hash"]
-        for name, number in line.items():
-            if name in ("loss", "eval_loss", "grad_norm"):
-                limit = norm if name == "grad_norm" else loss
-                assert other[step][name] == pytest.approx(number, rel=limit), (step, name)
+    check_same_curve(output, reference, loss, norm)
 
 
 def model_digest(output):

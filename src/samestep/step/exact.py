@@ -13,7 +13,7 @@ travels while the backward pass computes the next one.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,7 +37,7 @@ class TreeSum:
     halves of a larger one become it at once: n micro-batches need about 2 log2(n) nodes at most.
     """
 
-    def __init__(self, nodes: Sequence[tuple[int, int, Tensors]] = ()):
+    def __init__(self, nodes: Iterable[tuple[int, int, Tensors]] = ()):
         self.nodes = [*nodes]
 
     def add(self, first: int, tensors: Tensors, size: int = 1) -> None:

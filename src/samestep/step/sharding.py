@@ -82,12 +82,11 @@ def split_by_kind(groups: list[dict]) -> list[dict]:
 
 def whole_groups(groups: list[dict]) -> list[list[dict]]:
     """The parameter groups as they were before split_by_kind: the parts of each."""
-    whole = []
+    whole: list[list[dict]] = []
     for group in groups:
-        if group.get("continues"):
-            whole[-1].append(group)
-        else:
-            whole.append([group])
+        if not group.get("continues"):
+            whole.append([])
+        whole[-1].append(group)
     return whole
 
 

@@ -236,14 +236,15 @@ class EvaluationSums:
         for plan, tree in zip(self.plans, self.trees, strict=True):
             nodes = [sums for _, _, (sums,) in tree.nodes]
             total = nodes[-1] if nodes else torch.zeros_like(self.values)
-            if ranks.layout.together > 1:  # each has the sums of its parts of the rows, or zeros
-                total = tree.total()[0] if nodes else total
-                total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * ranks.layout.adds))
-            elif len(plan.shares) > 1:
-                for _ in exchange(total, nodes, [plan.run(r) for r in range(len(plan.shares))]):
+            runs = [plan.run(rank) for rank in range(len(plan.shares))]
+            if len(runs) > 1 and ranks.layout.together == 1:
+                for _ in exchange(total, nodes, runs):
                     pass
-            else:
+            elif nodes:
                 (total,) = tree.total()
+            if ranks.layout.together > 1:  # each has the sums of its parts of the rows, or zeros
+                adds = ranks.layout.adds
+                total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * adds))
             parts = total.cpu().split([math.prod(shape) for shape in first.values()])
             named = zip(first.items(), parts, strict=True)
             totals.append({name: part.view(shape) for (name, shape), part in named})
