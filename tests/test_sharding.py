@@ -71,6 +71,14 @@ def agree(output, reference, loss=1e-6, norm=1e-5):
     check_same_curve(output, reference, loss, norm)
 
 
+def both(project, folder, hardware, *flags, precision="no"):
+    """The folders of a run of two processes, and of one of a single process."""
+    for name, processes in (("cpu", 1), (hardware, 2)):
+        flags_of_run = [*flags, "--output_dir", folder / name]
+        train(project, name, processes, *flags_of_run, precision=precision)
+    return folder / hardware, folder / "cpu"
+
+
 def model_digest(output):
     """SHA-256 of the exported weights."""
     return hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest()
@@ -160,11 +168,7 @@ VARIANTS = {
 @pytest.mark.parametrize("hardware", ["fsdp2", "tensor_parallel"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, variant):
-    flags = ["--max_steps", "3", *VARIANTS[variant], "--output_dir"]
-    one, other = tmp_path / "one", tmp_path / "other"
-    train(small, "cpu", 1, *flags, one)
-    train(small, hardware, 2, *flags, other)
-    agree(other, one)
+    agree(*both(small, tmp_path, hardware, "--max_steps", "3", *VARIANTS[variant]))
 
 
 # ---- One run on several layouts ------------------------------------------------------------------
@@ -252,11 +256,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, case, exac
 def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
     """LoRA on pretrained weights: only the first process loads them, and merges what it gathers."""
     flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4"]
-    flags += ["--task.merge_lora", "true"]
-    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
-        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
-    agree(tmp_path / "fsdp2", tmp_path / "cpu")
-    one, other = (load_file(tmp_path / h / "model" / "model.safetensors") for h in ("cpu", "fsdp2"))
+    outputs = both(small, tmp_path, "fsdp2", *flags, "--task.merge_lora", "true")
+    agree(*outputs)
+    other, one = (load_file(output / "model" / "model.safetensors") for output in outputs)
     assert one.keys() == other.keys()
     for name, values in one.items():
         torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-6)
@@ -274,9 +276,7 @@ def tie(run, folder):
 @pytest.mark.slow
 def test_tied_embeddings_stay_tied(small, alone, tmp_path):
     flags = ["--task.model_name_or_path", tie(alone, tmp_path), "--exact", "true"]
-    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
-        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
-    check_same(tmp_path / "cpu", tmp_path / "fsdp2")
+    check_same(*both(small, tmp_path, "fsdp2", *flags))
     saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
 
