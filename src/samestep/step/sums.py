@@ -1,8 +1,10 @@
 """Adds up the gradients of a step, and the sums of an evaluation, over all micro-batches."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -61,6 +63,11 @@ class StepGradients:
             self.blocks = reduce_in_tree(model, accelerator, ranks.layout, self.turn)
         elif exact and isinstance(model, DistributedDataParallel):
             self.buckets = TreeAllReduce(model, self.parameters, self.tree, self.turn)
+        self.grads: list | None = None  # of a micro-batch whose gradients DDP must not see
+        if exact and not self.sharded:
+            for place, parameter in enumerate(self.parameters):
+                take = functools.partial(self.take, place)
+                parameter.register_post_accumulate_grad_hook(take)
 
     def begin(self, plan: StepPlan) -> None:
         """Begins a step that is dealt so. `averaged` then is the number by which it is divided:
@@ -100,20 +107,28 @@ class StepGradients:
             name: (buffer, buffer._version, buffer.clone() if self.checking else None)
             for name, buffer in self.model.named_buffers()
         }
-        together = self.sharded or (self.buckets and self.turn.last)
-        alone = contextlib.nullcontext() if together else self.accelerator.no_sync(self.model)
+        alone: Any = contextlib.nullcontext()
+        if not self.sharded and not (self.buckets and self.turn.last):
+            self.grads, alone = [None] * len(self.parameters), self.accelerator.no_sync(self.model)
         with alone, self.stopwatch.micro_batch():
             yield
         self.check_buffers(before)
         if not self.ranks.layout.fsdp:
-            for i, parameter in enumerate(self.parameters):
-                self.used[i] += parameter.grad is not None
-        if not together:
+            for i, grad in enumerate(self.grads or [p.grad for p in self.parameters]):
+                self.used[i] += grad is not None
+        if self.grads:
             # A weight without a gradient may have one in another micro-batch.
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            self.tree.add(number, grads)
-            for parameter in self.parameters:
-                parameter.grad = None
+            pairs = zip(self.parameters, self.grads, strict=True)
+            self.tree.add(number, [torch.zeros_like(p) if g is None else g for p, g in pairs])
+            self.grads = None
+
+    def take(self, place: int, parameter: torch.nn.Parameter) -> None:
+        """Takes a gradient out of a weight. DDP expects one in the last micro-batch, too, where it
+        has seen one before."""
+        if self.grads:
+            before, grad = self.grads[place], parameter.grad
+            self.grads[place] = grad if before is None else before.add_(grad)
+            parameter.grad = None
 
     def check_buffers(self, before: dict[str, tuple]) -> None:
         """Notes a problem if a micro-batch has changed a buffer, as BatchNorm does."""
