@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import test_sharding
 from conftest import lines, load_task
 from test_exact import with_task
-from test_sharding import CONSTANT, SPOIL, agree, losses, make_small, tie, train
+from test_sharding import CONSTANT, SPOIL, agree, both, losses, make_small, tie, train
 
 alone = test_sharding.alone  # a fixture: a run of one process
 
@@ -50,9 +50,7 @@ def test_zero_has_the_losses_of_one_process(small, alone, tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_under_zero_is_that_of_autocast(small, tmp_path, kind):
     """DeepSpeed would cast the weights, also the exported ones."""
-    for hardware, processes in (("cpu", 1), (kind, 2)):
-        train(small, hardware, processes, "--output_dir", tmp_path / hardware, precision="bf16")
-    agree(tmp_path / kind, tmp_path / "cpu", loss=1e-3, norm=0.05)
+    agree(*both(small, tmp_path, kind, precision="bf16"), loss=1e-3, norm=0.05)
     weights = load_file(tmp_path / kind / "model" / "model.safetensors")
     assert {values.dtype for values in weights.values()} == {torch.float32}
 
@@ -120,13 +118,11 @@ def test_checkpoints_of_other_layouts_are_refused(tiny, tmp_path):
 def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path, kind):
     """LoRA; a checkpoint holds none of the frozen weights, and the run continues from it."""
     flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4", *CONSTANT]
-    flags += ["--task.merge_lora", "true"]
-    for hardware, processes in (("cpu", 1), (kind, 2)):
-        for steps in ("3", "6"):
-            ends = ["--accept_changes", "--max_steps", steps, "--output_dir", tmp_path / hardware]
-            train(small, hardware, processes, *flags, *ends)
-    agree(tmp_path / kind, tmp_path / "cpu")
-    one, other = (load_file(tmp_path / h / "model" / "model.safetensors") for h in ("cpu", kind))
+    flags += ["--task.merge_lora", "true", "--accept_changes", "--max_steps"]
+    for steps in ("3", "6"):
+        outputs = both(small, tmp_path, kind, *flags, steps)
+    agree(*outputs)
+    other, one = (load_file(output / "model" / "model.safetensors") for output in outputs)
     assert one.keys() == other.keys()
     for name, values in one.items():
         torch.testing.assert_close(other[name], values, rtol=1e-3, atol=2e-4)
@@ -137,9 +133,6 @@ def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path, kin
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_embeddings_stay_tied(small, alone, tmp_path, kind):
-    flags = ["--task.model_name_or_path", tie(alone, tmp_path), "--output_dir"]
-    for hardware, processes in (("cpu", 1), (kind, 2)):
-        train(small, hardware, processes, *flags, tmp_path / hardware)
-    agree(tmp_path / kind, tmp_path / "cpu")
+    agree(*both(small, tmp_path, kind, "--task.model_name_or_path", tie(alone, tmp_path)))
     saved = load_file(tmp_path / kind / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved

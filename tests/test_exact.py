@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from conftest import BakedProject, bake, digest, lines, load_task, read_weights, with_library
-from test_invariance import DROPOUT, check_same_curve
+from test_invariance import DROPOUT, TIMES, check_same_curve
 
 EXACT = ["--exact", "true", *DROPOUT]
-TIMES = ("data_wait", "compute", "peer_wait", "peak_memory_gb", "save_seconds")
 
 
 def digests(output):
@@ -147,10 +146,11 @@ def build_model(cfg, prepared, build=build_model):
 
 @pytest.mark.slow
 def test_odd_weights_and_an_exchange_in_parts(tiny, tmp_path):
-    """In parts of 40 elements, which cut weights, and in one."""
+    """In buckets of a few weights, and in one."""
     project = with_task(tiny, tmp_path, ODD)
     whole = train_all(project, tmp_path / "whole", [(1,), (3,)])
-    with_library(project.path, "step/sums.py", "\nBUCKET = 2 << 20", "\nBUCKET = 40")
+    few = '**{**vars(cfg.ddp), "bucket_cap_mb": 1e-4}'
+    with_library(project.path, "processes/device.py", "**vars(cfg.ddp)", few)
     check_same(*whole, *train_all(project, tmp_path / "parts", [(2,), (3,)]))
     last = max((whole[0] / "checkpoints").glob("step-*"))
     # As without exact: the optimizer skips it, and does not decay it.
@@ -260,9 +260,6 @@ def test_a_run_that_continues_keeps_its_micro_batches(tiny, tmp_path):
     flags += ["--max_steps", 6, "--accept_changes", "false", "--micro_batch_size", 1]
     printed = tiny.train(2, *flags, codes=[2])
     assert "micro_batch_size: 2 -> 1" in printed and printed.count("train.py: ") == 1
-    flags += ["--accept_changes", "true"]
-    tiny.train(2, *flags)
-    assert lines(tmp_path / "run", "changes")[0]["changes"].count("micro_batch_size: 2 -> 1") == 1
 
 
 # ---- Dealing -------------------------------------------------------------------------------------
@@ -326,19 +323,26 @@ def test_exact_fixes_the_micro_batches(batches):
             assert plan.micro_batch_size == size and sum(plan.shares) == samples // size
 
 
+def test_neighbours_that_share_weights_take_turns(batches):
+    """Two copies of a model, each on three processes: a copy has one run of micro-batches."""
+    plan = batches.plan_step(12, 1, 6, exact=True, in_step=3)
+    runs = [[*plan.run(rank)] for rank in range(6)]
+    assert runs == [[0, 3], [1, 4], [2, 5], [6, 9], [7, 10], [8, 11]]
+
+
 # ---- The tree ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def symbols(monkeypatch):
-    """samestep.step.sums, which adds texts in place of tensors: a sum shows its order."""
-    from samestep.step import sums
+    """samestep.step.exact, which adds texts in place of tensors: a sum shows its order."""
+    from samestep.step import exact
 
-    def add(left, right):
-        left[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]
+    def add(right, left):
+        right[:] = [f"({a}+{b})" for a, b in zip(left, right, strict=True)]
 
-    monkeypatch.setattr(sums, "torch", SimpleNamespace(_foreach_add_=add))
-    return sums
+    monkeypatch.setattr(exact, "torch", SimpleNamespace(_foreach_add_=add))
+    return exact
 
 
 def expected_sum(first, end):

@@ -61,14 +61,10 @@ def test_metrics_tell_the_samples_and_the_loss_of_each_source(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_sources_are_the_same_on_any_number_of_processes(tiny, whole, tmp_path, processes):
-    tiny.train(processes, "--output_dir", tmp_path / "run", *FLAGS, before=BEFORE)
+def test_sources_are_the_same_on_any_number_of_processes(tiny, quick, whole, tmp_path):
+    """To rounding; with exact to the last digit."""
+    tiny.train(4, "--output_dir", tmp_path / "run", *FLAGS, before=BEFORE)
     check_same(whole, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_exact_is_exact_for_sources(tiny, quick, tmp_path):
     flags = [*FLAGS, "--exact", "true", "--micro_batch_size", 2]
     quick("--output_dir", tmp_path / "1", *flags, before=BEFORE)
     tiny.train(3, "--output_dir", tmp_path / "3", *flags, before=BEFORE)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -96,6 +97,15 @@ def check_same(expected, found, rel=1e-6):
         assert (values - found[name]).abs().max() <= rel * largest, name
 
 
+def check_plain(model, fast, batch):
+    """The loss and the gradients of a prepared model are those of a plain call."""
+    expected, found = plain_loss(model, batch), next_token.loss_sum(fast, batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    known = gradients(model, expected)
+    check_same(known, gradients(fast, found))
+    return known
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
@@ -108,17 +118,14 @@ def test_loss_and_gradients_are_those_of_a_plain_call(name, packed):
     assert torch.equal(state, torch.random.get_rng_state()) and fast.training
     assert fast.config._attn_implementation == expected_attention
     assert fast.loss_plan.is_split == is_split
-    expected = plain_loss(model, batch)
-    found = next_token.loss_sum(fast, batch)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    check_same(gradients(model, expected), gradients(fast, found))
+    check_plain(model, fast, batch)
+    with torch.no_grad():
+        expected = plain_loss(model, batch).item()
+        assert next_token.loss_sum(fast, batch).item() == pytest.approx(expected, rel=1e-6)
     if name in ("llama", "gpt2"):  # a smaller batch than a chunk: the very same operations
         whole = prepared(model, packed, chunk=10_000)
-        found = next_token.loss_sum(whole, batch)
-        assert packed or found.item() == expected.item()
-        check_same(gradients(model, plain_loss(model, batch)), gradients(whole, found))
-    with torch.no_grad():
-        assert next_token.loss_sum(fast, batch).item() == pytest.approx(expected.item(), rel=1e-6)
+        check_plain(model, whole, batch)
+        assert packed or next_token.loss_sum(whole, batch).item() == expected
 
 
 @pytest.mark.parametrize("name, start", [("scale", 1.0), ("bias", 0.0)])
@@ -137,19 +144,15 @@ def test_a_weight_behind_the_head_that_changes_nothing_yet_is_trained(name, star
             return answer
 
     model = Model(transformers.LlamaConfig(**SIZES))
-    fast, batch = prepared(model, False), rows(False)
-    found = gradients(fast, next_token.loss_sum(fast, batch))
-    assert name in found
-    check_same(gradients(model, plain_loss(model, batch)), found)
+    assert name in check_plain(model, prepared(model, False), rows(False))
 
 
 @pytest.mark.parametrize("name", ["llama tied", "window"])
 def test_recomputed_activations_change_nothing(name):
-    model, batch = make(name, attention_dropout=0.0), rows(True)
+    model = make(name, attention_dropout=0.0)
     fast = prepared(model, True)
     fast.gradient_checkpointing_enable()
-    found = gradients(fast, next_token.loss_sum(fast, batch))
-    check_same(gradients(model, plain_loss(model, batch)), found)
+    check_plain(model, fast, rows(True))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
@@ -165,14 +168,9 @@ def test_adapters_get_the_same_gradients(targets):
                 weights.data.normal_(std=0.1)  # at 1, fp32 itself is off by 4e-6
         return adapted
 
-    model, batch = make("llama"), rows(True)
-    fast, model = adapt(prepared(model, True)), adapt(model)
-    found = next_token.loss_sum(fast, batch)
-    expected = plain_loss(model, batch)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    known = gradients(model, expected)
-    check_same(known, gradients(fast, found))
-    assert all("lora" in name for name in known)
+    model = make("llama")
+    fast = adapt(prepared(model, True))
+    assert all("lora" in name for name in check_plain(adapt(model), fast, rows(True)))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
@@ -289,11 +287,26 @@ def test_a_model_that_fails_a_check_is_left_as_it_was():
 
 @pytest.mark.slow
 def test_a_chunk_bounds_the_memory_of_the_loss():
-    command = [sys.executable, str(ROOT / "tests" / "loss_memory.py")]
+    """One size a process: what is measured is the largest memory that a process ever had."""
+    command = [sys.executable, __file__]
     printed = [subprocess.check_output([*command, size], text=True) for size in ("8192", "1024")]
-    (plain, loss), (chunked, other) = (text.split(" MB, loss ") for text in printed)
-    assert float(chunked) < float(plain) / 4
-    assert float(other) == pytest.approx(float(loss), rel=1e-6)
+    (plain, loss), (chunked, other) = (map(float, text.split()) for text in printed)
+    assert chunked < plain / 4 and other == pytest.approx(loss, rel=1e-6)
+
+
+def print_peak(chunk, tokens=8192, vocabulary=32_768, width=256):
+    """Prints the MB that the loss of so many tokens takes on a CPU, and the loss."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width).div_(16).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if chunk < tokens:
+        loss = next_token.ChunkedLoss.apply(hidden, weight, labels, chunk, True)
+    else:
+        loss = next_token.cross_entropy(hidden @ weight.T, labels)
+    (loss / tokens).backward()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, loss.item())
 
 
 @pytest.mark.gpu
@@ -302,3 +315,7 @@ def test_flash_attention_on_a_gpu_is_that_of_a_mask():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": GPUS}
     command = [sys.executable, str(ROOT / "tests" / "packed_on_gpu.py")]
     assert "cuda, 2 heads" in subprocess.check_output(command, text=True, env=environment)
+
+
+if __name__ == "__main__":
+    print_peak(int(sys.argv[1]))

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conftest import bake, digest, latest, lines, preloaded, read_weights, status
-from test_exact import TIMES, with_task
+from test_exact import with_task
+from test_invariance import check_same_curve, curve
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
 OURS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
@@ -65,25 +66,17 @@ def train(project, hardware, processes, *flags, precision="no", codes=(0,)):
     return project.ended((hardware, *flags), codes, ended)
 
 
-def curve(output):
-    """The numbers of metrics.jsonl: {step: {name: number}}, of each step the last."""
-    found = {}
-    for line in lines(output, "step"):
-        kept = {k: v for k, v in line.items() if k not in TIMES and not k.endswith("_per_second")}
-        found.setdefault(line["step"], {}).update(kept)
-    return found
-
-
 def agree(output, reference, loss=1e-6, norm=1e-5):
     """Checks that two runs took the same samples, with the same losses to rounding."""
-    one, other = curve(reference), curve(output)
-    assert one.keys() == other.keys()
-    for step, line in one.items():
-        assert line["batch_hash"] == other[step]["batch_hash"]
-        for name, number in line.items():
-            if name in ("loss", "eval_loss", "grad_norm"):
-                limit = norm if name == "grad_norm" else loss
-                assert other[step][name] == pytest.approx(number, rel=limit), (step, name)
+    check_same_curve(output, reference, loss, norm)
+
+
+def both(project, folder, hardware, *flags, precision="no"):
+    """The folders of a run of two processes, and of one of a single process."""
+    for name, processes in (("cpu", 1), (hardware, 2)):
+        flags_of_run = [*flags, "--output_dir", folder / name]
+        train(project, name, processes, *flags_of_run, precision=precision)
+    return folder / hardware, folder / "cpu"
 
 
 def model_digest(output):
@@ -148,15 +141,18 @@ def losses(output):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_exact_has_one_digest_for_all_layouts(small, tmp_path, precision):
-    """FSDP2 on two and four processes, HSDP as 2 x 2 and 4 x 2 copies, DDP, one process."""
+    """FSDP2 on two to six processes, HSDP as 2 x 2, 4 x 2 and 2 x 3 copies, DDP, one process."""
     config = small.path / "configs" / "accelerate"
     wide = (config / "hsdp.yaml").read_text().replace("replicate_size: 2", "replicate_size: 4")
     (config / "hsdp_wide.yaml").write_text(wide)
+    odd = (config / "hsdp.yaml").read_text().replace("dp_shard_size: 2", "dp_shard_size: 3")
+    (config / "hsdp_odd.yaml").write_text(odd)
     cases = [("cpu", 1), ("cpu_multi", 3), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)]
-    cases += [("hsdp_wide", 8)]
+    cases += [("fsdp2", 3), ("fsdp2", 6), ("hsdp_odd", 6), ("hsdp_wide", 8)]
     outputs = [tmp_path / f"{hardware}{processes}" for hardware, processes in cases]
     for (hardware, processes), output in zip(cases, outputs, strict=True):
-        flags = ["--exact", "true", "--task.dropout", "0.1", "--output_dir", output]
+        flags = ["--exact", "true", "--task.dropout", "0.1", "--global_batch_size", "24"]
+        flags += ["--max_steps", "3", "--output_dir", output]
         train(small, hardware, processes, *flags, precision=precision)
     check_same(*outputs)
 
@@ -172,11 +168,7 @@ VARIANTS = {
 @pytest.mark.parametrize("hardware", ["fsdp2", "tensor_parallel"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_have_the_losses_of_one_process(small, tmp_path, hardware, variant):
-    flags = ["--max_steps", "3", *VARIANTS[variant], "--output_dir"]
-    one, other = tmp_path / "one", tmp_path / "other"
-    train(small, "cpu", 1, *flags, one)
-    train(small, hardware, 2, *flags, other)
-    agree(other, one)
+    agree(*both(small, tmp_path, hardware, "--max_steps", "3", *VARIANTS[variant]))
 
 
 # ---- One run on several layouts ------------------------------------------------------------------
@@ -264,11 +256,9 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(small, tmp_path, case, exac
 def test_adapters_are_merged_after_they_were_sharded(small, alone, tmp_path):
     """LoRA on pretrained weights: only the first process loads them, and merges what it gathers."""
     flags = ["--task.model_name_or_path", alone / "model", "--task.lora_rank", "4"]
-    flags += ["--task.merge_lora", "true"]
-    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
-        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
-    agree(tmp_path / "fsdp2", tmp_path / "cpu")
-    one, other = (load_file(tmp_path / h / "model" / "model.safetensors") for h in ("cpu", "fsdp2"))
+    outputs = both(small, tmp_path, "fsdp2", *flags, "--task.merge_lora", "true")
+    agree(*outputs)
+    other, one = (load_file(output / "model" / "model.safetensors") for output in outputs)
     assert one.keys() == other.keys()
     for name, values in one.items():
         torch.testing.assert_close(other[name], values, rtol=1e-4, atol=1e-6)
@@ -286,9 +276,7 @@ def tie(run, folder):
 @pytest.mark.slow
 def test_tied_embeddings_stay_tied(small, alone, tmp_path):
     flags = ["--task.model_name_or_path", tie(alone, tmp_path), "--exact", "true"]
-    for hardware, processes in (("cpu", 1), ("fsdp2", 2)):
-        train(small, hardware, processes, *flags, "--output_dir", tmp_path / hardware)
-    check_same(tmp_path / "cpu", tmp_path / "fsdp2")
+    check_same(*both(small, tmp_path, "fsdp2", *flags))
     saved = load_file(tmp_path / "fsdp2" / "model" / "model.safetensors")
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
 

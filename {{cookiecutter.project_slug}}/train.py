@@ -108,8 +108,8 @@ class Config(RunConfig):
     compiled once. It changes the masks of dropout."""
     exact: bool = field(default=False, metadata=ROUNDING)
     """The same bytes on any number of processes, also if it changes in the middle of a run. Fixes
-    micro_batch_size; a step needs a micro-batch for each process; FSDP needs a power of two of
-    processes. Implies deterministic."""
+    micro_batch_size; a step needs a micro-batch for each process, and under FSDP as many for each.
+    Implies deterministic."""
     gradient_checkpointing: bool = field(default=False, metadata=ROUNDING)
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

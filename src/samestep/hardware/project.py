@@ -78,5 +78,5 @@ def plan_of(cfg: Any, layout: Layout) -> StepPlan:
         # One process, such as that of recommend, says nothing about the shares of a launch.
         cfg.device_shares if layout.processes > 1 else "equal",
         layout.replica,
-        layout.sharded,
+        layout.in_step,
     )

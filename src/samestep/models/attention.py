@@ -131,19 +131,23 @@ def bare(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Adaptation:
+class LossPlan:
     """What a process with the weights of a model has found out about it, for others without them:
-    the model's attribute `adaptation`."""
+    its attention, and how next_token.py computes its loss. The model's attribute `adaptation`, and
+    `loss_plan` if it has such a loss."""
 
-    attention: str
-    loss_plan: Any = None  # see next_token.py
+    attention: str = SDPA
+    chunk: int = 0  # tokens whose logits exist at once
+    most_texts: int = 1  # in a packed row; 0: rows are not packed
+    has_flash: bool = False  # FlashAttention for packed rows
+    is_split: bool = False  # the logits are what the head makes of the decoder's output, no more
 
     def apply(self, model: Any) -> None:
         """Adapts a model of the same kind, perhaps with adapters."""
         model = bare(model)
         register()
         model.set_attn_implementation(self.attention)
-        model.adaptation, model.loss_plan = self, self.loss_plan
+        model.adaptation = model.loss_plan = self
 
 
 def needs_no_mask(model: Any, length: int) -> bool:
@@ -192,7 +196,7 @@ def replace(model: Any, name: str, answers: Answers, length: int = 0) -> bool:
         if not fits:
             model.set_attn_implementation(SDPA)
     logging.disable(logs)
-    model.adaptation = Adaptation(model.config._attn_implementation)
+    model.adaptation = LossPlan(model.config._attn_implementation)
     return fits
 
 

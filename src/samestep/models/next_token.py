@@ -6,7 +6,6 @@ for a limited number of tokens at a time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,24 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from samestep.base.fields import IGNORE_INDEX
 from samestep.models import attention
-from samestep.models.attention import Batch
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """How the loss of a model is computed."""
-
-    chunk: int  # tokens whose logits exist at once
-    most_texts: int  # in a packed row; 0: rows are not packed
-    has_flash: bool  # FlashAttention for packed rows
-    is_split: bool  # the logits are what the head makes of the decoder's output, and no more
-
-
-UNPREPARED = LossPlan(0, 0, has_flash=False, is_split=False)  # a plain call of the model
+from samestep.models.attention import Batch, LossPlan
 
 
 def plan_of(model: Any) -> LossPlan:
-    return getattr(attention.bare(model), "loss_plan", UNPREPARED)
+    """How to compute the loss; without `prepare` by a plain call of the model."""
+    return getattr(attention.bare(model), "loss_plan", LossPlan())
 
 
 # ---- Before the training -------------------------------------------------------------------------
@@ -58,9 +45,9 @@ def prepare(model: Any, length: int, chunk: int, most_texts: int) -> None:
         return [model(input_ids=row, use_cache=False, **way).logits for way in ways]
 
     attention.replace(model, attention.CAUSAL, answers, length)
-    has_flash = attention.find_flash() is not None
-    model.loss_plan = LossPlan(chunk, most_texts, has_flash, is_split(model, row))
-    model.adaptation = attention.Adaptation(model.config._attn_implementation, model.loss_plan)
+    name, has_flash = model.config._attn_implementation, attention.find_flash() is not None
+    plan = LossPlan(name, chunk, most_texts, has_flash, is_split(model, row))
+    model.adaptation = model.loss_plan = plan
 
 
 def is_split(model: Any, row: torch.Tensor) -> bool:
@@ -154,7 +141,7 @@ def model_inputs(model: Any, plan: LossPlan, batch: Batch) -> dict[str, Any]:
     if "position_ids" in batch:
         inputs["position_ids"] = batch["position_ids"]
     # Parts of rows that GPUs share have positions, too.
-    if "position_ids" not in batch or (plan is not UNPREPARED and not plan.most_texts):
+    if "position_ids" not in batch or not plan.most_texts:
         # Without a cache, transformers asks the device in every batch whether rows are packed.
         return {**inputs, "use_cache": not causal}
     inputs["use_cache"] = False

@@ -80,6 +80,11 @@ class Layout:
         return bool(self.kinds) or self.stages > 1
 
     @property
+    def in_step(self) -> int:
+        """Replicas that share the weights of one copy of the model; 0: each has its own."""
+        return self.replicas // self.dp_replicate if self.sharded else 0
+
+    @property
     def fsdp(self) -> bool:
         """Whether FSDP shards the weights."""
         return "FSDP" in self.kinds

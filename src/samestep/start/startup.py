@@ -297,7 +297,7 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     cfg, remarks = read_config(config_class, about)
     output, layout = Path(cfg.output_dir), read_layout(cfg)
     check_sharing(cfg, layout)
-    sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.sharded)
+    sizes, own = (cfg.global_batch_size, cfg.micro_batch_size), (layout.replica, layout.in_step)
     plan = batches.plan_step(*sizes, layout.replicas, cfg.exact, cfg.device_shares, *own)
     if cfg.ddp.static_graph and (max(plan.shares) > 1 or cfg.device_shares == "auto"):
         raise ValueError(

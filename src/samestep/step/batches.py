@@ -32,21 +32,21 @@ Batch = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class StepPlan:
     """A step as a list of micro-batches, and how it is dealt: rank r computes `shares[r]` of them,
-    from where the run of rank r - 1 ends; or, dealt in turn, every n-th from r on, of n ranks."""
+    from where the run of rank r - 1 ends. Of `in_turn` neighbours, which have equal shares, each
+    computes every `in_turn`-th micro-batch of their runs."""
 
     samples: int  # in a step: global_batch_size
     micro_batch_size: int  # samples in a micro-batch; the last one may have fewer
     shares: tuple[int, ...] = (1,)  # micro-batches of each data-parallel rank
     rank: int = 0  # this one
-    in_turn: bool = False
+    in_turn: int = 1
 
     def run(self, rank: int | None = None) -> range:
         """The numbers of the micro-batches that a rank computes; without one, this rank."""
         rank = self.rank if rank is None else rank
-        if self.in_turn:
-            return range(rank, sum(self.shares), len(self.shares))
-        first = sum(self.shares[:rank])
-        return range(first, first + self.shares[rank])
+        turn = rank % self.in_turn
+        first = sum(self.shares[: rank - turn])
+        return range(first + turn, first + self.in_turn * self.shares[rank], self.in_turn)
 
     def positions(self, positions: Sequence[int], number: int) -> Sequence[int]:
         """Those of micro-batch `number`, counted from 0, of all the positions of a step."""
@@ -93,14 +93,14 @@ def plan_step(
     exact: bool = False,
     device_shares: str | list[float] = "equal",
     rank: int = 0,
-    in_step: bool = False,
+    in_step: int = 0,
 ) -> StepPlan:
     """The plan with the largest micro-batches of at most `largest` samples (exact: of `largest`).
 
     It deals equal shares where `ranks` divides the global batch size. Otherwise, and for other
     shares, the busiest rank may have 10 % more samples than with the best size of micro-batches.
-    "auto" wants four micro-batches for each rank. `in_step`: the ranks share weights, so all
-    compute the same number of micro-batches. Raises UserError if there is none.
+    "auto" wants four micro-batches for each rank. `in_step`: so many neighbours share weights, so
+    all ranks compute the same number of micro-batches. Raises UserError if there is none.
     """
     samples, listed = global_batch_size, not isinstance(device_shares, str)
     if listed and len(device_shares) != ranks:
@@ -122,33 +122,22 @@ def plan_step(
             problem = f"which {ranks} processes that share the weights of a model cannot divide; "
             problem += f"give {' or '.join(map(str, near))}, or another number of processes"
         raise UserError(f"global_batch_size is {samples}, {problem}")
-    if exact and in_step and ranks & (ranks - 1):
-        raise UserError(
-            f"exact: {ranks} processes share the weights of a model; start 2, 4, 8 or another "
-            "power of two, or set exact to false"
-        )
     if exact and largest not in suitable:
         near = sorted(suitable, key=lambda n: abs(n - largest))[:3]
-        fewer = ""
-        if largest in divisors and not in_step:
-            fewer = f", or start at most {samples // largest}"
+        fits = largest in divisors and not in_step
         raise UserError(
             f"exact: {samples} samples in micro-batches of {largest} cannot be dealt to {ranks} "
             f"process{'es' if ranks > 1 else ''}; give a micro_batch_size of "
-            f"{' or '.join(map(str, near))}{fewer}"
+            f"{' or '.join(map(str, near))}{f', or start at most {samples // largest}' * fits}"
         )
     sizes = [largest] if exact else [n for n in suitable if n <= largest]
-    times = {}
-    for size in sizes:
-        shares = deal(samples // size, speeds, least=1)
-        times[size] = size * busiest(shares, speeds)
-    even = not listed and samples % ranks == 0
-    limit = min(times.values()) * (1 if even else 1.1)
+    cuts = {size: deal(samples // size, speeds, least=1) for size in sizes}
+    times = {size: size * busiest(shares, speeds) for size, shares in cuts.items()}
+    limit = min(times.values()) * (1.1 if listed or samples % ranks else 1)
     size = max(n for n in sizes if times[n] <= limit)
     if device_shares == "auto" and ranks > 1 and not exact:
         size = max([n for n in sizes if n <= size and samples // n >= 4 * ranks] or sizes[:1])
-    shares = deal(samples // size, speeds, least=1)
-    return StepPlan(samples, size, shares, rank, in_turn=in_step and exact)
+    return StepPlan(samples, size, cuts[size], rank, in_step if exact and in_step else 1)
 
 
 # ---- Random numbers ------------------------------------------------------------------------------
@@ -194,10 +183,8 @@ class EvaluationSampler:
 
     @property
     def plans(self) -> list[StepPlan]:
-        """The evaluation of each source as one step, dealt as the training steps are now.
-
-        All batches are dealt at once, so some ranks may have none of a source.
-        """
+        """The evaluation of each source as one step, dealt as the training steps are now: all
+        batches at once, so some ranks may have none of a source."""
         size = self.step_plan.micro_batch_size
         counts = [-(-rows // size) for rows in self.rows.source_sizes]
         ends = [0, *accumulate(deal(sum(counts), self.step_plan.shares))]  # of the ranks' runs
@@ -245,8 +232,9 @@ class SampleDataset(torch.utils.data.Dataset):
         self.ahead = getattr(dataset, "ahead", 0)
         if self.order and self.ahead:  # an order keeps the tables of its last call
             self.later = make()
-        own = getattr(task, "sizes", None)
-        sizes = functools.partial(own, dataset) if own else getattr(dataset, "sizes", None)
+        sizes = getattr(dataset, "sizes", None)
+        if hasattr(task, "sizes"):
+            sizes = functools.partial(task.sizes, dataset)
         self.sizes = np.asarray(sizes()) if task and callable(sizes) else None  # for sort
         if self.sizes is not None and self.sizes.shape != (len(dataset),):
             raise ValueError(

@@ -181,14 +181,12 @@ def next_mixture(before: dict, samples: int, weights: dict[str, int]) -> dict:
     Each source goes on from where it stood, also one that was not in use for a time.
     """
 
-    def same_end(one: str, other: str) -> bool:
-        """Sources have short names where these differ: a path may end with the other."""
-        return f"/{one}".endswith(f"/{other}") or f"/{other}".endswith(f"/{one}")
-
     weights, known = weights or {"": 1}, before["sources"]
     alone = len(weights) == sum(weight > 0 for weight, _, _ in known.values()) == 1
     for name in weights.keys() - known.keys():  # is it one of these, by a longer or shorter path?
-        others = [n for n in known if n not in weights and (same_end(n, name) or alone)]
+        end = f"/{name}"
+        same = {n for n in known if end.endswith(f"/{n}") or f"/{n}".endswith(end) or alone}
+        others = [n for n in known if n in same and n not in weights]
         if len(others) == 1:
             known = {name if n == others[0] else n: facts for n, facts in known.items()}
     used = {name: weight for name, (weight, _, _) in known.items() if weight}
@@ -230,7 +228,7 @@ class SampleOrder:
                 self.orders.append(functools.partial(sample_ids, size=size, seed=own_seed))
             else:
                 self.orders.append(WindowedOrder(shards, int(each.window), own_seed).ids)
-        self.blocks: dict[int, np.ndarray] = {}  # the blocks of the last call, two at most
+        self.blocks: dict[int, np.ndarray] = {}  # the ids of the newest two
 
     def passes(self, positions: Any) -> np.ndarray:
         """How often the source of each position has given all of its rows before: uint64 (N,)."""
@@ -244,24 +242,20 @@ class SampleOrder:
     def ids(self, positions: Any) -> np.ndarray:
         """Sample ids at these positions: int64, shape of positions (N,)."""
         positions = np.asarray(positions, np.uint64) - self.first
-        number, place = np.divmod(positions, np.uint64(self.block))
-        needed = np.unique(number).tolist() if len(positions) else []
-        if len(needed) > 2:
-            return self.compute(positions)
-        before, self.blocks = self.blocks, {}
+        numbers, places = np.divmod(positions, np.uint64(self.block))
         ids = np.empty(len(positions), np.int64)
-        for n in needed:
-            if n in before:
-                self.blocks[n] = before[n]
-            else:
-                whole = np.arange(n * self.block, (n + 1) * self.block, dtype=np.uint64)
-                self.blocks[n] = self.compute(whole)
-            ids[number == n] = self.blocks[n][place[number == n]]
+        for number in np.unique(numbers).tolist() if len(positions) else ():
+            own = numbers == number
+            if number not in self.blocks:
+                newest = list(self.blocks)[-1:]
+                self.blocks = {n: self.blocks[n] for n in newest} | {number: self.compute(number)}
+            ids[own] = self.blocks[number][places[own]]
         return ids
 
-    def compute(self, positions: np.ndarray) -> np.ndarray:
-        """`ids` without the blocks; positions count from the beginning of the mixture."""
-        ids = np.empty(len(positions), np.int64)
+    def compute(self, number: int) -> np.ndarray:
+        """The ids of a block; blocks count from the beginning of the mixture."""
+        positions = np.arange(number * self.block, (number + 1) * self.block, dtype=np.uint64)
+        ids = np.empty(self.block, np.int64)
         sources, places = self.mixture.locate(positions)
         for source, (first, order) in enumerate(zip(self.firsts, self.orders, strict=True)):
             own = sources == source

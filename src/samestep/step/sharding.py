@@ -6,7 +6,6 @@ Under context parallelism each process has a part of the rows, too.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,12 +82,11 @@ def split_by_kind(groups: list[dict]) -> list[dict]:
 
 def whole_groups(groups: list[dict]) -> list[list[dict]]:
     """The parameter groups as they were before split_by_kind: the parts of each."""
-    whole = []
+    whole: list[list[dict]] = []
     for group in groups:
-        if group.get("continues"):
-            whole[-1].append(group)
-        else:
-            whole.append([group])
+        if not group.get("continues"):
+            whole.append([])
+        whole[-1].append(group)
     return whole
 
 
@@ -215,85 +213,3 @@ def split_rows(accelerator: Accelerator, *batches: dict[str, torch.Tensor]) -> I
     along = {"buffer_seq_dims": [1] * len(parts), "no_restore_buffers": {*parts}}
     with kernels, accelerator.maybe_context_parallel(buffers=parts, **along):
         yield
-
-
-# ---- Exact ---------------------------------------------------------------------------------------
-
-
-class Together(torch.autograd.Function):
-    """Gives its inputs back: their gradients are complete before any of them goes on."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        return inputs
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
-
-
-def sum_inside_blocks(module: torch.nn.Module) -> None:
-    """Adds the gradients of an input of a block inside the block, before those of other blocks, as
-    FSDP does. It shows where blocks share an input, as decoders do with what the encoder returns.
-    """
-
-    def separate(_, positional, named):
-        values = [*positional, *named.values()]
-        places = [i for i, v in enumerate(values) if torch.is_tensor(v) and v.requires_grad]
-        if places:
-            for i, value in zip(places, Together.apply(*(values[i] for i in places)), strict=True):
-                values[i] = value
-        count = len(positional)
-        return tuple(values[:count]), dict(zip(named, values[count:], strict=True))
-
-    for block in module.modules():
-        if type(block).__name__ in (module._no_split_modules or ()):
-            block.register_forward_pre_hook(separate, with_kwargs=True)
-
-
-class TreeReduceScatter:
-    """FSDP's reduce-scatter, which adds the gradients of the ranks up a binary tree: a node of
-    TreeSum. The copies of an HSDP model in the group `across` hold neighbouring nodes, added too.
-
-    It needs twice the memory of the gradients of a block, and computation waits for it.
-    """
-
-    def __init__(self, across: dist.ProcessGroup | None):
-        self.across = across
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        total = add_pairs(list(received.chunk(group.size())))
-        if self.across:
-            parts = [torch.empty_like(total) for _ in range(self.across.size())]
-            dist.all_gather(parts, total, group=self.across)
-            total = add_pairs(parts)
-            if self.across.rank():  # FSDP will add the copies' outputs: x + -0.0 is x, even for 0.0
-                total.fill_(-0.0)
-        output_tensor.copy_(total)
-
-
-def add_pairs(parts: Tensors) -> torch.Tensor:
-    """The sum of 2, 4, 8, ... tensors along a binary tree."""
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
-
-
-def reduce_in_tree(model: torch.nn.Module, accelerator: Accelerator, layout: Layout) -> None:
-    """Makes FSDP add the gradients of a micro-batch of each rank up a tree; it takes no mean."""
-    copies = layout.dp_replicate > 1
-    across = accelerator.torch_device_mesh["dp_replicate"].get_group() if copies else None
-    reduce_scatter = TreeReduceScatter(across)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)

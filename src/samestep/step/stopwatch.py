@@ -8,22 +8,6 @@ from typing import Any
 import torch
 
 
-def mark(device: torch.device) -> Any:
-    """This moment: ns on a CPU, otherwise an event in the device's work."""
-    if device.type == "cpu":
-        return time.perf_counter_ns()
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
-
-
-def nanoseconds(begin: Any, end: Any) -> float | None:
-    """From one mark to another; None if the device has not come so far."""
-    if isinstance(end, int):
-        return end - begin
-    return 1e6 * begin.elapsed_time(end) if end.query() else None
-
-
 class Stopwatch:
     """Measures how long this process computes its micro-batches; never waits for the device.
 
@@ -39,10 +23,18 @@ class Stopwatch:
         self.seconds: list[float] = []  # of the steps before these, since `take`
         self.newest = 0  # ns per micro-batch in the last of them, until `read`
 
+    def mark(self) -> Any:
+        """This moment: ns on a CPU, otherwise an event in the device's work."""
+        if self.device.type == "cpu":
+            return time.perf_counter_ns()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
     def start(self, micro_batches: int) -> None:
         """Before the first micro-batch of a step."""
         self.collect()
-        self.running.append([mark(self.device), None, micro_batches])
+        self.running.append([self.mark(), None, micro_batches])
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -55,15 +47,15 @@ class Stopwatch:
     def stop(self) -> None:
         """When the gradients of a micro-batch are there; those of the last one end the step."""
         if self.running:  # an evaluation may compute gradients, too
-            self.running[-1][1] = mark(self.device)
+            self.running[-1][1] = self.mark()
 
     def collect(self) -> None:
         """Reads the steps that the device has computed."""
         while self.running:
             begin, end, micro_batches = self.running[0]
-            taken = None if end is None else nanoseconds(begin, end)
-            if taken is None:
+            if end is None or not (isinstance(end, int) or end.query()):
                 break
+            taken = end - begin if isinstance(end, int) else 1e6 * begin.elapsed_time(end)
             self.newest = max(round(taken / micro_batches), 1)
             self.seconds.append(taken / 1e9)
             del self.running[0]

@@ -1,152 +1,29 @@
-"""Adds up the gradients, losses and evaluations of micro-batches, in an order that is fixed.
-
-Floating-point sums depend on their order. A sum that follows a binary tree over the numbers of the
-micro-batches of a step does not depend on which process computes which of them:
-
-    [0, 4) = [0, 2) + [2, 4)        [2, 4) = [2, 3) + [3, 4)
-
-A process adds up the largest nodes inside its run of micro-batches. Then the processes exchange
-these, and add them up the rest of the tree.
-"""
+"""Adds up the gradients of a step, and the sums of an evaluation, over all micro-batches."""
 
 import contextlib
 import functools
 import math
-from collections import deque
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from samestep.processes.ranks import Ranks, UserError, as_user_error
 from samestep.settings import contract
 from samestep.step import sharding
 from samestep.step.batches import Batch, StepPlan
+from samestep.step.exact import (
+    TreeAllReduce,
+    TreeSum,
+    Turn,
+    exchange,
+    norm_by_rows,
+    reduce_in_tree,
+)
 from samestep.step.sharding import local, whole
 from samestep.step.stopwatch import Stopwatch
-
-Tensors = list[torch.Tensor]
-BUCKET = 2 << 20  # elements that are exchanged at once
-# torch 2.13 has renamed it, and warns of the old name.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class TreeSum:
-    """Sums of lists of tensors over a run of micro-batches, added in ascending order.
-
-    `nodes` holds (first, size, sums) of each node: the sums over `size` micro-batches, a power of
-    two, from `first` on, a multiple of `size`. As in a binary counter, two nodes that are the
-    halves of a larger one become it at once: n micro-batches need about 2 log2(n) nodes at most.
-    """
-
-    def __init__(self):
-        self.nodes: list[tuple[int, int, Tensors]] = []
-
-    def add(self, first: int, tensors: Tensors, size: int = 1) -> None:
-        """Adds a micro-batch or a node. The tensors become part of the sum, and change."""
-        while self.nodes and self.nodes[-1][1] == size and self.nodes[-1][0] % (2 * size) == 0:
-            first, _, sums = self.nodes.pop()
-            if tensors:
-                torch._foreach_add_(sums, tensors)
-            tensors, size = sums, 2 * size
-        self.nodes.append((first, size, tensors))
-
-    def total(self) -> Tensors:
-        """The sums over all micro-batches of a step; the last nodes are added first."""
-        *others, (_, _, sums) = self.nodes
-        for _, _, left in reversed(others):
-            torch._foreach_add_(left, sums)
-            sums = left
-        self.nodes = []
-        return sums
-
-
-@functools.lru_cache
-def nodes_of(run: range) -> list[tuple[int, int]]:
-    """(first, size) of each node of a TreeSum over this run of micro-batches."""
-    tree = TreeSum()
-    for number in run:
-        tree.add(number, [])
-    return [(first, size) for first, size, _ in tree.nodes]
-
-
-def total_over_ranks(tree: TreeSum, plan: StepPlan, like: Tensors) -> Tensors:
-    """The sums over all micro-batches of a step, on every rank; `like` has their shapes.
-
-    Each rank receives a part of every node of every rank, adds the nodes up the tree, and sends
-    its part of the total to the others. All ranks must call it.
-    """
-    if len(plan.shares) == 1:
-        return tree.total()
-    totals = tree.nodes[0][2] if tree.nodes else [torch.empty_like(each) for each in like]
-    targets, nodes = flat_parts(totals), [flat_parts(sums) for _, _, sums in tree.nodes]
-    # While one bucket is added, the next is on its way to the ranks, and the last on its way back.
-    waiting: deque[Iterator] = deque()
-    for bucket in (*buckets(targets), None, None):
-        if bucket:
-            parts = [[sums[i] for i in bucket] for sums in nodes]
-            waiting.append(exchange([targets[i] for i in bucket], parts, plan))
-        for each in reversed(waiting):  # the same order on all ranks
-            next(each, None)
-        if len(waiting) == 3:
-            waiting.popleft()
-    tree.nodes = []
-    return totals
-
-
-def exchange(places: Tensors, nodes: list[Tensors], plan: StepPlan) -> Iterator[None]:
-    """Adds the nodes of all ranks into `places`: sends at first, then adds, and at last copies."""
-    ranks, size = len(plan.shares), sum(map(len, places))
-    part = -(-size // ranks)  # of a vector, for each rank
-    vectors = [places[0].new_empty(part * ranks) for _ in nodes or [places]]
-    for vector, parts in zip(vectors, nodes, strict=False):
-        torch.cat(parts, out=vector[:size])
-        vector[size:] = 0
-    total = vectors[0]
-    sent = total if nodes else total[:0]
-    if len(nodes) > 1:
-        sent = torch.stack([each.view(ranks, part) for each in vectors], 1).flatten()
-    everywhere = [nodes_of(plan.run(rank)) for rank in range(ranks)]
-    sizes = [part * len(each) for each in everywhere]
-    received = total.new_empty(sum(sizes))
-    given = [part * len(nodes)] * ranks
-    work = dist.all_to_all_single(received, sent, sizes, given, async_op=True)
-    yield
-    work.wait()
-    tree = TreeSum()
-    for (first, count), values in zip(chain(*everywhere), received.split(part), strict=True):
-        tree.add(first, [values], count)
-    work = all_gather(total, tree.total()[0], async_op=True)
-    yield
-    work.wait()
-    torch._foreach_copy_(places, total[:size].split([len(place) for place in places]))
-
-
-def flat_parts(tensors: Tensors) -> Tensors:
-    """Views of all elements as vectors of at most BUCKET elements, in the order of memory.
-
-    A gradient has the strides of its weight, so this order is the same on all ranks.
-    """
-    flat = [each.as_strided((each.numel(),), (1,)) for each in tensors]
-    return [part for each in flat for part in each.split(BUCKET)]
-
-
-def buckets(vectors: Tensors) -> list[list[int]]:
-    """The indices of neighbours of one data type with at most BUCKET elements together."""
-    found: list[list[int]] = []
-    size = 0
-    for i, vector in enumerate(vectors):
-        size += len(vector)
-        if not found or size > BUCKET or vector.dtype != vectors[i - 1].dtype:
-            found.append([])
-            size = len(vector)
-        found[-1].append(i)
-    return found
-
 
 # ---- Gradients -----------------------------------------------------------------------------------
 
@@ -155,9 +32,8 @@ class StepGradients:
     """The gradient of a step's summed losses, divided by the step's loss terms.
 
     Ordinarily DDP or FSDP averages it over the processes while the last micro-batch is computed. If
-    exact, the gradients of the micro-batches are added in the order of a tree, which takes several
-    times the memory of the gradients. FSDP then adds those that the processes compute at the same
-    time, and a process keeps its shards of the sums.
+    exact, the gradients of the micro-batches are added in the order of a tree (exact.py), which
+    takes several times the memory of the gradients; under FSDP, of a process's shards of them.
     """
 
     def __init__(
@@ -173,7 +49,7 @@ class StepGradients:
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.used = [0] * len(self.parameters)  # micro-batches of the step that gave a gradient
         self.expected: list[bool] = []  # under FSDP: whether the first step used each weight
-        self.tree, self.stopwatch = TreeSum(), stopwatch
+        self.tree, self.turn, self.stopwatch = TreeSum(), Turn(StepPlan(1, 1)), stopwatch
         self.problem: UserError | None = None
         self.checking = True  # the first step
         self.guarded = False
@@ -182,14 +58,22 @@ class StepGradients:
         # before DDP waits for the other processes, which is queued with the last one.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         self.parameters[0].register_hook(lambda _: queue(stopwatch.stop))
+        self.blocks, self.buckets = [], None
         if exact and self.sharded:
-            sharding.reduce_in_tree(model, accelerator, ranks.layout)
+            self.blocks = reduce_in_tree(model, accelerator, ranks.layout, self.turn)
+        elif exact and isinstance(model, DistributedDataParallel):
+            self.buckets = TreeAllReduce(model, self.parameters, self.tree, self.turn)
+        self.grads: list | None = None  # of a micro-batch whose gradients DDP must not see
+        if exact and not self.sharded:
+            for place, parameter in enumerate(self.parameters):
+                take = functools.partial(self.take, place)
+                parameter.register_post_accumulate_grad_hook(take)
 
     def begin(self, plan: StepPlan) -> None:
         """Begins a step that is dealt so. `averaged` then is the number by which it is divided:
         accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
         the gradients over the processes, unless exact."""
-        self.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
+        self.turn.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
         if self.checking and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
         sharding.share_buffers(self.model)
@@ -211,6 +95,7 @@ class StepGradients:
     @contextlib.contextmanager
     def micro_batch(self, number: int, batch: Batch) -> Iterator[None]:
         """Computes the gradient of micro-batch `number` of the step in its body."""
+        self.turn.number = number
         shared_rows = sharding.split_rows(self.accelerator, batch)
         if not self.exact:
             with self.stopwatch.micro_batch(), shared_rows:
@@ -222,19 +107,27 @@ class StepGradients:
             name: (buffer, buffer._version, buffer.clone() if self.checking else None)
             for name, buffer in self.model.named_buffers()
         }
-        alone = contextlib.nullcontext() if self.sharded else self.accelerator.no_sync(self.model)
-        with alone, self.stopwatch.micro_batch(), shared_rows:
+        alone: Any = contextlib.nullcontext()
+        if not self.sharded and not (self.buckets and self.turn.last):
+            self.grads, alone = [None] * len(self.parameters), self.accelerator.no_sync(self.model)
+        with alone, self.stopwatch.micro_batch():
             yield
         self.check_buffers(before)
-        # A weight without a gradient may have one in another micro-batch.
-        grads = [
-            torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in self.parameters
-        ]
-        together = len(self.plan.shares) if self.sharded else 1
-        self.tree.add(number - number % together, grads, together)
-        for i, parameter in enumerate(self.parameters):
-            if not self.ranks.layout.fsdp:
-                self.used[i] += parameter.grad is not None
+        if not self.ranks.layout.fsdp:
+            for i, grad in enumerate(self.grads or [p.grad for p in self.parameters]):
+                self.used[i] += grad is not None
+        if self.grads:
+            # A weight without a gradient may have one in another micro-batch.
+            pairs = zip(self.parameters, self.grads, strict=True)
+            self.tree.add(number, [torch.zeros_like(p) if g is None else g for p, g in pairs])
+            self.grads = None
+
+    def take(self, place: int, parameter: torch.nn.Parameter) -> None:
+        """Takes a gradient out of a weight. DDP expects one in the last micro-batch, too, where it
+        has seen one before."""
+        if self.grads:
+            before, grad = self.grads[place], parameter.grad
+            self.grads[place] = grad if before is None else before.add_(grad)
             parameter.grad = None
 
     def check_buffers(self, before: dict[str, tuple]) -> None:
@@ -261,15 +154,16 @@ class StepGradients:
         self.checking, used = False, self.used
         if self.exact:
             used = self.ranks.sum_over_ranks(*used, problem=self.problem)
-            if self.sharded:
-                totals = self.tree.total()
-            else:
-                totals = total_over_ranks(self.tree, self.plan, [*self.parameters])
-            for p, total in zip(self.parameters, totals, strict=True):
-                if isinstance(p, DTensor):
-                    form: Any = {"shape": p.shape, "stride": p.stride()}
-                    total = DTensor.from_local(total, p.device_mesh, p.placements, **form)
-                p.grad = total
+            if any(block.tree.nodes for block in self.blocks):
+                raise UserError(
+                    "exact: some weights have no gradient in the last micro-batch, which FSDP of "
+                    "this torch leaves out; install torch 2.13 or newer"
+                )
+            if self.buckets:
+                self.buckets.finish()
+            elif not self.sharded:
+                for parameter, total in zip(self.parameters, self.tree.total(), strict=True):
+                    parameter.grad = total
         if self.exact or self.ranks.layout.fsdp:
             for parameter, count in zip(self.parameters, used, strict=True):
                 parameter.grad = parameter.grad if count else None
@@ -316,33 +210,6 @@ def own_name(name: str) -> str:
     return name.removeprefix("module.").removeprefix("model.")
 
 
-def norm_by_rows(grads: Tensors) -> torch.Tensor:
-    """The Euclidean norm of these tensors: a float32 of shape ().
-
-    The squares of each row are added in float64, then the rows in their order. Sharding cuts along
-    the first dimension, so the norm does not depend on who holds which rows.
-    """
-    if not grads:
-        return torch.zeros(())
-    rows, group = [], None
-    for grad in grads:
-        values = local(grad)
-        values = torch.view_as_real(values) if values.is_complex() else values
-        values = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
-        squares = torch.linalg.vector_norm(values, dim=1, dtype=torch.float64).square()
-        if isinstance(grad, DTensor):  # FSDP cuts R rows into blocks of ceil(R / n)
-            shard = grad.device_mesh.ndim - 1  # HSDP's first dimension holds copies
-            group = grad.device_mesh.get_group(shard)
-            first = math.ceil(grad.shape[0] / group.size()) * group.rank()
-            own, squares = squares, squares.new_zeros(grad.shape[0])
-            squares[first : first + len(own)] = own
-        rows.append(squares)
-    everywhere = torch.cat(rows)
-    if group:
-        dist.all_reduce(everywhere, group=group)  # others hold zeros, so the order is free
-    return everywhere.sum().sqrt().float()
-
-
 # ---- Evaluations ---------------------------------------------------------------------------------
 
 
@@ -382,12 +249,17 @@ class EvaluationSums:
             )
         totals = []
         for plan, tree in zip(self.plans, self.trees, strict=True):
+            nodes = [sums for _, _, (sums,) in tree.nodes]
+            total = nodes[-1] if nodes else torch.zeros_like(self.values)
+            runs = [plan.run(rank) for rank in range(len(plan.shares))]
+            if len(runs) > 1 and ranks.layout.together == 1:
+                for _ in exchange(total, nodes, runs):
+                    pass
+            elif nodes:
+                (total,) = tree.total()
             if ranks.layout.together > 1:  # each has the sums of its parts of the rows, or zeros
-                (total,) = tree.total() if tree.nodes else [torch.zeros_like(self.values)]
-                total = ranks.sum_arrays(total.cpu().numpy() * ranks.layout.adds)
-                total = torch.from_numpy(total)
-            else:
-                (total,) = total_over_ranks(tree, plan, [self.values])
+                adds = ranks.layout.adds
+                total = torch.from_numpy(ranks.sum_arrays(total.cpu().numpy() * adds))
             parts = total.cpu().split([math.prod(shape) for shape in first.values()])
             named = zip(first.items(), parts, strict=True)
             totals.append({name: part.view(shape) for (name, shape), part in named})

@@ -15,7 +15,7 @@ from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
-from samestep.step import deepspeed, sharding
+from samestep.step import deepspeed, exact, sharding
 
 
 class Run:
@@ -112,7 +112,7 @@ class Run:
             context = sharding.compute_context(self.accelerator, self.cfg.exact)
             module = weights.TaskModule(model, context)
             if self.cfg.exact:
-                sharding.sum_inside_blocks(module)
+                exact.sum_inside_blocks(module)
             if self.ranks.layout.deepspeed:
                 deepspeed.hand_over(module, optimizer, self.accelerator)
             if self.cfg.compile:
