@@ -15,8 +15,7 @@ from samestep import __version__
 from samestep.base.begin import installed_version
 from samestep.base.console import IS_MAIN, one_line
 from samestep.base.fields import flatten
-from samestep.processes.network import some
-from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error
+from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error, some
 
 LIBRARY = Path(__file__).resolve().parents[1]
 # Other versions, and devices, may differ unless exact is set.
