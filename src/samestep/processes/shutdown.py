@@ -42,7 +42,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def find_launcher() -> int | None:
-    """The process id of `accelerate launch` if it is the parent, else None.
+    """The process id of `accelerate launch`, or of samestep's, if it is the parent, else None.
 
     With one process it forwards no signal: it dies, and leaves that process behind. The death of
     other parents means nothing: `nohup python train.py &` outlives its shell.
@@ -51,8 +51,7 @@ def find_launcher() -> int | None:
         words = psutil.Process(os.getppid()).cmdline()[:3]
     except psutil.Error:  # no such process, or no permission
         return None
-    # The module: of `python -m`, or in the program of samestep launch.
-    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch"
+    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch|^samestep$"
     return os.getppid() if any(re.search(launcher, word) for word in words) else None
 
 
