@@ -61,6 +61,7 @@ FLAGS = {  # what is written, and what the line says
     "--max_grad_norm 1e39": "max_grad_norm: expected a number, at least 0; got '1e39'",
     f"--max_steps {2**63}": "max_steps: expected a whole number, at least 0; got '9223",
     "--profile_steps [5,3]": "give the first and the last of at most 100 steps",
+    "--profile_steps [5,9,4]": "give the first and the last of at most 100 steps",
     "--timeout 31536001": "from 1 to 31,536,000; got",
     "--compile perhaps": "compile: expected true or false",
     "--beta2 0.99999999": "beta2: expected a number from",

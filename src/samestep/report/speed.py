@@ -193,11 +193,12 @@ class Profiler:
         self.cuda = self.accelerator.device.type == "cuda"
         self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
         self.profile: Any = None
-        self.ranges = contextlib.ExitStack()  # those of a step that is profiled
+        self.recording: contextlib.ExitStack | None = None  # between the first step and the last
+        self.ranges = contextlib.ExitStack()  # those of a step that is recorded
 
     def begin(self, step: int) -> None:
         """Before a step."""
-        while self.every and step > self.first and not self.profile:  # also where a run continues
+        while self.every and not self.recording and step > self.first:
             self.first, self.last = self.first + self.every, self.last + self.every
         if step in (self.first - 1, self.first) and not (self.profile or self.nsys):
             with self.meter.paused():
@@ -207,30 +208,29 @@ class Profiler:
         if step == self.first:
             with self.meter.paused():
                 self.start()
-        if self.first <= step <= self.last:
+        if self.recording:
             self.ranges.enter_context(record_function(f"step {step}"))
 
     def start(self) -> None:
         """Starts to record."""
+        self.recording = contextlib.ExitStack()
         if self.nsys:
             torch.cuda.profiler.start()
-            self.emitting = torch.autograd.profiler.emit_nvtx()
-            self.emitting.__enter__()
+            self.recording.callback(torch.cuda.profiler.stop)
+            self.recording.enter_context(torch.autograd.profiler.emit_nvtx())
             return
         self.profile.start_trace()
         if self.cuda:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def end(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
         self.ranges.close()
-        if step == self.last and self.nsys:
-            self.emitting.__exit__(None, None, None)
-            torch.cuda.profiler.stop()
-        elif step == self.last and self.profile:
-            with self.meter.paused():
-                _, problem = catch(self.write)
-            self.profile = None
+        if self.recording and step == self.last:
+            with self.meter.paused(), self.recording:
+                _, problem = catch(self.write) if self.profile else (None, None)
+            self.profile = self.recording = None
             if problem:
                 say(f"no profile: {one_line(problem)}")
 
@@ -243,7 +243,6 @@ class Profiler:
         self.profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
         if self.cuda:
             torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
         if IS_MAIN:
             where = "device" if self.cuda else "cpu"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)

@@ -108,7 +108,7 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
     sys.argv = list(map(console.without_credentials, sys.argv))  # W&B stores them
     cfg.output_dir = cfg.output_dir or f"runs/{recipe.stem}"
     steps = cfg.profile_steps or [1, 1]
-    few = len(steps) == 2 and 0 <= steps[1] - steps[0] < 100
+    few = len(steps) in (2, 3) and 0 <= steps[1] - steps[0] < min([100, *steps[2:]])
     for name in PATHS:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     shown = one_line(cfg.output_dir, 100)
@@ -118,7 +118,8 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
         (escaped(cfg.output_dir) != cfg.output_dir, "which a terminal cannot show; give another"),
         start=f"output_dir is {shown}, ",
     )
-    limit = "give the first and the last of at most 100 steps, such as [10, 13]"
+    limit = "give the first and the last of at most 100 steps, such as [10, 13], or [10, 13, 1000] "
+    limit += "for the same every 1000 steps"
     refuse((not few, f"profile_steps is {steps}; {limit}"))
     return cfg, remarks
 
@@ -385,7 +386,8 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, effects: dict[str, s
         remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
         point.remarks.append(f"the learning rate rises to the end: {remark}")
     trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
-    if not all(each in trains for each in cfg.profile_steps or ()):
+    once = cfg.profile_steps if len(cfg.profile_steps or ()) == 2 else ()
+    if not all(each in trains for each in once):
         steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
         remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
         point.remarks.append(f"warning: nothing is profiled: {remark}")
