@@ -42,10 +42,10 @@ def join() -> "Meeting | None":
         restart_store()  # raises what the user must correct
         place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Meeting("process", *place, serves=place[0] == "0" and not shared)
+        return Meeting("process", place, place[0] == "0" and not shared)
     if "LAUNCH_MEETING" in os.environ:  # a check of samestep launch, on one of several machines
         place = os.environ["LAUNCH_MEETING"].split()
-        return Meeting("machine", *place, serves=place[0] == "0")
+        return Meeting("machine", place, place[0] == "0")
     return None
 
 
@@ -58,10 +58,10 @@ class Meeting:
     store lies in this process.
     """
 
-    def __init__(self, unit: str, rank: str, size: str, host: str, port: str, serves: bool):
-        self.unit, self.rank, self.size = unit, int(rank), int(size)
-        self.address, self.serves = (host, int(port)), serves
-        self.place = f"{host}:{port}"
+    def __init__(self, unit: str, place: list[str], serves: bool):
+        rank, size, host, port = place
+        self.unit, self.rank, self.size, self.serves = unit, int(rank), int(size), serves
+        self.address, self.place = (host, int(port)), f"{host}:{port}"
         self.own: dict[str, Any] = {"host": socket.gethostname(), "beat": 0, "exchanges": 0}
         self.own |= {"address": "", "problem": None, "left": False}  # address: it is ready
         self.all: dict[str, Any] = {"met": False, "left": False, "problems": [], "hosts": {}}
