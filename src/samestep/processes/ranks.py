@@ -130,11 +130,8 @@ class Ranks:
         self.group, self.layout, self.timeout, self.others = None, this_layout(), timeout, others
         self.limit = datetime.timedelta(seconds=timeout)
         store = others.wait(timeout) if others else None
-        if PROCESSES > 1:  # in a group of its own, since torch's would take minutes to fail
-            network = dist.PrefixStore("network", store)
-            place_here = int(os.environ["RANK"]), PROCESSES, self.limit
-            gloo = lambda: dist.ProcessGroupGloo(network, *place_here)  # noqa: E731
-            others.try_exchange(gloo, torch.device("cpu"), timeout)
+        if PROCESSES > 1:
+            others.try_exchange(lambda: self.gloo(store), torch.device("cpu"), timeout)
         else:
             store = restart_store()
         place: dict[str, Any] = {}
@@ -155,6 +152,11 @@ class Ranks:
             if state.device.type != "cpu":
                 others.try_exchange(lambda: dist.group.WORLD, state.device, timeout)
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
+
+    def gloo(self, store: dist.Store) -> Any:
+        """A group for one exchange: torch's own would take minutes to say what is wrong."""
+        store = dist.PrefixStore("network", store)
+        return dist.ProcessGroupGloo(store, int(os.environ["RANK"]), PROCESSES, self.limit)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.
