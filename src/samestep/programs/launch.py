@@ -91,7 +91,7 @@ class Signals:
     """Passes a signal on to the processes that train, which save and stop."""
 
     def __init__(self, program: str):
-        self.program, self.received = program, False
+        self.program, self.received, self.refused = program, False, False
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.handle)
@@ -120,6 +120,7 @@ class Signals:
         """Stops all after exit code 2: torchelastic would restart what ends in the same error."""
         while read(code_file) != "2":
             time.sleep(0.2)
+        self.refused = True
         self.stop()
 
 
@@ -138,7 +139,8 @@ def main() -> int:
         return 2
     known, signals = read_options(launcher), Signals(program[0])
     if {"--help", "-h", "--check"} & {*program}:  # nothing to launch
-        return start_check(known, program, {}).wait()
+        code = start_check(known, program, {}).wait()
+        return STOPPED if signals.received else code
     os.environ["LAUNCHING"] = "1"  # the run prints what the check would
     check = start_check(known, program, find_meeting(known))
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
@@ -174,7 +176,7 @@ def main() -> int:
         except BaseException:  # of torchelastic, for a process that failed or for a signal
             code = 1
             report.write(traceback.format_exc())
-        ended = read(code_file)
+        ended = "2" if signals.refused else read(code_file)
     if ended not in ("0", "2", str(STOPPED)) and not signals.received:
         sys.stderr.write(describe(report.getvalue()) or ("" if ended else report.getvalue()))
     elif signals.received and not ended:
