@@ -52,21 +52,18 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_process(
 
 def test_the_same_steps_are_skipped_by_any_optimizer(tiny, tmp_path):
     """SGD knows no found_inf, so its gradients are taken away."""
-    project = tmp_path / "project"
-    shutil.copytree(tiny.path, project)
-    source = (project / "train.py").read_text()
+    project = type(tiny)(shutil.copytree(tiny.path, tmp_path / "project"))
+    source = (project.path / "train.py").read_text()
     start, end = source.index("    return torch.optim.AdamW("), source.index("def lr_at(")
-    changed = (
-        source[:start] + "    return torch.optim.SGD(groups, momentum=0.9)\n\n\n" + source[end:]
-    )
-    (project / "train.py").write_text(changed)
-    flags = ["--task.poisoned", 20, "--task.poison", "nan", "--output_dir"]
-    type(tiny)(project).train(1, *flags, tmp_path / "run")
-    tiny.train(1, *flags, tmp_path / "adamw")
-    for run in ("run", "adamw"):
-        final = read_weights(checkpoint(tmp_path / run, 12))
+    sgd = "    return torch.optim.SGD(groups, momentum=0.9)\n\n\n"
+    (project.path / "train.py").write_text(source[:start] + sgd + source[end:])
+    steps = []
+    for each in (project, tiny):
+        output = tmp_path / f"run{len(steps)}"
+        each.train(1, "--task.poisoned", 20, "--task.poison", "nan", "--output_dir", output)
+        final = read_weights(checkpoint(output, 12))
         assert all(tensor.isfinite().all() for tensor in final.values())
-    steps = [[line["step"] for line in lines(tmp_path / run, "event")] for run in ("run", "adamw")]
+        steps.append([line["step"] for line in lines(output, "event")])
     assert steps[0] == steps[1] != []
 
 
@@ -475,13 +472,9 @@ def test_data_that_changed_is_refused_unless_accepted(tiny, tmp_path):
     assert "data fingerprint: " in note["changes"] and "max_steps: 4 -> 6" in note["changes"]
 
 
-HARMLESS = {
-    "log_every": 2, "save_every": 3, "eval_every": 0, "num_workers": 1, "micro_batch_size": 8,
-    "keep_checkpoints": 1,
-}  # fmt: skip
+HARMLESS = {"log_every": 2, "save_every": 3, "num_workers": 1, "micro_batch_size": 8}
 HARMFUL = {
-    "seed": 1, "global_batch_size": 16, "learning_rate": 1, "weight_decay": 0, "beta1": 0.8,
-    "max_grad_norm": 2, "lr_schedule": "linear", "warmup_steps": 3, "final_lr_fraction": 0,
+    "seed": 1, "global_batch_size": 16, "learning_rate": 1, "lr_schedule": "linear",
     "max_steps": 13, "task.dropout": 0.5, "task.samples": 36, "deterministic": "true",
 }  # fmt: skip
 
