@@ -90,14 +90,9 @@ def started(folder):
         raise NotHere(f"no {', '.join(missing)}: {ADVICE}")
     (folder / "state").mkdir(parents=True)
     folder.chmod(0o755)
-    host = os.uname().nodename
-    config = CONFIG.format(
-        host=host,
-        folder=folder,
-        ports=free_ports(3),
-        user=getpass.getuser(),
-        node="CPUs=2 RealMemory=500 Gres=gpu:1 State=UNKNOWN",
-    )
+    place = {"host": os.uname().nodename, "folder": folder, "user": getpass.getuser()}
+    node = "CPUs=2 RealMemory=500 Gres=gpu:1 State=UNKNOWN"
+    config = CONFIG.format(ports=free_ports(3), node=node, **place)
     (folder / "slurm.conf").write_text(config)
     (folder / "gres.conf").write_text(GPUS)
     key = folder / "munge.key"
@@ -112,16 +107,9 @@ def started(folder):
     daemons = []
     try:
         for command in commands:
-            daemons.append(
-                subprocess.Popen(
-                    command,
-                    env=env,
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=open(folder / f"{command[0]}{len(daemons)}.err", "w"),
-                )
-            )
+            streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
+            streams["stderr"] = open(folder / f"{command[0]}{len(daemons)}.err", "w")
+            daemons.append(subprocess.Popen(command, env=env, cwd=folder, **streams))
             if command[0] == "munged":
                 wait_for((folder / "munge.socket").exists, folder)
         wait_for(lambda: ready(slurm), folder)

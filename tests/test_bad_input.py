@@ -54,6 +54,7 @@ FLAGS = {  # what is written, and what the line says
     "--learning_rate nan": "learning_rate: expected a number, at least 0; got 'nan'",
     f"--max_steps {2**63}": "max_steps: expected a whole number, at least 0; got '9223",
     "--profile_steps [5,3]": "give the first and the last of at most 100 steps",
+    "--profile_steps [5,9,4]": "give the first and the last of at most 100 steps",
     "--timeout 31536001": "from 1 to 31,536,000; got",
     "--beta2 0.99999999": "beta2: expected a number from",
     "--lr_schedule spy.Spy": "expected one of 'cosine', 'linear'",

@@ -291,8 +291,7 @@ SLOW = ["--timeout", 8, "--task.prepare_seconds", 20, "--task.prepare_host"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [LAUNCH, ACCELERATE])
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("launcher, slow", [(LAUNCH, 0), (ACCELERATE, 1)])
 def test_a_machine_that_is_ready_waits_for_one_that_prepares(
     tiny, machines, tmp_path, launcher, slow
 ):
@@ -307,8 +306,7 @@ def test_a_machine_that_is_ready_waits_for_one_that_prepares(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [LAUNCH, ACCELERATE])
-@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("launcher, wrong", [(LAUNCH, 0), (ACCELERATE, 1)])
 def test_a_mistake_on_one_machine_ends_the_preparation_of_the_other(
     tiny, machines, tmp_path, launcher, wrong
 ):

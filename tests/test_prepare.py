@@ -75,14 +75,7 @@ def test_a_mistake_is_a_line(tiny, flags, said):
     assert result.stderr.startswith(f"samestep prepare: {said}") and result.stderr.count("\n") == 1
 
 
-def test_another_error_has_its_traceback(tiny):
-    result = tiny.run(*PREPARE, *RAISED, "--task.fail_kind", "TypeError", check=False)
-    assert result.returncode == 1 and result.stderr.count("Traceback") == 1
-    assert result.stderr.endswith("TypeError: no prepare_data here\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_preparation_at_once(tiny, tmp_path, number):
+def test_a_signal_stops_the_preparation_at_once(tiny, number=signal.SIGTERM):
     program = "from samestep.programs import prepare; print('begun', flush=True); "
     program += "prepare.main()"
     command = ["python", "-c", program, "--task.prepare_seconds", "100"]

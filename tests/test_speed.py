@@ -203,7 +203,7 @@ def test_a_process_that_is_slow_is_named_in_metrics(tmp_path):
 
 @pytest.mark.slow
 def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
-    for name, more in (("plain", []), ("profiled", ["--profile_steps", "[3, 5]"])):
+    for name, more in (("plain", []), ("profiled", ["--profile_steps", "[3, 5, 6]"])):
         tiny.train(2, *more, "--output_dir", tmp_path / name)
     kept = ("step", "loss", "grad_norm", "batch_hash")
     plain, profiled = (
@@ -211,14 +211,50 @@ def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
         for name in ("plain", "profiled")
     )
     assert plain == profiled and len(plain) == 12
-    folder = tmp_path / "profiled" / "profile"
-    for rank in range(2):
-        trace = json.loads(gzip.open(folder / f"process-{rank}.pt.trace.json.gz").read())
-        names = [event.get("name") for event in trace["traceEvents"]]
-        assert names.count("Optimizer.step#AdamW.step") == 3
-    assert "aten::" in (folder / "operations.txt").read_text()
+    folders = sorted((tmp_path / "profiled" / "profile").iterdir())
+    assert [folder.name for folder in folders] == ["steps-3-5", "steps-9-11"]
+    for first, folder in zip((3, 9), folders, strict=True):
+        for rank in range(2):
+            trace = json.loads(gzip.open(folder / f"process-{rank}.pt.trace.json.gz").read())
+            names = [event.get("name") for event in trace["traceEvents"]]
+            assert names.count("Optimizer.step#AdamW.step") == 3
+            assert [f"step {i}" in names for i in range(13)] == [
+                first <= i < first + 3 for i in range(13)
+            ]
+        table = (folder / "operations.txt").read_text()
+        assert "aten::" in table and "CPU Mem" in table
     refused = ["--profile_steps", "[13, 14]", "--output_dir", tmp_path / "none"]
     printed = tiny.train(1, *refused)
     assert "profile_steps is [13, 14], and this command trains the steps 1 to 12" in printed
     again = ["--eval_only", "true", "--profile_steps", "[3, 5]", "--output_dir", tmp_path / "none"]
     assert "profile_steps is [3, 5], and this command trains no step" in tiny.train(1, *again)
+
+
+@pytest.mark.parametrize("nsys", [False, True])
+def test_a_gpu_has_its_memory_in_the_profile_or_is_left_to_nsight(monkeypatch, tmp_path, nsys):
+    """The calls of torch.cuda, of a device that is not there; the run continues at step 4."""
+    meter, _ = make_meter()
+    meter.start()
+    meter.accelerator.device, called = torch.device("cuda"), []
+    memory, profiler = torch.cuda.memory, torch.cuda.profiler
+    note = lambda name: lambda *given, **options: called.append((name, *options.values()))  # noqa: E731
+    monkeypatch.setattr(memory, "_record_memory_history", note("memory"))
+    monkeypatch.setattr(memory, "_dump_snapshot", note("snapshot"))
+    monkeypatch.setattr(profiler, "start", note("start"))
+    monkeypatch.setattr(profiler, "stop", note("stop"))
+    emit = contextlib.contextmanager(lambda: (yield called.append(("ranges",))))
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", emit)
+    if nsys:
+        monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    profile = speed.Profiler(meter, [3, 4, 10], tmp_path)
+    for step in range(4, 16):
+        called.append(step)
+        profile.begin(step)
+        profile.end(step)
+    before, after = called[: called.index(13)], called[called.index(15) :]
+    assert before == [*range(4, 13)] and after == [15]
+    recorded = ["memory", "snapshot", "memory"] if not nsys else ["start", "ranges", "stop"]
+    assert [
+        each[0] for each in called[called.index(13) : -1] if isinstance(each, tuple)
+    ] == recorded
+    assert not nsys or not (tmp_path / "profile").exists()

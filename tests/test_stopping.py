@@ -54,27 +54,27 @@ def check_stopped(output, printed):
     assert "Traceback" not in printed or "SignalException" in printed  # torchelastic's
 
 
-SIGNALS = [
+SIGNALS = [  # launcher, hardware, signal, whether the whole group gets it
+    ("samestep", "cpu_multi", "SIGINT", True),
+    ("accelerate", "cpu", "SIGUSR1", True),
     ("samestep", "cpu", "SIGTERM", False),
-    ("samestep", "cpu", "SIGUSR1", False),
-    ("samestep", "cpu", "SIGINT", False),
     ("samestep", "cpu", "SIGINT", True),
     ("samestep", "cpu", "SIGHUP", True),
-    ("samestep", "cpu_multi", "SIGTERM", False),
     ("samestep", "cpu_multi", "SIGUSR1", False),
-    ("samestep", "cpu_multi", "SIGINT", True),
-    ("accelerate", "cpu", "SIGTERM", False),
-    ("accelerate", "cpu", "SIGUSR1", True),
     ("accelerate", "cpu_multi", "SIGTERM", True),
-    ("accelerate", "cpu_multi", "SIGUSR1", False),
 ]
-# One of each launcher, and both numbers of processes.
-QUICK = [SIGNALS[7], SIGNALS[9]]
 
 
-def stop(project, output, launcher, hardware, name, whole_group):
-    """One case: a run with worker processes gets a signal."""
-    run, processes = begin(project, launcher, hardware, output, *WORKERS)
+@pytest.mark.parametrize(
+    "launcher, hardware, name, whole_group",
+    [pytest.param(*s, marks=[] if s in SIGNALS[:2] else pytest.mark.slow) for s in SIGNALS],
+)
+def test_a_signal_saves_and_stops_every_process(
+    tiny, tmp_path, launcher, hardware, name, whole_group
+):
+    """With worker processes."""
+    output = tmp_path / "run"
+    run, processes = begin(tiny, launcher, hardware, output, *WORKERS)
     (os.killpg if whole_group else os.kill)(run.pid, getattr(signal, name))
     printed = end(run, processes)
     check_stopped(output, printed)
@@ -82,15 +82,6 @@ def stop(project, output, launcher, hardware, name, whole_group):
         last = printed.splitlines()[-1]
         assert re.fullmatch(r"stopped after step \d+; the same command continues the run", last)
         assert run.returncode == 75 and not re.search("Traceback|Error|torch|Signal", printed)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(s, marks=[] if s in QUICK else pytest.mark.slow) for s in SIGNALS],
-    ids=lambda case: "-".join(map(str, case)),
-)
-def test_a_signal_saves_and_stops_every_process(tiny, tmp_path, case):
-    stop(tiny, tmp_path / "run", *case)
 
 
 @pytest.mark.slow
@@ -286,22 +277,7 @@ print("not reached", flush=True)
     assert result.returncode == 130 and result.stdout == "asked\n"
 
 
-@pytest.mark.slow
-def test_max_restarts_continues_after_a_kill(tiny, tmp_path):
-    output = tmp_path / "run"
-    flags = ["--max_steps", 60, "--save_every", 2]
-    run, processes = begin(tiny, "samestep --max_restarts 2", "cpu_multi", output, *flags)
-    next(p for p in processes if p.environ().get("RANK") == "1").kill()
-    printed = end(run, processes)
-    assert run.returncode == 0, printed
-    assert "continuing from " in printed and status(output)["state"] == "finished"
-    assert lines(output, "loss")[-1]["step"] == 60
-
-
-PROGRAMS = ["train.py", "-m samestep prepare", "-m samestep launch"]
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", ["train.py", "-m samestep launch"])
 def test_ctrl_c_while_a_program_imports_is_one_line(tiny, name):
     """Slow imports come from a folder that is found first; `begin` is through when they begin."""
     slow = tiny.path / "slow"

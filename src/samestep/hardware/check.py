@@ -18,7 +18,7 @@ from samestep.base.console import one_line
 from samestep.hardware import devices
 from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section, by_value, place_of
-from samestep.processes import network
+from samestep.processes import meeting
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.settings.accelerate_yaml import without_gpu
@@ -93,7 +93,7 @@ def look_at_machine(section: Section, folder: Path, device: torch.device) -> Non
     section.facts[FREE] = f"{psutil.virtual_memory().available / GIB:.3g} GiB"
     if PROCESSES > 1:
         backend = torch.distributed.get_backend()
-        section.facts["network"] = f"{network.own_address()}, {backend}"
+        section.facts["network"] = f"{meeting.own_address()}, {backend}"
     if device.type == "cuda":
         section.facts["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
         section.facts["links"] = nvidia_smi("topo", "-m")

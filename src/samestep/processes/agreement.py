@@ -15,8 +15,7 @@ from samestep import __version__
 from samestep.base.begin import installed_version
 from samestep.base.console import IS_MAIN, one_line
 from samestep.base.fields import flatten
-from samestep.processes.network import some
-from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error
+from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error, some
 
 LIBRARY = Path(__file__).resolve().parents[1]
 # Other versions, and devices, may differ unless exact is set.
@@ -80,27 +79,20 @@ def check_shared(processes: Ranks, output: Path) -> None:
     if PROCESSES == 1:
         return
     file = output / processes.from_main(f".shared-{secrets.token_hex(8)}")
-    try:
-        with processes.fail_together(), as_user_error():
-            if IS_MAIN:
-                file.touch()
-        place = os.path.join(os.getcwd(), output)
-        seen = processes.gather((socket.gethostname(), place, appears(file)))
-    finally:
+    with processes.fail_together(), as_user_error():
         if IS_MAIN:
-            file.unlink(missing_ok=True)
-    main, shared, _ = seen[0]
-    without = [f"{place} on {host}" for host, place, found in seen if not found]
-    if without:
-        raise UserError(
-            f"output_dir {some([*dict.fromkeys(without)], 3)} is not the folder that {main} writes "
-            f"to, {shared}; put it on a disk that all machines share, under the same path"
-        )
-
-
-def appears(file: Path) -> bool:
-    """Whether a file of another machine is there, or comes soon."""
+            file.touch()
     deadline = time.monotonic() + FOLDER_SECONDS
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return file.exists()
+    place = os.path.join(os.getcwd(), output)
+    seen = processes.gather((socket.gethostname(), place, file.exists()))
+    if IS_MAIN:
+        file.unlink(missing_ok=True)
+    main, shared, _ = seen[0]
+    without = dict.fromkeys(f"{place} on {host}" for host, place, found in seen if not found)
+    if without:
+        raise UserError(
+            f"output_dir {some([*without], 3)} is not the folder that {main} writes to, {shared}; "
+            "put it on a disk that all machines share, under the same path"
+        )

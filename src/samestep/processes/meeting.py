@@ -1,26 +1,28 @@
-"""Waits for processes that still prepare data, for as long as they live, and tries their network.
+"""One watcher a process: who lives, who is ready, and why a run ends, through one store.
 
 Preparing may take hours on one machine and seconds on the next: longer than the timeout of a
-process group. So each process says in a store, from its start on, that it lives; then that it is
-ready, or why it failed. The checks of `samestep launch` on several machines meet in the same way.
+process group. So a thread of each process says in a store, from its start to its end, that it
+lives, that it is ready, or why it failed. The checks of `samestep launch` on several machines meet
+in the same way.
 """
 
 import contextlib
 import datetime
 import json
 import os
-import queue
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from samestep.processes import network
-from samestep.processes.ranks import PROCESSES, Failed, UserError, restart_store
+from samestep.base.console import one_line
+from samestep.processes.ranks import PROCESSES, Failed, UserError, catch, restart_store, some
 
 STOPPED = 75  # exit code: stopped on request; the same command continues
 BEAT = 2  # seconds between two signs of life
@@ -28,214 +30,235 @@ GRACE = 10  # seconds in which others find the same error by themselves, or lear
 LINGER = 60  # seconds for which a process that failed tries to tell the others
 FIRST_LINE, NEXT_LINE = 10, 600  # seconds of waiting until it is said, and until it is said again
 OPERATION = datetime.timedelta(seconds=60)  # the longest of the store
+# Seconds for the first exchange, for a timeout of 1800 s; a longer one raises them. Processes are
+# all there when it begins. The one of GPUs includes their start, and NCCL's search for the paths
+# between them.
+CPU_LIMIT, GPU_LIMIT = 60, 180
 
 
 def join() -> "Meeting | None":
     """Joins the other processes of the run; None if there are none."""
     if PROCESSES > 1:
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        rank, store = int(os.environ["RANK"]), restart_store()
-        serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return Meeting("process", rank, PROCESSES, address, serves, store)
+        restart_store()  # raises what the user must correct
+        place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Meeting("process", place, place[0] == "0" and not shared)
     if "LAUNCH_MEETING" in os.environ:  # a check of samestep launch, on one of several machines
-        rank, size, host, port = os.environ["LAUNCH_MEETING"].split()
-        return Meeting("machine", int(rank), int(size), (host, int(port)), rank == "0", None)
+        place = os.environ["LAUNCH_MEETING"].split()
+        return Meeting("machine", place, place[0] == "0")
     return None
 
 
 class Meeting:
-    """A process among `size` that wait for each other, and their store at `address`.
+    """A process among several, or a check among those of several machines: `unit`, "process" or
+    "machine".
 
-    `unit`: "process" or "machine"; `rank` counts these. `serves`: whether the store lies in this
-    process. A thread does all that goes through the store, where each call may block.
+    Each says something of itself in an entry of its own. Process 0 reads these, and sums them up in
+    an entry for all. A thread does it, since any call of the store may block. `serves`: whether the
+    store lies in this process.
     """
 
-    def __init__(
-        self,
-        unit: str,
-        rank: int,
-        size: int,
-        address: tuple[str, int],
-        serves: bool,
-        store: dist.Store | None,
-    ):
-        self.unit, self.rank, self.size, self.address = unit, rank, size, address
-        self.serves, self.store = serves, store
-        self.began = self.answered = time.monotonic()  # when the store has answered last
-        self.watched = [0] if rank else range(1, size)  # those that must give signs of life
-        self.alive: dict[int, tuple[int, float]] = {}  # signs of life so far, and when one came
-        self.hosts: dict[int, str] = {}
-        self.addresses: list[str] = []  # of all processes, when they are ready
-        self.ready = self.left = 0  # number of processes
-        self.problems: list[dict] = []  # of all processes
+    def __init__(self, unit: str, place: list[str], serves: bool):
+        rank, size, host, port = place
+        self.unit, self.rank, self.size, self.serves = unit, int(rank), int(size), serves
+        self.address, self.place = (host, int(port)), f"{host}:{port}"
+        self.own: dict[str, Any] = {"host": socket.gethostname(), "beat": 0, "exchanges": 0}
+        self.own |= {"address": "", "problem": None, "left": False}  # address: it is ready
+        self.all: dict[str, Any] = {"met": False, "left": False, "problems": [], "hosts": {}}
+        self.heard: dict[int, tuple[int, float]] = {}  # the newest sign of life, and when it came
         self.lost = ""  # why there is no connection any more
         self.preparing, self.interrupted, self.over = True, False, False
-        self.calls: queue.SimpleQueue[Callable] = queue.SimpleQueue()  # for the thread
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.news = threading.Event()  # something to say, or to learn soon
+        self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
     # The thread
 
-    def run(self) -> None:
-        """Connects, and exchanges signs of life until the meeting is over."""
-        pause = 0.01
+    def watch(self) -> None:
+        """Exchanges signs of life until the meeting is over. Ends a preparation in vain."""
+        pause, known_at = 0.01, 0.0
         try:
-            self.connect()
+            if self.serves:
+                self.server = dist.TCPStore(*self.address, is_master=True, wait_for_workers=False)
+            while catch(socket.create_connection, self.address, 5)[1]:  # it has not begun
+                time.sleep(0.5)
+            self.store = self.open_store(OPERATION)
             while not self.over:
                 self.exchange()
-                if self.problems:
-                    self.interrupt()
-                pause = BEAT if self.preparing and not self.problems else min(2 * pause, 1)
-                with contextlib.suppress(queue.Empty):
-                    self.calls.get(timeout=pause)()
+                if self.preparing and self.all["problems"]:
+                    known_at = known_at or time.monotonic()
+                    stops = all(each["kind"] == "stop" for each in self.all["problems"])
+                    if stops or time.monotonic() - known_at > GRACE:
+                        self.interrupt()
+                waits = self.own["address"] and not self.all["met"]
+                soon = waits or self.own["left"] or self.all["problems"]
+                pause = min(2 * pause, 1) if soon else BEAT
+                if self.news.wait(pause):
+                    self.news.clear()
                     pause = 0.01
         except Exception as error:  # of the network, or of the store
             self.lost = str(error).partition("\n")[0]
-            self.interrupt()
+            if not self.wait_while(lambda: self.preparing, GRACE):
+                self.interrupt()
 
-    def connect(self) -> None:
-        """Opens the store, when the process is there in which it lies."""
-        while not self.serves:
-            try:
-                socket.create_connection(self.address, timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.5)
-        self.store = self.store or dist.TCPStore(
-            *self.address, is_master=self.serves, timeout=OPERATION, wait_for_workers=False
-        )
-        self.store.set(f"host/{self.rank}", socket.gethostname())
+    def open_store(self, timeout: datetime.timedelta) -> dist.Store:
+        """A connection of its own: one that waits lets no other thread call it."""
+        store = restart_store() if self.unit == "process" else None
+        store = store or dist.TCPStore(*self.address, wait_for_workers=False)
+        store.set_timeout(timeout)
+        return store
 
     def exchange(self) -> None:
-        """Gives a sign of life, and reads what the others say."""
-        self.store.add(f"beats/{self.rank}", 1)
-        ready, self.left = self.store.add("ready", 0), self.store.add("left", 0)
-        if ready == self.size and not self.addresses:
-            keys = [f"address/{rank}" for rank in range(self.size)]
-            self.addresses = [each.decode() for each in self.store.multi_get(keys)]
-        self.ready = ready
-        if self.store.check(["problems"]):
-            lines = self.store.get("problems").decode().splitlines()
-            self.problems = [json.loads(line) for line in lines]
-        now = self.answered = time.monotonic()
-        for rank in self.watched:
-            beats, since = self.alive.get(rank, (0, 0))
-            if now - since > BEAT and (count := self.store.add(f"beats/{rank}", 0)) > beats:
-                self.alive[rank] = count, now
-                if not beats:
-                    self.hosts[rank] = self.store.get(f"host/{rank}").decode()
+        """Says something of this process, and reads what all have said."""
+        self.own["beat"] += 1
+        self.store.set(f"own/{self.rank}", json.dumps(self.own))
+        if self.rank == 0:
+            self.sum_up()
+            self.store.set("all", json.dumps(self.all))
+        elif self.store.check(["all"]):
+            self.all = json.loads(self.store.get("all"))
+            self.hear(0, self.all["beat"])
+
+    def hear(self, rank: int, beat: int) -> None:
+        """Notes a sign of life."""
+        if self.heard.get(rank, (0, 0.0))[0] != beat:
+            self.heard[rank] = beat, time.monotonic()
+
+    def sum_up(self) -> None:
+        """Sums up what all have said, on process 0."""
+        ranks = range(self.size)
+        begun = [r for r in ranks if r in self.heard or self.store.check([f"own/{r}"])]
+        values = self.store.multi_get([f"own/{rank}" for rank in begun])
+        said = dict(zip(begun, map(json.loads, values), strict=True))
+        for rank, each in said.items():
+            self.hear(rank, each["beat"])
+        newest = max(each["exchanges"] for each in said.values())
+        late = [each["host"] for each in said.values() if not each["address"]]
+        absent = [str(rank) for rank in ranks if rank not in said]
+        verb = "prepares" if len({*late}) == 1 else "prepare"
+        waits = [f"{some([*dict.fromkeys(late)])}, which {verb} data"] if late else []
+        waits += [f"{self.unit} {some(absent)} to begin"] if absent else []
+        self.all = {
+            "beat": self.own["beat"],
+            "waits": f"waiting for {', and for '.join(waits)}",
+            "met": self.all["met"] or not waits,
+            "hosts": {str(rank): each["host"] for rank, each in said.items() if waits},
+            "addresses": some([*dict.fromkeys(each["address"] for each in said.values())]),
+            "problems": [each["problem"] for each in said.values() if each["problem"]],
+            "behind": [rank for rank, each in said.items() if each["exchanges"] < newest],
+            "left": not absent and all(each["left"] for each in said.values()),
+        }
 
     def interrupt(self) -> None:
-        """Ends the preparation of this process, in vain since another one has failed."""
-        if self.lost or any(each["kind"] != "stop" for each in self.problems):
-            deadline = time.monotonic() + GRACE
-            while self.preparing and time.monotonic() < deadline:
-                time.sleep(0.1)
-        if self.preparing:
-            self.interrupted, self.preparing = True, False
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-
-    def count(self, name: str) -> None:
-        """Counts this process as ready, or as having left: once, even if it was restarted."""
-        if self.store.add(f"{name}/{self.rank}", 1) == 1:
-            self.store.add(name, 1)
-
-    def say_who_is_late(self) -> None:
-        """Prints for which hosts this process waits, once for each machine."""
-        late = [rank for rank in range(self.size) if not self.store.check([f"ready/{rank}"])]
-        begun = [rank for rank in late if self.store.check([f"host/{rank}"])]
-        hosts = dict.fromkeys(self.store.get(f"host/{rank}").decode() for rank in begun)
-        absent = [str(rank) for rank in late if rank not in begun]
-        verb = "prepares" if len(hosts) == 1 else "prepare"
-        waits = [f"{network.some([*hosts])}, which {verb} data"] if hosts else []
-        waits += [f"{self.unit} {network.some(absent)} to begin"] if absent else []
-        if waits and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"waiting for {', and for '.join(waits)}", flush=True)
+        """Ends the preparation of this process."""
+        self.interrupted, self.preparing = True, False
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     # The main thread
 
-    def wait(self, timeout: int) -> dist.Store:
-        """Waits until all processes are ready; returns the store where they have met.
+    def say(self, **entries: Any) -> None:
+        """Tells the others something of this process."""
+        self.own |= entries
+        self.news.set()
+
+    @staticmethod
+    def wait_while(condition: Callable[[], Any], seconds: float) -> bool:
+        """Waits, but no longer than that; whether the condition has ended."""
+        deadline = time.monotonic() + seconds
+        while condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not condition()
+
+    def wait(self, timeout: int) -> dist.Store | None:
+        """Waits until all processes are ready; returns a store for their group.
 
         Raises what another process has told, or Failed if one gives no sign of life for `timeout`
         seconds.
         """
-        here = network.own_address()
         self.preparing = False
-        self.calls.put(lambda: self.store.set(f"address/{self.rank}", here))
-        self.calls.put(lambda: self.count("ready"))
-        began, pause = time.monotonic(), 0.01
+        self.say(address=own_address())
+        began = time.monotonic()
         line_due = began + FIRST_LINE
-        while self.ready < self.size:
-            now = time.monotonic()
-            if self.problems or self.lost:
+        while not self.all["met"]:
+            if self.all["problems"] or self.lost:
                 raise self.told()
-            if now - max(began, self.answered) > timeout:
-                raise self.silent(timeout, 0)
-            for rank in self.watched:
-                if now - max(began, self.alive.get(rank, (0, 0))[1]) > timeout + 2 * BEAT:
+            now = time.monotonic()
+            for rank in [0] if self.rank else range(1, self.size):
+                if now - max(began, self.heard.get(rank, (0, 0.0))[1]) > timeout + 2 * BEAT:
                     raise self.silent(timeout, rank)
-            if now > line_due:
-                self.calls.put(self.say_who_is_late)
+            if now > line_due and "waits" in self.all:
                 line_due = now + NEXT_LINE
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
-        if self.unit == "machine":  # the launchers can meet at this port when the first has ended
-            self.calls.put(lambda: self.count("left"))
-            deadline = time.monotonic() + LINGER
-            while not (self.lost or self.serves and self.left == self.size):
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.02)
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    print(self.all["waits"], flush=True)
+            time.sleep(0.02)
+        if self.unit == "process":
+            return self.open_store(datetime.timedelta(seconds=timeout))
+        self.say(left=True)  # the launchers can meet at this port when the first has ended
+        self.wait_while(lambda: not (self.lost or self.serves and self.all["left"]), LINGER)
         self.end()
-        return self.store
+        return None
 
-    def try_network(self, timeout: int) -> None:
-        """Lets all processes, which are ready, add a number through gloo. Raises Failed."""
-        patience = datetime.timedelta(seconds=timeout)
-        self.store.set_timeout(patience)
+    def try_exchange(self, group: Any, device: torch.device, timeout: int) -> None:
+        """Lets all processes, which are ready, add a number; raises Failed.
 
-        def exchange():
-            store = dist.PrefixStore("network", self.store)
-            group = dist.ProcessGroupGloo(store, self.rank, self.size, patience)
-            group.allreduce([torch.ones(1)]).wait()
+        A firewall, a wrong interface or a host name that stands for 127.0.0.1 lets processes meet
+        at the store, and hang in their first exchange, without a word. While gloo and NCCL connect,
+        no timeout of torch ends their calls (gloo: 5 minutes). So they are called in a thread.
 
-        network.try_exchange(exchange, "gloo", network.CPU_LIMIT, timeout, self.addresses)
+        `group`: a function that makes it, or returns it.
+        """
 
-    def try_gpus(self, device: torch.device, timeout: int) -> None:
-        """Lets all processes add a number on their GPUs. Raises Failed."""
-
-        def exchange():
+        def exchange() -> None:
             total = torch.ones(1, device=device)
-            dist.all_reduce(total)
+            group().allreduce([total]).wait()
             total.item()
 
-        network.try_exchange(exchange, "NCCL", network.GPU_LIMIT, timeout, self.addresses)
+        library, limit = ("gloo", CPU_LIMIT) if device.type == "cpu" else ("NCCL", GPU_LIMIT)
+        limit = min(limit * max(timeout / 1800, 1), timeout)
+        ended: list[Exception | None] = []
+        thread = threading.Thread(target=lambda: ended.append(catch(exchange)[1]), daemon=True)
+        thread.start()
+        thread.join(limit)
+        if ended == [None]:
+            return
+        problem = f"exchanged nothing within {limit:.0f} s (a --timeout above 1800 raises that)"
+        if ended:  # NCCL tells the cause in the end
+            text, _, cause = str(ended[0]).partition("Last error:")
+            first, *_ = (cause.strip() or text.strip()).split("\n")
+            problem = f"failed: {one_line(first)}"
+        variable = f"{library.upper()}_SOCKET_IFNAME"
+        raise Failed(
+            f"the processes reach the main process at {self.place}, but not each other: {library} "
+            f"{problem}; {self.all['addresses']}; {variable} is "
+            f"{os.environ.get(variable) or 'not set'}: if nothing else is wrong, export the name "
+            "of an interface that joins the machines, and open all ports on it"
+        )
 
     def end(self) -> None:
         """Ends the thread, unless it is connecting."""
         self.over = True
-        self.calls.put(lambda: None)
+        self.news.set()
         self.thread.join(1)
+
+    # Errors
 
     def silent(self, timeout: int, rank: int) -> Failed:
         """The error of a process that gives no sign of life."""
-        if rank in self.hosts:
-            said = f"a sign of life from {self.unit} {rank} on {self.hosts[rank]}"
+        if host := self.all["hosts"].get(str(rank)):
+            said = f"a sign of life from {self.unit} {rank} on {host}"
         else:
             units = "processes" if self.unit == "process" else "machines"
-            where = "{}:{}".format(*self.address)
-            said = f"all {units} to begin, which meet at {where}: no word from {self.unit} {rank}"
+            said = f"all {units} to begin, which meet at {self.place}: no word from "
+            said += f"{self.unit} {rank}"
         return Failed(f"waited {timeout} s for {said}", missing=[rank])
 
     def told(self) -> BaseException:
         """The error for what other processes have told, or for a lost connection."""
-        failed = [each for each in self.problems if each["kind"] != "stop"]
-        if self.problems and not failed:
+        failed = [each for each in self.all["problems"] if each["kind"] != "stop"]
+        if self.all["problems"] and not failed:
             return SystemExit(STOPPED)
         if not failed:
-            where = "{}:{}".format(*self.address)
-            text = f"no connection to {self.unit} 0 at {where}: {self.lost}"
+            text = f"no connection to {self.unit} 0 at {self.place}: {self.lost}"
             return Failed(text, missing=[0])
         lines: dict[str, str] = {}
         for each in failed:
@@ -243,29 +266,59 @@ class Meeting:
         error = UserError if all(each["kind"] == "user" for each in failed) else Failed
         return error("; ".join(f"{who}: {text}" for text, who in lines.items()))
 
+    def explain(self, error: BaseException, timeout: int) -> BaseException:
+        """Replaces an error of gloo by what another process has told, or by who does not answer."""
+        text = str(error)
+        behind = "timeout caused pair closure" in text  # behind an exchange that timed out
+        if not isinstance(error, RuntimeError) or not ("gloo/transport" in text or behind):
+            return error
+        # A process that fails tells why before its connections close. It takes a moment to arrive.
+        self.wait_while(lambda: not (self.all["problems"] or self.lost), 2 * BEAT)
+        if self.all["problems"]:
+            return self.told()
+        if "Timed out" not in text and not behind:
+            return Failed("lost the connection to another process, which has died")
+        main = self.rank and (self.lost or time.monotonic() - self.heard[0][1] > 3 * BEAT)
+        missing = [0] if main else self.all["behind"]
+        answer = f"no answer from process {some([*map(str, missing)])}" if missing else "all answer"
+        return Failed(f"waited {timeout} s for the other processes; {answer}", missing)
+
     def leave(self, error: BaseException, stop: Callable[[], int]) -> None:
         """Tells the others why this process ends, and waits until they know, or until `stop()`."""
         if self.over:
             return
-        stopped = bool(stop())
-        patience = LINGER if self.preparing and not stopped else GRACE
-        self.preparing = False
-        if not self.problems and not self.lost:
-            self.calls.put(lambda: self.store.append("problems", self.describe(error)))
-        self.calls.put(lambda: self.count("left"))
-        deadline = time.monotonic() + patience
-        while self.left < self.size and not self.lost and (stopped or not stop()):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        self.end()
-
-    def describe(self, error: BaseException) -> str:
-        """The line about an error that the others read."""
         kind, text = "crash", f"{type(error).__name__}: {error}"
         if isinstance(error, UserError | Failed):
             kind, text = "user" if isinstance(error, UserError) else "crash", str(error)
         elif isinstance(error, SystemExit) and error.code == STOPPED:
             kind, text = "stop", ""
-        who = f"{self.unit} {self.rank} on {socket.gethostname()}"
-        return json.dumps({"kind": kind, "who": who, "text": text}) + "\n"
+        problem = {"kind": kind, "who": f"{self.unit} {self.rank} on {self.own['host']}"}
+        stopped = bool(stop())
+        patience = LINGER if self.preparing and not stopped else GRACE
+        self.preparing = False
+        told = self.all["problems"] or self.lost
+        self.say(left=True, problem=None if told else {**problem, "text": text})
+        self.wait_while(
+            lambda: not (self.all["left"] or self.lost) and (stopped or not stop()), patience
+        )
+        self.end()
+
+
+def own_address() -> str:
+    """Host and address where gloo waits for other processes.
+
+    gloo takes the first interface of GLOO_SOCKET_IFNAME, or the address of the host's name, or
+    127.0.0.1. Raises UserError if this machine has no such interface.
+    """
+    host, given = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not given:
+        with contextlib.suppress(OSError):
+            return f"{host} at {socket.gethostbyname(host)}"
+        return f"{host} at 127.0.0.1"
+    name, found = given.split(",")[0], psutil.net_if_addrs()
+    if name not in found:
+        there = ", ".join(found)
+        raise UserError(f"GLOO_SOCKET_IFNAME is {given}, but {host} has the interfaces {there}")
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [each.address for each in found[name] if each.family in families]
+    return f"{host} at {name} {(addresses or ['without an address'])[0]}"

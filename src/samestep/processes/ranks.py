@@ -1,8 +1,8 @@
 """Exchanges sums, objects and errors between the processes of a run.
 
-An error on one process must end all of them. Otherwise the others wait for it in the next
-collective operation until the timeout. So each step that may fail runs inside
-`Ranks.fail_together`.
+An error on one process must end all of them. Inside `Ranks.fail_together` all raise it at once.
+Elsewhere the process that has it tells it in the store, see meeting.py; when it has ended, the next
+exchange of the others fails, and they raise what it has told.
 """
 
 import contextlib
@@ -108,6 +108,11 @@ def attempt(failure: str, function: Callable, *arguments: Any) -> Any:
     return result
 
 
+def some(names: list[str], most: int = 5) -> str:
+    """The first names of a list, for a line."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
 SAVE_THREAD = "save"  # the name of the thread that writes a checkpoint in the background
 
 
@@ -122,11 +127,11 @@ class Ranks:
     """
 
     def __init__(self, timeout: int, others: Any = None):
-        self.group, self.layout, self.timeout = None, this_layout(), timeout
+        self.group, self.layout, self.timeout, self.others = None, this_layout(), timeout, others
         self.limit = datetime.timedelta(seconds=timeout)
         store = others.wait(timeout) if others else None
         if PROCESSES > 1:
-            others.try_network(timeout)
+            others.try_exchange(lambda: self.gloo(store), torch.device("cpu"), timeout)
         else:
             store = restart_store()
         place: dict[str, Any] = {}
@@ -145,9 +150,13 @@ class Ranks:
             )
         if PROCESSES > 1:
             if state.device.type != "cpu":
-                others.try_gpus(state.device, timeout)
+                others.try_exchange(lambda: dist.group.WORLD, state.device, timeout)
             self.group = dist.new_group(backend="gloo", timeout=self.limit)
-            self.probe_group = dist.new_group(backend="gloo", timeout=self.limit)
+
+    def gloo(self, store: dist.Store) -> Any:
+        """A group for one exchange: torch's own would take minutes to say what is wrong."""
+        store = dist.PrefixStore("network", store)
+        return dist.ProcessGroupGloo(store, int(os.environ["RANK"]), PROCESSES, self.limit)
 
     def for_thread(self) -> "Ranks":
         """The same processes with a group of their own, for a thread. All processes must call it.
@@ -156,8 +165,14 @@ class Ranks:
         """
         other = copy.copy(self)
         if self.group:
-            other.group = dist.new_group(backend="gloo", timeout=self.limit)
+            other.group, other.others = dist.new_group(backend="gloo", timeout=self.limit), None
         return other
+
+    def begin_exchange(self) -> Any:
+        """The group, of several processes. The watcher tells who is behind in its exchanges."""
+        if self.group and self.others:
+            self.others.own["exchanges"] += 1
+        return self.group
 
     def sum_over_ranks(self, *numbers: int, problem: Exception | None = None) -> list[int]:
         """Sums of integers over all processes. If a process has a problem, all of them raise it."""
@@ -169,15 +184,15 @@ class Ranks:
 
     def sum_arrays(self, array: np.ndarray) -> np.ndarray:
         """The sum of an array over all processes; may change the array."""
-        if self.group:
-            dist.all_reduce(torch.from_numpy(array), group=self.group)
+        if group := self.begin_exchange():
+            dist.all_reduce(torch.from_numpy(array), group=group)
         return array
 
     def gather(self, value: Any) -> list:
         """The value of each process, in the order of their ranks."""
         values = [value] * PROCESSES
-        if self.group:
-            dist.all_gather_object(values, value, group=self.group)
+        if group := self.begin_exchange():
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def from_main(self, value: Any) -> Any:
@@ -216,25 +231,8 @@ class Ranks:
         raise error("; ".join(dict.fromkeys(lines)))
 
     def name_missing(self, error: BaseException) -> BaseException:
-        """Replaces an error of gloo by one line that names the processes that do not answer."""
-        text = str(error)
-        behind = "timeout caused pair closure" in text  # behind an exchange that timed out
-        if not isinstance(error, RuntimeError) or not ("gloo/transport" in text or behind):
-            return error
-        if "Timed out" not in text and not behind:
-            return Failed("lost the connection to another process, which has died")
-        try:
-            # The others wait until the main process has asked all, and then lose it. No operation
-            # of the store would do: none has a timeout that holds where its server hangs.
-            brief = datetime.timedelta(seconds=15 if dist.get_rank() else 5)
-            dist.monitored_barrier(self.probe_group, timeout=brief, wait_all_ranks=True)
-            missing, silent = [], "all answer now"
-        except RuntimeError as reply:
-            ranks = str(reply).partition("Ranks ")[2].partition(" failed")[0]
-            ranks = ranks or ("0" if "Timed out" in str(reply) else "")
-            missing = [int(rank) for rank in ranks.split(", ") if rank]
-            silent = f"no answer from process {ranks or '?'}"
-        return Failed(f"waited {self.timeout} s for the other processes; {silent}", missing)
+        """Replaces an error of gloo by one line: what another process has told, or who is gone."""
+        return self.others.explain(error, self.timeout) if self.others else error
 
 
 class PendingSum:
@@ -243,8 +241,8 @@ class PendingSum:
     def __init__(self, ranks: Ranks, numbers: tuple[int, ...], problem: Exception | None):
         self.ranks, self.problem = ranks, problem
         self.numbers, self.work = torch.tensor([*numbers, problem is not None]), None
-        if ranks.group:
-            self.work = dist.all_reduce(self.numbers, group=ranks.group, async_op=True)
+        if group := ranks.begin_exchange():
+            self.work = dist.all_reduce(self.numbers, group=group, async_op=True)
 
     def peek(self) -> list[int]:
         """The sums, even if a process has a problem; waits for all processes."""
@@ -286,6 +284,4 @@ def restart_store() -> dist.Store | None:
             "with the c10d rendezvous, several launchers and --max_restarts, first export "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine; samestep launch does it"
         )
-    if restarts == "0":
-        return None
-    return dist.PrefixStore(f"restart-{restarts}", store)
+    return None if restarts == "0" else dist.PrefixStore(f"restart-{restarts}", store)

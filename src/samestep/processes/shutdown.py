@@ -25,6 +25,7 @@ from samestep.base import run_folder
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.processes import meeting
+from samestep.processes.meeting import STOPPED
 from samestep.processes.ranks import (
     PROCESSES,
     SAVE_THREAD,
@@ -37,12 +38,11 @@ from samestep.processes.ranks import (
     is_out_of_memory,
 )
 
-STOPPED = meeting.STOPPED
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def find_launcher() -> int | None:
-    """The process id of `accelerate launch` if it is the parent, else None.
+    """The process id of `accelerate launch`, or of samestep's, if it is the parent, else None.
 
     With one process it forwards no signal: it dies, and leaves that process behind. The death of
     other parents means nothing: `nohup python train.py &` outlives its shell.
@@ -51,8 +51,7 @@ def find_launcher() -> int | None:
         words = psutil.Process(os.getppid()).cmdline()[:3]
     except psutil.Error:  # no such process, or no permission
         return None
-    # The module: of `python -m`, or in the program of samestep launch.
-    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch"
+    launcher = r"(^|/)accelerate(-launch)?$|accelerate\.commands\.launch|^samestep$"
     return os.getppid() if any(re.search(launcher, word) for word in words) else None
 
 
@@ -116,20 +115,12 @@ def run(main: Callable, prepare: Callable) -> None:
         ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
-        caught = caught if stop.training else as_input_error(caught)
+        error = caught if stop.training else as_input_error(caught)
         stop.training = True  # ignore the signal that the launcher sends when a process has failed
-        interrupted = others and others.interrupted and isinstance(caught, SystemExit)
-        error = others.told() if interrupted else caught
+        if others and others.interrupted and isinstance(error, SystemExit):
+            error = others.told()
         error = ranks.name_missing(error) if ranks else error
-        code, line = exit_code_for(error)
-        speaks = is_speaker(error)
-        if speaks and start:
-            state = "stopped" if code == STOPPED else "failed"
-            reason = one_line(line or repr(error), 1000)
-            written, _ = catch(run_folder.write_final_status, start.output, state, reason, code)
-            speaks = written is not False
-        if speaks or not line:
-            report(error, line, "train.py", start and start.output)
+        code = report(error, "train.py", start and start.output)
     stop.training = True  # from here on a signal is only recorded
     if error and others:
         others.leave(error, stop.requested)
@@ -139,11 +130,6 @@ def run(main: Callable, prepare: Callable) -> None:
     if IS_MAIN and start:
         start.lock.release()
     exit_process(code)
-
-
-def is_speaker(error: BaseException) -> bool:
-    """Whether this process reports an error: the main one, unless that is the one that is gone."""
-    return PROCESSES == 1 or int(os.environ["RANK"]) == getattr(error, "speaker", 0)
 
 
 def as_input_error(error: BaseException) -> BaseException:
@@ -166,35 +152,41 @@ def run_alone(main: Callable) -> None:
         raise_open_files_limit()
         code = as_user_error()(main)() or 0
     except BaseException as error:
-        code, line = exit_code_for(error)
-        line = str(error) if isinstance(error, Failed) else line  # there is no checkpoint
-        if is_speaker(error) or not line:
-            report(error, line, Path(sys.argv[0]).name)
+        code = report(error, Path(sys.argv[0]).name)
     exit_process(code)
 
 
-def report(
-    error: BaseException, line: str | None, program: str, folder: Path | None = None
-) -> None:
-    """Prints the line about an error. Without one: what it is, and where it was raised.
+def report(error: BaseException, program: str, output: Path | None = None) -> int:
+    """Prints a line about an error, and writes it to status.json in `output`; the exit code.
 
-    The traceback then goes to a file of the run folder; without a folder, or with
-    SAMESTEP_TRACEBACK=1, to the screen.
+    One process does so: the main one, unless that is gone. Of an error that nobody has foreseen,
+    each process that has it tells what it is and where it was raised. The traceback then goes to a
+    file of the run folder; without a folder, or with SAMESTEP_TRACEBACK=1, to the screen.
     """
+    code, line = exit_code_for(error)
+    speaks = PROCESSES == 1 or int(os.environ["RANK"]) == getattr(error, "speaker", 0)
+    if speaks and output:
+        state = "stopped" if code == STOPPED else "failed"
+        reason = one_line(line or repr(error), 1000)
+        written, _ = catch(run_folder.write_final_status, output, state, reason, code)
+        speaks = written is not False
     if not line and not isinstance(error, SystemExit):
         text = without_credentials("".join(traceback.format_exception(error)))
-        folder = None if os.environ.get("SAMESTEP_TRACEBACK") == "1" else folder
+        folder = None if os.environ.get("SAMESTEP_TRACEBACK") == "1" else output
         file = (folder or Path()) / f"error{'' if IS_MAIN else '-' + os.environ['RANK']}.txt"
         if not folder or catch(replace_text, file, text)[1]:  # the disk is full, or it is gone
             sys.stderr.write(text)
-        else:
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [each for each in frames if "site-packages" not in each.filename] or frames
-            place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
-            told = one_line(error, 300)
-            line = f"{type(error).__name__}: {told} ({place}); traceback: {file}"
-    if line:
+            return code
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [each for each in frames if "site-packages" not in each.filename] or frames
+        place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+        told = one_line(error, 300)
+        line, speaks = f"{type(error).__name__}: {told} ({place}); traceback: {file}", True
+    if isinstance(error, Failed) and program == "train.py":
+        line = f"{error}; the same command continues from the newest checkpoint"
+    if line and speaks:
         print(f"{program}: {one_line(line, 1000)}", file=sys.stderr)
+    return code
 
 
 def exit_code_for(error: BaseException) -> tuple[int, str | None]:
@@ -202,7 +194,7 @@ def exit_code_for(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, Failed):
-        return 1, f"{error}; the same command continues from the newest checkpoint"
+        return 1, str(error)
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return 2, f"{describe_os_error(error)}: free some space; saved checkpoints are kept"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:

@@ -60,16 +60,12 @@ def run_tasks(pipe: Any, names: list[str], folders: list[Path], options: dict) -
     found = simple_evaluate(
         model, tasks=names, task_manager=manager, log_samples=False, bootstrap_iters=1000, **options
     )
-    return {name: numbers_of(scores) for name, scores in found["results"].items()}
-
-
-def numbers_of(scores: dict[str, Any]) -> dict[str, float]:
-    """The numbers among a task's scores, without the harness's mark of no filter, `,none`."""
-    return {
-        name.removesuffix(",none"): float(value)
-        for name, value in scores.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+    numbers: dict[str, dict[str, float]] = {}
+    for name, scores in found["results"].items():
+        known = {n: v for n, v in scores.items() if isinstance(v, int | float) and math.isfinite(v)}
+        # The harness marks scores without a filter.
+        numbers[name] = {n.removesuffix(",none"): float(value) for n, value in known.items()}
+    return numbers
 
 
 def track(run: Path, scores: dict[str, float]) -> None:

@@ -16,14 +16,18 @@ a crash: the same command continues.
 import argparse
 import contextlib
 import functools
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -33,20 +37,8 @@ from samestep.base import begin
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
 STOPPED = 75  # exit code of train.py: stopped on request; the same command continues
-# A preexec_fn: on a terminal's Ctrl-C the launcher would print a traceback.
+# A preexec_fn: the check is stopped by this process alone.
 IGNORE_CTRL_C = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-# Runs the launcher with its own stderr in a file. The processes that it starts keep the terminal's.
-# Its imports take as long as those of the check; it waits for a byte to say that all is well, and
-# ends without one. A wrong argument ends it before.
-LAUNCHER = """
-import os, sys
-sys.stderr = open(sys.argv.pop(1), "w", buffering=1)
-go = int(sys.argv.pop(1))
-from accelerate.commands.launch import launch_command, launch_command_parser
-arguments = launch_command_parser().parse_args()
-if os.read(go, 1):
-    launch_command(arguments)
-"""
 
 
 def read_options(launcher: list[str]) -> argparse.Namespace:
@@ -74,17 +66,11 @@ def find_meeting(known: argparse.Namespace) -> dict[str, str]:
     return {}
 
 
-def run_check(
-    known: argparse.Namespace,
-    program: list[str],
-    signals: list[int],
-    env: dict,
-    run: subprocess.Popen | None = None,
-) -> int:
-    """Runs the program with --check; its exit code, or STOPPED after a signal.
+def start_check(known: argparse.Namespace, program: list[str], env: dict) -> subprocess.Popen:
+    """Starts the program with --check.
 
-    Ends it at once if the process `run`, which waits for it, has failed. What the launcher would
-    tell the program of the machines is passed on, since it is not there to do it.
+    What the launcher would tell the program of the machines is passed on, since it is not there to
+    do it.
     """
     given = {word.partition("=")[0] for word in program}
     command = [sys.executable, *program]
@@ -98,52 +84,49 @@ def run_check(
         "LAUNCH_MAIN_PROCESS_IP": known.main_process_ip,
     }
     env = env | {name: value for name, value in passed.items() if value is not None}
-    check = subprocess.Popen(command, env=env, preexec_fn=IGNORE_CTRL_C)
-    terminated = False
-    while check.poll() is None:
-        time.sleep(0.05)
-        if (signals or (run and run.poll())) and not terminated:
-            (check.terminate if signals else check.kill)()
-            terminated = True
-    if signals and check.returncode < 0:  # before it could say so itself
-        print(f"samestep launch: {begin.BEFORE}", file=sys.stderr)
-    return STOPPED if signals else check.returncode
+    return subprocess.Popen(command, env=os.environ | env, preexec_fn=IGNORE_CTRL_C)
+
+
+class Signals:
+    """Passes a signal on to the processes that train, which save and stop."""
+
+    def __init__(self, program: str):
+        self.program, self.received, self.refused = program, False, False
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.handle)
+
+    def handle(self, *_: Any) -> None:
+        if not self.received:
+            self.received = True
+            threading.Thread(target=self.stop, daemon=True).start()
+
+    def stop(self) -> None:
+        """Asks the check, or all that train, to stop; they may be about to start."""
+        while True:
+            # torchelastic runs several processes, and has a handler that stops them. A single one
+            # gets the signal itself.
+            if signal.getsignal(signal.SIGTERM) != self.handle:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            with contextlib.suppress(psutil.Error):  # one has just ended
+                children = psutil.Process().children()
+                if found := [each for each in children if self.program in each.cmdline()]:
+                    found[0].terminate()
+                    return
+            time.sleep(0.1)
+
+    def stop_refused(self, code_file: Path) -> None:
+        """Stops all after exit code 2: torchelastic would restart what ends in the same error."""
+        while read(code_file) != "2":
+            time.sleep(0.2)
+        self.refused = True
+        self.stop()
 
 
 def read(file: Path) -> str:
     """The text of a file; empty if it is not there."""
     return file.read_text(errors="replace") if file.exists() else ""
-
-
-def wait_for_end(
-    run: subprocess.Popen, program: list[str], code_file: Path, signals: list[int], restarts: bool
-) -> str:
-    """Waits until all processes have ended, and asks them to save and stop after a signal.
-
-    Returns the exit code that train.py has written; empty if it was killed, or the disk is full.
-    """
-
-    training: list[psutil.Process] = []
-    stopping, refused = False, False
-    while run.poll() is None:
-        with contextlib.suppress(psutil.Error):  # one has just ended
-            children = psutil.Process(run.pid).children()
-            training = [each for each in children if program[0] in each.cmdline()] or training
-        # torchelastic would restart the processes after an error that will come again.
-        refused = refused or (restarts and read(code_file) == "2")
-        if (signals or refused) and training and not stopping:
-            # torchelastic runs several processes, and forwards the signal; they may have ended, and
-            # be about to be restarted. A single one gets the signal itself: accelerate would die of
-            # it and leave the process behind.
-            target: psutil.Process | subprocess.Popen = run
-            with contextlib.suppress(psutil.Error):
-                target = run if "LOCAL_RANK" in training[0].environ() else training[0]
-            with contextlib.suppress(psutil.Error):
-                target.send_signal(signal.SIGTERM)
-            stopping = True
-        time.sleep(0.2)
-    psutil.wait_procs(training)  # a signal to the group may end the launcher while they save
-    return "2" if refused else read(code_file)
 
 
 def main() -> int:
@@ -154,48 +137,52 @@ def main() -> int:
     if not program:
         print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
         return 2
-    known = read_options(launcher)
-    signals: list[int] = []  # received so far
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, lambda n, _: signals.append(n))
+    known, signals = read_options(launcher), Signals(program[0])
+    if {"--help", "-h", "--check"} & {*program}:  # nothing to launch
+        code = start_check(known, program, {}).wait()
+        return STOPPED if signals.received else code
+    os.environ["LAUNCHING"] = "1"  # the run prints what the check would
+    check = start_check(known, program, find_meeting(known))
+    report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
+    with contextlib.redirect_stderr(report):
+        # The imports of the launcher take as long as those of the check.
+        from accelerate.commands.launch import launch_command, launch_command_parser
+
+        try:
+            arguments = launch_command_parser().parse_args(words)
+        except SystemExit:  # a wrong one
+            check.kill()
+            sys.__stderr__.write(describe(report.getvalue()))
+            return 2
+    code = check.wait()
+    if signals.received and code < 0:  # before it could say so itself
+        print(f"samestep launch: {begin.BEFORE}", file=sys.stderr)
+    if code or signals.received:
+        return STOPPED if signals.received else code
     with tempfile.TemporaryDirectory() as folder:
-        code_file, report_file = Path(folder, "exit_code"), Path(folder, "report")
-        env = {
-            # torchelastic must not forward SIGINT: training processes ignore it until they can
-            # save, as the launcher does.
-            "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGQUIT,SIGUSR1",
-            # With the c10d rendezvous, launchers that restart would disagree about a shared store.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            **os.environ,
-        }
-        if {"--help", "-h"} & {*program}:  # nothing to launch
-            return run_check(known, program, signals, env)
-        only = "--check" in program
-        meeting = {} if only else find_meeting(known)
-        if not only:
-            env["LAUNCHING"] = "1"  # the run prints what the check would
-        waits, go = os.pipe()
-        run = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(report_file), str(waits), *launcher, *program],
-            env={**env, "EXIT_CODE_FILE": str(code_file)},
-            preexec_fn=IGNORE_CTRL_C,
-            pass_fds=[waits],
-        )
-        code = run_check(known, program, signals, {**env, **meeting}, run)
-        if code and not run.poll():
-            run.kill()
-            run.wait()
-            return code
-        os.close(go) if only else os.write(go, b"1")
-        ended = wait_for_end(run, program, code_file, signals, bool(known.max_restarts))
-        report = read(report_file)
-        if ended not in ("0", "2", str(STOPPED)) and not signals:
-            sys.stderr.write(describe(report) or ("" if ended else report))
-        elif signals and not ended:
-            advice = "the same command continues from the newest checkpoint, if there is one"
-            print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
-        return int(ended) if ended else STOPPED if signals else run.returncode
+        code_file = Path(folder, "exit_code")
+        os.environ["EXIT_CODE_FILE"] = str(code_file)
+        # torchelastic must not forward SIGINT: `signals` does it.
+        os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGQUIT,SIGUSR1")
+        # With the c10d rendezvous, launchers that restart would disagree about a shared store.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        if known.max_restarts:
+            refused = functools.partial(signals.stop_refused, code_file)
+            threading.Thread(target=refused, daemon=True).start()
+        code = 0
+        try:
+            with contextlib.redirect_stderr(report):
+                launch_command(arguments)
+        except BaseException:  # of torchelastic, for a process that failed or for a signal
+            code = 1
+            report.write(traceback.format_exc())
+        ended = "2" if signals.refused else read(code_file)
+    if ended not in ("0", "2", str(STOPPED)) and not signals.received:
+        sys.stderr.write(describe(report.getvalue()) or ("" if ended else report.getvalue()))
+    elif signals.received and not ended:
+        advice = "the same command continues from the newest checkpoint, if there is one"
+        print(f"samestep launch: stopped without saving; {advice}", file=sys.stderr)
+    return int(ended) if ended else STOPPED if signals.received else code
 
 
 def describe(report: str) -> str:

@@ -44,13 +44,12 @@ def find_model(given: Path | None) -> tuple[Path, str]:
     folder = given or (newest or [Path("runs/default/model")])[-1]
     if not folder.is_dir():
         raise ValueError(f"there is no model in {folder}; train first, or give --model")
-    task = pipeline_task(folder)
-    if not task and pipeline_task(folder / "model"):
+    if task := pipeline_task(folder):
+        return folder, task
+    if pipeline_task(folder / "model"):
         raise ValueError(f"{folder} is the folder of a run; give --model {folder / 'model'}")
-    if not task:
-        problem = "holds no model of transformers; load it with the code that saved it"
-        raise ValueError(f"{folder} {problem}")
-    return folder, task
+    problem = "holds no model of transformers; load it with the code that saved it"
+    raise ValueError(f"{folder} {problem}")
 
 
 def read_inputs(arguments: argparse.Namespace) -> list[str]:
@@ -59,13 +58,10 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
         raise ValueError("give inputs or --file, not both")
     if arguments.inputs:
         return arguments.inputs
-    is_piped = arguments.file in (None, "-")
-    name = "standard input" if is_piped else arguments.file
+    name = arguments.file or "-"
     try:
-        with open(0 if is_piped else name, encoding="utf-8-sig") as lines:
+        with open(0 if name == "-" else name, encoding="utf-8-sig") as lines:
             inputs = [line.removesuffix("\n") for line in lines]
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"cannot read {name}: it is not UTF-8") from None
     if not any(map(str.strip, inputs)):
@@ -209,13 +205,12 @@ def format_answer(given: str, pipe: Any, result: list[dict], arguments: argparse
         answer = EMPTY
     if pipe.task == "text-generation":
         return escaped(answer if arguments.chat else f"{given}{answer}", KEPT)
-    if pipe.task == "image-classification":
-        given = escaped(given)  # a path is not shortened
-    elif len(given := one_line(given[:1000], 10_000)) > 60:
-        given = f"{given[:57]}..."
+    given = escaped(given) if pipe.task == "image-classification" else one_line(given, 60)
+    if kind == "value":
+        return f"{given}: {answer:.6g}"
     if kind == "classes":
         answer = "  ".join(f"{one_line(each['label'], 60)} {each['score']:.3f}" for each in answer)
-    return f"{given}: {answer:.6g}" if kind == "value" else f"{given}: {one_line(answer, 100_000)}"
+    return f"{given}: {one_line(answer, 100_000)}"
 
 
 def ask(pipe: Any, given: list, options: dict) -> list:
@@ -291,5 +286,7 @@ def main() -> None:
     add("--batch", type=int, default=16, help="inputs at once (default: 16)")
     try:
         predict(parser.parse_args())
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        parser.error(f"cannot read {error.filename}: {error.strerror}")
+    except ValueError as error:
         parser.error(str(error))

@@ -3,11 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Container
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import yaml
@@ -15,8 +13,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from samestep.base.console import one_line
@@ -25,36 +21,16 @@ from samestep.base.pictures import save_figure
 
 Rows = dict[int, dict[str, Any]]  # lines of metrics.jsonl by their step
 
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe-Ito
-COLORS += ["#332288", "#7FD42A", "#7B4B2A", "#FF1493", "#999933"]  # far from these in CIELAB
-DASHES = ["-", "--", ":", "-."]  # the next one each time the colors are used up
-GREY = "#555555"
-MARK_TRAINING, MARK_EVALUATIONS = 15, 40  # curves with fewer points get markers
-MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32
-MAX_LABELS = 5  # baselines in a picture, scores in a panel, units of throughput
-NICE = [1, 2, 5, 10]  # steps of the ticks
-STYLE: Any = {
-    "text.parse_math": False,  # a name may contain dollars
-    "lines.linewidth": 1.4,
-    "legend.frameon": False,
-    "legend.borderaxespad": 0.2,
-    "legend.fontsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.01,
-    "axes.ymargin": 0.05,
-    "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.6,
-}
 FORMATS = (".png", ".svg", ".pdf")
+DASHES = ["-", "--", ":", "-."]  # the next one each time matplotlib's ten colors are used up
+MARKED = 40  # curves with fewer points get dots
+MAX_PANELS, MAX_BASELINES = 6, 5  # panels of scores, lines of losses without learning
+MAX_NUMBER = 3.5e38  # larger numbers are not drawn: just above the maximum of fp32
+# A name may contain dollars, which would begin a formula.
+STYLE: Any = {"text.parse_math": False, "axes.grid": True, "grid.alpha": 0.4, "font.size": 9}
 NOT_SCORES = ("step", "samples", "epoch", "eval_loss", "unigram_loss")  # keys of evaluation lines
-# Settings that do not change the result. (Asking train.Config would import torch.)
-NOT_COMPARED = """output_dir resume timeout num_workers eval_every save_every keep_checkpoints
-    log_every export max_skipped_steps check_export tracker project upload_code
-    async_save profile_steps task.cache_dir
-    task.sample_prompt task.merge_lora task.trust_remote_code""".split()
+NOT_COMPARED = ("output_dir", "resume", "project", "task.cache_dir")  # settings
+
 
 # ---- Reading the runs ----------------------------------------------------------------------------
 
@@ -76,7 +52,7 @@ def read_metrics(run: Path) -> tuple[Rows, Rows]:
         for line in lines:
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError):  # an incomplete line: killed, or still writing
+            except ValueError:  # an incomplete line: killed, or still writing
                 continue
             # A resumed run repeats the steps since its checkpoint: the last line of a step counts.
             step = row.get("step") if isinstance(row, dict) else None
@@ -119,45 +95,54 @@ def smooth(values: list[float]) -> list[float]:
     return means
 
 
-def is_of_source(key: str, names: Container[str]) -> bool:
+def is_of_source(key: str, names: Any) -> bool:
     """Whether this score of an evaluation with these scores is that of a single source."""
     score = key.partition("/")[0]
     return score != key and score in names
 
 
-def group_scores(evaluations: list[Rows]) -> list[list[str]]:
-    """The names of the runs' scores, a list for each panel: scores between 0 and 1, then others.
+def find_panels(data: list[tuple[Rows, Rows]]) -> list[str]:
+    """The keys that get a panel: scores, the learning rate, throughputs.
 
-    The last panel has the losses of single sources, eval_loss/NAME; their other scores are left
-    out.
+    Of a single source it is its loss, eval_loss/NAME; its other scores are left out.
     """
-    inside, outside, losses = [], [], []
-    names = dict.fromkeys(key for evals in evaluations for row in evals.values() for key in row)
+    scores, rates = [], {}
+    names = dict.fromkeys(key for _, evals in data for row in evals.values() for key in row)
     for key in names:
-        if key not in NOT_SCORES and "baseline" not in key and not key.endswith("_per_second"):
-            values = [v for evals in evaluations for v in column(evals, key) if not math.isnan(v)]
-            if values and is_of_source(key, names):
-                losses += [key] * key.startswith("eval_loss/")
-            elif values:
-                (inside if 0 <= min(values) <= max(values) <= 1 else outside).append(key)
-    groups = [inside, outside] if inside else [outside[:1], outside[1:]]
-    return [keys[:MAX_LABELS] for keys in (*groups, losses) if keys]
+        shown = key not in NOT_SCORES and "baseline" not in key and not key.endswith("_per_second")
+        if is_of_source(key, names) and not key.startswith("eval_loss/"):
+            shown = False
+        values = [value for _, evals in data for value in column(evals, key)]
+        if shown and not all(map(math.isnan, values)):
+            scores.append(key)
+    for train, _ in data:
+        rates |= dict.fromkeys(k for k in list(train.values())[-1] if k.endswith("_per_second"))
+    return [*scores[:MAX_PANELS], "lr", *rates]
 
 
-def read_settings(run: Path) -> dict[str, Any]:
-    """The compared settings in config.yaml of a run, by flag; empty if it cannot be read."""
-    try:
-        settings = flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
-        return {}
-    return {name: value for name, value in settings.items() if name not in NOT_COMPARED}
+def find_baselines(data: list[tuple[Rows, Rows]]) -> list[tuple[str, float]]:
+    """The losses that need no learning, in the last evaluations. An accuracy is not a loss."""
+    found = set()
+    for _, evals in data:
+        newest = list(evals.values())[-1] if evals else {}
+        for key in newest:
+            is_loss = key == "unigram_loss" or ("baseline" in key and "accuracy" not in key)
+            if is_loss and not is_of_source(key, newest):
+                found.add((one_line(key.replace("_", " "), 50), column(evals, key)[-1]))
+    return [each for each in sorted(found) if not math.isnan(each[1])][:MAX_BASELINES]
 
 
 def differing_settings(runs: list[Path]) -> list[list[str]]:
     """For each run the settings in which the runs differ, as `learning_rate 0.001`."""
-    settings = [read_settings(run) for run in runs]
+    settings: list[dict[str, Any]] = []
+    for run in runs:
+        try:
+            text = (run / "config.yaml").read_text(encoding="utf-8")
+            settings.append(flatten(yaml.safe_load(text)))
+        except (OSError, ValueError, AttributeError, yaml.YAMLError):  # the others are compared
+            settings.append({})
     known = [each for each in settings if each]
-    names = dict.fromkeys(name for each in known for name in each)
+    names = dict.fromkeys(name for each in known for name in each if name not in NOT_COMPARED)
     differ = [name for name in names if len({repr(each.get(name)) for each in known}) > 1]
 
     def show(value: Any) -> str:
@@ -179,55 +164,15 @@ def short_names(runs: list[Path]) -> list[str]:
 # ---- Drawing -------------------------------------------------------------------------------------
 
 
-def draw_curve(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
-    """Draws a curve over the steps. Few points get markers, since a single one has no line."""
-    if len(values) < MARK_TRAINING:
-        style = {"marker": "x", "markersize": 4} | style
-    axes.plot(list(rows), values, **style)
+def plot(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
+    """Draws a curve over the steps. Few points get dots, since a single one has no line."""
+    dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(values) < MARKED else {}
+    axes.plot(list(rows), values, **dots, **style)
 
 
-def draw_evaluations(axes: Axes, rows: Rows, values: list[float], **style: Any) -> None:
-    """Draws a curve with a dot for each evaluation, if there are not too many."""
-    dots: dict[str, Any] = {"marker": "o", "markersize": 5.5, "markeredgecolor": "white"}
-    axes.plot(list(rows), values, **(dots if len(values) < MARK_EVALUATIONS else {}), **style)
-
-
-def annotate(axes: Axes, text: str, place: tuple, offset: tuple, **style: Any) -> None:
-    """Writes a text beside a place, on a white halo."""
-    halo = [withStroke(linewidth=3, foreground="white")]
-    look: dict[str, Any] = {"textcoords": "offset points", "path_effects": halo, **style}
-    axes.annotate(text, place, offset, fontsize=9, **look)
-
-
-def draw_scores(axes: Axes, keys: list[str], evaluations: list[Rows]) -> None:
-    """Draws a panel of scores. Colours tell the scores of one run apart, or else the runs."""
-    single, handles = len(evaluations) == 1, []
-    for j, key in enumerate(keys):
-        name, shown = one_line(key.replace("_", " "), 40), GREY
-        dashes: Any = "-" if single else DASHES[j % len(DASHES)]
-        for i, evals in enumerate(evaluations):
-            values = column(evals, key)
-            color = COLORS[(j + 1 if single else i) % len(COLORS)]
-            draw_evaluations(axes, evals, values, color=color, linestyle=dashes)
-        if single:
-            known = {step: v for step, v in zip(evals, values, strict=True) if not math.isnan(v)}
-            end, final = max(known.items())
-            name, shown = f"{name} {final:#.4g}", color
-        handles.append(Line2D([], [], color=shown, linestyle=dashes, label=name))
-    axes.margins(y=0.08)  # for the dots
-    label = "scores" if len(keys) > 1 else one_line(keys[0].replace("_", " "), 16)
-    axes.set_ylabel(f"validation\n{label}")
-    if len(keys) > 1:
-        axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(keys))
-    elif single:
-        annotate(axes, f"{final:#.4g}", (end, final), (8, 0), va="center", color=COLORS[1])
-    low, high = axes.dataLim.intervaly
-    if 0 < 20 * low < high and high > 1:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
+def final(values: list[float]) -> str:
+    """The last value of a curve, in four digits; a dash if there is none."""
+    return f"{values[-1]:#.4g}" if values else "–"
 
 
 @rc_context(STYLE)
@@ -238,99 +183,70 @@ def draw(runs: list[Path], output: Path) -> Path:
     """
     runs = list({os.path.realpath(run): run for run in runs}.values())
     data = [read_metrics(run) for run in runs]
-    single, scores = len(runs) == 1, group_scores([evals for _, evals in data])
+    single, keys = len(runs) == 1, find_panels(data)
+    differing = [[]] if single else differing_settings(runs)
 
     # Make the panels, which share the steps. 200 dpi are twice the pixels that a README shows.
-    height = (6 if single else 5.6 + 0.2 * len(runs)) + 1.4 * len(scores)
-    figure = Figure(figsize=(8, height), dpi=200)
+    height = 3.6 + 1.2 * len(keys) + (0 if single else 0.2 * len(runs))
+    figure = Figure(figsize=(8, height), dpi=200, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.06)
-    heights = [3, *[1.2] * len(scores), 1, 1]
-    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    loss_axes, *score_axes, lr_axes, rate_axes = panels
+    ratios = [3, *[1] * len(keys)]
+    loss_axes, *panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
 
-    baselines, units, smoothed = set(), set(), False
-    differing = [[]] if single else differing_settings(runs)
     for i, (name, (train, evals)) in enumerate(zip(short_names(runs), data, strict=True)):
-        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)]}
-        style["linestyle"] = DASHES[i // len(COLORS) % len(DASHES)]
+        color, dashes = f"C{i % 10}", DASHES[i // 10 % len(DASHES)]
 
-        # Draw learning rate and throughput. Averaging would make a slow start look longer.
-        draw_curve(lr_axes, train, column(train, "lr"), **style)
-        for key in list(train.values())[-1]:
-            if key.endswith("_per_second"):
-                unit = one_line(key.removesuffix("_per_second").replace("_", " "), 30)
-                units.add(fill(unit, 12))  # a longer line would reach the next panel's label
-                draw_curve(rate_axes, train, column(train, key), **style, linewidth=0.9)
-
-        # Draw the training loss: if it has many values, their means. A single run shows both.
-        losses, label = column(train, "loss"), "training"
-        if (width := smoothing_window(losses)) > 1:
-            label, smoothed = f"training, mean of {width} values", True
-            if single:
-                faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.4, **style}
-                draw_curve(loss_axes, train, losses, **faint, label="training, as logged")
-        look: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.7}
-        draw_curve(
-            loss_axes, train, smooth(losses), **style, **({"label": label} if single else look)
-        )
-
-        # Draw the validation loss, and write its final value.
-        losses, label = column(evals, "eval_loss"), "validation"
-        final = f"{losses[-1]:#.4g}" if losses else "–"
+        # Draw the losses: of a single run what was logged and its mean, too.
+        losses, scored = column(train, "loss"), column(evals, "eval_loss")
         if single:
-            style["color"] = COLORS[1]
+            width = smoothing_window(losses)
+            if width > 1:
+                plot(loss_axes, train, losses, color=color, alpha=0.4, label="training, as logged")
+            label = f"training, mean of {width} values" if width > 1 else "training"
+            plot(loss_axes, train, smooth(losses), color=color, label=label)
+            label = f"validation {final(scored)}"
+            if scored:
+                plot(loss_axes, evals, scored, color="C1", label=label)
         else:
+            faint: dict[str, Any] = {"linewidth": 0.8, "alpha": 0.5}
+            plot(loss_axes, train, smooth(losses), color=color, linestyle=dashes, **faint)
             more = [f"and {len(differing[i]) - 3} more"] if len(differing[i]) > 3 else []
             settings = one_line(", ".join([*differing[i][:3], *more]), 80)
-            label = "   ".join(filter(None, [final, name, settings]))
-        if losses or not single:
-            draw_evaluations(loss_axes, evals, losses, **style, zorder=3, label=label)
-        if losses and single:
-            place = (max(evals), losses[-1])
-            annotate(loss_axes, final, place, (8, 0), va="center", color=style["color"])
+            label = "   ".join(filter(None, [final(scored), name, settings]))
+            plot(loss_axes, evals, scored, color=color, linestyle=dashes, label=label)
 
-        # Collect the losses that need no learning, for one line each. An accuracy is not a loss.
-        newest = list(evals.values())[-1] if evals else {}
-        for key in newest:
-            baseline = key == "unigram_loss" or ("baseline" in key and "accuracy" not in key)
-            if baseline and not is_of_source(key, newest):
-                baselines.add((one_line(key.replace("_", " "), 50), column(evals, key)[-1]))
+        # Draw the others. Averaging a throughput would make a slow start look longer.
+        for axes, key in zip(panels, keys, strict=True):
+            rows = train if key == "lr" or key.endswith("_per_second") else evals
+            plot(axes, rows, column(rows, key), color=color, linestyle=dashes)
 
-    # Draw the baselines, then title and legends: above the panels, where they hide no curve.
-    ends = [column(evals, "eval_loss")[-1] for _, evals in data if evals]
-    for label, value in sorted(baselines)[:MAX_LABELS]:
-        if not math.isnan(value):
-            side = -1 if any(end > value for end in ends) else 1  # away from the curves' ends
-            loss_axes.axhline(value, color=GREY, linewidth=0.8, linestyle=(0, (5, 4)), zorder=1)
-            right = {"xycoords": loss_axes.get_yaxis_transform(), "ha": "right", "color": GREY}
-            right["va"] = "bottom" if side > 0 else "top"
-            annotate(loss_axes, f"{label} {value:#.4g}", (1, value), (-4, 3 * side), **right)
-    loss_axes.margins(y=0.09)  # room for the labels of the baselines
-    if single:  # the title is above the legend, since it may be long
-        loss_axes.set_title(short_names(runs)[0], loc="left", pad=22, weight="bold")
-        loss_axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
-    else:
-        label = "validation loss: its final value, the run"
-        label += ", settings that differ" if any(differing) else ""
-        lines = [Line2D([], [], color=GREY, label=label)]
-        label = "training loss" + (", mean over about 8% of the run" if smoothed else "")
-        lines.append(Line2D([], [], color=GREY, linewidth=0.8, label=label))
-        handles = [*lines, *loss_axes.get_legend_handles_labels()[0]]
-        loss_axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1))
-    for axes, keys in zip(score_axes, scores, strict=True):
-        draw_scores(axes, keys, [evals for _, evals in data])
+    for label, value in find_baselines(data):
+        loss_axes.axhline(value, color="grey", linestyle="--", label=f"{label} {value:#.4g}")
+
+    # Title and legend are above the panels, where they hide no curve.
+    title = short_names(runs)[0] if single else "validation loss, and training loss in faint"
+    loss_axes.set_title(title, loc="left", fontsize="medium")
+    figure.legend(loc="outside upper left", ncols=2 if single else 1, frameon=False)
 
     # Format the axes.
-    loss_axes.set(ylabel="loss")
-    lr_axes.set(ylabel="learning rate", ylim=(0, None))
-    lr_axes.ticklabel_format(axis="y", scilimits=(-2, 4))
-    rate = " or\n".join(sorted(units)[:MAX_LABELS]) + " / s" if units else "throughput"
-    rate_axes.set(xlabel="optimizer step", ylabel=rate, ylim=(0, None))
-    rate_axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    rate_axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    rate_axes.xaxis.set_major_locator(MaxNLocator(10, steps=NICE, integer=True, min_n_ticks=1))
-    for axes in (lr_axes, rate_axes):
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=NICE))
+    loss_axes.set_ylabel("loss")
+    for axes, key in zip(panels, keys, strict=True):
+        label = one_line(key.removesuffix("_per_second").replace("_", " "), 24)
+        low, high = axes.dataLim.intervaly
+        if key == "lr" or key.endswith("_per_second"):
+            label = "learning rate" if key == "lr" else f"{label} / s"
+            axes.set_ylim(0, None)
+        elif single:
+            label += f"\n{final(column(data[0][1], key))}"
+        if key.endswith("_per_second"):
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        elif 0 < 20 * low < high and high > 1:  # as of perplexities
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_ylabel(label)
+    panels[-1].set_xlabel("optimizer step")
+    panels[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    panels[-1].xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
     figure.align_ylabels()
     return save_figure(figure, output)

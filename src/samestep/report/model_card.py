@@ -1,6 +1,5 @@
 """Writes the model card: the README.md beside a trained model, with usage, scores and settings."""
 
-import json
 import re
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCardData
 
 from samestep.base.console import one_line
-from samestep.base.files import replace_text
+from samestep.base.files import read_json_object, replace_text
 
 # The pipelines of transformers, by a part of the model's class name in config.json.
 PIPELINES = {
@@ -29,16 +28,11 @@ def pipeline_task(folder: Path) -> str | None:
     """
     if (folder / "adapter_config.json").is_file():
         return "text-generation"
-    try:
-        if not (folder / "config.json").is_file():  # a named pipe would block
-            return None
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        name, is_encoder_decoder = str(config["architectures"][0]), config.get("is_encoder_decoder")
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
+    config = read_json_object(folder / "config.json")
+    name = str(config.get("architectures"))  # a list of one
     task = next((task for end, task in PIPELINES.items() if end in name), None)
     generates = task in (None, "text-generation")  # a classifier may have a decoder, too
-    return TEXT_TO_TEXT if is_encoder_decoder and generates else task
+    return TEXT_TO_TEXT if config.get("is_encoder_decoder") and generates else task
 
 
 def escape_markdown(text: object, longest: int = 100) -> str:
@@ -49,8 +43,7 @@ def escape_markdown(text: object, longest: int = 100) -> str:
 def example_code(task: str, folder: Path, final: Path) -> str:
     """Python code that uses the model: the pipeline of transformers, where there is one."""
     name = repr(str(final))
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    config = read_json_object(folder / "config.json")
     if task == TEXT_TO_TEXT:
         source = repr(f"{config.get('source_prefix', '')}a text")
         return f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -96,29 +89,32 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     )
     settings = yaml.safe_dump(config, sort_keys=False).strip()
     fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`+", settings))])
-    background = config["task"].get("background") if task == "image-classification" else None
     steps = f"{run_info['step']:,} steps"
     if run_info["step"] < run_info["steps"]:
         steps += f" (the best evaluation in {run_info['steps']:,})"
     source = escape_markdown(config["task"].get("data") or "the data of task.py")
+    versions = ", ".join(f"{name} {number}" for name, number in run_info["versions"].items())
     parts = [
-        f"---\n{header.to_yaml()}\n---" if header.to_dict() else "",
+        f"---\n{header.to_yaml()}\n---",
         f"# {escape_markdown(config['project'])}: {escape_markdown(final.parent.name)}",
         f"Trained for {steps} of {config['global_batch_size']} samples, out of "
-        f"{data['samples']:,}, from {source} "
-        f"(data fingerprint {data['fingerprint']}).",
-        f"```python\n{example_code(task, folder, final)}\n```" if task else "",
-        f"Training put transparent images on {escape_markdown(background)}, and samestep predict "
-        "does the same; `pipeline` ignores transparency: put such images on that colour first."
-        if background
-        else "",
+        f"{data['samples']:,}, from {source} (data fingerprint {data['fingerprint']}).",
+    ]
+    if task:
+        parts.append(f"```python\n{example_code(task, folder, final)}\n```")
+    background = config["task"].get("background")
+    if background and task == "image-classification":
+        parts.append(
+            f"Training put transparent images on {escape_markdown(background)}, and samestep "
+            "predict does the same; `pipeline` ignores transparency: put such images on that "
+            "colour first."
+        )
+    parts += [
         f"## Evaluation\n\n{score_table(run_info['scores'])}",
         f"## Settings\n\n{fence}yaml\n{settings}\n{fence}",
-        f"## Hardware and versions\n\n{run_info['hardware']}\n\n"
-        + ", ".join(f"{n} {number}" for n, number in run_info["versions"].items()),
+        f"## Hardware and versions\n\n{run_info['hardware']}\n\n{versions}",
     ]
-    text = "\n\n".join(part for part in parts if part)
-    (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def set_section(folder: Path, title: str, text: str) -> None:

@@ -5,6 +5,7 @@ no other step waits.
 """
 
 import contextlib
+import os
 import resource
 import socket
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
+from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from samestep.base.console import IS_MAIN, one_line, say
@@ -177,42 +179,75 @@ def peak_memory(device: torch.device) -> float:
 class Profiler:
     """Writes what the CPU and the device do in a few steps: a trace for each process, and a table.
 
-    ui.perfetto.dev and TensorBoard's profiler show traces.
+    `steps`: the first and the last, and, to repeat it, after how many steps. The step before the
+    first is the warm-up: the profiler starts in it, which takes seconds on a GPU. In other steps
+    nothing is recorded, and nothing costs time.
+
+    Under `nsys profile` Nsight Systems records the same steps, with NVTX ranges for torch's
+    operators.
     """
 
     def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
-        self.meter, self.accelerator, self.folder = meter, meter.accelerator, output / "profile"
-        self.first, self.last = steps or (0, 0)
-        self.context: Any = None
+        self.meter, self.accelerator, self.output = meter, meter.accelerator, output / "profile"
+        self.first, self.last, self.every = [*(steps or (0, 0)), 0][:3]
+        self.cuda = self.accelerator.device.type == "cuda"
+        self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
         self.profile: Any = None
+        self.recording: contextlib.ExitStack | None = None  # between the first step and the last
+        self.ranges = contextlib.ExitStack()  # those of a step that is recorded
 
     def begin(self, step: int) -> None:
         """Before a step."""
-        if step == self.first:
-            self.context = self.accelerator.profile(ProfileKwargs(record_shapes=True))
+        while self.every and not self.recording and step > self.first:
+            self.first, self.last = self.first + self.every, self.last + self.every
+        if step in (self.first - 1, self.first) and not (self.profile or self.nsys):
             with self.meter.paused():
-                self.profile = self.context.__enter__()
+                options = ProfileKwargs(record_shapes=True, profile_memory=True)
+                self.profile = options.build()
+                self.profile.prepare_trace()
+        if step == self.first:
+            with self.meter.paused():
+                self.start()
+        if self.recording:
+            self.ranges.enter_context(record_function(f"step {step}"))
+
+    def start(self) -> None:
+        """Starts to record."""
+        self.recording = contextlib.ExitStack()
+        if self.nsys:
+            torch.cuda.profiler.start()
+            self.recording.callback(torch.cuda.profiler.stop)
+            self.recording.enter_context(torch.autograd.profiler.emit_nvtx())
+            return
+        self.profile.start_trace()
+        if self.cuda:
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self.recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def end(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
-        if self.profile and step == self.last:
-            with self.meter.paused():
-                _, problem = catch(self.write)
-            self.profile = None
+        self.ranges.close()
+        if self.recording and step == self.last:
+            with self.meter.paused(), self.recording:
+                _, problem = catch(self.write) if self.profile else (None, None)
+            self.profile = self.recording = None
             if problem:
                 say(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
-        """Writes the trace of this process and, on the main process, the table."""
-        self.context.__exit__(None, None, None)
-        self.folder.mkdir(exist_ok=True)
-        name = f"process-{self.accelerator.process_index}.pt.trace.json.gz"
-        self.profile.export_chrome_trace(str(self.folder / name))
+        """Writes the trace of this process and its memory; on the main process, the table."""
+        self.profile.stop_trace()
+        folder = self.output / f"steps-{self.first}-{self.last}"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"process-{self.accelerator.process_index}"
+        self.profile.export_chrome_trace(str(folder / f"{name}.pt.trace.json.gz"))
+        if self.cuda:
+            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
         if IS_MAIN:
-            where = "cpu" if self.accelerator.device.type == "cpu" else "device"
+            where = "device" if self.cuda else "cpu"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
-            (self.folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
+            (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
             say(
-                f"profile of steps {self.first} to {self.last}: {self.folder}; operations.txt has "
-                "the longest operations, and ui.perfetto.dev shows the traces"
+                f"profile of steps {self.first} to {self.last}: {folder}; operations.txt has the "
+                "longest operations, and ui.perfetto.dev shows the traces"
             )

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +45,10 @@ class Log:
     interval = 10  # seconds between lines of the training loss on a terminal
     untracked = ("batch_hash", "sample_ids")  # in the file, not in the tracker
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
-    unshown = ("samples", "epoch", *shares, *untracked)  # in the file, not on the screen
+    unshown = ("step", "samples", "epoch", *shares, *untracked)  # in the file, not on the screen
 
     def __init__(self, accelerator: "Accelerator", config: dict, first_step: int, max_steps: int):
-        self.accelerator, self.first_step, self.max_steps = accelerator, first_step, max_steps
+        self.accelerator, self.max_steps = accelerator, max_steps
         # W&B drops lines whose `step=` a killed run has passed. It gets the step as a metric.
         self.passes_step = config["tracker"] != "wandb"
         self.bar = tqdm(
@@ -63,8 +62,7 @@ class Log:
         self.shown_at = -math.inf  # time of the last line on the screen
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if IS_MAIN:
-            path = Path(config["output_dir"]) / "metrics.jsonl"
-            self.file = open(path, "ab+")
+            self.file = open(Path(config["output_dir"]) / "metrics.jsonl", "ab+")
             if self.file.tell():
                 self.file.seek(-1, os.SEEK_END)
                 if self.file.read() != b"\n":  # a kill has cut off the last line
@@ -87,9 +85,7 @@ class Log:
             self.file.flush()
         if "save_seconds" in line:  # a checkpoint must not be on the disk without its metrics
             os.fsync(self.file.fileno())
-        self.track(
-            {name: v for name, v in line.items() if name not in self.untracked}, line["step"]
-        )
+        self.track({n: v for n, v in line.items() if n not in self.untracked}, line["step"])
         self.show_line(line)
 
     def show_line(self, line: dict) -> None:
@@ -100,34 +96,29 @@ class Log:
         """
         due = [line] if {"eval_loss", "event"} & line.keys() else []
         if "loss" in line:
-            rate = next(n for n in line if n.endswith("_per_second"))
-            numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {show_rate(rate, line)}"
+            rate = next(show(n, v) for n, v in line.items() if n.endswith("_per_second"))
+            numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
             self.pending = [line]
         waited = time.monotonic() - self.shown_at
         if self.pending and (due or self.bar.disable or waited > self.interval):
             due, self.pending, self.shown_at = self.pending + due, [], time.monotonic()
         for each in due:
-            say("  ".join(self.describe(each)))
+            self.say_line(each)
 
-    def describe(self, line: dict) -> Iterator[str]:
-        """The words of a line on the screen; that of the training loss tells the time left."""
-        step = line["step"]
-        yield f"step {step}/{self.max_steps}"
+    def say_line(self, line: dict) -> None:
+        """Prints a line; that of the training loss tells the time left."""
+        step, words = line["step"], [f"step {line['step']}/{self.max_steps}"]
         for name, value in line.items():
-            if name.endswith("_per_second"):
-                yield show_rate(name, line)
-            elif name != "step" and self.is_shown(name, line):
-                yield f"{name} {value}" if isinstance(value, str) else f"{name} {value:.5g}"
+            score = name.partition("/")[0]  # of a single source only the loss is shown
+            of_source = score != name and score in line and score != "eval_loss"
+            if score not in self.unshown and not of_source:
+                words.append(show(name, value))
         if "loss" in line and self.first and self.first[0] < step < self.max_steps:
             first, began = self.first
             left = (time.monotonic() - began) / (step - first) * (self.max_steps - step)
-            yield f"{tqdm.format_interval(left)} left"
-
-    def is_shown(self, name: str, line: dict) -> bool:
-        """Whether the screen shows this value of a line; of a single source it shows the loss."""
-        score = name.partition("/")[0]
-        return score not in self.unshown and (score in (name, "eval_loss") or score not in line)
+            words.append(f"{tqdm.format_interval(left)} left")
+        say("  ".join(words))
 
     def track(self, values: dict, step: int) -> None:
         """Sends values to the tracker."""
@@ -162,9 +153,11 @@ class Log:
             self.file.close()
 
 
-def show_rate(name: str, line: dict) -> str:
-    unit = name.removesuffix("_per_second").replace("_", " ")
-    return f"{line[name]:,.0f} {unit}/s"
+def show(name: str, value: object) -> str:
+    """A name and its value, in a few digits, for the screen."""
+    if name.endswith("_per_second"):
+        return f"{value:,.0f} {name.removesuffix('_per_second').replace('_', ' ')}/s"
+    return f"{name} {value}" if isinstance(value, str) else f"{name} {value:.5g}"
 
 
 def check_tracker(tracker: str, offline: bool) -> None:

@@ -94,8 +94,8 @@ class RunConfig:
     upload_code: bool = field(default=False, metadata=NOTHING)
     """W&B: also upload the code, the git commit and the uncommitted changes."""
     profile_steps: list[PositiveInt] | None = field(default=None, metadata=NOTHING)
-    """First and last step to profile, such as [10, 13]: writes traces, and a table of the longest
-    operations, into profile/ in the run folder."""
+    """First and last step to profile, such as [10, 13]; with [10, 13, 1000] again every 1000 steps.
+    Writes traces, memory and a table of the longest operations into profile/ in the run folder."""
 
     # Speed, memory and determinism
     gradient_compression: Literal["none", "bf16", "fp16"] = "none"

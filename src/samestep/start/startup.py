@@ -108,8 +108,9 @@ def read_config(config_class: type, about: str) -> tuple[Any, list[str]]:
         setattr(cfg, name, os.path.expanduser(getattr(cfg, name)))
     output, data = cfg.output_dir, folder_of_data(cfg)
     steps = cfg.profile_steps or [1, 1]
-    few = len(steps) == 2 and 0 <= steps[1] - steps[0] < 100
-    limit = "give the first and the last of at most 100 steps, such as [10, 13]"
+    few = len(steps) in (2, 3) and 0 <= steps[1] - steps[0] < min([100, *steps[2:]])
+    limit = "give the first and the last of at most 100 steps, such as [10, 13], or [10, 13, 1000] "
+    limit += "for the same every 1000 steps"
     launcher = "to train, give it to the launcher: accelerate launch --config_file FILE train.py"
     shown = f"output_dir is {one_line(output, 100)}, "
     unread = cfg.config_file and not cfg.check
