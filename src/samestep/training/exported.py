@@ -67,13 +67,12 @@ def check(run: Run, folder: Path, asked: dict) -> tuple[str, bool]:
         return f"the exported model could not be confirmed: {one_line(problem)}", False
     import transformers
 
-    first = asked["asked"][0]
-    what = "logits" if "logits" in first else "answers"
-    what += f" to {len(asked['asked'])} "
-    what += "chats, by its chat template" if isinstance(first["given"], list) else "inputs"
+    chats = isinstance(asked["asked"][0]["given"], list)
+    kind = "chats, by its chat template" if chats else "inputs"
     return (
         f"transformers {transformers.__version__} loads it in {found['dtype']}, without the "
-        f"project, and gives the same {what} (largest difference {found['difference']:.1g})"
+        f"project, and gives the same answers to {len(asked['asked'])} {kind} (largest difference "
+        f"{found['difference']:.1g})"
     ), True
 
 
@@ -99,19 +98,12 @@ def compare(run: Run, folder: Path, asked: dict) -> dict:
             "rounding": "float16" if run.cfg.tf32 else asked["dtype"],
             "asked": asked["asked"],
         }
+        program = [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")]
+        options = {"capture_output": True, "text": True, "timeout": run.cfg.timeout}
         try:
-            ended = subprocess.run(
-                [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")],
-                input=json.dumps(facts),
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=run.cfg.timeout,
-            )
+            ended = subprocess.run(program, input=json.dumps(facts), env=env, **options)
         except subprocess.TimeoutExpired:
             return {"problem": f"the check took more than {run.cfg.timeout} s"}
-    try:
+    if ended.stdout:
         return json.loads(ended.stdout.splitlines()[-1])
-    except (ValueError, IndexError):
-        last = ended.stderr.strip().splitlines()[-1:] or [""]
-        return {"problem": f"the check ended with {ended.returncode}: {last[0]}"}
+    return {"problem": f"the check ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
