@@ -16,12 +16,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    HuggingFaceStorageReader,
+)
 
 from samestep.processes.ranks import Ranks
 
 RANK = int(os.environ.get("RANK", 0))
+NAMES = "rank-*.safetensors"
 PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
 
 
@@ -72,6 +76,8 @@ class TensorReader(HuggingFaceStorageReader):
 
     def __init__(self, folder: Path):
         super().__init__(str(folder))
+        files = sorted(map(str, folder.glob(NAMES)))  # no hidden ones, which nobody has verified
+        self.fs.ls = lambda _: files
         self.found = self.read_metadata()
         self.storage_data = self.found.storage_data
         saved = self.found.state_dict_metadata
