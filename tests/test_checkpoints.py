@@ -66,22 +66,25 @@ def run_until(folder, limit):
     return calls
 
 
-def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
-    total = None
+def crash_at_each_call(folder):
+    """The number of calls to the disk in a commit, at each of which a crash has lost nothing."""
     for limit in range(200):
-        folder = tmp_path / str(limit)
-        save(folder, 1)
-        save(folder, 2)
-        calls = run_until(folder, limit)
-        found, manifest, passed_over = checkpoints.find_checkpoint(folder, "auto")
+        path = folder / str(limit)
+        save(path, 1)
+        save(path, 2)
+        calls = run_until(path, limit)
+        found, manifest, passed_over = checkpoints.find_checkpoint(path, "auto")
         assert manifest["step"] in (2, 3) and passed_over == []
         # The next run starts the same step again, and nothing of the crash is in its way.
-        assert save(folder, 3, keep=1) == folder / "step-00000003"
-        assert checkpoints.find_checkpoint(folder, "auto")[1]["step"] == 3
+        assert save(path, 3, keep=1) == path / "step-00000003"
+        assert checkpoints.find_checkpoint(path, "auto")[1]["step"] == 3
         if len(calls) < limit:
-            total = limit
-            break
-    assert total and total > 15
+            return limit - 1
+    raise AssertionError("more calls than expected")
+
+
+def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
+    assert crash_at_each_call(tmp_path) > 15
 
 
 def damages():

@@ -53,7 +53,7 @@ def whole(tiny, tmp_path_factory):
 
 
 def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
-    """Three steps each: 1, 2, 1, 2. Each process writes one file, and nothing else is written."""
+    """Three steps each: 1, 2, 1, 2. Each process writes a file, and nothing else is written."""
     output = half(whole, 3, tmp_path / "1")
     for step, processes in ((6, 2), (9, 1), (12, 2)):
         output = half(output, step - 3, tmp_path / str(step))
@@ -63,21 +63,17 @@ def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
             files = {file.name for file in path.iterdir()} - {"manifest.json"}
             writers = processes if path != checkpoint(output, step - 3) else len(files)
             assert files == {f"rank-{rank:05}.safetensors" for rank in range(writers)}
+        names, sizes = [], []
+        for path in checkpoint(output, step).glob("*.safetensors"):
+            sizes.append(path.stat().st_size)
+            with safe_open(path, "pt") as opened:
+                names += opened.keys()
+        # No tensor is written twice, and each process writes about as much.
+        assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
         check_close(checkpoint(output, step), checkpoint(whole, step), rel=2e-6)
         losses = {line["step"]: line["loss"] for line in lines(whole, "loss")}
         for line in lines(output, "loss"):
             assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-6)
-
-
-def test_processes_share_the_writing(tiny, tmp_path):
-    """No tensor is written twice, and each of two processes writes about a half."""
-    tiny.train(2, "--output_dir", tmp_path / "run", *FLAGS)
-    files = [*checkpoint(tmp_path / "run", 12).glob("*.safetensors")]
-    sizes, names = [file.stat().st_size for file in files], []
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            names += opened.keys()
-    assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
 
 
 @pytest.mark.slow
@@ -105,17 +101,21 @@ def test_fsdp2_continues_bit_by_bit(tiny, tmp_path, async_save):
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
-def test_a_field_that_is_gone_and_was_empty_or_is_new_with_its_default_is_no_change(tmp_path):
+def test_changes_of_settings(tmp_path):
     from samestep.checkpoint import checkpoints
 
-    def compare(value, new="all"):
-        saved = {"files": {}, "config": {"seed": 1, "task": {"classes": value}}}
-        now = {"config": {"seed": 1, "task": {"train_on": new}}}
-        defaults = {"seed": 0, "task.train_on": "all"}
-        return checkpoints.check_settings(tmp_path, saved, now, {}, True, defaults)
+    def compare(value, new="all", width=8, accept=True):
+        saved = {"files": {}, "config": {"task": {"classes": value, "width": 8}}}
+        now = {"config": {"task": {"train_on": new, "width": width}}}
+        effects, defaults = {"task.width": "shape"}, {"task.train_on": "all"}
+        return checkpoints.check_settings(tmp_path, saved, now, effects, accept, defaults)
 
     assert compare("") == [] and compare("a,b") == ["task.classes: a,b -> None"]
     assert compare("", "last") == ["task.train_on: None -> last"]
+    with pytest.raises(ValueError, match="task.width: 8 -> 16.* do not fit another task.width; gi"):
+        compare("", width=16)
+    with pytest.raises(ValueError, match="task.train_on: None -> last.* or --accept_changes to"):
+        compare("", "last", accept=False)
 
 
 # ---- In the background ---------------------------------------------------------------------------

@@ -190,6 +190,30 @@ def test_all_that_training_needs_comes_back_bit_by_bit(tmp_path, optimizer):
     assert (again / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
 
 
+def test_settings_that_the_optimizer_has_restored_are_those_of_now(tmp_path):
+    """Those that were not changed stay as restored: some optimizers keep a state among them."""
+
+    def build(kind=torch.optim.AdamW, **settings):
+        return state_of(torch.nn.Linear(2, 1), lambda groups, lr: kind(groups, lr, **settings))
+
+    old = build(betas=(0.9, 0.99), weight_decay=0.1)
+    group = old.optimizer.param_groups[0]
+    group["state_of_its_own"], group["eps"], group["lr"] = 7, 0.1, 3.0
+    group["tensor"] = torch.tensor([2.0, 0.1])
+    manifest = save(old, tmp_path)
+    new = build(betas=(0.5, 0.99), weight_decay=0.2)
+    new.load(tmp_path, manifest, manifest)
+    group = new.optimizer.param_groups[0]
+    assert group["betas"] == (0.5, 0.99) and group["weight_decay"] == 0.2
+    assert group["state_of_its_own"] == 7 and group["eps"] == 0.1 and group["lr"] == 0.1
+    assert torch.equal(group["tensor"], torch.tensor([2.0, 0.1]))
+    new = build(eps=0.3, weight_decay=0.1)
+    new.load(tmp_path, manifest, manifest)
+    assert new.optimizer.param_groups[0]["eps"] == 0.3  # changed in the code since then
+    with pytest.raises(ValueError, match="and build_optimizer gives 'SGD' and 'SGD'"):
+        build(torch.optim.SGD).load(tmp_path, manifest, manifest)
+
+
 # ---- Optimizers that hold more than torch's contract ---------------------------------------------
 
 WRONG = {

@@ -341,29 +341,23 @@ def prune(newest: Path, keep: int) -> None:
     """
     if not keep:
         return
+    best, _, broken = find_best(newest.parent, read_manifest(newest))
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
-    best, _, broken = best_of(older, read_manifest(newest))
     intact = [path for path in older if path not in broken and is_valid(path, hashed=False)]
     for path in intact[keep:]:
         if path not in (best, newest):
             remove(path)
 
 
-def find_best(folder: Path, manifest: dict) -> tuple[Path | None, float]:
+def find_best(folder: Path, current: dict) -> tuple[Path | None, float, list[Path]]:
     """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
-    For `manifest` see `best_of`."""
-    return best_of(list_checkpoints(folder), manifest)[:2]
-
-
-def best_of(paths: list[Path], current: dict) -> tuple[Path | None, float, list[Path]]:
-    """The checkpoint with the smallest eval_loss, or None, that loss, and better ones that are
-    broken. Only they are hashed: all would take too long.
+    Then better ones that are broken. Hashing all would take too long.
 
     Only losses on the validation data of the manifest `current` are compared. The oldest of equals
     wins.
     """
     losses, broken = [], []
-    for path in paths:
+    for path in list_checkpoints(folder):
         with contextlib.suppress(ValueError):
             saved = verify(path, hashed=False)
             loss = saved.get("eval_loss", math.nan)
@@ -386,7 +380,7 @@ def without_credentials(settings: Any) -> Any:
     if isinstance(settings, dict):
         return {name: without_credentials(value) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
-        return type(settings)(map(without_credentials, settings))
+        return [without_credentials(value) for value in settings]
     plain = isinstance(settings, str) and not re.search(r"\s", settings)
     return console.without_credentials(settings) if plain else settings
 

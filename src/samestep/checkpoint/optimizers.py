@@ -35,8 +35,9 @@ def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> No
     for p, values in states.items():
         found = optimizer.state.get(p, {})
         for key, value in values.items():
-            if key != "step" and torch.is_tensor(value) and torch.is_tensor(found.get(key)):
-                found[key] = value if found[key].dtype != value.dtype else found[key]
+            both = torch.is_tensor(value) and torch.is_tensor(found.get(key))
+            if both and key != "step" and found[key].dtype != value.dtype:
+                found[key] = value
             if not is_same(found.get(key), value):
                 raise lost(optimizer, key, names[p])
 
@@ -70,8 +71,7 @@ class ContractCheck:
         self.names, self.collect, self.steps = names, collect, 0
         self.depth = 0  # a class whose step calls that of its parent has the hooks called twice
         self.held: dict[str, Any] = {}
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p not in names for p in ordered):
+        if any(p not in names for group in optimizer.param_groups for p in group["params"]):
             raise UserError(
                 "build_optimizer gives a weight that is not in the model, so no checkpoint would "
                 "hold it; make it a part of the model, in task.build_model"
@@ -111,30 +111,28 @@ class ContractCheck:
     def reload(self, optimizer: torch.optim.Optimizer) -> None:
         """Gives it its own state, in which the smallest weight of each group has copies."""
         states = {p: dict(values) for p, values in optimizer.state.items()}
-        copied: States = {}
+        copied: list[tuple] = []
         for group in optimizer.param_groups:
-            some = sorted((p for p in group["params"] if p in states), key=torch.numel)[:1]
-            for p in some:
-                tensors = {n: v for n, v in states[p].items() if torch.is_tensor(v)}
-                copied[p] = tensors
-                states[p] |= {name: values.clone() for name, values in tensors.items()}
+            p = min((p for p in group["params"] if p in states), key=torch.numel, default=None)
+            tensors = [key for key, v in states.get(p, {}).items() if torch.is_tensor(v)]
+            for key in tensors:
+                copied.append((p, key, states[p][key]))
+                states[p][key] = states[p][key].clone()
         restore(optimizer, states, self.names)
-        for p, tensors in copied.items():
-            for key, values in tensors.items():
-                if optimizer.state[p][key] is values:
-                    raise lost(optimizer, key, self.names[p])
+        for p, key, before in copied:
+            if optimizer.state[p][key] is before:
+                raise lost(optimizer, key, self.names[p])
 
 
 def held_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer holds beside its state and its groups, by the place: versions of tensors,
     and numbers, also in lists, mappings and other optimizers.
     """
-    groups = optimizer.param_groups
+    groups, states = optimizer.param_groups, [*optimizer.state.values()]
     weights = [p for group in groups for p in group["params"]]
-    states = [*optimizer.state.values()]
-    tensors = [v for each in states if isinstance(each, dict) for v in each.values()]
-    seen = {*map(id, [optimizer.state, groups, *groups, *weights, *states])}
-    seen |= {id(each) for each in tensors if torch.is_tensor(each)}
+    moments = [v for each in states if isinstance(each, dict) for v in each.values()]
+    known = [optimizer.state, groups, *groups, *weights, *states]
+    seen = {id(each) for each in [*known, *filter(torch.is_tensor, moments)]}
     found: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:
@@ -143,18 +141,17 @@ def held_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         elif id(value) in seen:
             return
         seen.add(id(value))
+        inner: Any = ()
         if torch.is_tensor(value):
             found[place] = (id(value), value._version)
         elif isinstance(value, torch.optim.Optimizer):
             if not {*map(id, value.param_groups)} <= seen:  # the learning rate does not reach them
                 found[f"{place}.param_groups"] = object()
-            for name, inner in vars(value).items():
-                if name not in PER_STEP:
-                    walk(f"{place}.{name}", inner)
+            inner = [(name, each) for name, each in vars(value).items() if name not in PER_STEP]
         elif isinstance(value, Mapping | list | tuple):
-            pairs = value.values() if isinstance(value, Mapping) else value
-            for i, inner in enumerate(pairs):
-                walk(f"{place}.{i}", inner)
+            inner = enumerate(value.values() if isinstance(value, Mapping) else value)
+        for name, each in inner:
+            walk(f"{place}.{name}", each)
 
     walk("", optimizer)
     return found

@@ -433,12 +433,12 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict, effects: dict[str, s
     if step < point.max_steps:
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
-        _, point.best_loss = checkpoints.find_best(folder, manifest)
+        _, point.best_loss, _ = checkpoints.find_best(folder, manifest)
 
 
 def choose_best(point: StartPoint, manifest: dict) -> None:
     """Takes the checkpoint that is exported; it may be older than the newest."""
-    best, _ = checkpoints.find_best(point.checkpoint.parent, manifest)
+    best, *_ = checkpoints.find_best(point.checkpoint.parent, manifest)
     if best:
         point.checkpoint, point.saved = best, checkpoints.verify(best)
     else:

@@ -166,17 +166,19 @@ class Saver:
 
         Only losses on the validation data of the run are compared.
         """
-        start, best, loss, saved = self.run.start, None, math.inf, {}
+        run, best, loss, saved = self.run, None, math.inf, {}
         with self.ranks.fail_together(), as_user_error():
             if self.main:
-                best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
+                best, loss, _ = checkpoints.find_best(
+                    run.output / "checkpoints", run.start.manifest
+                )
                 saved = checkpoints.verify(best) if best else {}
         best, loss, saved = self.ranks.from_main((best, loss, saved))
         if best is None:
             say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
             return None
         with self.ranks.fail_together(), as_user_error():
-            self.state.load_weights(best, saved, start.manifest)
+            self.state.load_weights(best, saved, run.start.manifest)
         step = checkpoints.step_of(best)
         say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
         return step
