@@ -194,7 +194,7 @@ def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_says_what_was_checked(tmp_path):
-    """Adapters alone and merged, on chats; and an export that loses its template."""
+    """Adapters of chats; and an export that loses its template."""
     baked = bake(tmp_path, tracker="none")
     (baked.path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
     model = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 300}
@@ -203,7 +203,6 @@ def test_a_run_says_what_was_checked(tmp_path):
     for name, fields in {
         "base": {"data": "pydoc", **model},
         "lora": {**tune, "lora_rank": 4},
-        "merged": {**tune, "lora_rank": 4, "merge_lora": True},
     }.items():
         text = yaml.safe_dump({**recipe, "learning_rate": 0.01, "task": fields})
         (baked.path / "configs" / "train" / f"{name}.yaml").write_text(text)
@@ -218,15 +217,13 @@ def test_a_run_says_what_was_checked(tmp_path):
     saved = "save_pretrained(output)\n        if"
     lost = '(output / "chat_template.jinja").unlink()'
     task.write_text(task.read_text().replace(saved, saved.replace("if", f"{lost}\n        if")))
-    assert lost in task.read_text()
     printed = baked.train(1, "--config", "configs/train/lora.yaml", "--output_dir", "runs/lost")
     (line,) = re.findall("^warning: (the exported model .*)$", printed, re.M)
-    found = status(baked.path / "runs" / "lost")
+    found, folder = status(baked.path / "runs" / "lost"), baked.path / "runs" / "lost" / "model"
     assert found["state"] == "finished" and found["exit_code"] == 0
     assert found["export_check"] == line and "chat_template is not set" in line
-    card = (baked.path / "runs" / "lost" / "model" / "README.md").read_text()
-    assert "## Check" in card and "could not be confirmed" in card
-    assert (baked.path / "runs" / "lost" / "model" / "adapter_model.safetensors").exists()
+    assert "could not be confirmed" in (folder / "README.md").read_text()
+    assert (folder / "adapter_model.safetensors").exists()
 
 
 def test_a_task_without_questions_has_nothing_to_check(quick, tiny, tmp_path):

@@ -218,7 +218,7 @@ def test_settings_that_the_optimizer_has_restored_are_those_of_now(tmp_path):
 
 WRONG = {
     Composed: "Composed keeps parts.0.",
-    Merged: "Merged does not take momentum_buffer of ",
+    Merged: "Merged keeps parts.0.state.",
     Attributes: "Attributes keeps means.0 where no checkpoint looks",
 }
 

@@ -292,7 +292,7 @@ class TrainingState:
         return {bare_name(name): p for name, p in self.model().named_parameters()}
 
     def others(self) -> dict[str, Any]:
-        """What else has a state: its entries by the names of their tensors."""
+        """What else has a state, by the beginning of the names of its tensors."""
         objects = {f"registered.{i}.": o for i, o in enumerate(self.accelerator._custom_objects)}
         if self.accelerator.scaler:
             objects["scaler."] = self.accelerator.scaler
@@ -415,17 +415,17 @@ class TrainingState:
     def load_moments(self, reader: TensorReader) -> None:
         """Gives the optimizer the state that was saved for each weight, and no other."""
         parameters, tensors, states = self.parameters(), {}, defaultdict(dict)
-        places = {}
         for saved in reader.shapes:
             kind, _, name = saved.partition(".")
             name, _, key = name.rpartition(".")
             if kind in ("state", "number") and name in parameters:
                 tensors[saved] = empty_moment(parameters[name], reader, saved)
-                places[saved] = parameters[name], key
+                states[parameters[name]][key] = saved
         reader.read(tensors)
-        for saved, (parameter, key) in places.items():
-            value = tensors[saved]
-            states[parameter][key] = value.item() if saved.startswith("number.") else value
+        for names in states.values():
+            for key, saved in names.items():
+                value = tensors[saved]
+                names[key] = value.item() if saved.startswith("number.") else value
         restore(self.bare_optimizer(), states, {p: name for name, p in parameters.items()})
 
 
