@@ -113,21 +113,6 @@ assert not torch.allclose(a, c, atol=1e-3)
     assert not (project.path / "runs" / "merged" / "model" / "adapter_config.json").exists()
 
 
-def test_adapters_do_not_go_on_from_other_weights(project, tuned):
-    """The folder holds another model now: a checkpoint of adapters does not fit it any more."""
-    model = project.path / "runs" / "base" / "model" / "model.safetensors"
-    kept, weights = model.read_bytes(), load_file(model)
-    weights["model.norm.weight"][3] += 0.5
-    try:
-        save_file(weights, model, metadata={"format": "pt"})
-        output = project.path / "runs" / "lora-other"
-        shutil.copytree(checkpoint(tuned["lora"], 3), checkpoint(output, 3))
-        printed = project.train(1, *recipe_of("lora"), "--output_dir", output, codes=(2,))
-        assert "was trained with other pretrained weights" in printed.splitlines()[-1]
-    finally:
-        model.write_bytes(kept)
-
-
 # ---- What comes after training -------------------------------------------------------------------
 
 

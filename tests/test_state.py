@@ -9,7 +9,6 @@ from safetensors import safe_open
 
 from conftest import read_checkpoint, read_weights
 from samestep.checkpoint import tensor_files, weights
-from samestep.training import saving
 
 ONE = SimpleNamespace(gather=lambda value: [value])  # the ranks of a run of one process
 PATH = "checkpoints/step-00000003"
@@ -319,15 +318,3 @@ def test_the_scaler_and_registered_objects_come_back(tmp_path):
     manifest = save(old, tmp_path / "fp32")
     with pytest.raises(ValueError, match="was not trained in fp16"):
         prepared(1, 1.0).load(tmp_path / "fp32", manifest, manifest)
-
-
-def test_copies_in_host_memory_are_used_again():
-    parts = {"a": torch.arange(6.0)[::2], "b": torch.tensor(3), "c": torch.zeros(0)}
-    first = saving.host_copies(parts, {})
-    parts["a"] += 1
-    assert first["a"].tolist() == [0, 2, 4]
-    second = saving.host_copies(parts, first)
-    assert second["a"] is first["a"] and second["a"].tolist() == [1, 3, 5]
-    wider = torch.ones(20, dtype=torch.float64)
-    third = saving.host_copies({**parts, "b": wider}, second)
-    assert torch.equal(third["b"], wider) and third["a"] is first["a"]
