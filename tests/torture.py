@@ -76,7 +76,7 @@ def training_kills(tiny, root, kills, draw, processes, check_same_end, alike=(),
     for each in [1] if alike else processes:
         unbroken[each] = root / f"unbroken-{each}-{len(alike)}"
         if not unbroken[each].exists():
-            tiny.train(each, *CHAIN, *alike, "--output_dir", unbroken[each])
+            tiny.train(each, *CHAIN, *alike, "--output_dir", unbroken[each], timeout=3600)
 
     def start(output, number):
         each = next(numbers) if alike else processes[number % len(processes)]
@@ -154,7 +154,7 @@ def main():
         for number, case in enumerate(signals):
             test_stopping.stop(tiny, root / f"stop-{number}", *case)
         for number in range(50):
-            tiny.train(2, "--max_steps", 2, "--output_dir", root / f"exit-{number}")
+            tiny.train(2, "--max_steps", 2, "--output_dir", root / f"exit-{number}", timeout=3600)
     print(
         f"survived: {tried} kills, {begun} with saves in the background, {changes} after which "
         f"exact went on with another number of processes, {stops} of preparations, {points} crash "
