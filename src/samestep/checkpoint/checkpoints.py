@@ -172,8 +172,11 @@ def add_to_manifest(path: Path, entries: dict) -> None:
 
 
 def total_size(path: Path) -> int:
-    """Bytes of a checkpoint's files."""
-    return sum(file_sizes(path).values())
+    """Bytes of a checkpoint's files; 0 if they cannot be listed."""
+    try:
+        return sum(file_sizes(path).values())
+    except OSError:
+        return 0
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

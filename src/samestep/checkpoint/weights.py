@@ -387,12 +387,8 @@ class TrainingState:
         Raises ValueError if they, or the frozen weights, do not fit. For the arguments see `load`.
         """
         check_kind(path, saved, self.accelerator)
-        if IS_MAIN and saved.get("frozen_weights", "") != manifest.get("frozen_weights", ""):
-            raise ValueError(
-                f"{path} was trained with other pretrained weights; give those weights, or another "
-                "--output_dir"
-            )
         if this_layout().deepspeed:
+            check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
             return
         reader, bare = TensorReader(path), self.model()
@@ -403,6 +399,7 @@ class TrainingState:
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
         check_shapes(tensors | self.other_states() | elsewhere, reader, path)
+        check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
         names = {f"model.{bare_name(name)}": name for name in bare.state_dict()}
@@ -443,6 +440,15 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
     elif wanted == written:
         return
     raise ValueError(f"{path} is of {kind}; {remedy}, or give another --output_dir")
+
+
+def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
+    """Raises ValueError if the frozen weights are others; the main process has their digest."""
+    if IS_MAIN and saved.get("frozen_weights", "") != manifest.get("frozen_weights", ""):
+        raise ValueError(
+            f"{path} was trained with other pretrained weights; give those weights, or another "
+            "--output_dir"
+        )
 
 
 def is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
