@@ -5,28 +5,33 @@
 
 torch.distributed.checkpoint (DCP) plans which process writes or reads which part of a tensor, so
 one process, DDP, FSDP2, HSDP and tensor parallelism read each other's files. The files hold tensors
-and their places, nothing that is executed. torch's reader of this format reads them. Its writer
-would keep two more copies of a file in memory.
+and their places, nothing that is executed. torch's HuggingFaceStorageReader reads them, too. They
+are not written by its HuggingFaceStorageWriter: that keeps two more copies of a file in memory.
 """
 
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    HuggingFaceStorageReader,
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 
 from samestep.processes.ranks import Ranks
 
 RANK = int(os.environ.get("RANK", 0))
-NAMES = "rank-*.safetensors"
 PLACES = "DCP_SHARDING_INFO"  # the name under which torch's reader looks for the places
+NAMES = "rank-*.safetensors"
 
 
 @dataclass
@@ -71,22 +76,45 @@ def write_share(share: Share, folder: Path) -> None:
         save_file(parts, folder / f"rank-{RANK:05}.safetensors", metadata)
 
 
-class TensorReader(HuggingFaceStorageReader):
+class TensorReader:
     """The tensors of a folder: `dtypes` and `shapes` by name. A process reads only its parts."""
 
     def __init__(self, folder: Path):
-        super().__init__(str(folder))
-        files = sorted(map(str, folder.glob(NAMES)))  # no hidden ones, which nobody has verified
-        self.fs.ls = lambda _: files
-        self.found = self.read_metadata()
-        self.storage_data = self.found.storage_data
-        saved = self.found.state_dict_metadata
-        self.dtypes = {name: each.properties.dtype for name, each in saved.items()}
-        self.shapes = {name: each.size for name, each in saved.items()}
+        self.files: dict[tuple, Path] = {}  # by the name and the offsets of a part
+        self.dtypes, self.shapes, self.chunks = {}, {}, defaultdict(list)
+        for path in sorted(folder.glob(NAMES)):
+            with safe_open(path, "pt") as file:
+                for name, place in json.loads(file.metadata()[PLACES]).items():
+                    offsets = torch.Size(place["saved_offsets"])
+                    sizes = torch.Size(file.get_slice(name).get_shape())
+                    self.files[name, offsets] = path
+                    self.dtypes[name] = getattr(torch, place["dtype"])
+                    self.shapes[name] = torch.Size(place["shape"])
+                    self.chunks[name].append(ChunkStorageMetadata(offsets, sizes))
 
     @torch.no_grad()
     def read(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrites these tensors, which must have the shapes of the saved ones."""
+        saved: dict[str, Any] = {
+            name: TensorStorageMetadata(
+                TensorProperties(self.dtypes[name]), self.shapes[name], self.chunks[name]
+            )
+            for name in tensors
+        }
         planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(tensors, self.found, is_coordinator=True)
-        self.read_data(planner.create_local_plan(), planner)
+        planner.set_up_planner(tensors, Metadata(saved), is_coordinator=True)
+        by_file = defaultdict(list)
+        for item in planner.create_local_plan().items:
+            index = item.storage_index
+            by_file[self.files[index.fqn, index.offset]].append(item)
+        for path, items in by_file.items():
+            with safe_open(path, "pt") as file:
+                for item in items:
+                    name = item.storage_index.fqn
+                    if [*item.lengths] == file.get_slice(name).get_shape():
+                        part = file.get_tensor(name)
+                    else:
+                        ends = zip(item.storage_offsets, item.lengths, strict=True)
+                        where = tuple(slice(first, first + length) for first, length in ends)
+                        part = file.get_slice(name)[where]
+                    planner.resolve_tensor(item).detach().copy_(part)
