@@ -38,7 +38,7 @@ def export(kit, folder, **fields):
         for values in model.parameters():
             values.mul_(4 if values.ndim > 1 else 1)
     start = SimpleNamespace(data=data, prepared=prepared)
-    config = SimpleNamespace(task=cfg, timeout=100, tf32=False, check_export=True)
+    config = SimpleNamespace(task=cfg, timeout=600, tf32=False, check_export=True)
     run = SimpleNamespace(task=kit.task, cfg=config, start=start)
     asked = ending.ask_trained(run, model)
     output = folder / "model"
