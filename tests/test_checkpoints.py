@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from conftest import reseal
+from samestep.base import files
 from samestep.checkpoint import checkpoints
 
 FILES = {"model.safetensors": b"weights" * 999, "optimizer.bin": b"moments", "inner/rng.pkl": b"4"}
@@ -55,7 +56,7 @@ def run_until(folder, limit):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in [
             (os, "fsync"), (os, "rmdir"), (os, "unlink"), (checkpoints.Path, "rename"),
-            (checkpoints.json, "dump"), (checkpoints, "hash_blocks"),
+            (checkpoints.json, "dumps"), (checkpoints, "describe_files"),
         ]:  # fmt: skip
             patch.setattr(owner, name, counted(getattr(owner, name)))
         try:
@@ -65,22 +66,25 @@ def run_until(folder, limit):
     return calls
 
 
-def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
-    total = None
+def crash_at_each_call(folder):
+    """The number of calls to the disk in a commit, at each of which a crash has lost nothing."""
     for limit in range(200):
-        folder = tmp_path / str(limit)
-        save(folder, 1)
-        save(folder, 2)
-        calls = run_until(folder, limit)
-        found, manifest, passed_over = checkpoints.find_checkpoint(folder, "auto")
+        path = folder / str(limit)
+        save(path, 1)
+        save(path, 2)
+        calls = run_until(path, limit)
+        found, manifest, passed_over = checkpoints.find_checkpoint(path, "auto")
         assert manifest["step"] in (2, 3) and passed_over == []
         # The next run starts the same step again, and nothing of the crash is in its way.
-        assert save(folder, 3, keep=1) == folder / "step-00000003"
-        assert checkpoints.find_checkpoint(folder, "auto")[1]["step"] == 3
+        assert save(path, 3, keep=1) == path / "step-00000003"
+        assert checkpoints.find_checkpoint(path, "auto")[1]["step"] == 3
         if len(calls) < limit:
-            total = limit
-            break
-    assert total and total > 15
+            return limit - 1
+    raise AssertionError("more calls than expected")
+
+
+def test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(tmp_path):
+    assert crash_at_each_call(tmp_path) > 15
 
 
 def damages():
@@ -159,22 +163,28 @@ def test_each_bit_of_a_manifest_counts(tmp_path):
 
 
 @pytest.mark.parametrize("block, shares", [(1, 1), (4, 3), (1000, 2), (6999, 4)])
-def test_blocks_dealt_to_any_number_of_processes_vouch_for_the_same(
+def test_files_dealt_to_any_number_of_processes_vouch_for_the_same(
     tmp_path, monkeypatch, block, shares
 ):
+    """A file of several blocks has the digest of their digests."""
     monkeypatch.setattr(checkpoints, "BLOCK", block)
     partial, manifest = write(tmp_path, 3)
     (partial / "empty").write_bytes(b"")
-    digests = {}
-    for share in range(shares):
-        part = checkpoints.hash_files(partial, share, shares)
-        assert not {*part} & {*digests}
-        digests |= part
-    for (name, number), digest in digests.items():
-        content = (partial / name).read_bytes()[number * block : (number + 1) * block]
-        assert digest == hashlib.sha256(content).hexdigest()
-    path = checkpoints.commit(partial, manifest, digests)
-    assert checkpoints.verify(path)["files"]["optimizer.bin"]["bytes"] == 8
+    parts, files = [checkpoints.hash_files(partial, i, shares) for i in range(shares)], {}
+    for part in parts:
+        assert not {*part} & {*files}
+        files |= part
+    for name, about in files.items():
+        content = (partial / name).read_bytes()
+        blocks = [content[i : i + block] for i in range(0, max(len(content), 1), block)]
+        digests = [hashlib.sha256(each).hexdigest() for each in blocks]
+        joined = hashlib.sha256("".join(digests).encode()).hexdigest()
+        expected = {"bytes": len(content), "sha256": joined if digests[1:] else digests[0]}
+        assert about == expected
+    with pytest.raises(ValueError, match="empty is not visible to every process"):
+        checkpoints.commit(partial, manifest, {n: f for n, f in files.items() if n != "empty"})
+    path = checkpoints.commit(partial, manifest, files)
+    assert checkpoints.verify(path)["files"] == files
     content = bytearray((path / "model.safetensors").read_bytes())
     content[5000] ^= 1
     (path / "model.safetensors").write_bytes(content)
@@ -211,13 +221,6 @@ def test_a_broken_checkpoint_takes_the_place_of_none(tmp_path):
     save(tmp_path, 6, keep=2, eval_loss=6.0)
     assert names(tmp_path) == [f"step-0000000{i}" for i in (1, 2, 3, 5, 6)]
     assert checkpoints.verify(tmp_path / "step-00000001")["eval_loss"] == 2.0
-
-
-def test_what_a_crash_left_is_no_hindrance_whatever_it_is(tmp_path):
-    tmp_path.joinpath(".step-00000003.partial").write_text("a file")
-    tmp_path.joinpath(".step-00000001.partial").symlink_to("nothing")
-    assert save(tmp_path, 3, keep=1) == tmp_path / "step-00000003"
-    assert names(tmp_path) == ["step-00000003"]
 
 
 def test_pruning_never_takes_the_checkpoint_that_was_just_committed(tmp_path):
@@ -259,23 +262,22 @@ def test_ways_to_start(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    flushed, named = [], []
+    done, partial = [], write(tmp_path / "run" / "checkpoints", 3)[0]
 
-    def noted(name):
-        function = getattr(checkpoints, name)
-        return lambda path, *more: (flushed.append(path), function(path, *more))
+    def noted(owner, name):
+        function = getattr(owner, name)
+        call = lambda *given: (done.append((name, *given)), function(*given))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, call)
 
-    def rename(path, target, rename=checkpoints.Path.rename):
-        named.append((path, target, len(flushed)))
-        return rename(path, target)
-
-    partial, manifest = write(tmp_path / "run" / "checkpoints", 3)
-    for name in ("fsync", "replace_text"):
-        monkeypatch.setattr(checkpoints, name, noted(name))
-    digests = checkpoints.hash_files(partial)
-    monkeypatch.setattr(checkpoints.Path, "rename", rename)
-    final = checkpoints.commit(partial, manifest, digests)
-    [before] = [count for path, target, count in named if (path, target) == (partial, final)]
-    found = {str(path.relative_to(partial)) for path in flushed[:before]}
-    assert found == {*FILES, "inner", "manifest.json"}
-    assert flushed[before:] == [final.parent, final.parent.parent]
+    noted(checkpoints, "fsync"), noted(files, "fsync"), noted(checkpoints, "replace_text")
+    described = checkpoints.hash_files(partial)
+    assert {*done} == {("fsync", partial / name) for name in FILES}  # each process its own
+    noted(checkpoints.Path, "rename")
+    final = checkpoints.commit(partial, {"step": 3}, described)
+    place = done.index(("rename", partial, final))
+    flushed = [path for name, path, *_ in done[:place] if name == "fsync"]
+    for path in [*FILES, "inner", "manifest.json", ""]:
+        assert partial / path in flushed
+    written = [i for i, each in enumerate(done) if each[0] == "replace_text"]
+    assert len(written) == 1 and written[0] > len(FILES) - 1  # after the contents
+    assert [each[1] for each in done[place + 1 :]] == [final.parent, final.parent.parent]

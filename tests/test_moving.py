@@ -18,7 +18,6 @@ from conftest import (
 from test_sharding import train as sharded_run
 
 FLAGS = ["--save_every", 3, "--eval_every", 6, "--task.dropout", 0.0]
-PROCESSES = [pytest.param(1, marks=pytest.mark.slow), 2]
 ASYNC = [*FLAGS, "--async_save", "true"]
 
 
@@ -53,7 +52,7 @@ def whole(tiny, tmp_path_factory):
 
 
 def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
-    """Three steps each: 1, 2, 1, 2. Each process writes one file, and nothing else is written."""
+    """Three steps each: 1, 2, 1, 2. Each process writes a file, and nothing else is written."""
     output = half(whole, 3, tmp_path / "1")
     for step, processes in ((6, 2), (9, 1), (12, 2)):
         output = half(output, step - 3, tmp_path / str(step))
@@ -63,21 +62,17 @@ def test_a_run_moves_from_one_process_to_two_and_back(tiny, whole, tmp_path):
             files = {file.name for file in path.iterdir()} - {"manifest.json"}
             writers = processes if path != checkpoint(output, step - 3) else len(files)
             assert files == {f"rank-{rank:05}.safetensors" for rank in range(writers)}
+        names, sizes = [], []
+        for path in checkpoint(output, step).glob("*.safetensors"):
+            sizes.append(path.stat().st_size)
+            with safe_open(path, "pt") as opened:
+                names += opened.keys()
+        # No tensor is written twice, and each process writes about as much.
+        assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
         check_close(checkpoint(output, step), checkpoint(whole, step), rel=2e-6)
         losses = {line["step"]: line["loss"] for line in lines(whole, "loss")}
         for line in lines(output, "loss"):
             assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-6)
-
-
-def test_processes_share_the_writing(tiny, tmp_path):
-    """No tensor is written twice, and each of two processes writes about a half."""
-    tiny.train(2, "--output_dir", tmp_path / "run", *FLAGS)
-    files = [*checkpoint(tmp_path / "run", 12).glob("*.safetensors")]
-    sizes, names = [file.stat().st_size for file in files], []
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            names += opened.keys()
-    assert len(names) == len({*names}) == 16 and max(sizes) < 2 * min(sizes)
 
 
 @pytest.mark.slow
@@ -105,17 +100,21 @@ def test_fsdp2_continues_bit_by_bit(tiny, tmp_path, async_save):
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
-def test_a_field_that_is_gone_and_was_empty_or_is_new_with_its_default_is_no_change(tmp_path):
+def test_changes_of_settings(tmp_path):
     from samestep.checkpoint import checkpoints
 
-    def compare(value, new="all"):
-        saved = {"files": {}, "config": {"seed": 1, "task": {"classes": value}}}
-        now = {"config": {"seed": 1, "task": {"train_on": new}}}
-        defaults = {"seed": 0, "task.train_on": "all"}
-        return checkpoints.check_settings(tmp_path, saved, now, {}, True, defaults)
+    def compare(value, new="all", width=8, accept=True):
+        saved = {"files": {}, "config": {"task": {"classes": value, "width": 8}}}
+        now = {"config": {"task": {"train_on": new, "width": width}}}
+        effects, defaults = {"task.width": "shape"}, {"task.train_on": "all"}
+        return checkpoints.check_settings(tmp_path, saved, now, effects, accept, defaults)
 
     assert compare("") == [] and compare("a,b") == ["task.classes: a,b -> None"]
     assert compare("", "last") == ["task.train_on: None -> last"]
+    with pytest.raises(ValueError, match="task.width: 8 -> 16.* do not fit another task.width; gi"):
+        compare("", width=16)
+    with pytest.raises(ValueError, match="task.train_on: None -> last.* or --accept_changes to"):
+        compare("", "last", accept=False)
 
 
 # ---- In the background ---------------------------------------------------------------------------
@@ -151,17 +150,16 @@ def slowed(tiny):
     return make
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path, processes):
+def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path):
     """One save at a time, although each takes longer than the steps between two."""
     runs = [tmp_path / name for name in ("waiting", "background")]
-    tiny.train(processes, "--output_dir", runs[0], *FLAGS)
+    tiny.train(2, "--output_dir", runs[0], *FLAGS)
     program = slowed("assert not main; time.sleep(0.3)")
-    tiny.train(processes, "--output_dir", runs[1], *ASYNC, **program)
+    tiny.train(2, "--output_dir", runs[1], *ASYNC, **program)
     for step in (3, 6, 9, 12):
         files = [sorted(checkpoint(run, step).glob("*.safetensors")) for run in runs]
         assert [each.name for each in files[0]] == [each.name for each in files[1]]
-        assert len(files[0]) == processes
+        assert len(files[0]) == 2
         for mine, theirs in zip(*files, strict=True):
             assert mine.read_bytes() == theirs.read_bytes()
     committed = lines(runs[1], "commit_seconds")
@@ -172,69 +170,53 @@ def test_in_the_background_the_same_bytes_are_saved(tiny, slowed, tmp_path, proc
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_a_failure_in_the_background_ends_all_processes_in_one_line(
-    tiny, slowed, tmp_path, processes
-):
+def test_a_failure_in_the_background_ends_all_processes_in_one_line(tiny, slowed, tmp_path):
     """On the last process, at the second save; the first is kept."""
     output = tmp_path / "run"
-    code = f"if len(calls) == 2 and os.environ.get('RANK', '0') == '{processes - 1}':\n"
+    code = "if len(calls) == 2 and os.environ['RANK'] == '1':\n"
     code += "        raise ValueError('no more of this')"
     flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000]
-    printed = tiny.train(processes, *flags, codes=[2], timeout=180, **slowed(code))
+    printed = tiny.train(2, *flags, codes=[2], timeout=180, **slowed(code))
     assert printed.count("train.py: ") == 1 and "no more of this" in printed, printed
     assert "Traceback" not in printed
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["step-00000003"]
     assert 6 <= lines(output, "loss")[-1]["step"] < 100 and status(output)["exit_code"] == 2
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_kill_9_in_the_middle_leaves_the_checkpoint_before(
-    tiny, slowed, whole, tmp_path, processes
-):
-    output = tmp_path / "run"
+def begin_and_wait(tiny, slowed, code, folder, *flags):
+    """Two processes of which one has begun to write this checkpoint."""
+    runs = tiny.start(2, *ASYNC, *flags, **slowed(code))
+    wait_until(lambda: any(folder.glob("*")), runs[0], 240)
+    return runs
+
+
+def test_kill_9_in_the_middle_leaves_the_checkpoint_before(tiny, slowed, tmp_path):
+    output, unbroken = tmp_path / "run", tmp_path / "unbroken"
     code = "write(share, folder); len(calls) == 2 and time.sleep(60)"
-    flags = ["--output_dir", output, *ASYNC, "--task.row_seconds", 0.02]
-    runs = tiny.start(processes, *flags, **slowed(code))
-    try:
-        wait_until(
-            lambda: any((output / "checkpoints").glob(".step-00000006.partial/*")), runs[0], 240
-        )
-    finally:
-        for run in runs:
-            run.kill()
-            run.wait()
-    assert {p.name for p in (output / "checkpoints").iterdir()} == {
-        "step-00000003",
-        ".step-00000006.partial",
-    }
-    tiny.train(processes, *flags, "--task.row_seconds", 0, "--accept_changes")
-    unbroken = whole
-    if processes == 2:
-        unbroken = tmp_path / "unbroken"
-        tiny.train(2, "--output_dir", unbroken, *FLAGS)
+    partial = output / "checkpoints" / ".step-00000006.partial"
+    slow = ["--task.row_seconds", 0.02]
+    runs = begin_and_wait(tiny, slowed, code, partial, "--output_dir", output, *slow)
+    for run in runs:
+        run.kill()
+        run.wait()
+    assert {p.name for p in partial.parent.iterdir()} == {"step-00000003", partial.name}
+    tiny.train(2, "--output_dir", output, *ASYNC, "--accept_changes")
+    tiny.train(2, "--output_dir", unbroken, *FLAGS)
     assert digest(checkpoint(output, 12)) == digest(checkpoint(unbroken, 12))
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path, processes):
+def test_a_stop_waits_for_the_save_in_flight_and_saves(tiny, slowed, tmp_path):
     output = tmp_path / "run"
-    flags = ["--output_dir", output, *ASYNC, "--max_steps", 100_000, "--task.row_seconds", 0.01]
-    flags += ["--save_every", 5]
-    runs = tiny.start(processes, *flags, **slowed("len(calls) == 1 and time.sleep(1)"))
-    try:
-        wait_until(lambda: any((output / "checkpoints").glob(".step-*.partial")), runs[0], 240)
-        runs[-1].send_signal(signal.SIGTERM)
-        printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
-    finally:
-        for run in runs:
-            run.kill()
-    assert [run.returncode for run in runs] == [75] * processes, printed
+    flags = ["--max_steps", 100_000, "--task.row_seconds", 0.01, "--save_every", 5]
+    code = "write(share, folder); len(calls) == 1 and time.sleep(1)"
+    partial = output / "checkpoints" / ".step-00000005.partial"
+    runs = begin_and_wait(tiny, slowed, code, partial, "--output_dir", output, *flags)
+    runs[-1].send_signal(signal.SIGTERM)
+    printed = "".join("".join(run.communicate(timeout=180)) for run in runs)
+    assert [run.returncode for run in runs] == [75] * 2, printed
     last = lines(output, "loss")[-1]["step"]
-    assert {p.name for p in (output / "checkpoints").iterdir()} == {
-        "step-00000005",
-        f"step-{last:08d}",
-    }
+    saved = {p.name for p in (output / "checkpoints").iterdir()}
+    assert saved == {"step-00000005", f"step-{last:08d}"}
     assert f"stopped after step {last}" in printed
 
 

@@ -89,9 +89,7 @@ ARGUMENTS = [
     (["--temperature", "warm", "x"], "argument --temperature: invalid float value: 'warm'"),
     ([*LM, "--temperature", "-1", "x"], "cannot answer: ValueError: `temperature` (=-1.0)"),
     ([*LM, "--tokens", "-1", "x"], "cannot load lm: `max_new_tokens` must be greater than 0"),
-    (["--batch", "2.5", "x"], "argument --batch: invalid int value: '2.5'"),
     (["--bogus\n\x1b[31m"], "unrecognized arguments: --bogus \\x1b[31m"),
-    (["--model"], "argument --model: expected one argument"),
     (["--model", "a\nb\u202e", "x"], "there is no model in a b\\u202e; train first"),
     ([*LM, "--file", "none.txt"], "cannot read none.txt: No such file or directory"),
     ([*LM, "--file", "latin.txt"], "cannot read latin.txt: it is not UTF-8"),
@@ -101,7 +99,6 @@ ARGUMENTS = [
     ([*LM, "--system", "Be brief", "x"], "--system is a message of a chat; give --chat too"),
     (["--model", "chats", "--chat", "--file", "none.jsonl"], '{"messages": []} is no chat; write'),
     ([*NAMED, "who=role,value=content"], "is no chat: message 1 is from 'Patron', none of"),
-    ([*NAMED, "bot"], "task.roles: 'bot' gives no name a meaning; write each once, as"),
     (["--model", "chats", "--chat", "--file", "texts.txt", "x"], "give inputs or --file, not both"),
     (["--model", "short", "--tokens", "50", "x"], "give shorter texts or fewer --tokens"),
     (["--model", "adapters", "x"], "adapters belong to is gone: no folder runs/gone/model"),
@@ -141,10 +138,7 @@ def test_a_talk_keeps_its_chat_and_says_that_an_answer_is_empty(monkeypatch, cap
 # ---- Its models ----------------------------------------------------------------------------------
 
 
-CONFIGS = [
-    b"", b"null", b"[]", b"[" * 5000, b"\xff\xfe", b'{"architectures": null}',
-    b'{"architectures": []}', b'{"architectures": 5}',
-]  # fmt: skip
+CONFIGS = [b"null", b"[" * 5000, b"\xff\xfe", b'{"architectures": []}']
 
 
 @pytest.mark.parametrize("content", CONFIGS)
@@ -157,9 +151,7 @@ def test_a_config_that_is_none_is_no_model(models, tmp_path, content):
 
 FILES = {
     "torn weights": ("model.safetensors", b"torn", "cannot load"),
-    "no weights": ("model.safetensors", None, "cannot load"),
     "others' weights": ("model.safetensors", "classes", "its files lack 12 of its weights: lm_"),
-    "empty tokenizer": ("tokenizer.json", b"", "cannot load"),
     "odd size": ("config.json", {"hidden_size": "wide"}, "cannot load"),
     "code of its own": ("config.json", {"auto_map": {"AutoConfig": "evil.Config"}}, ""),
     "pipe for a config": ("config.json", "pipe", "holds no model of transformers"),
@@ -179,7 +171,7 @@ def test_a_broken_model_is_one_line(models, tmp_path, name):
         os.mkfifo(model / file)
     elif content == "classes":
         shutil.copy(models / content / file, model / file)
-    elif content is not None:
+    else:
         (model / file).write_bytes(content)
     result = programs.run(predict, tmp_path, "--model", "model", "x", stdin=b"y\n")
     assert refused(result, said) if said else result.returncode == 0
@@ -200,7 +192,7 @@ def test_each_line_is_answered_in_its_place(models, model, kind):
     assert [answer["input"] for answer in found] == inputs
     assert all((answer[kind] is None) != bool(answer["input"].strip()) for answer in found)
     alone = programs.run(predict, models, *flags[:-2], "--json", "two\u2028lines").stdout
-    assert json.loads(alone)[kind] == found[4][kind]
+    assert json.loads(alone)[kind] == found[4][kind]  # nor does the batch matter
     if kind == "classes":
         lines = programs.run(predict, models, *flags, stdin=given).stdout.split("\n")
         assert [bool(line) for line in lines] == [bool(text.strip()) for text in [*inputs, ""]]
@@ -228,15 +220,6 @@ def test_a_terminal_of_ascii_gets_ascii_and_json_stays_exact(models):
     for encoding in ("ascii", "utf-8"):
         result = programs.run(predict, models, *flags, "--json", given, encoding=encoding)
         assert json.loads(result.stdout)["input"] == given
-
-
-def test_answers_do_not_depend_on_the_batch(models):
-    texts = ["one", "two", "and a third"]
-    answers = [
-        programs.run(predict, models, "--model", "classes", "--batch", size, *texts).stdout
-        for size in (1, 2, 100_000)
-    ]
-    assert answers[0].count("\n") == 3 and len({*answers}) == 1
 
 
 # ---- Images --------------------------------------------------------------------------------------

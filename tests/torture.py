@@ -3,6 +3,7 @@
 Every figure is counted here and now; whatever does not hold ends the program with an assertion.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -25,30 +26,22 @@ from samestep.checkpoint import checkpoints
 CHAIN = [*test_stopping.CHAIN, "--max_steps", 300]
 # A save in the background is nearly always in flight.
 BACKGROUND = ["--async_save", "true", "--save_every", 1]
-EXACT = [*CHAIN, "--exact", "true", "--micro_batch_size", 1]
+EXACT = ["--exact", "true", "--micro_batch_size", 1]
 
 
-class Folders:
-    """Temporary folders, as pytest's tmp_path_factory makes them."""
-
-    def __init__(self):
-        self.root = Path(tempfile.mkdtemp(prefix="torture"))
-
-    def mktemp(self, name):
-        return Path(tempfile.mkdtemp(prefix=name, dir=self.root))
-
-
-def chains(what, folders, kills, start, check, seconds):
+def chains(what, root, kills, start, check, seconds):
     """Kills runs at random moments of their whole life, until they end, or five times.
 
     `start(output, number)` starts a run of this chain, `seconds()` later it is killed; then one
-    ends, and `check(output, number)` compares it with an undisturbed one. Gives kills tried, kills
-    survived, and the seconds from each kill in training to the next new step.
+    ends, and `check(output, number)` compares it with an undisturbed one. Gives the kills, of which
+    each was survived, and the seconds from each kill in training to the next new step.
     """
-    tried, survived, until_new, number = 0, 0, [], 0
-    while tried < kills:
-        output, chain, ended = folders.mktemp("chain") / "run", 0, False
-        while chain < 5 and tried < kills and not ended:
+    tried, until_new = 0, []
+    for number in itertools.count():
+        if tried >= kills:
+            return tried, until_new
+        output = Path(tempfile.mkdtemp(dir=root)) / "run"
+        for _ in range(min(5, kills - tried)):
             seen = max((line["step"] for line in written(output)), default=0)
             began, new = time.monotonic(), None
             run, last = start(output, number), began + seconds()
@@ -56,62 +49,51 @@ def chains(what, folders, kills, start, check, seconds):
                 if not new and any(line["step"] > seen for line in written(output)):
                     new = time.monotonic() - began
                 time.sleep(0.02)
-            ended = run.poll() is not None
-            assert not ended or run.returncode == 0, run.communicate()[0]
-            if not ended:
-                test_stopping.kill_all(run)
-                chain, tried = chain + 1, tried + 1
             if new and seen:
                 until_new.append(new)
+            if run.poll() is not None:
+                assert run.returncode == 0, run.communicate()[0]
+                break
+            test_stopping.kill_all(run)
+            tried += 1
         run = start(output, number)
         printed = run.communicate()[0]
         assert run.returncode == 0, printed
         check(output, number)
-        survived, number = survived + chain, number + 1
         shutil.rmtree(output)
-        print(f"{what}: {survived} of {tried} survived", file=sys.stderr, flush=True)
-    return tried, survived, until_new
+        print(f"{what}: {tried} survived", file=sys.stderr, flush=True)
 
 
-def kill_chains(tiny, folders, kills, draw, *flags):
-    """Chains of one and two processes; `flags` change how they save, not what they compute."""
-    hardware, unbroken = ("cpu", "cpu_multi"), []
-    for processes in (1, 2):
-        unbroken.append(folders.mktemp("unbroken") / "run")
-        tiny.train(processes, *CHAIN, "--output_dir", unbroken[-1])
+def written(output):
+    """The training lines of a run that may not have begun."""
+    return lines(output, "loss") if (output / "metrics.jsonl").exists() else []
+
+
+def training_kills(tiny, root, kills, draw, processes, check_same_end, alike=(), flags=()):
+    """Each run has the next number of `processes`. An undisturbed run of that number, or of one
+    process for `alike`, which change what is computed, is its measure; `flags` change no number."""
+    unbroken, numbers = {}, itertools.cycle(processes)
+    for each in [1] if alike else processes:
+        unbroken[each] = root / f"unbroken-{each}-{len(alike)}"
+        if not unbroken[each].exists():
+            tiny.train(each, *CHAIN, *alike, "--output_dir", unbroken[each], timeout=3600)
 
     def start(output, number):
-        words = [*CHAIN, *flags, "--output_dir", output]
-        return tiny.launch("accelerate", hardware[number % 2], *words)
+        each = next(numbers) if alike else processes[number % len(processes)]
+        words = [*CHAIN, *alike, *flags, "--output_dir", output]
+        hardware = "cpu_multi" if each > 1 else "cpu"
+        return tiny.launch(f"accelerate --num_processes {each}", hardware, *words)
 
     def check(output, number):
-        test_stopping.check_same_end(output, unbroken[number % 2])
+        check_same_end(output, unbroken[1 if alike else processes[number % len(processes)]])
 
-    return chains("kills", folders, kills, start, check, lambda: draw.uniform(0.5, 9))
-
-
-def exact_chains(tiny, folders, kills, draw):
-    """Chains that go on with another number of processes each time: 1, 3, 2, 4, 1, ..."""
-    unbroken, numbers = folders.mktemp("unbroken") / "run", itertools.cycle((1, 3, 2, 4))
-    tiny.train(1, *EXACT, "--output_dir", unbroken)
-
-    def start(output, _):
-        processes = next(numbers)
-        launcher, hardware = f"accelerate --num_processes {processes}", "cpu_multi"
-        return tiny.launch(
-            launcher, hardware if processes > 1 else "cpu", *EXACT, "--output_dir", output
-        )
-
-    def check(output, _):
-        test_exact.check_same_end(output, unbroken)
-
-    return chains("exact kills", folders, kills, start, check, lambda: draw.uniform(0.5, 15))
+    what, longest = f"kills {[*alike, *flags]}", 15 if alike else 9
+    return chains(what, root, kills, start, check, lambda: draw.uniform(0.5, longest))
 
 
-def preparation_kills(folders, kills, draw):
+def preparation_kills(root, kills, draw):
     """Chains of the preparation of 24 MB of text, whose files have the bytes of one that ended."""
-    project = bake(folders.mktemp("prepare"), tracker="none")
-    rows = folders.mktemp("rows") / "rows.jsonl"
+    project, rows = bake(root / "prepare", tracker="none"), root / "rows.jsonl"
     words = (project.path / "docs" / "hardware.md").read_text().split()
     with open(rows, "w") as file:
         while file.tell() < 24_000_000:
@@ -130,82 +112,55 @@ def preparation_kills(folders, kills, draw):
         return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
 
     def check(cache, _):
-        assert digests(cache) == digests(undisturbed)
+        assert digests(cache) == digests(root / "undisturbed")
 
-    undisturbed, began = folders.mktemp("undisturbed"), time.monotonic()
-    assert start(undisturbed, 0).wait() == 0
+    began = time.monotonic()
+    assert start(root / "undisturbed", 0).wait() == 0
     whole = time.monotonic() - began
-    what = "kills of preparations"
-    return chains(what, folders, kills, start, check, lambda: draw.uniform(0.3, 1) * whole)
+    seconds = lambda: draw.uniform(0.3, 1) * whole  # noqa: E731
+    return chains("kills of preparations", root, kills, start, check, seconds)
 
 
-def written(output):
-    """The training lines of a run that may not have begun."""
-    return lines(output, "loss") if (output / "metrics.jsonl").exists() else []
-
-
-def checkpoint_files(folders):
+def checkpoint_files(root):
     """Crash points survived, kinds of damage detected, false alarms of 100 intact checkpoints."""
-    test_checkpoints.test_a_crash_at_any_call_to_the_disk_leaves_a_valid_checkpoint(
-        folders.mktemp("crash")
-    )
-    folder = folders.mktemp("points")
-    for step in (1, 2):
-        test_checkpoints.save(folder, step)
-    points = len(test_checkpoints.run_until(folder, 10**9))
-    for damage in test_checkpoints.DAMAGES:
-        test_checkpoints.test_a_damaged_checkpoint_is_passed_over_named_and_kept(
-            folders.mktemp("damage"), damage
-        )
-    intact = folders.mktemp("intact")
+    points = test_checkpoints.crash_at_each_call(root / "crash")
+    for number, damage in enumerate(test_checkpoints.DAMAGES):
+        folder = root / f"damage-{number}"
+        test_checkpoints.test_a_damaged_checkpoint_is_passed_over_named_and_kept(folder, damage)
     for step in range(100):
-        assert checkpoints.verify(test_checkpoints.save(intact, step))["step"] == step
-    assert checkpoints.find_checkpoint(intact, "auto")[2] == []
+        path = test_checkpoints.save(root / "intact", step)
+        assert checkpoints.verify(path)["step"] == step
+    assert checkpoints.find_checkpoint(root / "intact", "auto")[2] == []
     return points, len(test_checkpoints.DAMAGES)
-
-
-def share_of_saving(folders):
-    """The share of training time that checkpoints take in the default recipe."""
-    project = bake(folders.mktemp("default"), tracker="none")
-    project.train(1, timeout=600)
-    metrics = lines(project.path / "runs" / "default", "step")
-    saving = sum(line["save_seconds"] for line in metrics if "save_seconds" in line)
-    training = [line for line in metrics if "tokens_per_second" in line]
-    tokens = 64 * 32 * 10  # of a line: the recipe's context, batch and log_every
-    return saving / (saving + sum(tokens / line["tokens_per_second"] for line in training))
 
 
 def main():
     """Runs all of it; the seed makes the moments of the kills repeatable, as far as they are."""
     kills = int(os.environ.get("KILLS", 100))
+    fewer, few = max(5, kills // 3), max(1, kills // 50)
     seed = int(os.environ.get("SEED", random.SystemRandom().randrange(10**6)))
     print(f"KILLS={kills} SEED={seed}", file=sys.stderr, flush=True)
-    folders = Folders()
-    tiny = make_tiny(folders.mktemp("tiny"))
-    try:
-        share = share_of_saving(folders)
-        points, damages = checkpoint_files(folders)
-        tried, survived, seconds = kill_chains(tiny, folders, kills, random.Random(seed))
-        begun, intact, _ = kill_chains(
-            tiny, folders, max(5, kills // 3), random.Random(seed), *BACKGROUND
-        )
-        changes, same, _ = exact_chains(tiny, folders, max(5, kills // 3), random.Random(seed))
-        stops, prepared, _ = preparation_kills(folders, max(5, kills // 3), random.Random(seed))
-        signals = test_stopping.SIGNALS * max(1, kills // 50)
-        for case in signals:
-            test_stopping.stop(tiny, folders.mktemp("stop") / "run", *case)
-        for _ in range(50):
-            tiny.train(2, "--max_steps", 2, "--output_dir", folders.mktemp("exit") / "run")
-    finally:
-        shutil.rmtree(folders.root, ignore_errors=True)
+    root = Path(tempfile.mkdtemp(prefix="torture"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        tiny, draws = make_tiny(root / "tiny"), [random.Random(seed) for _ in range(4)]
+        points, damages = checkpoint_files(root)
+        same, exact = test_stopping.check_same_end, test_exact.check_same_end
+        tried, seconds = training_kills(tiny, root, kills, draws[0], (1, 2), same)
+        begun, _ = training_kills(tiny, root, fewer, draws[1], (1, 2), same, flags=BACKGROUND)
+        changes, _ = training_kills(tiny, root, fewer, draws[2], (1, 3, 2, 4), exact, EXACT)
+        stops, _ = preparation_kills(root, fewer, draws[3])
+        signals = test_stopping.SIGNALS * few
+        for number, case in enumerate(signals):
+            test_stopping.stop(tiny, root / f"stop-{number}", *case)
+        for number in range(50):
+            tiny.train(2, "--max_steps", 2, "--output_dir", root / f"exit-{number}", timeout=3600)
     print(
-        f"{survived} of {tried} kills survived, {intact} of {begun} with saves in the background, "
-        f"{same} of {changes} after which exact went on with another number of processes, "
-        f"{prepared} of {stops} kills of preparations, {points} of {points} crash points, "
-        f"{damages} of {damages} kinds of damage detected and 0 false alarms of 100, "
-        f"{len(signals)} of {len(signals)} stop signals honoured, 50 of 50 clean exits; "
-        f"{statistics.median(seconds):.1f} s from a kill to the next new step (median of "
-        f"{len(seconds)}); {100 * share:.2f} % of training time in checkpoints"
+        f"survived: {tried} kills, {begun} with saves in the background, {changes} after which "
+        f"exact went on with another number of processes, {stops} of preparations, {points} crash "
+        f"points; {damages} kinds of damage detected, and 0 false alarms of 100; {len(signals)} "
+        f"stop signals honoured, 50 clean exits; {statistics.median(seconds):.1f} s from a kill to "
+        f"the next new step (median of {len(seconds)})"
     )
 
 

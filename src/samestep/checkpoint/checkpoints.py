@@ -50,6 +50,13 @@ def partial_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.partial"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+# ---- Writing -------------------------------------------------------------------------------------
+
+
 def check_disk_space(folder: Path, size: float = 0) -> None:
     """Raises ValueError unless the disk has room for another checkpoint, plus 10%.
 
@@ -91,71 +98,58 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
         # Without inodes torch reports that it cannot open a file.
         if disk.f_files and not disk.f_ffree or free < 1e6 + written / 10:
             number = errno.ENOSPC
-        if number in DISK_FULL:
-            raise ValueError(
-                f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of {what}; "
-                "free some space, or remove files; saved checkpoints are kept"
-            ) from error
-        raise
+        if number not in DISK_FULL:
+            raise
+        raise ValueError(
+            f"{partial.parent}: {os.strerror(number)} after {written / 1e6:,.1f} MB of {what}; "
+            "free some space, or remove files; saved checkpoints are kept"
+        ) from error
 
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Replaces a folder by the one that the body fills; if the body fails, the old one stays.
-
-    What was written is removed, and cut first, since the error may keep a file open: a full disk
-    then has room for the status of the run.
-    """
+    """Replaces a folder by the one that the body fills; if the body fails, the old one stays."""
     fresh = make_fresh_folder(folder)
     try:
         with report_full_disk(fresh, f"the {folder.name}"):
             yield fresh
             replace_folder(fresh, folder)
-    except BaseException:
-        for path in [each for each in fresh.rglob("*") if each.is_file()]:
-            with contextlib.suppress(OSError):
-                os.truncate(path, 0)
+    finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise
 
 
-def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[tuple[str, int], str]:
-    """Flushes files to the disk; returns the SHA-256 of their blocks by (name, number).
+def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict]:
+    """Flushes files to the disk; returns their sizes and SHA-256, as `describe_files` does.
 
-    The processes share the work: each flushes and hashes one of `shares` parts, after all files
+    The processes share the work: each takes one of `shares` parts of the files, after all of them
     have been written.
     """
-    files = file_sizes(partial)
-    for name in list(files)[share::shares]:
+    names = [*file_sizes(partial)][share::shares]
+    for name in names:
         apply_umask(partial / name)
         fsync(partial / name)
-    return hash_blocks(partial, list_blocks(files)[share::shares])
+    return describe_files(partial, names)
 
 
-def commit(partial: Path, manifest: dict, digests: dict[tuple[str, int], str]) -> Path:
+def commit(partial: Path, manifest: dict, files: dict[str, dict]) -> Path:
     """Turns a completely written folder into a checkpoint; returns its path.
 
-    The main process calls it with the digests from `hash_files` of all processes. The order
+    The main process calls it with what `hash_files` of all processes have returned. The order
     matters: the contents reach the disk first, then the manifest that holds their digests, then the
     final name.
     """
-    files = file_sizes(partial)
-    if unmatched := sorted({*list_blocks(files)} ^ {*digests}):
-        name = partial / unmatched[0][0]
+    if unseen := sorted({*file_sizes(partial)} ^ {*files}):
+        name = partial / unseen[0]
         raise ValueError(f"{name} is not visible to every process; output_dir must be shared")
-    for folder in filter(Path.is_dir, partial.rglob("*")):
-        fsync(folder)
-    write_manifest(partial, {**manifest, "files": describe_files(files, digests)})
-
+    write_manifest(partial, {**manifest, "files": dict(sorted(files.items()))})
     final = checkpoint_folder(partial.parent, manifest["step"])
     if final.exists():  # broken, or the run would have continued from it: set it aside
         number = 1
         while (target := final.with_name(f"{final.name}.broken-{number}")).exists():
             number += 1
         final.rename(target)
-    partial.rename(final)
-    for folder in (final.parent, final.parent.parent):  # the first checkpoint creates both
-        fsync(folder)
+    replace_folder(partial, final)
+    fsync(final.parent.parent)  # where the first checkpoint has created the folder of all
     INTACT.add(final)
     return final
 
@@ -169,7 +163,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     replace_text(folder / MANIFEST, json.dumps(manifest, indent=2), partial)
 
 
-# ---- Manifests -----------------------------------------------------------------------------------
+def add_to_manifest(path: Path, entries: dict) -> None:
+    """Adds entries to the manifest of a checkpoint; its other files stay as they are."""
+    write_manifest(path, {**read_manifest(path), **entries})
+
+
+# ---- Verifying -----------------------------------------------------------------------------------
 
 
 def total_size(path: Path) -> int:
@@ -180,55 +179,42 @@ def total_size(path: Path) -> int:
         return 0
 
 
-def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
+def file_sizes(folder: Path) -> dict[str, int]:
     """Bytes of each file below a folder, by relative path, sorted.
 
     The manifest is left out, and so are hidden files: file managers and network disks create them.
-    Pipes, devices and broken links have -1 bytes. Raises OSError if a folder cannot be read.
+    Pipes, devices and broken links have -1 bytes.
     """
     sizes = {}
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name == left_out or entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            inner = file_sizes(folder / entry.name, left_out="")
-            sizes |= {f"{entry.name}/{name}": size for name, size in inner.items()}
-        else:
-            sizes[entry.name] = entry.stat().st_size if entry.is_file() else -1
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and name != MANIFEST and not f"/{name}".count("/."):
+            sizes[name] = path.stat().st_size if path.is_file() else -1
     return sizes
 
 
-def list_blocks(files: dict[str, int]) -> list[tuple[str, int]]:
-    """The (name, number) of each block of files of these sizes; an empty file has one block."""
-    return [(name, i) for name, size in files.items() for i in range(max(-(-size // BLOCK), 1))]
+def describe_files(folder: Path, names: list[str]) -> dict[str, dict]:
+    """The `bytes` and `sha256` of files; for several blocks it is that of their hex digests."""
 
-
-def hash_blocks(folder: Path, blocks: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
-    """SHA-256 of these blocks of files in a folder, in hex digits."""
-
-    def hash_block(block: tuple[str, int]) -> str:
-        name, number = block
+    def hash_block(path: Path, start: int) -> str:
         digest, left = hashlib.sha256(), BLOCK
-        with open(folder / name, "rb") as file:
-            file.seek(number * BLOCK)
+        with open(path, "rb") as file:
+            file.seek(start)
             while left and (part := file.read(min(left, 1 << 20))):
                 digest.update(part)
                 left -= len(part)
         return digest.hexdigest()
 
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    threads = max(1, min(8, (os.cpu_count() or 1) // processes, len(blocks)))
-    with ThreadPoolExecutor(threads) as pool:  # hashlib releases the GIL
-        return dict(zip(blocks, pool.map(hash_block, blocks), strict=True))
-
-
-def describe_files(files: dict[str, int], digests: dict[tuple[str, int], str]) -> dict[str, dict]:
-    """Size and SHA-256 of each file. For several blocks it is the SHA-256 of their hex digests."""
     described = {}
-    for name, size in files.items():
-        first, *others = (digests[block] for block in list_blocks({name: size}))
-        joined = hashlib.sha256("".join([first, *others]).encode()).hexdigest()
-        described[name] = {"bytes": size, "sha256": joined if others else first}
+    threads = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    with ThreadPoolExecutor(max(1, min(8, threads))) as pool:  # hashlib releases the GIL
+        for name in names:
+            path = folder / name
+            size = path.stat().st_size
+            found = [pool.submit(hash_block, path, i) for i in range(0, max(size, 1), BLOCK)]
+            first, *others = (each.result() for each in found)
+            joined = hashlib.sha256("".join([first, *others]).encode()).hexdigest()
+            described[name] = {"bytes": size, "sha256": joined if others else first}
     return described
 
 
@@ -249,12 +235,10 @@ def read_manifest(path: Path) -> dict:
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} has no {MANIFEST}") from None
     except Exception as error:  # any content is possible, and an older checkpoint may be valid
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = console.one_line(f"{type(error).__name__}: {error}", 200)
         raise ValueError(f"{path / MANIFEST} cannot be read ({reason})") from None
-    if not intact:
+    if not intact or type(step) is not int or step < 0 or not files:
         raise ValueError(f"{path / MANIFEST} is not the file that was saved")
-    if type(step) is not int or step < 0 or not files:
-        raise ValueError(f"{path / MANIFEST} names no step, or no files")
     if FOLDER_NAME.fullmatch(path.name) and step_of(path) != step:
         raise ValueError(f"{path} was renamed: its manifest names step {step}")
     return manifest
@@ -267,20 +251,20 @@ def verify(path: Path, hashed: bool = True) -> dict:
     deserialised. Without `hashed` only the sizes of files are compared.
     """
     manifest = read_manifest(path)
+    saved = manifest["files"]
     try:
-        sizes, saved = file_sizes(path), manifest["files"]
+        sizes = file_sizes(path)
         for name in sorted({*sizes} ^ {*saved}):
             problem = "is missing" if name in saved else f"is not named by its {MANIFEST}"
             raise ValueError(f"{path / name} {problem}")
-        for name, size in sizes.items():
-            if size != saved[name]["bytes"]:
-                raise ValueError(f"{path / name} is not the file that was saved")
-        found = describe_files(sizes, hash_blocks(path, list_blocks(sizes))) if hashed else saved
-        for name in sizes:
-            if found[name] != saved[name]:
-                raise ValueError(f"{path / name} is not the file that was saved")
+        changed = [name for name in sizes if sizes[name] != saved[name]["bytes"]]
+        if hashed and not changed:
+            found = describe_files(path, [*sizes])
+            changed = [name for name in sizes if found[name] != saved[name]]
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}: {error.filename})") from None
+    if changed:
+        raise ValueError(f"{path / changed[0]} is not the file that was saved")
     return manifest
 
 
@@ -309,10 +293,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error.strerror}") from None
     return sorted(paths, key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def find_checkpoint(
@@ -364,49 +344,38 @@ def prune(newest: Path, keep: int) -> None:
     """
     if not keep:
         return
-    older = [p for p in list_checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
-    valid = [p for p in older if is_valid(p, hashed=False)]  # hashing all would take too long
-    best, broken = best_of(valid, read_manifest(newest))
-    for path in [p for p in valid if p not in broken][keep:]:
+    best, _, broken = find_best(newest.parent, read_manifest(newest))
+    older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
+    intact = [path for path in older if path not in broken and is_valid(path, hashed=False)]
+    for path in intact[keep:]:
         if path not in (best, newest):
             remove(path)
 
 
-def best_of(paths: list[Path], manifest: dict) -> tuple[Path | None, list[Path]]:
-    """The checkpoint with the smallest eval_loss, or None, and better ones that are broken.
+def find_best(folder: Path, current: dict) -> tuple[Path | None, float, list[Path]]:
+    """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
+    Then better ones that are broken. Hashing all would take too long.
 
-    Only losses on the validation data of `manifest` are compared. The oldest of equals wins.
+    Only losses on the validation data of the manifest `current` are compared. The oldest of equals
+    wins.
     """
-    losses = [(read_eval_loss(path, manifest), path) for path in paths]
-    broken = []
-    for _, path in sorted((loss, path) for loss, path in losses if loss is not None):
+    losses, broken = [], []
+    for path in list_checkpoints(folder):
+        with contextlib.suppress(ValueError):
+            saved = verify(path, hashed=False)
+            loss = saved.get("eval_loss", math.nan)
+            validation = [each.get("data", {}).get("validation") for each in (saved, current)]
+            if math.isfinite(loss) and validation[0] == validation[1]:
+                losses.append((loss, path))
+    for loss, path in sorted(losses):
         if path in INTACT or is_valid(path):
             INTACT.add(path)
-            return path, broken
+            return path, loss, broken
         broken.append(path)
-    return None, broken
+    return None, math.inf, broken
 
 
-def find_best(folder: Path, manifest: dict) -> tuple[Path | None, float]:
-    """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
-    For `manifest` see `best_of`."""
-    path, _ = best_of([p for p in list_checkpoints(folder) if is_valid(p, hashed=False)], manifest)
-    return path, math.inf if path is None else read_eval_loss(path, manifest)
-
-
-def read_eval_loss(path: Path, current: dict) -> float | None:
-    """The eval_loss of a checkpoint; None without one on the validation data of this manifest."""
-    saved = read_manifest(path)
-    loss, data = saved.get("eval_loss"), saved.get("data", {}).get("validation")
-    finite = isinstance(loss, float | int) and math.isfinite(loss)
-    return loss if finite and data == current.get("data", {}).get("validation") else None
-
-
-def add_to_manifest(path: Path, entries: dict) -> None:
-    """Adds entries to the manifest of a checkpoint; its other files stay as they are."""
-    manifest = read_manifest(path)
-    del manifest["sha256"]
-    write_manifest(path, {**manifest, **entries})
+# ---- Settings of a checkpoint and of now ---------------------------------------------------------
 
 
 def without_credentials(settings: Any) -> Any:
@@ -414,31 +383,31 @@ def without_credentials(settings: Any) -> Any:
     if isinstance(settings, dict):
         return {name: without_credentials(value) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
-        return type(settings)(map(without_credentials, settings))
+        return [without_credentials(value) for value in settings]
     plain = isinstance(settings, str) and not re.search(r"\s", settings)
     return console.without_credentials(settings) if plain else settings
 
 
-def settings_with(config: dict, effects: dict, kinds: tuple) -> dict:
-    """The settings whose change has one of these effects, as a manifest holds them."""
-    settings = {n: v for n, v in flatten(config).items() if effects.get(n, "result") in kinds}
-    return json.loads(json.dumps(settings))  # tuples become lists
-
-
-def result_settings(manifest: dict, effects: dict) -> dict:
-    """The entries of a manifest that determine the result: settings, and `data NAME`.
+def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
+    """The settings whose change has one of these effects, as a manifest holds them.
 
     `effects` maps fields to the effect of a change: nothing, rounding, export, shape (the saved
     weights do not fit) or result, which is the default.
     """
-    settings = settings_with(manifest.get("config", {}), effects, ("result", "shape"))
+    settings = flatten(manifest.get("config", {})).items()
+    chosen = {name: value for name, value in settings if effects.get(name, "result") in kinds}
+    return json.loads(json.dumps(chosen))  # tuples become lists
+
+
+def result_settings(manifest: dict, effects: dict) -> dict:
+    """The entries of a manifest that determine the result: settings, and `data NAME`."""
     data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
-    return without_credentials(settings) | data
+    return settings_with(manifest, effects, "result", "shape") | data
 
 
 def export_settings(manifest: dict, effects: dict) -> dict:
     """The settings of a manifest that determine what is exported and reported."""
-    return settings_with(manifest.get("config", {}), effects, ("export",))
+    return settings_with(manifest, effects, "export")
 
 
 def differences(before: dict, after: dict) -> dict[str, str]:
@@ -452,40 +421,33 @@ def check_settings(
 ) -> list[str]:
     """Compares a checkpoint's manifest with the current one; returns `name: before -> now` lines.
 
-    `defaults`: of fields; one that older code did not have changes nothing where it has its own.
-
-    Raises ValueError if the result would change and `accept` is false, or if the weights would not
-    fit. For `effects` see `result_settings`.
+    `defaults`: of fields; one that older code did not have changes nothing where it has its own,
+    nor does one that was empty, and that newer code has no more. Raises ValueError if the result
+    would change and `accept` is false, or if the weights would not fit. For `effects` see
+    `settings_with`.
     """
     before, after = result_settings(saved, effects), result_settings(current, effects)
-    # A field that was empty, and that newer code has no more, changed nothing.
-    before = {name: value for name, value in before.items() if name in after or value != ""}
-    new = (after.keys() - before.keys()) & defaults.keys()
-    after = {n: v for n, v in after.items() if n not in new or v != defaults[n]}
-    changed = differences(before, after)
+    before = {n: v for n, v in before.items() if n in after or v != ""}
+    default = {n for n in after if n not in before and n in defaults and after[n] == defaults[n]}
+    changed = differences(before, {n: v for n, v in after.items() if n not in default})
+    other, made = "give the old settings, or another --output_dir", f"{path} was made with"
     if saved.get("identity", "") != current.get("identity", ""):
         named = "; ".join([text for name, text in changed.items() if name.startswith("task.")][:3])
-        what, model, start = "another vocabulary", path.parent.parent / "model", ""
+        model, kind = path.parent.parent / "model", "another vocabulary"
         if "vocabulary" not in current["config"].get("task", {}):
-            what += ", other classes or another scale of numbers"
-        what += f" ({named})" if named else ""
+            kind += ", other classes or another scale of numbers"
+        kind += f" ({named})" if named else ""
+        start = ""
         if "task.model_name_or_path" in after and (model / "config.json").exists():
             start = f", and to begin there with this model --task.model_name_or_path {model}"
         raise ValueError(
-            f"{path} was made with {what}, so its weights mean something else; give the same "
-            f"data, or another --output_dir{start}"
+            f"{made} {kind}, so its weights mean something else; give the same data, or another "
+            f"--output_dir{start}"
         )
-    both = before.keys() & after.keys()  # newer code may have new fields
-    shapes = [name for name in changed if name in both and effects.get(name) == "shape"]
-    start = f"{path} was made with other settings ({'; '.join(changed.values())})"
-    if shapes:
-        raise ValueError(
-            f"{start}, and its weights do not fit another {shapes[0]}; give the old settings, or "
-            "another --output_dir"
-        )
+    made = f"{made} other settings ({'; '.join(changed.values())})"
+    for name in changed:
+        if name in before and name in after and effects.get(name) == "shape":
+            raise ValueError(f"{made}, and its weights do not fit another {name}; {other}")
     if changed and not accept:
-        raise ValueError(
-            f"{start}; give the old ones, or another --output_dir, or --accept_changes to continue "
-            "with the new ones"
-        )
+        raise ValueError(f"{made}; {other}, or --accept_changes to continue with the new ones")
     return list(changed.values())

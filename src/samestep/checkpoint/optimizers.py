@@ -35,18 +35,14 @@ def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> No
     for p, values in states.items():
         found = optimizer.state.get(p, {})
         for key, value in values.items():
-            if key != "step" and torch.is_tensor(value) and torch.is_tensor(found.get(key)):
-                found[key] = value if found[key].dtype != value.dtype else found[key]
+            both = torch.is_tensor(value) and torch.is_tensor(found.get(key))
+            if both and key != "step" and found[key].dtype != value.dtype:
+                found[key] = value
             if not is_same(found.get(key), value):
-                raise lost(optimizer, key, names[p])
-
-
-def lost(optimizer: torch.optim.Optimizer, key: str, name: str) -> UserError:
-    """The error for a state that the optimizer was given, and does not use."""
-    return UserError(
-        f"build_optimizer: {type(optimizer).__name__} does not take {key} of {name} back from a "
-        f"checkpoint; {ADVICE}"
-    )
+                raise UserError(
+                    f"build_optimizer: {type(optimizer).__name__} does not take {key} of "
+                    f"{names[p]} back from a checkpoint; {ADVICE}"
+                )
 
 
 def is_same(found: Any, value: Any) -> bool:
@@ -62,16 +58,14 @@ def is_same(found: Any, value: Any) -> bool:
 class ContractCheck:
     """Refuses an optimizer, after its first two steps, that holds more than torch's contract.
 
-    After the first, it is given back its own state, with copies of some tensors: it must use these.
-    After the second, nothing else that it holds may have changed. Neither waits for the device.
+    Nothing else that it holds may change in the second. It does not wait for the device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict, collect: Callable):
         self.names, self.collect, self.steps = names, collect, 0
         self.depth = 0  # a class whose step calls that of its parent has the hooks called twice
         self.held: dict[str, Any] = {}
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p not in names for p in ordered):
+        if any(p not in names for group in optimizer.param_groups for p in group["params"]):
             raise UserError(
                 "build_optimizer gives a weight that is not in the model, so no checkpoint would "
                 "hold it; make it a part of the model, in task.build_model"
@@ -90,39 +84,21 @@ class ContractCheck:
         self.steps += not self.depth
         if self.depth or self.steps > 2:
             return
-        held = held_beside(optimizer)
+        before, self.held = self.held, held_beside(optimizer)
         if not {*optimizer.state} <= {*self.names}:
             changed = {"`state` of something else than weights"}
         elif self.steps == 1:
             with as_user_error():
                 self.collect()  # raises for what no checkpoint holds, such as a list
-            self.reload(optimizer)
-            self.held = held_beside(optimizer)
-            changed = self.held.keys() - held.keys()
+            return
         else:
-            changed = {place for place, value in held.items() if self.held.get(place) != value}
+            changed = {place for place, held in self.held.items() if before.get(place) != held}
         if changed:
             keeps = f"{type(optimizer).__name__} keeps {min(changed).lstrip('.')}"
             raise UserError(
                 f"build_optimizer: {keeps} where no checkpoint looks, so a continued run would "
                 f"differ; {ADVICE}"
             )
-
-    def reload(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives it its own state, in which the smallest weight of each group has copies."""
-        states = {p: dict(values) for p, values in optimizer.state.items()}
-        copied: States = {}
-        for group in optimizer.param_groups:
-            some = sorted((p for p in group["params"] if p in states), key=torch.numel)[:1]
-            for p in some:
-                tensors = {n: v for n, v in states[p].items() if torch.is_tensor(v)}
-                copied[p] = tensors
-                states[p] |= {name: values.clone() for name, values in tensors.items()}
-        restore(optimizer, states, self.names)
-        for p, tensors in copied.items():
-            for key, values in tensors.items():
-                if optimizer.state[p][key] is values:
-                    raise lost(optimizer, key, self.names[p])
 
 
 def held_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -131,10 +107,7 @@ def held_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     groups = optimizer.param_groups
     weights = [p for group in groups for p in group["params"]]
-    states = [*optimizer.state.values()]
-    tensors = [v for each in states if isinstance(each, dict) for v in each.values()]
-    seen = {*map(id, [optimizer.state, groups, *groups, *weights, *states])}
-    seen |= {id(each) for each in tensors if torch.is_tensor(each)}
+    seen = {*map(id, [optimizer.state, groups, *groups, *weights])}
     found: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:
@@ -143,18 +116,17 @@ def held_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         elif id(value) in seen:
             return
         seen.add(id(value))
+        inner: Any = ()
         if torch.is_tensor(value):
             found[place] = (id(value), value._version)
         elif isinstance(value, torch.optim.Optimizer):
             if not {*map(id, value.param_groups)} <= seen:  # the learning rate does not reach them
                 found[f"{place}.param_groups"] = object()
-            for name, inner in vars(value).items():
-                if name not in PER_STEP:
-                    walk(f"{place}.{name}", inner)
+            inner = [(name, each) for name, each in vars(value).items() if name not in PER_STEP]
         elif isinstance(value, Mapping | list | tuple):
-            pairs = value.values() if isinstance(value, Mapping) else value
-            for i, inner in enumerate(pairs):
-                walk(f"{place}.{i}", inner)
+            inner = enumerate(value.values() if isinstance(value, Mapping) else value)
+        for name, each in inner:
+            walk(f"{place}.{name}", each)
 
     walk("", optimizer)
     return found

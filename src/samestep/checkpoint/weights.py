@@ -17,7 +17,7 @@ from samestep.base.console import IS_MAIN, say
 from samestep.checkpoint.optimizers import ContractCheck, restore
 from samestep.checkpoint.tensor_files import TensorReader
 from samestep.processes.device import PROCESSES
-from samestep.processes.ranks import Ranks, UserError, as_user_error
+from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
 from samestep.settings import contract
 from samestep.settings.mesh import this_layout
 from samestep.step import deepspeed
@@ -43,7 +43,7 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
     adaptation, form = ranks.from_main((adaptation, form_of(model) if model else None))
     with ranks.fail_together(), as_user_error():
         if model is None:
-            model = build_empty(make)
+            model, _ = catch(build_empty, make)
             if model is None or form_of(model) != form:  # a task may look at its weights
                 model = contract.check_model(make())
             elif adaptation:
@@ -51,27 +51,13 @@ def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Mo
     return model
 
 
-def build_empty(make: Callable) -> torch.nn.Module | None:
-    """The model that `make()` gives, without values; None if it needs values."""
-    try:
-        with torch.device("meta"):
-            model = contract.check_model(make())
-    except Exception:  # code of a task may raise anything; with values it raises it again
-        return None
-    made: dict[int, torch.Tensor] = {}  # tied weights stay one
-
-    def fill(tensor):
-        if not tensor.is_meta:
-            return tensor
-        empty = torch.empty_like(tensor, device="cpu")
-        if isinstance(tensor, torch.nn.Parameter):
-            empty = torch.nn.Parameter(empty, tensor.requires_grad)
-        return made.setdefault(id(tensor), empty)
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: fill(t) for name, t in tensors.items() if t is not None})
-    return model
+def build_empty(make: Callable) -> torch.nn.Module:
+    """The model that `make()` gives, without values; it raises if the task needs values."""
+    with torch.device("meta"):
+        module = TaskModule(contract.check_model(make()))
+    module.to_empty(device="cpu")
+    module.tie_weights()
+    return module.model
 
 
 def form_of(model: torch.nn.Module) -> list[tuple]:
@@ -129,11 +115,11 @@ def gather_model(
     """
     if not this_layout().sharded:
         return bare_model(accelerator, module)
-    model, built, whole = None, {}, {}
+    model, whole = None, {}
     with ranks.fail_together(), as_user_error():
         if accelerator.is_main_process:
             model = build()
-            built = model.state_dict()
+            whole = model.state_dict()
     if this_layout().deepspeed:
         state = accelerator.get_state_dict(module) or {}
     else:
@@ -142,10 +128,9 @@ def gather_model(
         for name, values in state.items():
             if isinstance(values, DTensor):  # under offload it is on the CPU, where NCCL is not
                 values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-            if accelerator.is_main_process:
-                name = bare_name(name).removeprefix("model.")
-                whole[name] = built[name].copy_(values)
-        if accelerator.is_main_process:  # some modules build their state when they are asked
+            if model is not None:
+                whole[bare_name(name).removeprefix("model.")].copy_(values)
+        if model is not None:  # some modules build their state when they are asked
             model.load_state_dict(whole)
     return model
 
@@ -184,15 +169,15 @@ def sync_batch_norms(
         "warning: the model has BatchNorm, so its result depends on how a step is split; "
         "see docs/task.md"
     )
-    if PROCESSES > 1 and accelerator.device.type == "cuda":
-        if device_shares == "auto" or len({*plan.shares}) > 1:
-            raise UserError(
-                "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
-                f"micro-batch: give a global_batch_size that {PROCESSES} divides and device_shares "
-                "equal, or use GroupNorm or LayerNorm"
-            )
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model
+    if PROCESSES == 1 or accelerator.device.type != "cuda":
+        return model
+    if device_shares == "auto" or len({*plan.shares}) > 1:
+        raise UserError(
+            "BatchNorm needs equal shares, since the GPUs exchange its statistics in each "
+            f"micro-batch: give a global_batch_size that {PROCESSES} divides and device_shares "
+            "equal, or use GroupNorm or LayerNorm"
+        )
+    return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -294,12 +279,29 @@ class TrainingState:
 
     def __post_init__(self):
         if not this_layout().deepspeed:
-            bare = bare_model(self.accelerator, self.module)
-            names = {parameter: bare_name(name) for name, parameter in bare.named_parameters()}
+            names = {parameter: name for name, parameter in self.parameters().items()}
             ContractCheck(self.bare_optimizer(), names, self.collect_optimizer)
 
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def model(self) -> torch.nn.Module:
+        return bare_model(self.accelerator, self.module)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {bare_name(name): p for name, p in self.model().named_parameters()}
+
+    def others(self) -> dict[str, Any]:
+        """What else has a state, by the beginning of the names of its tensors."""
+        objects = {f"registered.{i}.": o for i, o in enumerate(self.accelerator._custom_objects)}
+        if self.accelerator.scaler:
+            objects["scaler."] = self.accelerator.scaler
+        return objects
+
+    def other_states(self) -> dict[str, Any]:
+        """The entries of what else has a state, by the names of their tensors."""
+        objects = self.others().items()
+        return {prefix + n: v for prefix, each in objects for n, v in each.state_dict().items()}
 
     def collect(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint, by name. DTensors are sharded; other tensors are whole.
@@ -307,37 +309,28 @@ class TrainingState:
         Only the main process has the buffers, which may differ between processes: DDP sends those
         of the main process to the others.
         """
-        tensors, bare = {}, bare_model(self.accelerator, self.module)
-        for name, values in trained_weights(bare).items():
+        tensors = {}
+        for name, values in trained_weights(self.model()).items():
             if isinstance(values, torch.nn.Parameter | DTensor) or self.accelerator.is_main_process:
                 tensors[f"model.{name}"] = values
-        for prefix, each in self.others().items():
-            for name, value in each.state_dict().items():
-                tensors[prefix + name] = as_tensor(value, prefix + name)
-        return tensors | self.collect_optimizer()
-
-    def others(self) -> dict[str, Any]:
-        """What else has a state, by the beginning of the names of its tensors."""
-        objects = enumerate(self.accelerator._custom_objects)
-        found: dict[str, Any] = {f"registered.{i}.": each for i, each in objects}
-        return found | ({"scaler.": self.accelerator.scaler} if self.accelerator.scaler else {})
+        others = {name: as_tensor(value, name) for name, value in self.other_states().items()}
+        return tensors | others | self.collect_optimizer()
 
     def collect_optimizer(self) -> dict[str, torch.Tensor]:
         """Those of the optimizer alone: moments do not wait for the device."""
         tensors = {}
-        for name, parameter in bare_model(self.accelerator, self.module).named_parameters():
+        for name, parameter in self.parameters().items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
                     kind = "state" if torch.is_tensor(value) else "number"
-                    about = f"the optimizer's {key} of {name}"
-                    tensors[f"{kind}.{bare_name(name)}.{key}"] = as_tensor(value, about)
+                    value = as_tensor(value, f"the optimizer's {key} of {name}")
+                    tensors[f"{kind}.{name}.{key}"] = value
         groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
         for i, ((group, *_), built) in enumerate(groups):
             for key, value in group.items():
-                if key in ("params", "lr") or exact_repr(value) == exact_repr(built.get(key)):
-                    continue
-                about = f"the optimizer's setting {key}, which has changed,"
-                tensors[f"group.{i}.{key}"] = as_tensor(value, about)
+                if key not in ("params", "lr") and exact_repr(value) != exact_repr(built.get(key)):
+                    about = f"the optimizer's setting {key}, which has changed,"
+                    tensors[f"group.{i}.{key}"] = as_tensor(value, about)
         return tensors
 
     def check_finite(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -346,20 +339,15 @@ class TrainingState:
         `tensors` are those of a checkpoint, or this process's parts of them. Buffers such as masks
         may hold infinities on purpose.
         """
-        model = bare_model(self.accelerator, self.module)
-        buffers = {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
+        buffers = {f"model.{bare_name(name)}" for name, _ in self.model().named_buffers()}
         for name, values in tensors.items():
-            kind, _, name = name.partition(".")
-            if kind not in ("model", "state"):
-                continue
-            ends = min_and_max(values)
-            bad = ends.isnan() if f"{kind}.{name}" in buffers else ~ends.isfinite()
-            if bad.any():
-                weight, _, key = name.rpartition(".")
-                name = f"{key} of {weight}" if kind == "state" else name
+            kind, _, weight = name.partition(".")
+            if kind in ("model", "state") and not is_finite(values, infinite=name in buffers):
+                owner, _, key = weight.rpartition(".")
                 raise ValueError(
-                    f"{name} is not finite, so nothing was saved; check the data, or continue from "
-                    "the newest checkpoint with --accept_changes and another learning_rate"
+                    f"{f'{key} of {owner}' if kind == 'state' else weight} is not finite, so "
+                    "nothing was saved; check the data, or continue from the newest checkpoint "
+                    "with --accept_changes and another learning_rate"
                 )
 
     def load(self, path: Path, saved: dict, manifest: dict) -> None:
@@ -370,12 +358,11 @@ class TrainingState:
         optimizers keep state among them.
         """
         before, now = saved["optimizer"], settings_as_text(self.settings)
-        kinds = [[group["class"] for group in each] for each in (before, now)]
+        kinds = [" and ".join(group["class"] for group in each) for each in (before, now)]
         if kinds[0] != kinds[1]:
             raise ValueError(
-                f"{path} was trained with {' and '.join(kinds[0])}, and build_optimizer gives "
-                f"{' and '.join(kinds[1])} (one per group); restore that, or give another "
-                "--output_dir"
+                f"{path} was trained with {kinds[0]}, and build_optimizer gives {kinds[1]} (one "
+                "per group); restore that, or give another --output_dir"
             )
         self.load_weights(path, saved, manifest)
         if this_layout().deepspeed:  # it has restored all settings
@@ -385,7 +372,7 @@ class TrainingState:
                 group.update({name: self.settings[i][name] for name in changed})
             return
         reader = TensorReader(path)
-        load_moments(bare_model(self.accelerator, self.module), self.bare_optimizer(), reader)
+        self.load_moments(reader)
         for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
             for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
                 key = name.split(".", 2)[2]
@@ -404,17 +391,14 @@ class TrainingState:
             check_frozen(path, saved, manifest)
             self.accelerator.load_state(path, load_module_strict=False)
             return
-        reader, bare = TensorReader(path), bare_model(self.accelerator, self.module)
+        reader, bare = TensorReader(path), self.model()
         if self.accelerator.scaler and "scaler.scale" not in reader.shapes:
             raise ValueError(
                 f"{path} was not trained in fp16; give the YAML that it was trained with"
             )
         tensors = {f"model.{name}": values for name, values in trained_weights(bare).items()}
-        numbers = {}
-        for prefix, each in self.others().items():
-            numbers |= {prefix + name: value for name, value in each.state_dict().items()}
         elsewhere = getattr(self.module, "elsewhere", {})  # weights of other stages of a pipeline
-        check_shapes(tensors | numbers | elsewhere, reader, path)
+        check_shapes(tensors | self.other_states() | elsewhere, reader, path)
         check_frozen(path, saved, manifest)
         reader.read(tensors)
         # Some modules build their state when they are asked for it, and take it back.
@@ -425,6 +409,22 @@ class TrainingState:
             states = each.state_dict().items()
             each.load_state_dict({n: read_like(v, reader, prefix + n) for n, v in states})
 
+    def load_moments(self, reader: TensorReader) -> None:
+        """Gives the optimizer the state that was saved for each weight, and no other."""
+        parameters, tensors, states = self.parameters(), {}, defaultdict(dict)
+        for saved in reader.shapes:
+            kind, _, name = saved.partition(".")
+            name, _, key = name.rpartition(".")
+            if kind in ("state", "number") and name in parameters:
+                tensors[saved] = empty_moment(parameters[name], reader, saved)
+                states[parameters[name]][key] = saved
+        reader.read(tensors)
+        for names in states.values():
+            for key, saved in names.items():
+                value = tensors[saved]
+                names[key] = value.item() if saved.startswith("number.") else value
+        restore(self.bare_optimizer(), states, {p: name for name, p in parameters.items()})
+
 
 def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
     """Raises ValueError unless this YAML's kind can read a checkpoint, which has the manifest
@@ -432,41 +432,38 @@ def check_kind(path: Path, saved: dict, accelerator: Accelerator) -> None:
     wanted, written = 0, deepspeed.stage_in(path)
     if this_layout().deepspeed:
         wanted = deepspeed.stage_of(accelerator)
-    if wanted != written:
-        kind = f"DeepSpeed with zero_stage {written}" if written else "a run without DeepSpeed"
-        raise ValueError(
-            f"{path} is of {kind}; continue with a YAML of that kind, or give another --output_dir"
-        )
-    processes = saved.get("processes")
-    if wanted and processes != accelerator.num_processes:
-        raise ValueError(
-            f"{path} is of {processes} processes, and DeepSpeed continues only on as many; set "
-            f"num_processes to {processes}, or give another --output_dir"
-        )
+    kind = f"DeepSpeed with zero_stage {written}" if written else "a run without DeepSpeed"
+    remedy = "continue with a YAML of that kind"
+    if wanted and wanted == written and saved.get("processes") != accelerator.num_processes:
+        kind, remedy = f"{saved.get('processes')} processes of DeepSpeed", "set num_processes to "
+        remedy += str(saved.get("processes"))
+    elif wanted == written:
+        return
+    raise ValueError(f"{path} is of {kind}; {remedy}, or give another --output_dir")
 
 
 def check_frozen(path: Path, saved: dict, manifest: dict) -> None:
     """Raises ValueError if the frozen weights are others; the main process has their digest."""
-    digests = {each.get("frozen_weights", "") for each in (saved, manifest)}
-    if IS_MAIN and len(digests) > 1:
+    if IS_MAIN and saved.get("frozen_weights", "") != manifest.get("frozen_weights", ""):
         raise ValueError(
             f"{path} was trained with other pretrained weights; give those weights, or another "
             "--output_dir"
         )
 
 
-def min_and_max(values: torch.Tensor) -> torch.Tensor:
-    """Smallest and largest value, shape (2,), or NaN if any value is NaN.
+def is_finite(values: torch.Tensor, infinite: bool = False) -> bool:
+    """Whether all values are finite; with `infinite` whether none is NaN.
 
     One pass without a temporary tensor: far faster than isfinite().all().
     """
     if values.is_complex():
         values = torch.view_as_real(values)
     if not values.is_floating_point() or not values.numel():
-        return torch.zeros(2, device=values.device)  # finite
+        return True
     if values.element_size() == 1:  # float8 has no aminmax
         values = values.float()
-    return torch.stack(values.aminmax())
+    ends = torch.stack(values.aminmax())  # NaN if any value is
+    return not (ends.isnan() if infinite else ~ends.isfinite()).any()
 
 
 def read_like(value: Any, reader: TensorReader, name: str) -> Any:
@@ -475,26 +472,6 @@ def read_like(value: Any, reader: TensorReader, name: str) -> Any:
     tensor = torch.empty_like(value, dtype=tensor.dtype) if torch.is_tensor(value) else tensor
     reader.read({name: tensor})
     return tensor if tensor.dim() or torch.is_tensor(value) else tensor.item()
-
-
-def load_moments(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, reader: TensorReader
-) -> None:
-    """Gives the optimizer the state that was saved for each weight, and no other."""
-    parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
-    tensors, states = {}, defaultdict(dict)
-    for saved in reader.shapes:
-        kind, _, name = saved.partition(".")
-        name, _, key = name.rpartition(".")
-        if kind in ("state", "number") and name in parameters:
-            tensors[saved] = empty_moment(parameters[name], reader, saved)
-            states[parameters[name]][key] = saved
-    reader.read(tensors)
-    for names in states.values():
-        for key, saved in names.items():
-            value = tensors[saved]
-            names[key] = value.item() if saved.startswith("number.") else value
-    restore(optimizer, states, {p: name for name, p in parameters.items()})
 
 
 def empty_moment(parameter: torch.Tensor, reader: TensorReader, name: str) -> torch.Tensor:
@@ -515,10 +492,9 @@ def check_shapes(built: dict, reader: TensorReader, path: Path) -> None:
     """Raises UserError unless the checkpoint has the tensors of `built` with the same shapes."""
     saved = {n: str(tuple(shape)) for n, shape in reader.shapes.items()}
     built = {n: str(tuple(v.shape) if torch.is_tensor(v) else ()) for n, v in built.items()}
-    kinds = ("model.", "registered.")
-    for name in sorted(n for n in {**saved, **built} if n.startswith(kinds)):
-        if saved.get(name) != built.get(name):
-            before, now = (each.get(name, "missing") for each in (saved, built))
+    for name in sorted({*saved, *built}):
+        before, now = (each.get(name, "missing") for each in (saved, built))
+        if before != now and name.startswith(("model.", "registered.")):
             raise UserError(
                 f"{path} does not fit the model: {name.removeprefix('model.')} is {before} in the "
                 f"checkpoint and {now} in the model; give the settings and the task.py that it "

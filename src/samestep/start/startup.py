@@ -341,7 +341,7 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
     output, effects = Path(cfg.output_dir), change_effects(cfg)
     folder = output / "checkpoints"
     if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
-        best, _ = checkpoints.find_best(folder, manifest)
+        best, *_ = checkpoints.find_best(folder, manifest)
         if best:  # it may be older than the newest
             point.checkpoint, point.saved = best, checkpoints.verify(best)
         else:
@@ -373,7 +373,7 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
     if step < point.max_steps:
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
-        _, point.best_loss = checkpoints.find_best(folder, manifest)
+        _, point.best_loss, _ = checkpoints.find_best(folder, manifest)
 
 
 def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
@@ -382,7 +382,8 @@ def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
         remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
         point.remarks.append(f"the learning rate rises to the end: {remark}")
     trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
-    if not all(each in trains for each in cfg.profile_steps or ()):
+    once = cfg.profile_steps if len(cfg.profile_steps or ()) == 2 else ()
+    if not all(each in trains for each in once):
         steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
         remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
         point.remarks.append(f"warning: nothing is profiled: {remark}")

@@ -1,20 +1,38 @@
-"""The end of a run: the exported model, the status, and what the task reports."""
+"""The end of a run: the exported model and its check, the status, and what the task reports.
 
+The check is a process of its own that knows nothing of the project: it asks the exported model what
+the trained one was asked in the run. The task says what to ask: its function `questions`.
+"""
+
+import json
 import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import psutil
 import torch
 
 from samestep.base import run_folder
+from samestep.base.begin import LAUNCHED
 from samestep.base.console import one_line, say
 from samestep.checkpoint import checkpoints, weights
+from samestep.models.attention import restored
 from samestep.processes.ranks import as_user_error, attempt, catch
 from samestep.processes.shutdown import STOPPED
 from samestep.report import curves, model_card, tracking
-from samestep.training import exported
+from samestep.training import from_outside
 from samestep.training.log import RunLog
 from samestep.training.run import Run
 from samestep.training.saving import Saver
+
+ASKED = 4  # rows of the validation data that the task makes questions of
+# Left out of the check's environment: what makes a process one of several, and its share of cores.
+OF_LAUNCHERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_", "TORCHELASTIC_", "OMP_NUM_", *LAUNCHED)
 
 
 def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.nn.Module | None:
@@ -32,7 +50,10 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
         elif run.accelerator.is_main_process:
             run.start.lock.check_folder()
             folder = run.output / "model"
-            run.asked = exported.ask_trained(run, whole)
+            if run.cfg.check_export and hasattr(run.task, "questions"):
+                # The export may change the model: LoRA's adapters are merged then.
+                run.asked, problem = catch(ask_trained, run, whole)
+                run.asked = run.asked or {"problem": one_line(problem)}
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
@@ -60,7 +81,8 @@ def finish(
     if sums:
         shown = attempt("no report", report, run, saver, whole, sums, run.output)
         attempt("the tracker has no report", log.lines.show, shown or {}, step)
-        attempt("the export was not checked", check_export, run)
+        if run.asked:
+            attempt("the export was not checked", check_export, run, run.output / "model")
         picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
         picture = picture or f"no picture: {one_line(problem)}"
         say(f"model: {run.output / 'model'}  curves: {picture}")
@@ -68,18 +90,6 @@ def finish(
         say(f"stopped after step {step}; the same command continues the run")
     attempt("the tracker was not closed", tracking.end_tracker, run.accelerator)
     return code
-
-
-def check_export(run: Run) -> None:
-    """Asks the exported model what the trained one was asked; the card and the status say so."""
-    if not run.asked:
-        return
-    line, same = exported.check(run, run.output / "model", run.asked)
-    say(f"checked: {line}" if same else f"warning: {line}")
-    text = model_card.escape_markdown(line, 400)
-    model_card.set_section(run.output / "model", "Check", text)
-    facts = {"exit_code": 0, "export_check": "passed" if same else line}
-    run_folder.write_status(run.output, "finished", **run.point.facts, **facts)
 
 
 def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: Path) -> dict:
@@ -101,3 +111,81 @@ def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: P
     for name, value in shown.items():
         say(f"{name}: {value}")
     return dict(shown)
+
+
+# ---- The check of the export ---------------------------------------------------------------------
+
+
+def ask_trained(run: Run, model: Any) -> dict:
+    """What the trained model answers; raises ValueError where there is nothing to ask."""
+    rows = [run.start.data[1][i] for i in range(min(ASKED, len(run.start.data[1])))]
+    asked: list[dict[str, Any]] = []
+    model.eval()
+    with restored(model):
+        for given, tensors in run.task.questions(rows, run.cfg.task, run.start.prepared):
+            inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
+            each: dict[str, Any] = {"given": given}
+            if "input_ids" in inputs:
+                inputs = {name: values.long() for name, values in inputs.items()}
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                each["prompt"] = inputs["input_ids"][0].tolist()
+            inputs = {name: values.to(model.device) for name, values in inputs.items()}
+            asked.append({**each, **from_outside.ask(model, inputs)})
+    if not asked:
+        raise ValueError("task.questions gives nothing to ask")
+    size = sum(p.nbytes for p in model.parameters())
+    return {"asked": asked, "dtype": str(model.dtype).removeprefix("torch."), "bytes": size}
+
+
+def check_export(run: Run, folder: Path) -> None:
+    """Asks the exported model what the trained one was asked; the card and the status say so."""
+    found = run.asked if "problem" in run.asked else ask_exported(run, folder, run.asked)
+    problem = found.get("problem")
+    if problem:
+        line = f"the exported model could not be confirmed: {one_line(problem)}"
+    else:
+        asked, version = run.asked["asked"], metadata.version("transformers")
+        chats = isinstance(asked[0]["given"], list)
+        kind = "chats, by its chat template" if chats else "inputs"
+        line = (
+            f"transformers {version} loads it in {found['dtype']}, without the project, and gives "
+            f"the same answers to {len(asked)} {kind} (largest difference "
+            f"{found['difference']:.1g})"
+        )
+    say(f"warning: {line}" if problem else f"checked: {line}")
+    model_card.set_section(folder, "Check", model_card.escape_markdown(line, 400))
+    facts = {"exit_code": 0, "export_check": line if problem else "passed"}
+    run_folder.write_status(run.output, "finished", **run.point.facts, **facts)
+
+
+def ask_exported(run: Run, folder: Path, asked: dict) -> dict:
+    """What the program from_outside.py finds. It has a process and all cores to itself."""
+    free = psutil.virtual_memory().available
+    if asked["bytes"] > 0.8 * free:
+        return {"problem": f"it has {asked['bytes']:,} bytes, and {free:,} of memory are free"}
+    adapter = (folder / "adapter_config.json").exists()
+    env = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as temporary:
+        for i, each in enumerate(asked["asked"]):
+            if hasattr(each["given"], "save"):  # a picture of Pillow
+                path = Path(temporary, f"{i}.png")
+                each["given"].save(path)
+                each["given"] = str(path)
+        facts = {
+            "folder": str(folder),
+            "task": model_card.pipeline_task(folder),
+            "trust_remote_code": getattr(run.cfg.task, "trust_remote_code", False),
+            "dtype": None if adapter else asked["dtype"],
+            "rounding": "float16" if run.cfg.tf32 else asked["dtype"],
+            "asked": asked["asked"],
+        }
+        program = [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")]
+        options = {"capture_output": True, "text": True, "timeout": run.cfg.timeout}
+        try:
+            ended = subprocess.run(program, input=json.dumps(facts), env=env, **options)
+        except subprocess.TimeoutExpired:
+            return {"problem": f"the check took more than {run.cfg.timeout} s"}
+    if ended.stdout:
+        return json.loads(ended.stdout.splitlines()[-1])
+    return {"problem": f"the check ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}

@@ -4,7 +4,6 @@ import math
 import shutil
 import threading
 import time
-from itertools import chain
 from typing import Any
 
 import torch
@@ -104,15 +103,16 @@ class Saver:
             return
         with self.ranks.fail_together(), as_user_error():
             self.host = share.parts = host_copies(share.parts, self.host)
-
-        def write_in_background() -> None:
-            began = time.perf_counter()
-            _, self.run.problem = catch(self.write, self.thread_ranks, share, manifest)
-            if not self.run.problem:
-                self.done.append((manifest["step"], time.perf_counter() - began))
-
-        self.thread = threading.Thread(target=write_in_background, name=SAVE_THREAD, daemon=True)
+        self.thread = threading.Thread(
+            target=self.write_in_background, args=(share, manifest), name=SAVE_THREAD, daemon=True
+        )
         self.thread.start()
+
+    def write_in_background(self, share: tensor_files.Share, manifest: dict) -> None:
+        began = time.perf_counter()
+        _, self.run.problem = catch(self.write, self.thread_ranks, share, manifest)
+        if not self.run.problem:
+            self.done.append((manifest["step"], time.perf_counter() - began))
 
     def write(self, ranks: Ranks, share: tensor_files.Share | None, manifest: dict) -> None:
         """All processes write their shares, then the main process makes the checkpoint valid."""
@@ -132,10 +132,10 @@ class Saver:
             with ranks.fail_together():
                 layout = ranks.layout
                 hashed = checkpoints.hash_files(partial, layout.rank, layout.processes)
-            digests = dict(chain(*(each.items() for each in ranks.gather(hashed))))
+            files = {name: about for each in ranks.gather(hashed) for name, about in each.items()}
             with ranks.fail_together(), as_user_error():
                 if self.main:
-                    committed = checkpoints.commit(partial, manifest, digests)
+                    committed = checkpoints.commit(partial, manifest, files)
                     checkpoints.prune(committed, self.run.cfg.keep_checkpoints)
         finally:
             if self.main:  # frees the space of what did not become a checkpoint
@@ -166,17 +166,19 @@ class Saver:
 
         Only losses on the validation data of the run are compared.
         """
-        start, best, loss, saved = self.run.start, None, math.inf, {}
+        run, best, loss, saved = self.run, None, math.inf, {}
         with self.ranks.fail_together(), as_user_error():
             if self.main:
-                best, loss = checkpoints.find_best(start.output / "checkpoints", start.manifest)
+                best, loss, _ = checkpoints.find_best(
+                    run.output / "checkpoints", run.start.manifest
+                )
                 saved = checkpoints.verify(best) if best else {}
         best, loss, saved = self.ranks.from_main((best, loss, saved))
         if best is None:
             say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
             return None
         with self.ranks.fail_together(), as_user_error():
-            self.state.load_weights(best, saved, start.manifest)
+            self.state.load_weights(best, saved, run.start.manifest)
         step = checkpoints.step_of(best)
         say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
         return step
