@@ -26,8 +26,8 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-scale \
-	bench-ddp bench-precision gpu
+.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-ddp \
+	bench-precision bench-scale gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -507,7 +507,7 @@ def test_project_is_written_over_with_what_its_owner_added(cook, tmp_path):
     code, _, written = cook("--no-input", "-f", "task=image_classification")
     assert code == 0 and Path(DEFAULT_SLUG, ".models_cache", "weights") in written
     recipes = sorted(path.name for path in (project / "configs" / "train").iterdir())
-    assert recipes == ["default.yaml", "mine.yaml", "smoke.yaml"]
+    assert recipes == [f"{name}.yaml" for name in "default mine resnet50 smoke vit_b".split()]
 
 
 def test_edits_that_cannot_be_kept_are_not_skipped_over(cook, tmp_path):

@@ -452,6 +452,6 @@ def test_what_is_missing_is_said_in_one_line(ready, word, message):
 def test_make_alone_lists_every_target(machine, folder):
     makefile = template() / folder / "Makefile"
     result = machine.run("make", "-f", str(makefile))
-    targets = makefile.read_text().split(".PHONY:")[1].splitlines()[0].split()
+    targets = makefile.read_text().split(".PHONY:")[1].split("\n\n")[0].replace("\\\n", "").split()
     assert [line.split()[1] for line in result.stdout.splitlines()] == targets
     assert result.stderr == ""

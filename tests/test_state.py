@@ -217,7 +217,7 @@ def test_settings_that_the_optimizer_has_restored_are_those_of_now(tmp_path):
 
 WRONG = {
     Composed: "Composed keeps parts.0.",
-    Merged: "Merged keeps parts.0.state.",
+    Merged: "Merged does not take momentum_buffer of ",
     Attributes: "Attributes keeps means.0 where no checkpoint looks",
 }
 

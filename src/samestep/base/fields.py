@@ -103,14 +103,16 @@ def check_ignored_fields(
 
 def local_path(text: str, field: str) -> Path:
     """The path in a field, whether it exists or not; raises ValueError for one that cannot be."""
-    path = Path(os.path.expanduser(text))
+    if "://" in text:  # may be too long for a path
+        return Path(text)
     try:
-        if "://" not in text:  # may be too long for a path
-            os.stat(path)
+        path = Path(text).expanduser()
+        os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:  # too long, or in a folder that is closed to us
-        raise ValueError(f"task.{field}: {one_line(text, 60)}: {error.strerror}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, an unknown ~user
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ValueError(f"task.{field}: {one_line(text, 60)}: {reason}") from None
     return path
 
 

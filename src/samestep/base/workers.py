@@ -25,6 +25,10 @@ SECONDS = 10  # between lines about the progress, where there is no terminal
 Tell = Callable[[int], None]  # is called with the bytes that a unit has done
 
 
+class Killed(ValueError):
+    """A process was killed. What is done is kept: see `cache.prepare_once`."""
+
+
 def count_cores() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -130,7 +134,7 @@ def killed(code: int) -> BaseException:
     if -code in STOP_SIGNALS:  # sent to the process group; the process received it first
         return SystemExit(75)
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return ValueError(
+    return Killed(
         f"task.data: a process that prepares ended with {name}, perhaps for lack of memory; what "
         "is done is kept: start again, on fewer cores (taskset -c 0-3) if it comes back"
     )

@@ -39,10 +39,15 @@ def restore(optimizer: torch.optim.Optimizer, states: States, names: dict) -> No
             if both and key != "step" and found[key].dtype != value.dtype:
                 found[key] = value
             if not is_same(found.get(key), value):
-                raise UserError(
-                    f"build_optimizer: {type(optimizer).__name__} does not take {key} of "
-                    f"{names[p]} back from a checkpoint; {ADVICE}"
-                )
+                raise lost(optimizer, key, names[p])
+
+
+def lost(optimizer: torch.optim.Optimizer, key: str, name: str) -> UserError:
+    """The error for a state that the optimizer was given, and does not use."""
+    return UserError(
+        f"build_optimizer: {type(optimizer).__name__} does not take {key} of {name} back from a "
+        f"checkpoint; {ADVICE}"
+    )
 
 
 def is_same(found: Any, value: Any) -> bool:
@@ -58,7 +63,8 @@ def is_same(found: Any, value: Any) -> bool:
 class ContractCheck:
     """Refuses an optimizer, after its first two steps, that holds more than torch's contract.
 
-    Nothing else that it holds may change in the second. It does not wait for the device.
+    After the first, it is given back its own state, with copies of some tensors: it must use these.
+    After the second, nothing else that it holds may have changed. Neither waits for the device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, names: dict, collect: Callable):
@@ -84,15 +90,17 @@ class ContractCheck:
         self.steps += not self.depth
         if self.depth or self.steps > 2:
             return
-        before, self.held = self.held, held_beside(optimizer)
+        held = held_beside(optimizer)
         if not {*optimizer.state} <= {*self.names}:
             changed = {"`state` of something else than weights"}
         elif self.steps == 1:
             with as_user_error():
                 self.collect()  # raises for what no checkpoint holds, such as a list
-            return
+            self.reload(optimizer)
+            self.held = held_beside(optimizer)
+            changed = self.held.keys() - held.keys()
         else:
-            changed = {place for place, held in self.held.items() if before.get(place) != held}
+            changed = {place for place, value in held.items() if self.held.get(place) != value}
         if changed:
             keeps = f"{type(optimizer).__name__} keeps {min(changed).lstrip('.')}"
             raise UserError(
@@ -100,14 +108,31 @@ class ContractCheck:
                 f"differ; {ADVICE}"
             )
 
+    def reload(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives it its own state, in which the smallest weight of each group has copies."""
+        states = {p: dict(values) for p, values in optimizer.state.items()}
+        copied: list[tuple] = []
+        for group in optimizer.param_groups:
+            p = min((p for p in group["params"] if p in states), key=torch.numel, default=None)
+            tensors = [key for key, v in states.get(p, {}).items() if torch.is_tensor(v)]
+            for key in tensors:
+                copied.append((p, key, states[p][key]))
+                states[p][key] = states[p][key].clone()
+        restore(optimizer, states, self.names)
+        for p, key, before in copied:
+            if optimizer.state[p][key] is before:
+                raise lost(optimizer, key, self.names[p])
+
 
 def held_beside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What an optimizer holds beside its state and its groups, by the place: versions of tensors,
     and numbers, also in lists, mappings and other optimizers.
     """
-    groups = optimizer.param_groups
+    groups, states = optimizer.param_groups, [*optimizer.state.values()]
     weights = [p for group in groups for p in group["params"]]
-    seen = {*map(id, [optimizer.state, groups, *groups, *weights])}
+    moments = [v for each in states if isinstance(each, dict) for v in each.values()]
+    known = [optimizer.state, groups, *groups, *weights, *states]
+    seen = {id(each) for each in [*known, *filter(torch.is_tensor, moments)]}
     found: dict[str, Any] = {}
 
     def walk(place: str, value: Any) -> None:

@@ -138,11 +138,12 @@ def main() -> int:
         print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
         return 2
     known, signals = read_options(launcher), Signals(program[0])
-    if {"--help", "-h", "--check"} & {*program}:  # nothing to launch
-        code = start_check(known, program, {}).wait()
-        return STOPPED if signals.received else code
-    os.environ["LAUNCHING"] = "1"  # the run prints what the check would
-    check = start_check(known, program, find_meeting(known))
+    if {"--help", "-h"} & {*program}:
+        return start_check(known, program, {}).wait()
+    only = "--check" in program
+    if not only:
+        os.environ["LAUNCHING"] = "1"  # the run prints what the check would
+    check = start_check(known, program, {} if only else find_meeting(known))
     report = io.StringIO()  # what the launcher prints itself; processes that it starts print here
     with contextlib.redirect_stderr(report):
         # The imports of the launcher take as long as those of the check.
@@ -157,7 +158,7 @@ def main() -> int:
     code = check.wait()
     if signals.received and code < 0:  # before it could say so itself
         print(f"samestep launch: {begin.BEFORE}", file=sys.stderr)
-    if code or signals.received:
+    if code or only or signals.received:
         return STOPPED if signals.received else code
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder, "exit_code")

@@ -236,14 +236,15 @@ def prepare_data(cfg: Any, task: contract.Task) -> Any:
 
     Other data would give another, which the weights do not know.
     """
-    own, prepared = Path(cfg.output_dir) / VOCABULARY, task.prepare_data(cfg.task)
+    settings, own = cfg.task, Path(cfg.output_dir) / VOCABULARY
+    prepared = task.prepare_data(settings)
     learnt = learnt_vocabulary(cfg, prepared)
     continues = own.exists() and any((own.parent / "checkpoints").glob("step-*"))
     if not learnt or not continues or learnt.read_bytes() == own.read_bytes():
         return prepared
     print(f"Preparing data: the run keeps its vocabulary, {own}", flush=True)
-    cfg.task.vocabulary = cfg.output_dir
-    return task.prepare_data(cfg.task)
+    settings.vocabulary = cfg.output_dir
+    return task.prepare_data(settings)
 
 
 def versions() -> dict[str, str]:
