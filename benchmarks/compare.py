@@ -9,6 +9,7 @@ Before that their work is counted, and has to be the same: loss terms, FLOPs, an
 """
 
 import argparse
+import contextlib
 import datetime
 import io
 import json
@@ -397,10 +398,8 @@ def about_machine() -> dict:
         model = names[0] if names else model
     found = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "missing"
     date = datetime.date.today().isoformat()
     return {"device": f"{model}, {os.cpu_count()} cores", "versions": found, "date": date}
 
