@@ -422,7 +422,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(cfg, monkeypatch):
     monkeypatch.setattr(Path, "rename", noted)
     folder = prepare(cfg)
     [[unfinished, before]] = renamed
-    wanted = {".", "train", "train/rows.npy", "names.json", ".index.partial"}
+    wanted = {".", "train", "train/rows.npy", "names.json", "index"}
     assert wanted <= {str(os.path.relpath(path, unfinished)) for path in flushed[:before]}
     assert flushed[before - 1] == unfinished and flushed[before] == folder.parent
 

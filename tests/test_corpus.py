@@ -392,6 +392,7 @@ def flip(path):
         ("000002.tokens", flip),
         ("000001.json", flip),
         ("tokenizer.json", lambda path: path.unlink()),
+        ("000009.odd", lambda path: path.write_text("not ours")),
     ],
 )
 def test_what_is_damaged_is_named_and_made_again(task, config, tmp_path, capsys, name, damage):

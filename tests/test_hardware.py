@@ -159,7 +159,11 @@ REFUSED = [  # a YAML, and what is said
     (V2 + sizes(dp_replicate=4), "parallelism_config leaves nothing to shard"),
     (V2 + sizes(dp_shard=2, sp=2), "Ulysses brings a loader of its own"),
     (V2 + sizes(dp_replicate=2), "needs 2 processes (dp_replicate 2), and num_processes is 4"),
-    (V2 + sizes(dp_shard="two"), "parallelism_config_dp_shard_size is 'two'"),
+    *(
+        (V2 + sizes(dp_shard=size), f"parallelism_config_dp_shard_size is {shown}; give a whole")
+        for size, shown in (("two", "'two'"), (0, "0"), (-2, "-2"), ("null", "None"))
+    ),
+    (fsdp("fsdp_cpu_ram_efficient_loading: null"), "is None; give true or false"),
     (V2 + "parallelism_config: {tp_size: 2}", "did you mean parallelism_config_tp_size?"),
     (DDP + "fp8_config: {x: 1}\n", "no key fp8_x; accelerate reads no such"),
     (ZERO + sizes(dp_shard=2), "does not go with DeepSpeed"),

@@ -359,15 +359,45 @@ def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
         assert len(found) == 1 + len(places)
 
 
-def test_shards_on_both_sides_are_said(config, tmp_path, capsys):
-    """A shard that is given for validation, and is among the data under another name."""
-    data, held = (write_images(tmp_path / name, "tar", (7, 5, 6)) for name in ("rows", "held"))
-    (held / "part-000.tar").unlink()
-    (held / "part-001.tar").rename(held / "other.tar")
-    write_images(tmp_path / "held" / "more", "tar", (4,), seed=1)
-    images.prepare_data(config(data, validation_data=str(held)))
-    said = "11 of 15 validation rows are training rows too: evaluation will look better than it is"
-    assert said in capsys.readouterr().out
+def write_tar_of(path, texts, labels="ab"):
+    """A .tar of texts, whose labels alternate."""
+    path.parent.mkdir(exist_ok=True)
+    parts = ((text.encode(), labels[i % 2].encode()) for i, text in enumerate(texts))
+    write_tar(path, members(parts, ("txt", "cls")))
+
+
+def test_rows_on_both_sides_are_said(tmp_path, capsys, monkeypatch, config):
+    """Of equal shards, of a shard that is given, and of images in each format."""
+    given = str(tmp_path / "given.tar")
+    write_tar_of(tmp_path / "given.tar", ["text 1 3", "other", "text 0 9", "text 1 3"], "ba")
+
+    def overlap(module, cfg):
+        capsys.readouterr()
+        module.prepare_data(cfg)
+        found = [line for line in capsys.readouterr().out.splitlines() if " rows too: " in line]
+        return found and found[0].removeprefix("Preparing data: ").partition(" validation rows")[0]
+
+    def overlap_of(data, **fields):
+        cache = str(tmp_path / f"cache{len([*tmp_path.iterdir()])}")
+        fields |= {"streaming": True, "vocab_size": 300, "cache_dir": cache}
+        return overlap(texts, texts.TaskConfig(data=str(data), **fields))
+
+    for number in range(6):
+        write_tar_of(tmp_path / f"a/{number}.tar", [f"text {number % 3} {i}" for i in range(10)])
+    assert overlap_of(tmp_path / "a", validation_data=given) == "3 of 4"
+    assert overlap_of(f"counting://{tmp_path / 'a'}", validation_data=given) == "3 of 4"
+    # Of six shards two by two are equal.
+    assert overlap_of(tmp_path / "a", validation_fraction=0.1) == "6 of 6"
+    for number in range(3, 6):
+        os.unlink(tmp_path / f"a/{number}.tar")
+    assert overlap_of(tmp_path / "a", validation_fraction=0.4) == []
+    for kind in KINDS:
+        data = write_images(tmp_path / kind, kind, (4, 5, 6))
+        held = write_images(tmp_path / f"{kind}-held", kind, (4, 2), 0)
+        assert overlap(images, config(data, validation_data=str(held))) == "6 of 6"
+    monkeypatch.setattr(streaming, "COMPARED", 15)
+    found = overlap_of(tmp_path / "a", validation_data=given)
+    assert found.startswith("at least ")
 
 
 # ---- Copies on this machine ----------------------------------------------------------------------

@@ -108,14 +108,22 @@ def report_full_disk(partial: Path, what: str = "a checkpoint") -> Iterator[None
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Replaces a folder by the one that the body fills; if the body fails, the old one stays."""
+    """Replaces a folder by the one that the body fills; if the body fails, the old one stays.
+
+    What was written is removed, and cut first, since the error may keep a file open: a full disk
+    then has room for the status of the run.
+    """
     fresh = make_fresh_folder(folder)
     try:
         with report_full_disk(fresh, f"the {folder.name}"):
             yield fresh
             replace_folder(fresh, folder)
-    finally:
+    except BaseException:
+        for path in [each for each in fresh.rglob("*") if each.is_file()]:
+            with contextlib.suppress(OSError):
+                os.truncate(path, 0)
         shutil.rmtree(fresh, ignore_errors=True)
+        raise
 
 
 def hash_files(partial: Path, share: int = 0, shares: int = 1) -> dict[str, dict]:
@@ -179,17 +187,21 @@ def total_size(path: Path) -> int:
         return 0
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
+def file_sizes(folder: Path, left_out: str = MANIFEST) -> dict[str, int]:
     """Bytes of each file below a folder, by relative path, sorted.
 
     The manifest is left out, and so are hidden files: file managers and network disks create them.
-    Pipes, devices and broken links have -1 bytes.
+    Pipes, devices and broken links have -1 bytes. Raises OSError if a folder cannot be read.
     """
     sizes = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_dir() and name != MANIFEST and not f"/{name}".count("/."):
-            sizes[name] = path.stat().st_size if path.is_file() else -1
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name == left_out or entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            inner = file_sizes(folder / entry.name, left_out="")
+            sizes |= {f"{entry.name}/{name}": size for name, size in inner.items()}
+        else:
+            sizes[entry.name] = entry.stat().st_size if entry.is_file() else -1
     return sizes
 
 
@@ -363,9 +375,10 @@ def find_best(folder: Path, current: dict) -> tuple[Path | None, float, list[Pat
     for path in list_checkpoints(folder):
         with contextlib.suppress(ValueError):
             saved = verify(path, hashed=False)
-            loss = saved.get("eval_loss", math.nan)
+            loss = saved.get("eval_loss")
             validation = [each.get("data", {}).get("validation") for each in (saved, current)]
-            if math.isfinite(loss) and validation[0] == validation[1]:
+            finite = isinstance(loss, float | int) and math.isfinite(loss)
+            if finite and validation[0] == validation[1]:
                 losses.append((loss, path))
     for loss, path in sorted(losses):
         if path in INTACT or is_valid(path):
@@ -402,7 +415,7 @@ def settings_with(manifest: dict, effects: dict, *kinds: str) -> dict:
 def result_settings(manifest: dict, effects: dict) -> dict:
     """The entries of a manifest that determine the result: settings, and `data NAME`."""
     data = {f"data {name}": value for name, value in manifest.get("data", {}).items()}
-    return settings_with(manifest, effects, "result", "shape") | data
+    return without_credentials(settings_with(manifest, effects, "result", "shape")) | data
 
 
 def export_settings(manifest: dict, effects: dict) -> dict:

@@ -115,11 +115,11 @@ def gather_model(
     """
     if not this_layout().sharded:
         return bare_model(accelerator, module)
-    model, whole = None, {}
+    model, built, whole = None, {}, {}
     with ranks.fail_together(), as_user_error():
         if accelerator.is_main_process:
             model = build()
-            whole = model.state_dict()
+            built = model.state_dict()
     if this_layout().deepspeed:
         state = accelerator.get_state_dict(module) or {}
     else:
@@ -129,8 +129,10 @@ def gather_model(
             if isinstance(values, DTensor):  # under offload it is on the CPU, where NCCL is not
                 values = values.to(values.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             if model is not None:
-                whole[bare_name(name).removeprefix("model.")].copy_(values)
-        if model is not None:  # some modules build their state when they are asked
+                name = bare_name(name).removeprefix("model.")
+                whole[name] = built[name].copy_(values)
+        # Some modules build their state when they are asked. A weight that is missing is an error.
+        if model is not None:
             model.load_state_dict(whole)
     return model
 

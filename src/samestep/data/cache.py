@@ -33,9 +33,10 @@ from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
+OF_A_FILE = (FileNotFoundError, NotADirectoryError, PermissionError)  # others are the disk's
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
-INDEX = "index"  # of a prepared folder: JSON
+INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
 
 
 # ---- Key -----------------------------------------------------------------------------------------
@@ -200,12 +201,7 @@ def hash_path(path: str) -> tuple[str, list[int]]:
             return hash_file(path), stamp if stamp[2] < settled else []
         with os.scandir(path) as entries:
             names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
-    except (
-        FileNotFoundError,
-        NotADirectoryError,
-        PermissionError,
-        ValueError,
-    ):  # a NUL in the name
+    except (*OF_A_FILE, ValueError):  # ValueError: a NUL in the name
         return "", []
     total, old = hashlib.sha256(), stamp[2] < settled
     hashed = hash_all([os.path.join(path, name) for name in names])
@@ -358,6 +354,7 @@ def prepare_once(
             if not goes_on:
                 remove(unfinished)
             unfinished.mkdir(exist_ok=True)
+            remove(unfinished / INDEX)
             problem = None
             try:
                 facts = build(unfinished)
@@ -378,21 +375,20 @@ def prepare_once(
 def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     """Turns a filled folder into prepared data. Files, index and names reach the disk in turn.
 
-    The index holds the size and SHA-256 of each file. `facts["hashed"]` has those of files that are
-    on the disk already. Hidden files do not count: file managers and network disks create them.
+    The index holds the size and SHA-256 of each file, and its own SHA-256. `facts["hashed"]` has
+    those of files that are on the disk already.
     """
     files = dict(facts.pop("hashed", {}))
-    for path in sorted(unfinished.rglob("*")):
-        name = path.relative_to(unfinished)
-        hidden = any(part.startswith(".") for part in name.parts)
-        if str(name) in files or hidden or path.is_dir() or str(name) == INDEX:
-            continue
-        fsync(path)
-        files[str(name)] = [path.stat().st_size, hash_file(path)]
-    replace_text(unfinished / INDEX, json.dumps({**facts, "files": files}))
-    for path in unfinished.rglob("*"):
-        if path.is_dir():
+    for path in sorted(files_below(unfinished)):
+        name = path.relative_to(unfinished).as_posix()
+        if name not in files:
             fsync(path)
+            files[name] = [path.stat().st_size, hash_file(path)]
+    text = json.dumps({**facts, "files": files}).encode()
+    own = hashlib.sha256(text).hexdigest().encode()
+    (unfinished / INDEX).write_bytes(own + b"\n" + text + b"\n")
+    for path in [unfinished / INDEX, *(p for p in unfinished.rglob("*") if p.is_dir())]:
+        fsync(path)
     fsync(unfinished)
     unfinished.rename(folder)
     fsync(folder.parent)
@@ -400,32 +396,56 @@ def commit_folder(folder: Path, unfinished: Path, facts: dict) -> None:
     remember(folder.parent, {path: [*read_stamp(path), paths[path]] for path in paths})
 
 
+def read_index(folder: Path) -> dict:
+    """The index of a prepared folder; raises ValueError if it is missing or damaged."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise ValueError("has no index")
+    own, _, text = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(text.removesuffix(b"\n")).hexdigest().encode() != own:
+        raise ValueError("has a damaged index")
+    return json.loads(text)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All but folders and hidden files, which file managers and network disks create."""
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and (path.is_symlink() or not path.is_dir()):
+            yield path
+
+
 def find_fault(folder: Path, cfg: DataConfig) -> str:
     """The fault of a prepared folder, or of the input files it names; empty: it is intact.
 
     Bytes are read where the memo of `hash_files` does not know the file: it is new, or changed.
     """
-    index = read_json_object(folder / INDEX)
-    if not index:
-        return "has no index, or a damaged one"
+    try:
+        index = read_index(folder)
+    except ValueError as error:
+        return str(error)
     files = {str(folder / name): digest for name, (_, digest) in index["files"].items()}
     named = index.get("named", {})
     digests = hash_files([*files, *named], cfg)
-    if damaged := next((path for path in sorted(files) if digests[path] != files[path]), ""):
-        return f"has a damaged file: {one_line(os.path.relpath(damaged, folder), 60)}"
+    there = {str(path) for path in files_below(folder) if path != folder / INDEX}
+    for path in sorted({*files} | there):
+        if path not in files or path not in there or digests[path] != files[path]:
+            return f"has a damaged file: {one_line(os.path.relpath(path, folder), 60)}"
     changed = next((path for path in named if digests[path] != named[path]), "")
     return changed and f"is out of date, as {one_line(changed, 100)} has changed"
 
 
 def content_digest(folder: Path) -> str:
     """The "content" that `build` returned when the folder was prepared."""
-    return json.loads((folder / INDEX).read_text(encoding="utf-8"))["content"]
+    return read_index(folder)["content"]
 
 
 def digest_of(prepared: Any) -> str:
     """The content digest if this is a folder that was prepared here; else an empty text."""
-    is_folder = isinstance(prepared, Path)
-    return str(read_json_object(prepared / INDEX).get("content", "")) if is_folder else ""
+    if isinstance(prepared, Path) and (prepared / INDEX).is_file():
+        with contextlib.suppress(ValueError):  # a file of this name, but not ours
+            return content_digest(prepared)
+    return ""
 
 
 def once_per_folder(load: Callable) -> Callable:

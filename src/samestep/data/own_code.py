@@ -22,7 +22,11 @@ from samestep.base.console import one_line
 
 STARTED = time.time()
 LIBRARY = Path(__file__).parents[1]
-ROOMS = ("data", "images", "streaming", "text")
+# What may shape data: these rooms, and how a tokenizer is loaded.
+SHAPING = (
+    *(f"{room}/*.py" for room in ("data", "images", "streaming", "text")),
+    "models/pretrained.py",
+)
 FOREIGN = (str(LIBRARY), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 STAR = "*"  # the name of: from a import *
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -30,7 +34,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def library_code(*patterns: str) -> str:
     """A digest of files of this library; by default of all that may shape data."""
-    found = (LIBRARY.glob(each) for each in patterns or [f"{room}/*.py" for room in ROOMS])
+    found = (LIBRARY.glob(each) for each in patterns or SHAPING)
     texts = [read_source(str(path)) for paths in found for path in sorted(paths)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 

@@ -62,6 +62,8 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
     try:
         with open(0 if name == "-" else name, encoding="utf-8-sig") as lines:
             inputs = [line.removesuffix("\n") for line in lines]
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"cannot read {name}: it is not UTF-8") from None
     if not any(map(str.strip, inputs)):
@@ -286,7 +288,5 @@ def main() -> None:
     add("--batch", type=int, default=16, help="inputs at once (default: 16)")
     try:
         predict(parser.parse_args())
-    except OSError as error:
-        parser.error(f"cannot read {error.filename}: {error.strerror}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))

@@ -104,8 +104,14 @@ def read_section(name: str, section: dict) -> dict:
             raise ValueError(f"{name}: remove {key}; {REMOVED[key]}")
     section = {key: value for key, value in section.items() if key not in REMOVED}
     kinds = {key: bool if value in ("true", "false") else object for key, value in known.items()}
-    kinds |= {key: int for key in known if key.endswith("_size")}
     check_keys(section, kinds, f"{name}: ")
+    for key, value in section.items():
+        is_number = type(value) is int and value > 0
+        refuse(
+            (kinds[key] is bool and value is None, "true or false"),
+            (key.endswith("_size") and not is_number, "a whole number from 1"),
+            start=f"{name}: {key} is {one_line(repr(value), 60)}; give ",
+        )
     return known | section
 
 

@@ -139,8 +139,8 @@ def folder_of_data(cfg: Any) -> str:
             paths = [given, *re.split(r"(?::\d+)?(?:,|$)", given)]
         for path in filter(os.path.isdir, map(os.path.expanduser, paths)):
             folder = Path(path).resolve()
-            hidden = str(output.relative_to(folder)) if output.is_relative_to(folder) else "."
-            if not hidden.startswith(".") and "/." not in hidden:
+            below = output.relative_to(folder).parts if output.is_relative_to(folder) else (".",)
+            if not any(part.startswith(".") for part in below):
                 return f"task.{name}, {one_line(path, 100)}"
     return ""
 
@@ -391,9 +391,14 @@ def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
 
 
 def continue_mixture(point: StartPoint, current: dict) -> dict:
-    """The mixture of the sources after the checkpoint; `current`: that of a run that begins now."""
+    """The mixture of the sources after the checkpoint; `current`: that of a run that begins now.
+
+    That of an older checkpoint, which records none, is the one with which its run began.
+    """
     weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
-    before, samples = point.saved.get("mixture", current), point.saved.get("samples", 0)
+    saved, samples = point.saved, point.saved.get("samples", 0)
+    old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
+    before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
     mixture = next_mixture(before, samples, weights)
     if mixture["first"] != before["first"]:
         places = {name: mixture["sources"][name][2] for name in weights}

@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -51,6 +51,7 @@ THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
 MOST_OPEN = 256  # shards in a process
+COMPARED = 20_000  # rows that are compared to find training rows that are held out, too
 
 # The files of the library on which the index of a shard depends, and those that read its labels.
 CODE, LABELS = ("streaming/shards.py", "data/tables.py"), ("data/labels.py", "images/*.py")
@@ -139,7 +140,9 @@ def prepare(
             splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
         names = None if known else label_names
         found = [index_shards(cfg, *each, settings, names) for each in listed.items()]
-        return write_index(cfg, folder, found, {*known}, build)
+        facts = write_index(cfg, folder, found, {*known}, build)
+        say_overlap(*(ShardRows(folder, part, cfg, columns) for part in ("train", "validation")))
+        return facts
 
     return cache.prepare_once(cfg, lambda: folder, build_all)
 
@@ -240,8 +243,7 @@ def write_index(
 ) -> dict[str, str]:
     """Writes the index of both parts, and what `build` adds. Returns the digest of all of it.
 
-    Prints how many shards for validation are to train on, too. Raises ValueError for a part without
-    rows, and for a label that the training rows lack.
+    Raises ValueError for a part without rows, and for a label that the training rows lack.
     """
     train, validation, origin = found[0], found[-1], "validation_data"
     used = sum(each.index.rows for each in validation)
@@ -264,9 +266,6 @@ def write_index(
     text = f"{total:,} rows of {len(train):,} shards to train"
     text += f" and {used:,} rows of {len(validation):,} to evaluate on"
     print(f"Preparing data: {text}", flush=True)
-    known = {each.index.digest for each in train}
-    both = sum(each.index.rows for each in validation if each.index.digest in known)
-    sources.say_overlap(both, sum(each.index.rows for each in validation))
     for file in build(folder, names):
         digest.update(file.read_bytes())
     return {"content": digest.hexdigest()}
@@ -537,6 +536,32 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
         number = int(np.searchsorted(self.ends, place, "right"))
         return number, place - int(self.ends[number] - self.rows[number])
 
+    def sample(self) -> Iterator[dict[str, Any]]:
+        """The values of some rows, for a look at the data: COMPARED at most, evenly from all shards
+        on this machine, or from those that fill 1 GB where they have to be decoded."""
+        chosen = self.by_hash()
+        if shards.is_url(self.data):
+            chosen = [n for n in chosen if self.cache.path(self.shards[n]).exists()]
+        if self.copied:
+            before = np.cumsum(self.bytes[chosen]) - self.bytes[chosen]
+            chosen = [n for n, size in zip(chosen, before, strict=True) if size < 1e9]
+        total = int(self.ends[-1])
+        step = int(self.rows[chosen].sum()) * self.used // total // COMPARED + 1
+        for number in chosen:
+            end = int(self.ends[number])
+            rows = (end - int(self.rows[number]), end)
+            first, last = (-(-row * self.used // total) for row in rows)
+            places = [self.locate(i)[1] for i in range(-(-first // step) * step, last, step)]
+            shard, wanted = self.shards[number], {*places}
+            if shard.kind == "parquet" and not shards.is_url(self.data):  # without a copy
+                decoded = enumerate(shards.rows_of(shard, self.data, self.columns))
+                reads: Any = (read for place, read in decoded if place in wanted)
+            else:
+                reads = (functools.partial(self.reader(number), place) for place in places)
+            for read in reads:
+                with contextlib.suppress(Exception):  # training tells what cannot be read
+                    yield read()
+
     def reader(self, number: int) -> Reader:
         """The reader of a shard; some of those that were used last stay open."""
         if number in self.readers:
@@ -577,3 +602,23 @@ class ShardRows(ShardPart, torch.utils.data.Dataset):
     def __getitems__(self, ids: list[int]) -> list:
         self.fetch(ids)
         return [self.read(i) for i in ids]
+
+
+def say_overlap(train: ShardRows, validation: ShardRows) -> None:
+    """Prints how many of the validation rows are training rows too, of some of each."""
+    known, held = ([*map(hash_values, each.sample())] for each in (train, validation))
+    least, known = "at least " * (len(known) < len(train)), {*known}
+    sources.say_overlap(sum(each in known for each in held), len(held), least)
+
+
+def hash_values(values: dict[str, Any]) -> bytes:
+    """A hash of the values of a row without its label."""
+    digest = hashlib.sha256()
+    for role, value in values.items():
+        if role == "label":
+            continue
+        if isinstance(value, dict):  # an image of a .parquet
+            value = value.get("bytes") or value.get("path")
+        value = value.tobytes() if hasattr(value, "tobytes") else value
+        digest.update(value if isinstance(value, bytes) else repr(value).encode())
+    return digest.digest()
