@@ -67,6 +67,7 @@ def project_code(function: Callable) -> list[str]:
     return sorted(texts)
 
 
+@functools.cache  # it is asked for each name
 def definitions_of(module: str) -> dict[str, list[ast.stmt]]:
     """The statements of a module that define or change each name."""
     found: dict[str, list[ast.stmt]] = {}

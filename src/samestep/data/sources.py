@@ -3,6 +3,7 @@
 Errors in the data are a ValueError of one line.
 """
 
+import functools
 import math
 import os
 import re
@@ -223,7 +224,16 @@ def walk(data: str, endings: Iterable[str], field: str) -> list[tuple[str, list[
 
 def count_splits(data: str, endings: Iterable[str], field: str = "data") -> Counter:
     """The number of files with these endings of each split; empty: the folder is not divided."""
-    return count_all(walk_all(data, endings, field)) if data and endings else Counter()
+    root = local_path(data, field)
+    if not (data and endings and root.is_dir()):
+        return Counter()
+    return list_splits(data, tuple(endings), field, root.stat().st_mtime_ns)
+
+
+@functools.cache  # a start asks several times, and there may be a million files
+def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -> Counter:
+    """`count_splits` of a folder; `changed`: when it did last."""
+    return count_all(walk_all(data, endings, field))
 
 
 def count_all(listed: Listed) -> Counter:
@@ -326,7 +336,10 @@ def read_column_names(cfg: DataConfig, endings: Iterable[str]) -> list[str]:
     if hub.is_hub_name(cfg.data):
         hub.check_commit(cfg)
         return hub.load_hub_split(cfg, cfg.data_split).column_names
-    found = map(tables.first_columns, list_files(cfg.data, endings))
+    listed = walk(cfg.data, endings, "data")
+    paths = [os.path.join(folder, name) for folder, names, _ in listed for name in names]
+    # In the order of `list_files`, without a Path for each of many files.
+    found = (tables.first_columns(Path(path)) for path in sorted(paths, key=lambda p: p.split("/")))
     return next(filter(None, found), [])
 
 
