@@ -115,7 +115,8 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
         for row in own[1:]:
             place = (row["devices"], row["speed-up"])
             text = f"{row['efficiency']:.0%}"
-            axes.annotate(text, place, (7, -12), textcoords="offset points")
+            beside = (7, -12 if kind == "strong" else 6)  # points
+            axes.annotate(text, place, beside, textcoords="offset points")
     axes.margins(x=0.1)  # room for the last label
     axes.set(xlabel="devices", ylabel="speed-up (and efficiency)", xticks=numbers, title=title)
     axes.set_ylim(0)
@@ -137,8 +138,8 @@ def main() -> None:
     asked, asked.flags = parser.parse_known_args()
     folder = Path(tempfile.mkdtemp(prefix="bench"))
     found: dict[str, dict] = {kind: {number: [] for number in asked.processes} for kind in KINDS}
-    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "asked": vars(asked).copy()}
-    report["asked"]["output"] = str(asked.output)
+    settings = {n: value for n, value in vars(asked).items() if n not in ("output", "name", "docs")}
+    report = {**compare.about_machine(), "load": [os.getloadavg()[0]], "asked": settings}
     try:
         say("baking a project")
         project = compare.bake(folder)

@@ -589,7 +589,7 @@ print("peak", resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, megabytes", [("jsonl", 200), ("txt.gz", 60), ("csv.gz", 60)])
+@pytest.mark.parametrize("kind, megabytes", [("jsonl", 120), ("txt.gz", 60), ("csv.gz", 60)])
 def test_memory_does_not_grow_with_the_data(tmp_path, kind, megabytes):
     """The peak of this process and that of its largest child, in MB."""
     draw, data = random.Random(0), tmp_path / f"a.{kind}"

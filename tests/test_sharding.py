@@ -302,15 +302,16 @@ def loss_sum(model, batch):
 
 
 @pytest.mark.slow
-def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path):
-    """As under DDP; so a run that is continued goes on as it would have."""
+@pytest.mark.parametrize("yaml", ["cpu_multi", "fsdp2"])
+def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_path, yaml):
+    """So a run that is continued goes on as it would have."""
     project, whole, half = with_task(tiny, tmp_path, BUFFERS), tmp_path / "whole", tmp_path / "half"
     flags = ["--eval_every", "3", "--save_every", "3", "--output_dir"]
-    train(project, "fsdp2", 2, *flags, whole)
+    train(project, yaml, 2, *flags, whole)
     for step in (3, 6):
         name = f"checkpoints/step-{step:08d}"
         shutil.copytree(whole / name, half / name)
-    train(project, "fsdp2", 2, *flags, half)
+    train(project, yaml, 2, *flags, half)
     last = [digest(output / "checkpoints" / "step-00000012") for output in (whole, half)]
     assert last[0] == last[1]
     exported = torch.load(whole / "model" / "weights.pt")

@@ -60,7 +60,9 @@ def compare(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
     ]
     trained = [[each for each in own if "grad_norm" in each] for own in lines]
     scores = [[each for each in own if "eval_loss" in each][-1:] for own in lines]
-    losses = [[each["loss"] or math.nan for each in own] for own in trained]  # null: not finite
+    losses = [  # null: not finite
+        [math.nan if each["loss"] is None else each["loss"] for each in own] for own in trained
+    ]
     first, other = runs
     found: dict[str, dict[str, float]] = {}
 
@@ -73,7 +75,7 @@ def compare(runs: dict[str, Path]) -> dict[str, dict[str, float]]:
         add(key, (median(each[key] for each in own[WARM_UP:] or own) for own in trained), True)
     add("peak_memory_gb", (own[-1]["peak_memory_gb"] for own in trained), True)
     add("loss, mean of the last lines", (mean(own[-LAST:]) for own in losses))
-    away = [abs(b - a) / abs(a) for a, b in zip(*losses, strict=True)]
+    away = [abs(b - a) / (abs(a) or 1) for a, b in zip(*losses, strict=True)]
     found["losses of a step"] = {"largest difference, relative": max(away)}
     for one, its in zip(*scores, strict=True):
         for key, value in one.items():

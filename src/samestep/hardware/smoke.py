@@ -259,10 +259,12 @@ def check_common(trial: Trial) -> str:
 def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) -> None:
     """Raises Wrong, which names the processes whose loss or gradient is not that of the others."""
     rows, names = np.stack(trial.ranks.gather(sketch(loss, gradient))), [*gradient]
-    middle = np.nanmedian(rows, axis=0)
+    finite = rows[np.isfinite(rows).all(1)]
+    middle = np.median(finite, axis=0) if len(finite) else np.zeros(rows.shape[1])
     norms = middle[1 : 1 + len(names)]
     scales = np.maximum(norms, FLOOR * np.linalg.norm(norms))
     away = np.abs(rows - middle) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
+    away *= 2 if len(finite) == 2 else 1  # the median of two lies between them: both may be wrong
     away[~np.isfinite(rows)] = np.inf
     lines = []
     for rank, (off, *offs) in enumerate(away):

@@ -125,13 +125,21 @@ def count_gradients(model: torch.nn.Module, used: list[int]) -> None:
         model.set_reduce_scatter_unused_params(True)
 
 
+def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Buffers that checkpoints hold, since training may change them, such as codebooks."""
+    return [
+        buffer
+        for owner in module.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set
+    ]
+
+
 def share_buffers(module: torch.nn.Module) -> None:
-    """Gives all processes the main one's buffers that training may change, such as codebooks: DDP
-    does so, FSDP does not. All call it before a step and before an evaluation."""
-    for owner in module.modules() if this_layout().fsdp else ():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in owner._non_persistent_buffers_set:
-                dist.broadcast(buffer, 0)
+    """Gives all processes the main one's buffers: DDP does so, FSDP does not. All call it before a
+    step and before an evaluation."""
+    for buffer in kept_buffers(module) if this_layout().fsdp else ():
+        dist.broadcast(buffer, 0)
 
 
 @contextlib.contextmanager

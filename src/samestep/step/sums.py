@@ -54,6 +54,8 @@ class StepGradients:
         self.checking = True  # the first step
         self.guarded = False
         self.sharded = ranks.layout.sharded
+        if isinstance(model, DistributedDataParallel) and not sharding.kept_buffers(model):
+            model.broadcast_buffers = False  # nothing that training changes: a message less
         # autograd calls what is queued with a weight's gradient when the others are there, too, and
         # before DDP waits for the other processes, which is queued with the last one.
         queue = torch.autograd.Variable._execution_engine.queue_callback
