@@ -329,6 +329,8 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
         (["smoke", "--learning_rat", "1"], "learning_rate"),
         (["smoke", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["smoke", "--resume", "never"], "only train.py can do --resume; leave it out"),
+        (["bench", "--seconds=nan"], "--seconds: expected a number above 0, up to 100,000; got"),
+        (["smoke", "--processes", "3"], "smoke does not read --processes; leave it out"),
         (["check", "--compare", "task.py"], "task.py is no hardware.json of this version"),
         (["recommend"], "start it with `python -m samestep hardware recommend`"),
         (["precision"], "start it with `python -m samestep hardware precision`"),

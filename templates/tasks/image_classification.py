@@ -134,6 +134,7 @@ def check_config(cfg: TaskConfig) -> None:
         pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
     names, drops = "image_column label_column corrupt background incomplete_rows", "vit or resnet"
     ignored = [("dropout", cfg.architecture in drops.split(), f"unless architecture is {drops}")]
+    ignored += [("stages", not vit, "unless architecture is resnet or resnet_batchnorm")]
     fields.check_ignored_fields(cfg, [*ignored, (names, not digits, "where task.data is digits")])
     pretrained.check_unread(cfg)
 

@@ -13,12 +13,13 @@ may follow, except for check. The figures go to hardware.json in the folder --re
 """
 
 import argparse
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import PartialState
@@ -46,31 +47,57 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
+def number(text: str, kind: type = float) -> float:
+    """A type for argparse: numbers above 0, up to 100,000."""
+    value, problem = catch(kind, text)
+    if problem or not 0 < value <= 100_000:
+        wanted = f"a {'whole ' * (kind is int)}number above 0, up to 100,000"
+        raise argparse.ArgumentTypeError(f"expected {wanted}; got {one_line(repr(text), 60)}")
+    return value
+
+
+whole = functools.partial(number, kind=int)
+# Of each flag: the verbs that read it, its default, and what argparse wants.
+FLAGS: dict[str, tuple[list[str], Any, dict]] = {
+    "processes": (["all"], None, {"type": whole, "metavar": "N",
+        "help": "processes to start, without a launcher (default: one for each GPU, or 2)"}),
+    "seconds": (["all", "bench"], None, {"type": number,
+        "help": "for each figure of bench (default: 1; with all phases on a CPU 0.05)"}),
+    "devices": (["recommend"], None, {"type": whole, "metavar": "N",
+        "help": "GPUs in a machine, in place of all"}),
+    "device_memory": (["recommend"], None, {"type": number, "metavar": "GB",
+        "help": "plan for GPUs that are not here"}),
+    "machines": (["recommend"], 1, {"type": whole, "metavar": "M",
+        "help": "machines with as many GPUs each"}),
+    "steps": (["precision"], 100, {"type": whole, "metavar": "N",
+        "help": "to train (default: 100)"}),
+    "mixed": (["precision"], "bf16", {"choices": ("bf16", "fp16", "fp8"),
+        "help": "instead of fp32"}),
+}  # fmt: skip
+
+
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """The arguments of samestep hardware; `flags`: the rest, which is for train.py."""
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser("samestep hardware", None, __doc__, formatter_class=form, allow_abbrev=False)
     verbs = ["all", *VERBS, *ALONE]
     parser.add_argument("verb", choices=verbs, help="all: check, bench and smoke in one report")
-    add = parser.add_argument_group("of all").add_argument
+    add = parser.add_argument
     add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
     add("--compare", type=Path, metavar="OLD", help="name what is slower than in OLD, a .json")
     slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-    add("--threshold", type=float, metavar="SHARE", default=0.1, help=slower)
-    many = "processes to start, without a launcher (default: one for each GPU, or 2)"
-    add("--processes", type=int, metavar="N", help=many)
-    seconds = "for each figure of bench (default: 1; with all phases on a CPU 0.05)"
-    add("--seconds", type=float, help=seconds)
-    add = parser.add_argument_group("of recommend").add_argument
-    add("--devices", type=int, metavar="N", help="GPUs in a machine, in place of all")
-    add("--device_memory", type=float, metavar="GB", help="plan for GPUs that are not here")
-    add("--machines", type=int, metavar="M", default=1, help="machines with as many GPUs each")
-    add = parser.add_argument_group("of precision").add_argument
-    add("--steps", type=int, metavar="N", default=100, help="to train (default: 100)")
-    add("--mixed", choices=("bf16", "fp16", "fp8"), default="bf16", help="instead of fp32")
+    add("--threshold", type=number, metavar="SHARE", default=0.1, help=slower)
+    for name, (readers, _, how) in FLAGS.items():
+        of = " and ".join(readers)
+        parser.add_argument(f"--{name}", **{**how, "help": f"{of}: {how['help']}"})
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["all", *words]
     options, flags = parser.parse_known_args(words)
+    for name, (readers, default, _) in FLAGS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif options.verb not in readers:
+            raise UserError(f"{options.verb} does not read --{name}; leave it out")
     return argparse.Namespace(**vars(options), flags=flags)
 
 

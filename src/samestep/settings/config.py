@@ -106,9 +106,10 @@ def describe_type(kind: Any) -> str:
     """The values of a type, in words."""
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if len(members_of(kind)) > 1:
-        return " or ".join(map(describe_type, inner))
+        words = [*map(describe_type, inner)]
+        return (", or " if "," in words[0] else " or ").join(words)
     if origin is Literal:
-        return "one of " + ", ".join(map(repr, inner))
+        return "one of " * (len(inner) > 1) + ", ".join(map(repr, inner))
     if origin is Annotated:
         return f"{WORDS[inner[0]]}{inner[1]}"
     if origin is tuple and inner[1:] != (...,):

@@ -205,7 +205,7 @@ def parse_json(value: Any, what: str) -> Any:
         return value
     try:
         return replace_surrogates(json.loads(value)) if value.strip() else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
         raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
 
@@ -249,9 +249,13 @@ def template_path(cfg: Any) -> Path | None:
 
 
 def read_template(cfg: Any) -> str:
-    """The text of the file in cfg.chat_template, or empty."""
+    """The text of the file in cfg.chat_template, or empty. Raises ValueError if it is no text."""
     path = template_path(cfg)
-    return path.read_text(encoding="utf-8") if path else ""
+    try:
+        return path.read_text(encoding="utf-8") if path else ""
+    except UnicodeDecodeError as error:
+        what = f"cannot read {one_line(cfg.chat_template, 100)}: {error}"
+        raise ValueError(f"task.chat_template: {what}") from None
 
 
 def render_chat(row: dict, place: str, tokenizer: Any, shown: set) -> list[tuple[str, list[tuple]]]:
