@@ -281,3 +281,22 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     written = [i for i, each in enumerate(done) if each[0] == "replace_text"]
     assert len(written) == 1 and written[0] > len(FILES) - 1  # after the contents
     assert [each[1] for each in done[place + 1 :]] == [final.parent, final.parent.parent]
+
+
+def test_a_replaced_file_is_on_the_disk_before_and_after_it_has_its_name(tmp_path, monkeypatch):
+    flushed, file = [], tmp_path / "status.json"
+    note = lambda path: flushed.append((path, [*tmp_path.iterdir()]))  # noqa: E731
+    monkeypatch.setattr(files, "fsync", note)
+    files.replace_text(file, "new")
+    partial = tmp_path / ".status.json.partial"
+    assert flushed == [(partial, [partial]), (tmp_path, [file])] and file.read_text() == "new"
+
+
+def test_the_best_is_among_those_that_were_evaluated_on_the_same_rows(tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    for step, (loss, rows) in enumerate([(1.0, "old"), (3.0, "new"), (2.0, "new"), (4.0, "new")]):
+        save(folder, step, eval_loss=loss, data={"validation": rows})
+    best = (folder / "step-00000002", 2.0, [])
+    assert checkpoints.find_best(folder, {"data": {"validation": "new"}}) == best
+    checkpoints.prune(folder / "step-00000003", 1)  # it stays, and the one before does not
+    assert names(folder) == ["step-00000002", "step-00000003"]

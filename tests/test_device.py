@@ -71,6 +71,20 @@ def test_a_step_is_skipped_where_the_fused_optimizer_ignores_found_inf(monkeypat
     assert hasattr(inner, "found_inf") == (version == "2.13.0")
 
 
+@pytest.mark.parametrize("norm", [1.0, float("inf"), float("nan")])
+def test_the_fused_optimizer_skips_a_step_whose_norm_is_not_finite(norm):
+    import torch
+
+    from samestep.step import monitor
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    inner = torch.optim.AdamW([weight], fused=True)
+    monitor.skip_unless_finite(SimpleNamespace(optimizer=inner, scaler=None), torch.tensor(norm))
+    inner.step()
+    assert torch.equal(weight, torch.ones(2)) == (norm != 1.0)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_row_that_cannot_be_read_costs_no_checkpoint(tiny, tmp_path, processes):
     """The step before it is saved, although its data is fetched before that."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from samestep.settings import contract
-from samestep.step import batches, order
+from samestep.step import batches, order, shares
 
 
 class Source(NamedTuple):
@@ -286,3 +286,21 @@ def test_rows_are_sorted_within_their_source_of_an_evaluation():
     rows = batches.SampleDataset(range(9), task)
     sampler = batches.EvaluationSampler(batches.StepPlan(16, 3), rows)
     assert list(sampler) == [[1, 3, 4], [2, 0], [5, 7, 8], [6]]
+
+
+def test_each_micro_batch_of_each_step_draws_other_numbers():
+    """And those of older versions: runs continue."""
+    drawn = {}
+    for seed, step, number in itertools.product((0, 1), (1, 2, 3), range(4)):
+        batches.seed_micro_batch(seed, step, number)
+        drawn[seed, step, number] = torch.initial_seed()
+    assert len({*drawn.values()}) == len(drawn) == 24
+    assert drawn[1, 3, 2] == 16803123258551283528
+
+
+def test_a_process_that_is_twice_as_fast_gets_twice_as_much():
+    balancer = shares.ShareBalancer(batches.plan_step(12, 1, 2, device_shares="auto"), None)
+    found = [balancer.update([20, 10]) for _ in range(shares.WARM_UP + shares.FIRST)]
+    assert found[-1] == {"event": "shares", "shares": "4 + 8", "expected_gain": 1.5}
+    later = [balancer.update([20, 10]) for _ in range(3 * shares.WINDOW)]
+    assert not any(found[:-1] + later) and balancer.plan.shares == (4, 8)

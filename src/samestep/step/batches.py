@@ -289,18 +289,14 @@ class SampleDataset(torch.utils.data.Dataset):
 
 def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
-) -> tuple[Batch, tuple]:
-    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids, rows), integers:
-    0 terms and 0 rows for a batch past the end of the data, one row with the id -1."""
-    ids = np.array([i for i, _ in samples])
-    batch = collate([row for _, row in samples])
+) -> tuple[Batch, tuple[int, int]]:
+    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids)."""
+    batch, ids = collate([row for _, row in samples]), np.array([i for i, _ in samples])
     contract.check_batch(batch)
-    filler = ids[0] < 0
-    terms = 0 if filler else contract.check_count(count(batch))
-    return batch, (terms, int(hash64(ids).view(np.int64).sum()), 0 if filler else len(ids))
+    return batch, (contract.check_count(count(batch)), int(hash64(ids).view(np.int64).sum()))
 
 
-def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple]]:
+def make_collate(task: Any) -> Callable[[list[tuple]], tuple[Batch, tuple[int, int]]]:
     """`collate_samples` with the functions of a task, for a DataLoader."""
     return functools.partial(collate_samples, task.collate, task.count)
 

@@ -50,7 +50,7 @@ class TrainLoader:
             window, problem = catch(self.read_window)
             self.window = window or []
             self.sampler.first += self.sampler.plan.samples  # where another iteration would begin
-            counts = np.sum([numbers for _, numbers in self.window] or [(0, 0, 0)], axis=0)
+            counts = np.sum([numbers for _, numbers in self.window] or [(0, 0)], axis=0)
             counts *= self.run.ranks.layout.leads  # its replica counts once
             times = self.balancer.own_time() if self.balancer else []
             stop, problem = self.run.stop.requested(), problem or self.run.problem
@@ -70,7 +70,7 @@ class TrainLoader:
         If a process could not fetch its micro-batches, all of them raise its error.
         """
         exchange, self.exchange = self.exchange, None
-        terms, ids_hash, _, _, *times = exchange.result()
+        terms, ids_hash, _, *times = exchange.result()
         self.plan, window = self.sampler.plan, [batch for batch, _ in self.window]
         inputs = [each.get("input_ids") for each in window if isinstance(each, dict)]
         tokens = sum(each.numel() for each in inputs if each is not None)
@@ -82,7 +82,7 @@ class TrainLoader:
 
     def stop_seen(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
-        return bool(self.exchange and self.exchange.peek()[3])
+        return bool(self.exchange and self.exchange.peek()[2])
 
 
 class EvalLoader:
