@@ -63,6 +63,24 @@ def test_processes_in_place_of_accumulation(tiny, one, tmp_path, processes):
         assert torch.allclose(tensor, weights(tmp_path / "run")[name], rtol=0, atol=3e-7), name
 
 
+SLOW = """
+import os, time, task
+plain = task.loss_sum
+def slow(*given):
+    time.sleep(0.05 * (os.environ["RANK"] == "1"))
+    return plain(*given)
+task.loss_sum = slow
+"""
+
+
+def test_steps_that_are_dealt_anew_have_the_samples_of_one_process(tiny, tmp_path):
+    flags = ["--micro_batch_size", 1, "--max_steps", 16, "--num_workers", 1, "--output_dir"]
+    tiny.train(1, *flags, tmp_path / "one")
+    tiny.train(2, *flags, tmp_path / "two", "--device_shares", "auto", before=SLOW)
+    assert lines(tmp_path / "two", "shares")
+    check_same_curve(tmp_path / "one", tmp_path / "two", rel=1e-6)
+
+
 def test_three_processes_continue_bit_for_bit(tiny, tmp_path):
     """Sums of three numbers depend on their order: DDP's buckets are the same after each start."""
     flags = ["--global_batch_size", 12, "--micro_batch_size", 1, "--save_every", 3, "--output_dir"]
