@@ -4,7 +4,7 @@
     python -m samestep hardware recommend --config configs/train/default.yaml
     python -m samestep hardware precision --config configs/train/default.yaml
     accelerate launch --config_file configs/accelerate/multi_gpu.yaml -m samestep hardware smoke
-    python -m samestep hardware bench --compare baseline.json
+    python -m samestep hardware --compare runs/hardware/baseline.json
 
 Without a verb it starts a process for each GPU, or two on a CPU, and runs all phases in them; under
 a launcher, in its processes. check, bench and smoke alone measure the processes of the launcher;
