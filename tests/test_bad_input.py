@@ -78,6 +78,7 @@ FLAGS = {  # what is written, and what the line says
 RECIPES = {
     "learning_rat: 3\n": "bad.yaml: there is no field learning_rat",
     "seed: 1\nseed: 2\n": "bad.yaml: line 2: seed is given twice",
+    "seed: 1\n~: 2\n": "bad.yaml: line 2: a key must be a name",
     "task.data: a\ntask:\n  data: b\n": "bad.yaml: task.data is given twice",
     "- seed: 1\n": "expected lines of the form 'field: value'",
     "seed: [1\n": "bad.yaml: line 2: expected",
@@ -250,7 +251,7 @@ REFUSED = [
     ("hidden", "[1, 2.5]", "expected a whole number; got '2.5'"),
     ("hidden", "3", "own.hidden: expected a list; got '3'; write [3]"),
     ("scale", "[1]", "expected a list of 2; got a list"),
-    ("depth", "deep", "expected a whole number or one of 'auto'; got 'deep'"),
+    ("depth", "deep", "expected a whole number or 'auto'; got 'deep'"),
     ("extra", "!!python/name:os.system", "& and * (anchors, aliases) and !"),
     ("kind", "os.system", "can only be set in the code; got 'os.system'"),
 ]

@@ -300,3 +300,11 @@ def test_the_best_is_among_those_that_were_evaluated_on_the_same_rows(tmp_path):
     assert checkpoints.find_best(folder, {"data": {"validation": "new"}}) == best
     checkpoints.prune(folder / "step-00000003", 1)  # it stays, and the one before does not
     assert names(folder) == ["step-00000002", "step-00000003"]
+
+
+def test_a_better_checkpoint_that_is_newer_protects_none_of_this_run(tmp_path):
+    """It was passed over, as its disk failed for a moment, and will be set aside."""
+    folder = tmp_path / "run" / "checkpoints"
+    for step, loss in ((50, 0.6), (200, 0.5), (150, 0.75)):
+        save(folder, step, 0 if step == 200 else 1, eval_loss=loss)
+    assert names(folder) == ["step-00000050", "step-00000150", "step-00000200"]

@@ -6,10 +6,12 @@ tests, as it would on a machine that stays.
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
+import threading
 
 import psutil
 import pytest
@@ -272,3 +274,15 @@ def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, monkeypatch):
             run_folder.RunLock(tmp_path / "run")
         assert slept == [0.1] * tenths
         slept.clear()
+
+
+def test_a_lock_that_its_holder_takes_along_is_made_anew(tmp_path):
+    """A start that fails removes the run folder that it has created, while another waits for it."""
+    from samestep.base import run_folder
+
+    held = run_folder.RunLock(tmp_path / "run")
+    leave = threading.Timer(0.5, lambda: (held.release(), held.file.close()))
+    leave.start()
+    lock = run_folder.RunLock(tmp_path / "run")
+    leave.join()
+    assert lock.is_intact() and lock.holder()["pid"] == os.getpid()

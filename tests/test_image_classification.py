@@ -198,6 +198,24 @@ def test_unreadable_images_are_refused_or_named_and_left_out(
     assert sum(map(len, parts)) == 34
 
 
+def test_classes_are_those_that_can_be_read_and_no_name_is_too_long(kit, config, prepare, tmp_path):
+    root, rows = folders(tmp_path / "a"), folders(tmp_path / "b")
+    for path in [*(root / "red").iterdir(), *(root / "blue").iterdir()]:
+        path.write_bytes(b"no image")
+    said = refusal(kit, config(root, corrupt="skip"))
+    assert "has 8 images of 1 classes (green); give at least two classes" in said
+    given = config(folders(tmp_path / "c"), corrupt="skip", validation_data=str(root))
+    assert kit.task.prepare_data(given)  # of its three classes green alone can be read
+    named = [{"image": f"{n}/{i}.png", "label": n} for n in COLORS for i in range(8)]
+    table = write_table(rows, [*named, {"image": "x" * 300, "label": "red"}], "csv")
+    said = refusal(kit, config(table))
+    assert (
+        said.startswith(f"task.data: cannot read {table}, line 26: xxx")
+        and "of 25 images 1" in said
+    )
+    assert sum(map(len, prepare(table, corrupt="skip")[2])) == 24
+
+
 @pytest.mark.parametrize("kind", ["digits", "skip", "csv", "parquet of bytes"])
 def test_rows_are_the_same_decoded_and_from_the_files(
     task, prepare, tmp_path, monkeypatch, capsys, kind

@@ -279,8 +279,13 @@ def test_the_first_report_is_the_baseline_of_later_ones(tmp_path, capsys):
     assert "bench, x (0): 200 GB/s, was 100: 100% faster" in measured(x=200.0, y=1.0)
     with pytest.raises(ValueError, match="processes was 8 and is 7; if a device is lost: docs/mea"):
         measured(0, same | {"processes": 7}, x=100.0)
+    with pytest.raises(ValueError, match="precision was None and is bf16"):
+        measured(0, same | {"precision": "bf16"}, x=100.0)
     options.compare = baseline
     measured(1, x=80.0, y=1.0)
+    baseline.with_name(report.REPORT).write_text('{"mine": 1}')
+    with pytest.raises(ValueError, match="is no hardware.json of this version"):
+        report.prepare_folder(tmp_path)
 
 
 @pytest.mark.slow
@@ -330,6 +335,7 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
         (["smoke", "--config", "nowhere.yaml"], "nowhere.yaml"),
         (["smoke", "--resume", "never"], "only train.py can do --resume; leave it out"),
         (["bench", "--seconds=nan"], "--seconds: expected a number above 0, up to 100,000; got"),
+        (["bench", "--threshold", "10"], "expected a number above 0, up to 1; got '10'"),
         (["smoke", "--processes", "3"], "smoke does not read --processes; leave it out"),
         (["check", "--compare", "task.py"], "task.py is no hardware.json of this version"),
         (["recommend"], "start it with `python -m samestep hardware recommend`"),

@@ -211,7 +211,10 @@ def test_the_micro_batches_that_fit(sample, count, card, step, expected):
 @pytest.mark.parametrize(
     "flags, line",
     [
-        ("--devices 2.5", "argument --devices: invalid int value: '2.5'; see samestep hardware"),
+        (
+            "--devices 2.5",
+            "--devices: expected a whole number above 0, up to 100,000; got '2.5'",
+        ),
         ("--devices=2", "torch sees no GPU on this machine; to plan for others, give --device_mem"),
         ("--device_memory 24", "recommended.yaml is not a file that samestep hardware wrote"),
     ],

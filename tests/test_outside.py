@@ -139,6 +139,7 @@ def test_a_talk_keeps_its_chat_and_says_that_an_answer_is_empty(monkeypatch, cap
 
 
 CONFIGS = [b"null", b"[" * 5000, b"\xff\xfe", b'{"architectures": []}']
+CONFIGS += [b'{"is_encoder_decoder": true}', b'{"architectures": ["MyEncoder", "GPT2LMHeadModel"]}']
 
 
 @pytest.mark.parametrize("content", CONFIGS)

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from conftest import digest, lines, status, trained, wait_until, with_library
+from conftest import BakedProject, digest, lines, status, trained, wait_until, with_library
 
 # Steps of 25 ms without an end in sight, evaluated and saved now and then.
 LONG = ["--max_steps", 100_000, "--eval_every", 10, "--task.row_seconds", 0.003]
@@ -226,6 +226,23 @@ def test_a_signal_to_the_launcher_before_training_is_not_lost(tiny, tmp_path, ph
     printed = end(run, processes)
     assert run.returncode == 75 and "Traceback" not in printed
     assert not trained(output, 20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_while_several_processes_import_is_one_line(tiny, tmp_path, number):
+    """torchelastic has handlers of its own. A train.py that handles no signal yet stands for one
+    that imports."""
+    project = BakedProject(shutil.copytree(tiny.path, tmp_path / "project"))
+    code = "import os, sys, time\nif '--check' not in sys.argv:\n"
+    code += "    open('rank-' + os.environ['RANK'], 'w')\n    time.sleep(100)\n"
+    (project.path / "train.py").write_text(code)
+    run = project.launch("samestep", "cpu_multi")
+    wait_until(lambda: len([*project.path.glob("rank-?")]) == 2, run)
+    processes = family(run)
+    os.kill(run.pid, number)
+    printed = end(run, processes)
+    assert run.returncode == 75
+    assert "stopped without saving" in printed and printed.count("\n") == 1
 
 
 def test_a_signal_to_a_worker_that_is_just_being_born_does_not_end_it(tiny):

@@ -33,9 +33,7 @@ class RunLock:
         self.file: Any = None
         try:
             self.created = [p for p in (self.path, output, *output.parents) if not p.exists()]
-            output.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a", encoding="utf-8")
-            os.register_at_fork(after_in_child=self.file.close)  # workers must not hold the lock
+            self.open_file()
             if hold:
                 self.acquire()
         except OSError as error:
@@ -44,20 +42,28 @@ class RunLock:
                 raise
             raise ValueError(f"output_dir {output}: {error.strerror}; give another") from None
 
+    def open_file(self) -> None:
+        self.output.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.path, "a", encoding="utf-8")
+        os.register_at_fork(after_in_child=self.file.close)  # workers must not hold the lock
+
     def acquire(self) -> None:
-        here = self.holder()["host"] == socket.gethostname()
+        waited, here = 0, socket.gethostname()
         elsewhere = 10 if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" else 30
-        for _ in range(LOCK_WAIT * (1 if here else elsewhere)):
+        while waited < LOCK_WAIT * (1 if self.holder()["host"] == here else elsewhere):
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                waited += 1
                 time.sleep(0.1)
                 continue
-            self.check_folder()
-            self.file.truncate(0)
-            self.file.write(json.dumps(describe_process()))
-            self.file.flush()
-            return
+            if self.is_intact():
+                self.file.truncate(0)
+                self.file.write(json.dumps(describe_process()))
+                self.file.flush()
+                return
+            self.file.close()  # the last holder has removed the file
+            self.open_file()
         raise ValueError(
             "{0} is in use by process {pid} on {host}, since {since}; on that machine `tail -f "
             "{0}/metrics.jsonl` shows its progress, and `kill {pid}` saves and stops it; or give "

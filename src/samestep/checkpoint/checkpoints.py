@@ -356,7 +356,7 @@ def prune(newest: Path, keep: int) -> None:
     """
     if not keep:
         return
-    best, _, broken = find_best(newest.parent, read_manifest(newest))
+    best, _, broken = find_best(newest.parent, read_manifest(newest), step_of(newest))
     older = [path for path in list_checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
     intact = [path for path in older if path not in broken and is_valid(path, hashed=False)]
     for path in intact[keep:]:
@@ -364,15 +364,17 @@ def prune(newest: Path, keep: int) -> None:
             remove(path)
 
 
-def find_best(folder: Path, current: dict) -> tuple[Path | None, float, list[Path]]:
-    """The checkpoint in a folder with the smallest eval_loss, and that loss; or None and infinity.
-    Then better ones that are broken. Hashing all would take too long.
+def find_best(
+    folder: Path, current: dict, last: float = math.inf
+) -> tuple[Path | None, float, list[Path]]:
+    """The checkpoint in a folder with the smallest eval_loss, up to step `last`, and that loss; or
+    None and infinity. Then better ones that are broken. Hashing all would take too long.
 
     Only losses on the validation data of the manifest `current` are compared. The oldest of equals
     wins.
     """
     losses, broken = [], []
-    for path in list_checkpoints(folder):
+    for path in [each for each in list_checkpoints(folder) if step_of(each) <= last]:
         with contextlib.suppress(ValueError):
             saved = verify(path, hashed=False)
             loss = saved.get("eval_loss")

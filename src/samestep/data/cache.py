@@ -33,7 +33,9 @@ from samestep.models import pretrained
 
 MANY_FILES = 1000  # in a tree: more of them count by their folders
 LOCK_SECONDS = 5  # of waiting for a lock until it is said
-OF_A_FILE = (FileNotFoundError, NotADirectoryError, PermissionError)  # others are the disk's
+# Errors of a file; others are the disk's, and may pass.
+OF_A_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
+OF_A_FILE += (errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # on this disk
 MEMO = "digests.json"  # the stamps and digests of files that were read, by their paths
 INDEX = "index"  # of a prepared folder: the SHA-256 of its second line, which is JSON
@@ -201,7 +203,9 @@ def hash_path(path: str) -> tuple[str, list[int]]:
             return hash_file(path), stamp if stamp[2] < settled else []
         with os.scandir(path) as entries:
             names = sorted(e.name for e in entries if not (e.name.startswith(".") or e.is_dir()))
-    except (*OF_A_FILE, ValueError):  # ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if isinstance(error, OSError) and error.errno not in OF_A_FILE:
+            raise
         return "", []
     total, old = hashlib.sha256(), stamp[2] < settled
     hashed = hash_all([os.path.join(path, name) for name in names])

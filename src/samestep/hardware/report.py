@@ -148,6 +148,8 @@ def prepare_folder(folder: Path) -> None:
     """Creates the folder for hardware.json; raises an error if nothing can be written there."""
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
+    if (folder / REPORT).exists():  # a file of someone else is not replaced
+        load(folder / REPORT)
 
 
 def finish(sections: list[Section], options: argparse.Namespace, old: dict[str, Any]) -> int:
@@ -190,15 +192,17 @@ def check_comparable(verbs: list[str], conditions: dict[str, Any], old: dict[str
     known = [old[verb] for verb in verbs if speeds(old.get(verb, {}).get("figures", []))]
     if not known:
         raise ValueError(f"the older report has no speeds of {', '.join(verbs)}")
-    differ = {
-        f"{name} was {one_line(before, 100)} and is {one_line(conditions[name], 100)}": None
+    differ = [
+        f"{name} was {one_line(each['conditions'].get(name), 100)} and is {one_line(now, 100)}"
         for each in known
-        for name, before in sorted(each["conditions"].items())
-        if name in conditions and before != conditions[name]
-    }
+        for name, now in sorted(conditions.items())
+        if each["conditions"].get(name) != now
+    ]
     if differ:
         lost = "; if a device is lost: docs/measuring.md" * ("processes was" in str(differ))
-        raise ValueError(f"the older report is of something else: {'; '.join(differ)}{lost}")
+        raise ValueError(
+            f"the older report is of something else: {'; '.join(dict.fromkeys(differ))}{lost}"
+        )
 
 
 def compare(section: Section, old: dict[str, Any], limit: float) -> int:

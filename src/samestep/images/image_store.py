@@ -31,7 +31,7 @@ from samestep.images.images import is_transparent, open_for_square, square
 
 # pyarrow takes 0.2 s to import: the functions that need it import it.
 
-BLOCK = 256  # images in a batch of sources.arrow
+BLOCK = 64  # images in a batch of sources.arrow, which is in memory as a whole
 # Other errors of the operating system may pass. Decoders raise OSError without a number.
 FAULTS_OF_FILES = (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES)
 SHOWN = 10  # images that are named where many cannot be read
@@ -121,23 +121,19 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
     left_out: Counter = Counter()
     train, given = image_data.read_rows(cfg, left_out, shipped)
     texts, number, paths = list_images(folder, train, given or [])
-    names, origins = sorted({*texts[:number]}), Sources(folder)
-    if len(names) < 2:
-        raise ValueError(
-            f"task.data: {one_line(cfg.data, 100)} has {number} images of {len(names)} classes "
-            f"({one_line(', '.join(names), 60) or 'none'}); give at least two classes"
-        )
-    classes = {name: i for i, name in enumerate(names)}
-    for i, text in enumerate(texts[number:], number):
-        try:
-            labels.check_known({"label": text}, names, classes)
-        except ValueError as error:
-            field = image_data.given_field(cfg)
-            raise ValueError(f"task.{field}: {origins[i][1]}: {error}") from None
-    arrays = {"labels": np.array([classes[text] for text in texts], np.int64)}
+    names, origins = check_classes(texts[:number], cfg), Sources(folder)
     named = hash_named_images(cfg, paths)
     hashes = store_images(folder, len(texts), number, len(names), side, cfg)
     readable = np.asarray(hashes.any(1))
+    names = check_classes([text for i, text in enumerate(texts[:number]) if readable[i]], cfg)
+    classes = {name: i for i, name in enumerate(names)}
+    for i in (i for i in range(number, len(texts)) if readable[i]):
+        try:
+            labels.check_known({"label": texts[i]}, names, classes)
+        except ValueError as error:
+            field = image_data.given_field(cfg)
+            raise ValueError(f"task.{field}: {origins[i][1]}: {error}") from None
+    arrays = {"labels": np.array([classes.get(text, -1) for text in texts], np.int64)}
     arrays |= choose_parts(hashes, readable, arrays["labels"], number, given is None, cfg)
     left_out["unreadable"] = int((~readable).sum())
     sizes = (len(arrays["train"]), f"{len(arrays['validation']):,}")
@@ -149,6 +145,17 @@ def build(cfg: Any, folder: Path, side: int, shipped: Iterable[Row] | None) -> d
     digests = np.frombuffer(hashes.tobytes().hex().encode(), "S64")
     arrays["images"] = np.where(readable, digests, b"")
     return {"content": cache.hash_columns({"images": arrays}), "named": named}
+
+
+def check_classes(texts: list[str], cfg: Any) -> list[str]:
+    """The names of the classes, sorted. Raises ValueError for fewer than two."""
+    names = sorted({*texts})
+    if len(names) < 2:
+        raise ValueError(
+            f"task.data: {one_line(cfg.data, 100)} has {len(texts)} images of {len(names)} classes "
+            f"({one_line(', '.join(names), 60) or 'none'}); give at least two classes"
+        )
+    return names
 
 
 def store_images(
@@ -202,7 +209,7 @@ def store_images(
             file.truncate(begin + count * size)  # an image that cannot be read is black
         for first in range(0, count, BLOCK):
             block = origins.read(first // BLOCK)
-            found = threads.starmap(store, enumerate(block, first), 4)
+            found = threads.starmap(store, enumerate(block, first), 1)
             problems += [(i, each) for i, each in enumerate(found, first) if each]
             progress.update(len(block))
     for number, problem in problems[:SHOWN]:

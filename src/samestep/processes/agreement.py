@@ -79,16 +79,18 @@ def check_shared(processes: Ranks, output: Path) -> None:
     if PROCESSES == 1:
         return
     file = output / processes.from_main(f".shared-{secrets.token_hex(8)}")
-    with processes.fail_together(), as_user_error():
-        if IS_MAIN:
-            file.touch()
-    deadline = time.monotonic() + FOLDER_SECONDS
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
     place = os.path.join(os.getcwd(), output)
-    seen = processes.gather((socket.gethostname(), place, file.exists()))
-    if IS_MAIN:
-        file.unlink(missing_ok=True)
+    try:
+        with processes.fail_together(), as_user_error():
+            if IS_MAIN:
+                file.touch()
+        deadline = time.monotonic() + FOLDER_SECONDS
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        seen = processes.gather((socket.gethostname(), place, file.exists()))
+    finally:
+        if IS_MAIN:
+            file.unlink(missing_ok=True)
     main, shared, _ = seen[0]
     without = dict.fromkeys(f"{place} on {host}" for host, place, found in seen if not found)
     if without:

@@ -47,16 +47,21 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-def number(text: str, kind: type = float) -> float:
-    """A type for argparse: numbers above 0, up to 100,000."""
+def number(text: str, kind: type = float, most: int = 100_000) -> float:
+    """A type for argparse: numbers above 0."""
     value, problem = catch(kind, text)
-    if problem or not 0 < value <= 100_000:
-        wanted = f"a {'whole ' * (kind is int)}number above 0, up to 100,000"
+    if problem or not 0 < value <= most:
+        wanted = f"a {'whole ' * (kind is int)}number above 0, up to {most:,}"
         raise argparse.ArgumentTypeError(f"expected {wanted}; got {one_line(repr(text), 60)}")
     return value
 
 
-whole = functools.partial(number, kind=int)
+def path(text: str) -> Path:
+    """A type for argparse; a shell expands ~ at the beginning of a word alone."""
+    return Path(os.path.expanduser(text))
+
+
+whole, share = functools.partial(number, kind=int), functools.partial(number, most=1)
 # Of each flag: the verbs that read it, its default, and what argparse wants.
 FLAGS: dict[str, tuple[list[str], Any, dict]] = {
     "processes": (["all"], None, {"type": whole, "metavar": "N",
@@ -83,10 +88,10 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     verbs = ["all", *VERBS, *ALONE]
     parser.add_argument("verb", choices=verbs, help="all: check, bench and smoke in one report")
     add = parser.add_argument
-    add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
-    add("--compare", type=Path, metavar="OLD", help="name what is slower than in OLD, a .json")
+    add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
+    add("--compare", type=path, metavar="OLD", help="name what is slower than in OLD, a .json")
     slower = "with --compare: exit with 1 if more than this share slower (default: 0.1)"
-    add("--threshold", type=number, metavar="SHARE", default=0.1, help=slower)
+    add("--threshold", type=share, metavar="SHARE", default=0.1, help=slower)
     for name, (readers, _, how) in FLAGS.items():
         of = " and ".join(readers)
         parser.add_argument(f"--{name}", **{**how, "help": f"{of}: {how['help']}"})
@@ -188,7 +193,7 @@ def start_processes() -> int | None:
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
     started = [subprocess.Popen(command, env=env | rank) for rank in ranks]
     try:
-        return max(each.wait() for each in started)
+        return max(abs(each.wait()) for each in started)  # below 0: ended by a signal
     finally:  # after a signal to this process alone
         for each in started:
             each.terminate()

@@ -174,8 +174,9 @@ def main() -> int:
         try:
             with contextlib.redirect_stderr(report):
                 launch_command(arguments)
-        except BaseException:  # of torchelastic, for a process that failed or for a signal
+        except BaseException as error:  # of torchelastic, for a process that failed or for a signal
             code = 1
+            signals.received |= type(error).__name__ == "SignalException"  # its own handler had it
             report.write(traceback.format_exc())
         ended = "2" if signals.refused else read(code_file)
     if ended not in ("0", "2", str(STOPPED)) and not signals.received:

@@ -58,9 +58,10 @@ def read_inputs(arguments: argparse.Namespace) -> list[str]:
         raise ValueError("give inputs or --file, not both")
     if arguments.inputs:
         return arguments.inputs
-    name = arguments.file or "-"
+    is_piped = arguments.file in (None, "-")
+    name = "standard input" if is_piped else arguments.file
     try:
-        with open(0 if name == "-" else name, encoding="utf-8-sig") as lines:
+        with open(0 if is_piped else name, encoding="utf-8-sig") as lines:
             inputs = [line.removesuffix("\n") for line in lines]
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror}") from None

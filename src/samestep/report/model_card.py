@@ -29,7 +29,10 @@ def pipeline_task(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         return "text-generation"
     config = read_json_object(folder / "config.json")
-    name = str(config.get("architectures"))  # a list of one
+    names = config.get("architectures")
+    if not names or not isinstance(names, list):
+        return None
+    name = str(names[0])
     task = next((task for end, task in PIPELINES.items() if end in name), None)
     generates = task in (None, "text-generation")  # a classifier may have a decoder, too
     return TEXT_TO_TEXT if config.get("is_encoder_decoder") and generates else task

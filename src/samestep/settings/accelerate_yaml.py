@@ -96,14 +96,15 @@ def read_section(name: str, section: dict) -> dict:
     """
     options, prefix = vars(launch_command_parser().parse_args(["train.py"])), SECTIONS[name][0]
     known = {key: value for key, value in options.items() if key.startswith(SECTIONS[name])}
+    full = {key: key for key in section}
     if prefix in ("fsdp_", "fp8_"):  # as accelerate does
-        named = {k if str(k).startswith(prefix[:-1]) else f"{prefix}{k}": k for k in section}
-        section = {full: section[key] for full, key in named.items()}
-    for key in section.keys() & REMOVED.keys():
-        if section[key] not in (None, False):
-            raise ValueError(f"{name}: remove {key}; {REMOVED[key]}")
-    section = {key: value for key, value in section.items() if key not in REMOVED}
+        full = {k: k if str(k).startswith(prefix[:-1]) else f"{prefix}{k}" for k in section}
+    for key, value in section.items():
+        if full[key] in REMOVED and value not in (None, False):
+            raise ValueError(f"{name}: remove {key}; {REMOVED[full[key]]}")
+    section = {key: value for key, value in section.items() if full[key] not in REMOVED}
     kinds = {key: bool if value in ("true", "false") else object for key, value in known.items()}
+    kinds |= {key: kinds[full[key]] for key in section if full[key] in kinds}
     check_keys(section, kinds, f"{name}: ")
     for key, value in section.items():
         is_number = type(value) is int and value > 0
@@ -112,7 +113,7 @@ def read_section(name: str, section: dict) -> dict:
             (key.endswith("_size") and not is_number, "a whole number from 1"),
             start=f"{name}: {key} is {one_line(repr(value), 60)}; give ",
         )
-    return known | section
+    return known | {full[key]: value for key, value in section.items()}
 
 
 def check_parallelism(layout: Layout, precision: str, fsdp_version: object, fp8: object) -> None:

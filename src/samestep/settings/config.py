@@ -61,7 +61,7 @@ class StrictLoader(yaml.SafeLoader):
         node, names = super().compose_node(parent, index), set()
         for key, _ in node.value if node.id == "mapping" else ():
             line = f"line {key.start_mark.line + 1}"
-            if key.id != "scalar" or key.value == "<<":
+            if key.id != "scalar" or key.tag == NULL or key.value == "<<":
                 raise ValueError(f"{line}: a key must be a name, not <<, a list or a mapping")
             if key.value in names:
                 raise ValueError(f"{line}: {key.value} is given twice")
@@ -86,7 +86,10 @@ def read_yaml(source: str | Path) -> yaml.Node:
 
 def plain_value(node: yaml.Node) -> Any:
     """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
-    return yaml.SafeLoader("").construct_object(node, deep=True)
+    try:
+        return yaml.SafeLoader("").construct_object(node, deep=True)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 # ---- Values --------------------------------------------------------------------------------------

@@ -383,8 +383,10 @@ def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
         remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
         point.remarks.append(f"the learning rate rises to the end: {remark}")
     trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
-    once = cfg.profile_steps if len(cfg.profile_steps or ()) == 2 else ()
-    if not all(each in trains for each in once):
+    if cfg.profile_steps:
+        first, last, *every = cfg.profile_steps
+        ahead = -(-max(step + 1 - first, 0) // every[0]) * every[0] if every else 0
+    if cfg.profile_steps and not (first + ahead in trains and last + ahead in trains):
         steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
         remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
         point.remarks.append(f"warning: nothing is profiled: {remark}")

@@ -37,8 +37,8 @@ def load_tokenizer(cfg: Any, folder: Path) -> Any:
     ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     tokenizer = tokenizing.load_tokenizer(cfg, folder, model_max_length=cfg.context_length, **ends)
     if cfg.rows == "chat" or cfg.chat_template:
-        own = chats.read_template(cfg) or tokenizer.chat_template
-        tokenizer.chat_template = own or chats.CHAT_TEMPLATE
+        own = tokenizer.chat_template or chats.CHAT_TEMPLATE
+        tokenizer.chat_template = chats.read_template(cfg) if cfg.chat_template else own
     return tokenizer
 
 
@@ -282,6 +282,8 @@ def finish(
         for unit in own:
             seen, times = np.fromfile(folder / f"{unit}.counts", "<u4").reshape(2, -1)
             frequencies[seen] += times
+    if not parts["validation"]:
+        raise ValueError("task.validation_fraction: nothing is held out; raise it")
     left_out = sum((each.left_out for each in inputs), Counter())
     read = sum(each.rows for each in inputs) + left_out.total()
     left_out["pieces without a loss term"] = sums["empty"]

@@ -4,6 +4,7 @@ The check is a process of its own that knows nothing of the project: it asks the
 the trained one was asked in the run. The task says what to ask: its function `questions`.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -186,6 +187,6 @@ def ask_exported(run: Run, folder: Path, asked: dict) -> dict:
             ended = subprocess.run(program, input=json.dumps(facts), env=env, **options)
         except subprocess.TimeoutExpired:
             return {"problem": f"the check took more than {run.cfg.timeout} s"}
-    if ended.stdout:
+    with contextlib.suppress(ValueError, IndexError):  # code from the Hub may print, too
         return json.loads(ended.stdout.splitlines()[-1])
     return {"problem": f"the check ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
