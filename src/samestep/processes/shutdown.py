@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 
 from samestep.base import run_folder
+from samestep.base.begin import write_exit_code
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
 from samestep.processes import meeting
@@ -218,12 +219,6 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < 64:
         raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
-
-
-def write_exit_code(code: int | str) -> None:
-    """Writes the exit code for samestep launch on this machine: accelerate makes each one 1."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" and "EXIT_CODE_FILE" in os.environ:
-        catch(Path(os.environ["EXIT_CODE_FILE"]).write_text, str(code))
 
 
 def ignore_signals(_: Any) -> None:
