@@ -88,3 +88,28 @@ def test_a_signal_stops_the_preparation_at_once(tiny, number=signal.SIGTERM):
         printed = run.communicate(timeout=60)
         assert run.returncode == 75 and time.monotonic() - start < 10
     assert printed[1].endswith("stopped before the first step; the same command starts again\n")
+
+
+SWALLOWED = """
+import os, signal, time, task
+from samestep.programs import prepare
+
+def prepare_data(cfg):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except BaseException as error:
+        {then}
+    time.sleep(100)
+
+task.prepare_data = prepare_data
+prepare.main()
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "raise ImportError('initialization failed') from error"])
+def test_a_signal_counts_where_its_exception_is_lost(tiny, then):
+    """As in a destructor, in the compilation of a module, and in the start of one in C."""
+    program = SWALLOWED.format(then=then)
+    result = tiny.run("python", "-c", program, check=False, PYTHONPATH=str(tiny.path))
+    said = "-c: stopped before the first step; the same command starts again\n"
+    assert (result.returncode, result.stdout, result.stderr) == (75, "", said)

@@ -62,8 +62,9 @@ LAUNCHER_PID = find_launcher()  # now, since the launcher may die before trainin
 class StopRequest:
     """Records that this process was asked to stop, by a signal or by the death of its launcher.
 
-    Until `training` is set there is nothing to save, and a signal ends the process. A second
-    Ctrl-C, more than a second after the first, ends the process at once.
+    Until `training` is set there is nothing to save, and a signal ends the process: it raises
+    SystemExit, each second, since a compilation or a destructor may lose it. A second Ctrl-C, more
+    than a second after the first, ends the process at once.
     """
 
     def __init__(self):
@@ -82,7 +83,18 @@ class StopRequest:
             os._exit(128 + number)
         self.since = self.since or time.monotonic()
         if not self.training:
+            signal.signal(signal.SIGALRM, self.handle)
+            signal.setitimer(signal.ITIMER_REAL, 1)
             sys.exit(STOPPED)
+
+    def settle(self, error: BaseException) -> BaseException:
+        """What an error means, once no signal raises another: a stop, if one was asked for before
+        training. A module in C that a signal interrupts makes an ImportError of it.
+        """
+        before, self.training = not self.training, True
+        if before and self.since:
+            return SystemExit(STOPPED)
+        return as_input_error(error) if before else error
 
     def shield(self) -> None:
         """Blocks signals before a fork, so that a worker process starts with them blocked."""
@@ -116,8 +128,7 @@ def run(main: Callable, prepare: Callable) -> None:
         ranks = Ranks(start.cfg.timeout, others)
         code = main(start, ranks, stop)
     except BaseException as caught:
-        error = caught if stop.training else as_input_error(caught)
-        stop.training = True  # ignore the signal that the launcher sends when a process has failed
+        error = stop.settle(caught)  # the launcher sends a signal when a process has failed
         if others and others.interrupted and isinstance(error, SystemExit):
             error = others.told()
         error = ranks.name_missing(error) if ranks else error
@@ -148,12 +159,13 @@ def run_alone(main: Callable) -> None:
     Where several processes run it, all raise an error of one; the main process prints the line.
     """
     protect_output()
-    StopRequest()
+    stop = StopRequest()
     try:
         raise_open_files_limit()
-        code = as_user_error()(main)() or 0
+        code = main() or 0
+        stop.training = True
     except BaseException as error:
-        code = report(error, Path(sys.argv[0]).name)
+        code = report(stop.settle(error), Path(sys.argv[0]).name)
     exit_process(code)
 
 
@@ -238,10 +250,11 @@ def exit_process(code: int) -> NoReturn:
     """Exits with this code. One of several processes skips the interpreter's finalisation.
 
     A thread of gloo that frees a tensor during it would abort the process (pytorch #190489), so
-    that a finished run would exit with 1. What comes before finalisation is done here.
+    that a finished run would exit with 1. So would a module in C whose import a signal has
+    interrupted. What comes before finalisation is done here.
     """
     write_exit_code(code)
-    if PROCESSES == 1:
+    if PROCESSES == 1 and code != STOPPED:
         sys.exit(code)
     with contextlib.suppress(SystemExit):
         sys.exit(code)  # W&B reads the code here: it replaces sys.exit
