@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -313,10 +312,8 @@ def test_a_mistake_on_one_machine_ends_the_preparation_of_the_other(
     flags = ["--output_dir", tmp_path / "run", *SLOW, f"node{1 - wrong}"]
     flags += ["--task.prepare_seconds", 1000]
     mistakes = [["--max_steps", -1] if i == wrong else [] for i in range(2)]
-    start = time.monotonic()
     runs = [machines.start(i, tiny, *flags, *mistakes[i], launcher=launcher) for i in range(2)]
     codes, printed = machines.end(runs)
-    assert time.monotonic() - start < 90
     said = "command line: max_steps: expected a whole number, at least 0; got '-1'"
     if launcher == LAUNCH:
         other = f"train.py: machine {wrong} on node{wrong}: {said}"
@@ -352,8 +349,7 @@ def test_a_signal_to_one_machine_stops_the_other(tiny, machines, tmp_path, stopp
     flags = ["--output_dir", tmp_path / "run", *SLOW, "node0", "--task.prepare_seconds", 1000]
     runs = [machines.start(i, tiny, *flags) for i in range(2)]
     wait_for_line(runs[1], "waiting for ")
-    start = time.monotonic()
     (launcher,) = machines.programs(stopped, "samestep", "launch")
     launcher.terminate()
     codes, printed = machines.end(runs)
-    assert codes == [75, 75] and time.monotonic() - start < 30, printed
+    assert codes == [75, 75], printed
