@@ -16,6 +16,8 @@ ONE_TENSOR, HALF = torch.ones(3), torch.ones((), dtype=torch.bfloat16)
 SCALAR = "give the sum of the losses, a float32 of shape ()"
 QUANTISED = torch.nn.Linear(1, 1)
 QUANTISED.is_quantized = True
+FROZEN, PART = torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1)
+PART.weight = torch.nn.Parameter(torch.ones(4, 12)[:, ::2])
 GIVEN = [  # a check, what the function of task.py gives, and what is said
     ("metrics", {"loss": 1, "acc": ONE_TENSOR}, "'acc' is a tensor, float32, of shape (3,)"),
     ("metrics", {"loss": 1, "acc": "good"}, "'acc' is 'good', str; give a float"),
@@ -30,6 +32,8 @@ GIVEN = [  # a check, what the function of task.py gives, and what is said
     ("loss", torch.ones(()), "a loss without a gradient"),
     ("model", None, "task.build_model returns None, NoneType; give an nn.Module"),
     ("model", QUANTISED, "a quantised model, whose runs do not continue as they were"),
+    ("model", FROZEN, "task.build_model returns a model without a weight that trains"),
+    ("model", PART, "task.build_model: the weight weight is a part of another tensor, with gaps"),
     ("count", -1, "task.count returns -1, int"),
     ("count", 2.0, "task.count returns 2.0, float"),
     ("batch", {"names": ["x"]}, "'names' is ['x'], list; give a tensor on the CPU"),

@@ -124,18 +124,20 @@ def test_the_norm_and_the_clipped_gradient_are_those_of_torch(limit):
 ODD = """
 
 class Odd(torch.nn.Module):
-    '''Weights of several types; some have no gradient in some micro-batches, one has never any.'''
+    '''Weights of several types and layouts; some have no gradient in some micro-batches, one has
+    never any.'''
 
     def __init__(self, model):
         super().__init__()
         self.model, self.poison_rank, self.fail_report = model, -1, False
         kinds = [torch.float32, torch.bfloat16, torch.float64]
         values = [torch.ones(4, 6).to(kind) for kind in kinds]
+        values += [torch.ones(6, 4).t()]
         self.odd = torch.nn.ParameterList([*values, torch.ones(())])
         self.never = torch.nn.Parameter(torch.ones(3, 3))
 
     def forward(self, x):
-        more = sum((each * x[0, 0]).sum() for each in self.odd) if x[0, 0] > 0 else 0
+        more = sum((each * x[0, :6]).sum() for each in self.odd) if x[0, 0] > 0 else 0
         return self.model(x) + more / 100
 
 

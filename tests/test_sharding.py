@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -320,6 +321,15 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
     assert all(torch.equal(values, exported[name]) for name, values in saved.items())
     assert [*curve(half)] == [*range(7, 13)]
     assert all(curve(half)[step] == curve(whole)[step] for step in range(7, 13))
+
+
+def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny, tmp_path):
+    project, run = with_task(tiny, tmp_path, BUFFERS), tmp_path / "run"
+    flags = ["--ddp.broadcast_buffers", "false", "--eval_every", 3, "--output_dir", run]
+    train(project, "cpu_multi", 2, *flags)
+    train(project, "cpu", 1, *flags, "--eval_only", "true")
+    evaluated = json.loads((run / "evaluation" / "metrics.json").read_text())["eval_loss"]
+    assert lines(run, "eval_loss")[-1]["eval_loss"] == pytest.approx(evaluated, rel=1e-6)
 
 
 REPORT = """

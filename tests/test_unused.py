@@ -35,6 +35,7 @@ def loss_sum(model, batch):
 USES = {
     "never": "0",
     "some rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 == 0 else 0)",
+    "other rows": "(model.extra.square().sum() if int(batch['input_ids'].sum()) % 3 else 0)",
     "silent": "Silent.apply(model.extra)",
 }
 
@@ -69,6 +70,22 @@ def test_two_processes_train_it_as_one_does(small, tmp_path, use, hardware):
     one, two = extra(tmp_path / "one"), extra(tmp_path / "two")
     assert torch.allclose(one, two, rtol=1e-5)
     assert torch.equal(one, torch.ones(4, 4)) == (use != "some rows")
+
+
+UNUSED, STATIC = ["--ddp.find_unused_parameters", "false"], ["--ddp.static_graph", "true"]
+
+
+@pytest.mark.parametrize(
+    ("use", "flags"), [("never", UNUSED), ("some rows", UNUSED), ("other rows", STATIC)]
+)
+def test_ddp_told_that_there_is_none_refuses_it_before_the_weights_change(
+    small, tmp_path, use, flags
+):
+    project = with_task(small, tmp_path, TASK.replace("USE", USES[use]))
+    flags = [*flags, "--save_every", 1, "--output_dir", tmp_path / "run", "--micro_batch_size", 4]
+    printed = train(project, "cpu_multi", 2, *flags, codes=[1, 2])
+    assert "a weight has no gradient" in printed and "Traceback" not in printed, printed
+    assert len(lines(tmp_path / "run", "loss")) < 6 and not (tmp_path / "run" / "model").exists()
 
 
 @pytest.mark.parametrize("exact", ["false", "true"])

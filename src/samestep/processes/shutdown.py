@@ -253,6 +253,7 @@ def exit_process(code: int) -> NoReturn:
     that a finished run would exit with 1. So would a module in C whose import a signal has
     interrupted. What comes before finalisation is done here.
     """
+    signal.setitimer(signal.ITIMER_REAL, 0)  # finalisation takes the handlers away
     write_exit_code(code)
     if PROCESSES == 1 and code != STOPPED:
         sys.exit(code)

@@ -257,6 +257,15 @@ def check_model(model: Any) -> torch.nn.Module:
         raise ValueError(
             "task.build_model returns a quantised model, whose runs do not continue as they were"
         )
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    if not trained:
+        raise ValueError("task.build_model returns a model without a weight that trains")
+    for name, weight in trained:
+        if not torch.ops.aten.is_non_overlapping_and_dense(weight):  # fused AdamW changes others
+            raise ValueError(
+                f"task.build_model: the weight {name} is a part of another tensor, with gaps; make "
+                "it nn.Parameter(part.contiguous())"
+            )
     return model
 
 

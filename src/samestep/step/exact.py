@@ -137,15 +137,16 @@ class TreeAllReduce:
 
     def send(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """DDP's hook."""
-        places, plan = [self.places[each] for each in bucket.parameters()], self.turn.plan
+        weights, plan = bucket.parameters(), self.turn.plan
+        places = [self.places[weight] for weight in weights]
         nodes = ((first, size, [s[i] for i in places]) for first, size, s in self.tree.nodes)
-        tree = TreeSum(nodes)
-        tree.add(self.turn.number, bucket.gradients())
+        tree, gradients = TreeSum(nodes), [*map(lay_out, bucket.gradients(), weights)]
+        tree.add(self.turn.number, gradients)
         vectors = [torch.cat([*map(flat, sums)]) for _, _, sums in tree.nodes[:-1]]
         runs = [plan.run(rank) for rank in range(len(plan.shares))]
         work = exchange(bucket.buffer(), [*vectors, bucket.buffer()], runs)
         next(work)
-        self.under_way.append((work, zip(bucket.parameters(), bucket.gradients(), strict=True)))
+        self.under_way.append((work, zip(weights, gradients, strict=True)))
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -159,6 +160,12 @@ class TreeAllReduce:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
         self.under_way, self.tree.nodes = [], []
+
+
+def lay_out(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A gradient of DDP's bucket, which gives it as if its weight were contiguous; but the elements
+    lie in the order of the weight, such as channels_last."""
+    return gradient.as_strided(weight.shape, weight.stride())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,9 +136,11 @@ def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def share_buffers(module: torch.nn.Module) -> None:
-    """Gives all processes the main one's buffers: DDP does so, FSDP does not. All call it before a
-    step and before an evaluation."""
-    for buffer in kept_buffers(module) if this_layout().fsdp else ():
+    """Gives all processes the main one's buffers: DDP does so, FSDP does not, nor does DDP without
+    broadcast_buffers: then those of evaluations are shared, since checkpoints hold them. All call
+    it before a step and before an evaluation."""
+    kept = not module.training and not getattr(module, "broadcast_buffers", True)
+    for buffer in kept_buffers(module) if kept or this_layout().fsdp else ():
         dist.broadcast(buffer, 0)
 
 

@@ -153,6 +153,14 @@ class StepGradients:
         """
         if self.ranks.layout.fsdp:
             self.check_used()
+        if isinstance(self.model, DistributedDataParallel):
+            try:  # else torch would tell so in the next step, after this one
+                self.model._check_reducer_finalized()
+            except RuntimeError:
+                raise UserError(
+                    "a weight has no gradient in this step, and DDP has exchanged not all others; "
+                    "leave out ddp.find_unused_parameters and ddp.static_graph"
+                ) from None
         self.checking, used = False, self.used
         if self.exact:
             used = self.ranks.sum_over_ranks(*used, problem=self.problem)
