@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from conftest import bake, digest, latest, lines, preloaded, read_weights, status
-from test_exact import with_task
+from test_exact import BATCH_NORM, with_task
 from test_invariance import check_same_curve, curve
 
 ON_CPU = Path(__file__).with_name("sharded_on_cpu.py")
@@ -324,7 +324,7 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
 
 
 def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny, tmp_path):
-    project, run = with_task(tiny, tmp_path, BUFFERS), tmp_path / "run"
+    project, run = with_task(tiny, tmp_path, BATCH_NORM), tmp_path / "run"
     flags = ["--ddp.broadcast_buffers", "false", "--eval_every", 3, "--output_dir", run]
     train(project, "cpu_multi", 2, *flags)
     train(project, "cpu", 1, *flags, "--eval_only", "true")
