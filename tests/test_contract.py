@@ -88,6 +88,11 @@ CHECKED = [  # a name in task.py, what takes its place, and what is said
         lambda *_: CHANGING | {"x": torch.rand(8)},
         "row 0 changes when it is read again",
     ),
+    (
+        "augment",
+        lambda row, _: row | {"x": row["x"] + torch.rand(8)},
+        "task.augment gives another row for the same row and generator",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import pickle
+import random
 import tracemalloc
 from fractions import Fraction
 from types import SimpleNamespace
@@ -289,13 +290,14 @@ def test_rows_are_sorted_within_their_source_of_an_evaluation():
 
 
 def test_each_micro_batch_of_each_step_draws_other_numbers():
-    """And those of older versions: runs continue."""
+    """And those of older versions: runs continue. From torch, NumPy and Python alike."""
     drawn = {}
-    for seed, step, number in itertools.product((0, 1), (1, 2, 3), range(4)):
-        batches.seed_micro_batch(seed, step, number)
-        drawn[seed, step, number] = torch.initial_seed()
-    assert len({*drawn.values()}) == len(drawn) == 24
-    assert drawn[1, 3, 2] == 16803123258551283528
+    for case in [*itertools.product((0, 1), (1, 2, 3), range(4))] * 2:
+        batches.seed_micro_batch(*case)
+        numbers = torch.initial_seed(), float(np.random.rand()), random.random()
+        assert drawn.setdefault(case, numbers) == numbers
+    assert [len({*each}) for each in zip(*drawn.values(), strict=True)] == [24] * 3
+    assert drawn[1, 3, 2][0] == 16803123258551283528
 
 
 def test_a_process_that_is_twice_as_fast_gets_twice_as_much():

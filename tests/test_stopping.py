@@ -266,9 +266,19 @@ def worker():
     os.kill(os.getpid(), signal.SIGTERM)
     os._exit(7)
 child = multiprocessing.Process(target=worker)
-child.start()
+with shutdown.signals_blocked():
+    child.start()
 child.join()
 assert child.exitcode == 7, child.exitcode
+def of_the_task():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+child = multiprocessing.Process(target=of_the_task)  # as those of a Pool
+child.start()
+time.sleep(0.5)
+child.terminate()
+child.join()
+assert child.exitcode == -signal.SIGTERM, child.exitcode
 assert not stop.requested()
 os.kill(os.getpid(), signal.SIGTERM)
 assert stop.requested()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,9 +72,9 @@ class StopRequest:
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup
                 signal.signal(number, self.handle)
-        if sys.platform == "linux":  # `shield` needs it; Python 3.14 defaults to a fork server
+        if sys.platform == "linux":  # signals_blocked; Python 3.14 defaults to a fork server
             multiprocessing.set_start_method("fork", force=True)
-        os.register_at_fork(before=self.shield, after_in_parent=self.unshield)
+        os.register_at_fork(after_in_child=self.obey)
         atexit.register(kill_workers)  # last in, first out: before multiprocessing waits for them
 
     def handle(self, number: int, _: Any) -> None:
@@ -96,14 +96,12 @@ class StopRequest:
             return SystemExit(STOPPED)
         return as_input_error(error) if before else error
 
-    def shield(self) -> None:
-        """Blocks signals before a fork, so that a worker process starts with them blocked."""
-        if self.training:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def unshield(self) -> None:
-        """Unblocks signals after the fork; those that arrived meanwhile are handled now."""
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    def obey(self) -> None:
+        """In a process that the task forks while it trains: SIGTERM ends it, as a Pool expects. A
+        worker of a loader goes on, see `signals_blocked`."""
+        if self.training and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            ignore_signals(None)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def requested(self) -> int:
         """1 if this process was asked to stop, else 0: for Ranks.sum_over_ranks."""
@@ -231,6 +229,16 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     if wanted < 64:
         raise UserError(f"only {wanted} files may be open at once; first run ulimit -n 1024")
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Worker processes that start in its body have signals blocked, until they ignore them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:  # those that arrived meanwhile are handled now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def ignore_signals(_: Any) -> None:

@@ -274,7 +274,7 @@ def describe_source(source: contract.Source) -> str:
 def collect_manifest(cfg: Any, task: contract.Task, prepared: Any, data: tuple) -> dict:
     """The entries of all manifests of this run: settings, data, identity, versions."""
     # Even if the task has a digest: computing the fingerprint finds rows that cannot be read.
-    fingerprints = [batches.fingerprint(each, task) for each in data]
+    fingerprints = [batches.fingerprint(each, task, each is data[0]) for each in data]
     digest = task.digest(cfg.task, prepared) if hasattr(task, "digest") else digest_of(prepared)
     entries = {"samples": len(data[0]), "fingerprint": digest or fingerprints[0]}
     entries["validation"] = fingerprints[1]

@@ -9,7 +9,8 @@ import functools
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from samestep.processes.device import count_workers
 from samestep.processes.ranks import UserError, as_user_error
-from samestep.processes.shutdown import ignore_signals
+from samestep.processes.shutdown import ignore_signals, signals_blocked
 from samestep.settings import contract
 from samestep.step.order import SampleOrder, hash64
 
@@ -146,7 +147,14 @@ def plan_step(
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
     step, counted from 1, and not by its rank."""
-    torch.manual_seed(int(hash64(seed, step - 1, number)[0]))  # as older versions: runs continue
+    seed_draws(int(hash64(seed, step - 1, number)[0]))  # as older versions: runs continue
+
+
+def seed_draws(seed: int) -> None:
+    """Seeds all that a model may draw from; masks of time in speech models are NumPy's."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 # ---- Loading -------------------------------------------------------------------------------------
@@ -323,11 +331,18 @@ def make_loader(
     )
 
 
-def fingerprint(dataset: Any, task: Any) -> str:
+def iterate(loader: DataLoader) -> Iterator[tuple[Batch, tuple[int, int]]]:
+    """Its batches. A signal does not end the worker processes that it starts."""
+    with signals_blocked():
+        return iter(loader)
+
+
+def fingerprint(dataset: Any, task: Any, training: bool = False) -> str:
     """16 hex digits for the data: the number of rows, and names, types, shapes and bytes of the
     task's batch of 64 evenly spread rows, of the first shard where there are shards.
 
-    A change of another row goes unnoticed, unless the task has the function `digest`.
+    A change of another row goes unnoticed, unless the task has the function `digest`. Raises
+    ValueError if a row, or what `augment` makes of one for training, is another the next time.
     """
 
     def hash_batch(samples: list[tuple]) -> str:
@@ -349,4 +364,14 @@ def fingerprint(dataset: Any, task: Any) -> str:
             "task.datasets: row 0 changes when it is read again; draw random numbers in "
             "augment(row, generator), so that runs can continue"
         )
+    if augment := training and getattr(task, "augment", None):
+        few = [rows.__getitems__(ids[:8]) for _ in range(2)]
+        drawn = [
+            [(i, augment(row, torch.Generator().manual_seed(i))) for i, row in each] for each in few
+        ]
+        if hash_batch(drawn[0]) != hash_batch(drawn[1]):
+            raise ValueError(
+                "task.augment gives another row for the same row and generator; draw random "
+                "numbers from the generator alone, and leave the row that it gets as it is"
+            )
     return digest

@@ -33,7 +33,7 @@ class TrainLoader:
         self.loader = batches.make_loader(
             self.rows, self.sampler, run.task, run.cfg.num_workers, run.accelerator.device
         )
-        self.batches = iter(self.loader)
+        self.batches = batches.iterate(self.loader)
         automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
         self.dealt: dict = {}  # for the log, if the steps after this one are dealt anew
@@ -60,7 +60,7 @@ class TrainLoader:
         """This process's micro-batches of the next step."""
         if self.dealt:  # drops what worker processes have read ahead
             self.sampler.plan = self.balancer.plan
-            self.batches = iter(self.loader)
+            self.batches = batches.iterate(self.loader)
         return [next(self.batches) for _ in self.sampler.plan.run()]
 
     def take(self) -> tuple[list[tuple[int, Batch]], int]:
@@ -102,7 +102,7 @@ class EvalLoader:
         It ends, with `stopped` set, as soon as `requested()` is 1 on any process. The model
         computes without its compiled code.
         """
-        run, iterator = self.run, iter(self.loader)
+        run, iterator = self.run, batches.iterate(self.loader)
         model.eval()
         sharding.share_buffers(model)
         for _ in range(len(self.loader)):

@@ -15,7 +15,7 @@ from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.report import speed, tracking
 from samestep.start.startup import RunStart, agree_on_start, learnt_vocabulary
-from samestep.step import deepspeed, exact, sharding
+from samestep.step import batches, deepspeed, exact, sharding
 
 
 class Run:
@@ -80,7 +80,7 @@ class Run:
 
     def new_model(self) -> torch.nn.Module:
         """The task's model with its first weights, the same on each process."""
-        torch.manual_seed(self.cfg.seed)
+        batches.seed_draws(self.cfg.seed)
         return self.task.build_model(self.cfg.task, self.start.prepared)
 
     def build_model(self) -> torch.nn.Module:
