@@ -173,6 +173,22 @@ def test_flags_of_one_occasion_are_not_settings(quick, whole, tmp_path):
     assert "learning_rate: 0.01 -> 0.02" in quick(*flags, codes=[2])
 
 
+def test_what_makes_later_numbers_others_is_named(quick, whole, tmp_path):
+    """Another precision; and for the best model, another task, whose losses may mean other things.
+    Without the launcher a check does not know the precision."""
+    precision = (
+        "versions, devices or precision changed, rounding may differ: precision fp32 -> bf16"
+    )
+    mixed = "warning: the best evaluation may be one from before the change of task settings"
+    flags = ["--output_dir", half(whole, tmp_path / "run"), *BASE]
+    bf16, plain = ({"ACCELERATE_MIXED_PRECISION": each} for each in ("bf16", "no"))
+    best = ["--task.dropout", 0.1, "--accept_changes", "--export", "best"]
+    assert precision not in quick(*flags, "--check", env=bf16)
+    assert mixed not in quick(*flags, *best[2:], "--check")
+    assert mixed in quick(*flags, *best, "--check")
+    assert precision in quick(*flags, env=bf16) and precision not in quick(*flags, env=plain)
+
+
 # ---- Finished runs -------------------------------------------------------------------------------
 
 

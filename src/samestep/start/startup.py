@@ -248,8 +248,10 @@ def prepare_data(cfg: Any, task: contract.Task) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """What rounding depends on: versions of Python and libraries, and the kind of device."""
+    """What rounding depends on: versions of Python and libraries, the kind of device, precision."""
     numbers = {"python": platform.python_version()}
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    numbers["precision"] = precision.replace("no", "fp32")
     numbers["cpu"] = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     # On a CPU there may be more processes than GPUs.
     if torch.cuda.is_available() and not use_cpu():
@@ -358,9 +360,11 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
             point.checkpoint, point.saved, manifest, effects, cfg.accept_changes, defaults
         )
         before, now = point.saved.get("versions", {}), manifest["versions"]
+        if cfg.check:  # no launcher has told the precision
+            before = {n: v for n, v in before.items() if n != "precision"}
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
         if moved:
-            remark = "versions or devices changed, rounding may differ"
+            remark = "versions, devices or precision changed, rounding may differ"
             point.remarks.append(f"{remark}: {', '.join(moved)}")
     if cfg.eval_only:
         return
@@ -375,6 +379,9 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
         checkpoints.check_disk_space(folder)
     if cfg.export == "best" and not point.finished:
         _, point.best_loss, _ = checkpoints.find_best(folder, manifest)
+        if any(line.startswith("task.") for line in point.changed):
+            remark = "the best evaluation may be one from before the change of task settings"
+            point.remarks.append(f"warning: {remark}; if they change the loss, give --export last")
 
 
 def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
