@@ -41,6 +41,16 @@ def test_what_nvidia_smi_prints_and_why_there_is_no_gpu(monkeypatch, tmp_path, p
     assert said.endswith(" ".join(printed.split()) if program else "no GPU")
 
 
+def test_an_nvidia_smi_that_hangs_and_cannot_be_killed_is_left_alone(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n/bin/sleep 3\necho >{tmp_path}/ended\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(check, "MOST", 0.1)
+    monkeypatch.setattr(check.subprocess.Popen, "kill", lambda program: None)  # it is in state D
+    assert check.nvidia_smi("-L").endswith("timed out after 0.1 seconds")
+    assert not (tmp_path / "ended").exists()
+
+
 # ---- The machine ---------------------------------------------------------------------------------
 
 
@@ -115,11 +125,48 @@ def test_what_may_go_wrong_on_a_machine(monkeypatch, tmp_path):
     assert [each.name for each in section.figures] == ["free disk of --report"]
 
 
-def test_a_lost_gpu_is_a_failure(monkeypatch, tmp_path):
+NO_KERNEL = "no: CUDA error: no kernel image is available for execution on the device"
+SILENT = "does not answer: CUDA error: uncorrectable ECC error"
+
+
+def fail(device):
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might")
+
+
+@pytest.mark.parametrize(
+    "broken, wrong, said",
+    [
+        ("", None, ""),
+        ("try_formats", lambda _: {"fp32": NO_KERNEL}, f"does not compute: fp32: {NO_KERNEL}"),
+        ("describe_device", fail, SILENT),
+        ("mem_get_info", fail, SILENT),
+    ],
+)
+def test_a_gpu_that_does_not_compute_or_answer_is_a_failure(monkeypatch, broken, wrong, said):
+    """The second of two."""
+
+    def answer(place, name, right):
+        function = lambda gpu: wrong(gpu) if gpu.index and name == broken else right(gpu)  # noqa: E731
+        monkeypatch.setattr(place, name, function)
+
+    answer(devices, "try_formats", lambda gpu: {"fp32": "runs"})
+    answer(check, "describe_device", lambda gpu: f"H10{gpu.index}")
+    answer(torch.cuda, "mem_get_info", lambda gpu: (9 << 30, 9 << 30))
+    section = check.look_at_process([torch.device("cuda", i) for i in range(2)])
+    failed = "".join(section.failures)
+    assert failed.startswith(f"cuda:1 {said}") if said else not failed
+    assert section.facts["cuda:0, memory free"] == "9.0 of 9.0 GiB"
+    differ = ["the GPUs differ; a run on all of them needs device_shares: auto"]
+    assert section.lines == (differ if broken != "describe_device" else [])
+
+
+@pytest.mark.parametrize("seen", ["cuda", "cpu"])  # torch may see no GPU at all
+def test_a_lost_gpu_is_a_failure(monkeypatch, tmp_path, seen):
     said = "Unable to determine the device handle for GPU3: 0000:1B:00.0: GPU is lost."
     monkeypatch.setattr(check, "nvidia_smi", lambda *_: f"0, 580.65.06, 41\n{said} Reboot")
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     section = report.Section("check")
-    check.look_at_machine(section, tmp_path, torch.device("cuda"))
+    check.look_at_machine(section, tmp_path, torch.device(seen))
     (line,) = section.failures
     assert line.startswith(f"a GPU is lost: {said}") and "CUDA_VISIBLE_DEVICES" in line
 
