@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import ROOT, bake, lines, preloaded
-from samestep.hardware import check, devices, report, smoke
+from samestep.hardware import check, devices, precision, report, smoke
 from samestep.report.peaks import fp8_type
 
 CPU = torch.device("cpu")
@@ -357,8 +357,11 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
     project = bake(tmp_path, task=task, tracker="none")
     recipe = ["--config", "configs/train/smoke.yaml"]
     verb = ["python", "-m", "samestep", "hardware", "precision", "--steps", 6, *recipe]
-    project.run(*verb)
     folder = project.path / "runs" / "hardware"
+    for name in (".of-hardware", "fp32"):  # of an earlier call: they are replaced
+        (folder / "precision" / name).mkdir(parents=True)
+    (folder / "precision" / "fp32" / "metrics.jsonl").write_text('{"loss": 1}\n')
+    project.run(*verb)
     facts = json.loads((folder / "hardware.json").read_text())["precision"]["facts"]
     fp32, bf16 = (lines(folder / "precision" / name, "loss") for name in ("fp32", "bf16"))
     assert len(fp32) == 6
@@ -370,6 +373,25 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
     found = {"fp32": last[0], "bf16": last[1], "difference": last[1] - last[0]}
     assert facts["eval_loss"] == pytest.approx(found)
     assert (folder / "precision.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ([], "runs/precision is no folder of this program; give another --report"),
+        (["--max_steps=9"], "precision decides on --max_steps itself; give --steps"),
+        (["--check"], "precision decides on --check itself; leave it out"),
+        (["--output_dir", "runs/x"], "precision decides on --output_dir itself; leave it out"),
+    ],
+)
+def test_precision_removes_only_what_it_wrote(tmp_path, words, error):
+    (tmp_path / "runs" / "precision").mkdir(parents=True)
+    kept = tmp_path / "runs" / "precision" / "metrics.jsonl"
+    kept.write_text("x")
+    options = SimpleNamespace(report=tmp_path / "runs", steps=6, mixed="bf16", flags=words)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        precision.run(options, None, None, CPU)
+    assert kept.read_text() == "x"
 
 
 @pytest.mark.slow
