@@ -1,16 +1,20 @@
 """`hardware check` and `hardware smoke`: what they find out, and faults that they name."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, bake, lines, preloaded
+from conftest import ROOT, bake, lines, preloaded, wait_until
 from samestep.hardware import check, devices, precision, report, smoke
+from samestep.programs import hardware
 from samestep.report.peaks import fp8_type
 
 CPU = torch.device("cpu")
@@ -333,6 +337,80 @@ def test_the_first_report_is_the_baseline_of_later_ones(tmp_path, capsys):
     baseline.with_name(report.REPORT).write_text('{"mine": 1}')
     with pytest.raises(ValueError, match="is no hardware.json of this version"):
         report.prepare_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", '{"format": 1, "bench": 3}']
+    + [
+        json.dumps({"format": 1, "bench": {"figures": figures, "conditions": conditions}})
+        for figures, conditions in [
+            ([{"name": "x"}], {}),
+            ([{"name": "x", "unit": "GB/s", "value": "fast"}], {}),
+            ([], 3),
+        ]
+    ],
+)
+def test_an_older_report_that_is_damaged(monkeypatch, tmp_path, capsys, content):
+    """A baseline is said to be; a report that was asked for is refused."""
+    baseline = tmp_path / report.BASELINE
+    baseline.write_text(content)
+    monkeypatch.setattr(hardware, "read_project", lambda flags: None)
+    monkeypatch.setattr(sys, "argv", ["samestep hardware", "--report", str(tmp_path)])
+    assert hardware.prepare()[-1] == {}
+    said = f"not compared with {baseline}, which you may remove: {baseline} is no hardware.json"
+    assert capsys.readouterr().out.startswith(said[:90])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--compare", str(baseline)])
+    with pytest.raises(ValueError, match="is no hardware.json of this version"):
+        hardware.prepare()
+
+
+@pytest.fixture
+def starting(monkeypatch, tmp_path):
+    """Processes that `start_processes` starts are those of a script; variables that it sets."""
+    (tmp_path / "python").write_text(
+        "#!/bin/sh\ntrap '/bin/sleep 0.5; echo >ended-$RANK; exit 75' TERM\n"
+        "echo >began-$RANK\nwhile :; do /bin/sleep 0.1; done\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
+    return monkeypatch
+
+
+def test_no_process_outlives_the_one_that_started_it(starting, tmp_path):
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is None:
+                wait_until(lambda: len([*tmp_path.glob("began-*")]) == 2)
+                raise SystemExit(75)
+            return super().wait(timeout)
+
+    starting.setattr(subprocess, "Popen", Interrupted)
+    starting.setattr(sys, "argv", ["samestep hardware", "--processes", "2"])
+    with pytest.raises(SystemExit):
+        hardware.start_processes()
+    assert len([*tmp_path.glob("ended-*")]) == 2
+
+
+@pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
+def test_the_precision_is_that_of_the_visible_gpus(starting, visible, precision):
+    """Of a T4 and an A100, as the project's Makefile has it."""
+    cards = {"0": "7.5", "1": "8.0"}
+
+    def query(*words):
+        chosen = [cards[words[1]]] if words[0] == "-i" else [*cards.values()]
+        return "\n".join(["compute_cap", *chosen])
+
+    starting.setattr(check, "nvidia_smi", query)
+    starting.setattr(torch.cuda, "is_available", lambda: True)
+    starting.setattr(torch.accelerator, "device_count", lambda: 1)
+    starting.setattr(sys, "argv", ["samestep hardware"])
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    assert hardware.start_processes() is None
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == precision
 
 
 @pytest.mark.slow
