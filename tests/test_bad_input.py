@@ -429,6 +429,14 @@ def test_an_environment_that_no_program_can_work_in_is_one_line(project, program
     assert result.stderr.startswith(f"{program.removeprefix('-m ')}: ") and said in result.stderr
 
 
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["-h"], 0), ([], 2)])
+def test_a_launch_without_a_program(tiny, words, code):
+    result = tiny.run("python", "-m", "samestep", "launch", *words, check=False)
+    said = "samestep launch: name a program, such as train.py; see --help\n"
+    assert (result.returncode, result.stderr) == (code, said if code else "")
+    assert ("samestep launch --config_file configs" in result.stdout) == (code == 0)
+
+
 @pytest.mark.parametrize("more", [[], ["--check"]])
 def test_a_misspelt_flag_of_the_launcher_is_found_before_the_check_is_through(tiny, tmp_path, more):
     output = ["--output_dir", tmp_path / "run", "--task.prepare_seconds", 30]

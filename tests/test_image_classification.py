@@ -104,8 +104,10 @@ def test_binary_batches_of_cifar_are_read(kit, config, prepare, tmp_path):
     found = [(image.tobytes(), label) for part in parts for image, label, _ in part]
     wanted = [(p.transpose(1, 2, 0).tobytes(), i % 10) for i, p in enumerate(pixels)]
     assert found == wanted and [*map(len, parts)] == [40, 20]
-    (root / "data_batch_2.bin").write_bytes(rows[0] * 20 + b"cut")
-    assert "data_batch_2.bin is no binary batch of CIFAR-10" in refusal(kit, config(root))
+    (root / "data_batch_1.bin").unlink()
+    for content in (rows[0] * 20 + b"cut", b""):
+        (root / "data_batch_2.bin").write_bytes(content)
+        assert "data_batch_2.bin is no binary batch of CIFAR-10" in refusal(kit, config(root))
 
 
 def test_the_middle_of_an_upright_image_is_stored(task):

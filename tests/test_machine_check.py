@@ -1,16 +1,20 @@
 """`hardware check` and `hardware smoke`: what they find out, and faults that they name."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, bake, lines, preloaded
-from samestep.hardware import check, devices, report, smoke
+from conftest import ROOT, bake, lines, preloaded, wait_until
+from samestep.hardware import check, devices, precision, report, smoke
+from samestep.programs import hardware
 from samestep.report.peaks import fp8_type
 
 CPU = torch.device("cpu")
@@ -39,6 +43,16 @@ def test_what_nvidia_smi_prints_and_why_there_is_no_gpu(monkeypatch, tmp_path, p
     said = check.no_gpu()
     assert said.startswith("torch sees no GPU")
     assert said.endswith(" ".join(printed.split()) if program else "no GPU")
+
+
+def test_an_nvidia_smi_that_hangs_and_cannot_be_killed_is_left_alone(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n/bin/sleep 3\necho >{tmp_path}/ended\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(check, "MOST", 0.1)
+    monkeypatch.setattr(check.subprocess.Popen, "kill", lambda program: None)  # it is in state D
+    assert check.nvidia_smi("-L").endswith("timed out after 0.1 seconds")
+    assert not (tmp_path / "ended").exists()
 
 
 # ---- The machine ---------------------------------------------------------------------------------
@@ -115,11 +129,48 @@ def test_what_may_go_wrong_on_a_machine(monkeypatch, tmp_path):
     assert [each.name for each in section.figures] == ["free disk of --report"]
 
 
-def test_a_lost_gpu_is_a_failure(monkeypatch, tmp_path):
+NO_KERNEL = "no: CUDA error: no kernel image is available for execution on the device"
+SILENT = "does not answer: CUDA error: uncorrectable ECC error"
+
+
+def fail(device):
+    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might")
+
+
+@pytest.mark.parametrize(
+    "broken, wrong, said",
+    [
+        ("", None, ""),
+        ("try_formats", lambda _: {"fp32": NO_KERNEL}, f"does not compute: fp32: {NO_KERNEL}"),
+        ("describe_device", fail, SILENT),
+        ("mem_get_info", fail, SILENT),
+    ],
+)
+def test_a_gpu_that_does_not_compute_or_answer_is_a_failure(monkeypatch, broken, wrong, said):
+    """The second of two."""
+
+    def answer(place, name, right):
+        function = lambda gpu: wrong(gpu) if gpu.index and name == broken else right(gpu)  # noqa: E731
+        monkeypatch.setattr(place, name, function)
+
+    answer(devices, "try_formats", lambda gpu: {"fp32": "runs"})
+    answer(check, "describe_device", lambda gpu: f"H10{gpu.index}")
+    answer(torch.cuda, "mem_get_info", lambda gpu: (9 << 30, 9 << 30))
+    section = check.look_at_process([torch.device("cuda", i) for i in range(2)])
+    failed = "".join(section.failures)
+    assert failed.startswith(f"cuda:1 {said}") if said else not failed
+    assert section.facts["cuda:0, memory free"] == "9.0 of 9.0 GiB"
+    differ = ["the GPUs differ; a run on all of them needs device_shares: auto"]
+    assert section.lines == (differ if broken != "describe_device" else [])
+
+
+@pytest.mark.parametrize("seen", ["cuda", "cpu"])  # torch may see no GPU at all
+def test_a_lost_gpu_is_a_failure(monkeypatch, tmp_path, seen):
     said = "Unable to determine the device handle for GPU3: 0000:1B:00.0: GPU is lost."
     monkeypatch.setattr(check, "nvidia_smi", lambda *_: f"0, 580.65.06, 41\n{said} Reboot")
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     section = report.Section("check")
-    check.look_at_machine(section, tmp_path, torch.device("cuda"))
+    check.look_at_machine(section, tmp_path, torch.device(seen))
     (line,) = section.failures
     assert line.startswith(f"a GPU is lost: {said}") and "CUDA_VISIBLE_DEVICES" in line
 
@@ -288,6 +339,80 @@ def test_the_first_report_is_the_baseline_of_later_ones(tmp_path, capsys):
         report.prepare_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", '{"format": 1, "bench": 3}']
+    + [
+        json.dumps({"format": 1, "bench": {"figures": figures, "conditions": conditions}})
+        for figures, conditions in [
+            ([{"name": "x"}], {}),
+            ([{"name": "x", "unit": "GB/s", "value": "fast"}], {}),
+            ([], 3),
+        ]
+    ],
+)
+def test_an_older_report_that_is_damaged(monkeypatch, tmp_path, capsys, content):
+    """A baseline is said to be; a report that was asked for is refused."""
+    baseline = tmp_path / report.BASELINE
+    baseline.write_text(content)
+    monkeypatch.setattr(hardware, "read_project", lambda flags: None)
+    monkeypatch.setattr(sys, "argv", ["samestep hardware", "--report", str(tmp_path)])
+    assert hardware.prepare()[-1] == {}
+    said = f"not compared with {baseline}, which you may remove: {baseline} is no hardware.json"
+    assert capsys.readouterr().out.startswith(said[:90])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--compare", str(baseline)])
+    with pytest.raises(ValueError, match="is no hardware.json of this version"):
+        hardware.prepare()
+
+
+@pytest.fixture
+def starting(monkeypatch, tmp_path):
+    """Processes that `start_processes` starts are those of a script; variables that it sets."""
+    (tmp_path / "python").write_text(
+        "#!/bin/sh\ntrap '/bin/sleep 0.5; echo >ended-$RANK; exit 75' TERM\n"
+        "echo >began-$RANK\nwhile :; do /bin/sleep 0.1; done\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
+    return monkeypatch
+
+
+def test_no_process_outlives_the_one_that_started_it(starting, tmp_path):
+    class Interrupted(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout is None:
+                wait_until(lambda: len([*tmp_path.glob("began-*")]) == 2)
+                raise SystemExit(75)
+            return super().wait(timeout)
+
+    starting.setattr(subprocess, "Popen", Interrupted)
+    starting.setattr(sys, "argv", ["samestep hardware", "--processes", "2"])
+    with pytest.raises(SystemExit):
+        hardware.start_processes()
+    assert len([*tmp_path.glob("ended-*")]) == 2
+
+
+@pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
+def test_the_precision_is_that_of_the_visible_gpus(starting, visible, precision):
+    """Of a T4 and an A100, as the project's Makefile has it."""
+    cards = {"0": "7.5", "1": "8.0"}
+
+    def query(*words):
+        chosen = [cards[words[1]]] if words[0] == "-i" else [*cards.values()]
+        return "\n".join(["compute_cap", *chosen])
+
+    starting.setattr(check, "nvidia_smi", query)
+    starting.setattr(torch.cuda, "is_available", lambda: True)
+    starting.setattr(torch.accelerator, "device_count", lambda: 1)
+    starting.setattr(sys, "argv", ["samestep hardware"])
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    assert hardware.start_processes() is None
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == precision
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_one_command_runs_all_phases_on_all_devices(tiny, tmp_path, processes):
@@ -310,8 +435,11 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
     project = bake(tmp_path, task=task, tracker="none")
     recipe = ["--config", "configs/train/smoke.yaml"]
     verb = ["python", "-m", "samestep", "hardware", "precision", "--steps", 6, *recipe]
-    project.run(*verb)
     folder = project.path / "runs" / "hardware"
+    for name in (".of-hardware", "fp32"):  # of an earlier call: they are replaced
+        (folder / "precision" / name).mkdir(parents=True)
+    (folder / "precision" / "fp32" / "metrics.jsonl").write_text('{"loss": 1}\n')
+    project.run(*verb)
     facts = json.loads((folder / "hardware.json").read_text())["precision"]["facts"]
     fp32, bf16 = (lines(folder / "precision" / name, "loss") for name in ("fp32", "bf16"))
     assert len(fp32) == 6
@@ -323,6 +451,25 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
     found = {"fp32": last[0], "bf16": last[1], "difference": last[1] - last[0]}
     assert facts["eval_loss"] == pytest.approx(found)
     assert (folder / "precision.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        ([], "runs/precision is no folder of this program; give another --report"),
+        (["--max_steps=9"], "precision decides on --max_steps itself; give --steps"),
+        (["--check"], "precision decides on --check itself; leave it out"),
+        (["--output_dir", "runs/x"], "precision decides on --output_dir itself; leave it out"),
+    ],
+)
+def test_precision_removes_only_what_it_wrote(tmp_path, words, error):
+    (tmp_path / "runs" / "precision").mkdir(parents=True)
+    kept = tmp_path / "runs" / "precision" / "metrics.jsonl"
+    kept.write_text("x")
+    options = SimpleNamespace(report=tmp_path / "runs", steps=6, mixed="bf16", flags=words)
+    with pytest.raises(ValueError, match=re.escape(error)):
+        precision.run(options, None, None, CPU)
+    assert kept.read_text() == "x"
 
 
 @pytest.mark.slow

@@ -232,6 +232,21 @@ def test_profile_writes_traces_and_changes_no_number(tiny, tmp_path):
     assert "profile_steps is [3, 5], and this command trains no step" in tiny.train(1, *again)
 
 
+NOT_FINITE = ["--task.samples", 8, "--task.poisoned", 3, "--max_skipped_steps", 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "steps, more, code", [("[12, 13]", [], 0), ("[2, 3, 5]", [], 0), ("[2, 9]", NOT_FINITE, 2)]
+)
+def test_a_run_may_end_while_it_is_profiled(tiny, tmp_path, steps, more, code):
+    """In a process of its own: a fork of the tests skips Python's finalisation."""
+    flags = ["--max_steps", 12, "--profile_steps", steps, "--output_dir", tmp_path, *more]
+    tiny.train(1, *flags, codes=[code], OMP_NUM_THREADS="1")
+    folders = sorted(folder.name for folder in tmp_path.glob("profile/*"))
+    assert folders == (["steps-2-3", "steps-7-8"] if steps == "[2, 3, 5]" else [])
+
+
 @pytest.mark.parametrize("nsys", [False, True])
 def test_a_gpu_has_its_memory_in_the_profile_or_is_left_to_nsight(monkeypatch, tmp_path, nsys):
     """The calls of torch.cuda, of a device that is not there; the run continues at step 4."""

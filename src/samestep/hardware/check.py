@@ -20,7 +20,7 @@ from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section, by_value, place_of
 from samestep.processes import meeting
 from samestep.processes.device import PROCESSES
-from samestep.processes.ranks import Ranks, as_user_error
+from samestep.processes.ranks import Ranks, as_user_error, catch
 from samestep.settings.accelerate_yaml import without_gpu
 from samestep.start import startup
 
@@ -31,6 +31,7 @@ LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unkno
 LEAST_FREE_DISK = 10  # GB
 LEAST_SHARED_MEMORY = 1  # GB
 LEAST_FREE_MEMORY = 0.9  # of a GPU
+MOST = 30  # seconds for nvidia-smi, which hangs where a driver does
 FREE = "memory free"
 MAY_DIFFER = {FREE, f"device, {FREE}", "network", "nvidia-smi", "links"}  # all else is compared
 
@@ -70,22 +71,32 @@ def look_at_process(used: list[torch.device]) -> Section:
     limit = limit_of("memory.max") or memory
     facts["memory"] = f"{memory / GIB:.0f} GiB"
     facts["memory"] += f", limited to {limit / GIB:.3g} GiB" if limit < memory else ""
+    section.facts, kinds = facts, set()
     for device in used:
         name = str(device) if len(used) > 1 else "device"
-        formats = devices.try_formats(device)
-        facts[name] = f"{describe_device(device)}\n{describe_formats(formats)}"
-        wrong = [f"{format} {state}" for format, state in formats.items() if "wrong" in state]
-        if wrong:
-            section.failures.append(f"{device} computes wrong numbers: {'; '.join(wrong)}")
-        if device.type == "cuda":
-            free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
-            facts[f"{name}, {FREE}"] = text = f"{free:.1f} of {total:.1f} GiB"
-            if free < LEAST_FREE_MEMORY * total:
-                section.lines.append(f"{device} has {text} free; nvidia-smi names who has them")
-    if len({describe_device(each) for each in used}) > 1:
+        _, problem = catch(look_at_device, section, name, device)
+        if problem:  # after some errors of CUDA each call fails
+            section.failures.append(f"{device} does not answer: {one_line(problem, 200)}")
+        kinds.add(facts.get(name, "").partition("\n")[0])
+    if len(kinds - {""}) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
-    section.facts = facts
     return section
+
+
+def look_at_device(section: Section, name: str, device: torch.device) -> None:
+    """Adds what a device is, in which formats it computes, and its memory."""
+    formats = devices.try_formats(device)
+    section.facts[name] = f"{describe_device(device)}\n{describe_formats(formats)}"
+    wrong = [f"{format} {state}" for format, state in formats.items() if "wrong" in state]
+    if wrong:
+        section.failures.append(f"{device} computes wrong numbers: {'; '.join(wrong)}")
+    if formats["fp32"].startswith("no: "):
+        section.failures.append(f"{device} does not compute: fp32: {formats['fp32']}")
+    if device.type == "cuda":
+        free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
+        section.facts[f"{name}, {FREE}"] = text = f"{free:.1f} of {total:.1f} GiB"
+        if free < LEAST_FREE_MEMORY * total:
+            section.lines.append(f"{device} has {text} free; nvidia-smi names who has them")
 
 
 def look_at_machine(section: Section, folder: Path, device: torch.device) -> None:
@@ -94,7 +105,7 @@ def look_at_machine(section: Section, folder: Path, device: torch.device) -> Non
     if PROCESSES > 1:
         backend = torch.distributed.get_backend()
         section.facts["network"] = f"{meeting.own_address()}, {backend}"
-    if device.type == "cuda":
+    if device.type == "cuda" or shutil.which("nvidia-smi"):  # torch may see no GPU if one is lost
         section.facts["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
         section.facts["links"] = nvidia_smi("topo", "-m")
         if lost := re.search(LOST, section.facts["nvidia-smi"], re.IGNORECASE):
@@ -165,12 +176,15 @@ def describe_formats(found: dict[str, str]) -> str:
 
 def nvidia_smi(*arguments: str) -> str:
     """What nvidia-smi prints, its errors too, without a legend; or why it prints nothing."""
-    command, most = ["nvidia-smi", *arguments], 30  # seconds; it hangs where a driver does
+    pipe = subprocess.PIPE
     try:
-        result = subprocess.run(command, capture_output=True, timeout=most)
+        program = subprocess.Popen(["nvidia-smi", *arguments], stdout=pipe, stderr=pipe)
+        try:
+            printed = b"".join(program.communicate(timeout=MOST)).decode(errors="replace")
+        finally:
+            program.kill()  # it may end later: nobody waits
     except (subprocess.TimeoutExpired, OSError) as error:
         return f"nvidia-smi does not run: {error}"
-    printed = (result.stdout + result.stderr).decode(errors="replace")
     text = re.sub(r"\x1b\[[0-9;]*m", "", printed).partition("\n\n")[0]
     return text.expandtabs().rstrip()
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from statistics import mean, median
 
 import torch
 
+from samestep.base.files import remove
 from samestep.hardware.project import Project
 from samestep.hardware.report import Section
 from samestep.processes.ranks import Failed, Ranks, UserError, as_user_error
@@ -36,11 +36,19 @@ def run(
         "tracker": "none",
         "resume": "never",
     }
+    for name in (word.removeprefix("--").partition("=")[0] for word in options.flags):
+        if name in (*settings, "output_dir", "check", "eval_only"):
+            advice = "give --steps" if name in ("max_steps", "num_epochs") else "leave it out"
+            raise UserError(f"precision decides on --{name} itself; {advice}")
     flags = [f"--{name}={value}" for name, value in settings.items()]
     folder = options.report / "precision"
-    shutil.rmtree(folder, ignore_errors=True)
+    mark = folder / ".of-hardware"
+    if folder.exists() and not mark.exists():  # a folder of someone else is not replaced
+        raise UserError(f"{folder} is no folder of this program; give another --report")
+    remove(folder)
+    mark.mkdir(parents=True)
     runs = {"fp32": folder / "fp32", options.mixed: folder / options.mixed}
-    for format, output in runs.items():
+    for format, output in reversed(runs.items()):  # fp32 last: it is never refused
         env = os.environ | {"ACCELERATE_MIXED_PRECISION": format.replace("fp32", "no")}
         command = [sys.executable, "train.py", *options.flags, *flags, f"--output_dir={output}"]
         code = subprocess.run(command, env=env).returncode

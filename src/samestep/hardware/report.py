@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import json
 import math
-import shutil
 import tempfile
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -136,12 +135,21 @@ def short(value: float) -> str:
 def load(path: Path) -> dict[str, Any]:
     """The content of a hardware.json; raises ValueError if it is none."""
     content, _ = catch(json.loads, read_text(path))
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if catch(check_format, content)[1]:
         raise ValueError(
             f"{one_line(path, 100)} is no hardware.json of this version of the program; give one "
             "that `python -m samestep hardware` has written"
         )
     return content
+
+
+def check_format(content: Any) -> None:
+    """Raises an error if this is not the content of a hardware.json."""
+    if content["format"] != FORMAT:
+        raise ValueError
+    for verb in {*content} - {"format"}:
+        speeds(content[verb]["figures"])
+        dict(content[verb]["conditions"])
 
 
 def prepare_folder(folder: Path) -> None:
@@ -164,13 +172,14 @@ def finish(sections: list[Section], options: argparse.Namespace, old: dict[str, 
     for section in sections:
         show(section)
         content[section.verb] = {"time": now, **dataclasses.asdict(section)}
-    replace_text(path, json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1) + "\n"
+    replace_text(path, text)
     say(f"figures: {path}")
     for section in sections if old else ():
         slower += compare(section, old, options.threshold)
     failed = any(section.failures for section in sections)
     if options.baseline and not options.baseline.exists() and not failed:
-        shutil.copy(path, options.baseline)
+        replace_text(options.baseline, text)
         say(f"kept as the baseline, with which later calls compare: {options.baseline}")
     return int(failed or (slower > 0 and options.compare is not None))
 
@@ -183,7 +192,7 @@ def speeds(figures: list[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
     return {
         (each["name"], each.get("where", ""), each["unit"]): each["value"]
         for each in figures
-        if each["unit"] == "us" or each["unit"].endswith("/s")
+        if each["value"] > 0 and (each["unit"] == "us" or each["unit"].endswith("/s"))
     }
 
 

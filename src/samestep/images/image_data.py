@@ -78,7 +78,7 @@ def readable_endings(data: str) -> tuple[str, ...]:
     """Endings of the files to read. In a folder .json is not one: tools keep notes in such files
     beside images."""
     path = Path(data).expanduser()
-    if path.suffix == ".bin" or (path / "data_batch_1.bin").is_file():
+    if path.suffix == ".bin" or any(path.glob("data_batch_*.bin")):
         return CIFAR
     return tuple(each for each in ENDINGS if not (each == ".json" and path.is_dir()))
 
@@ -135,7 +135,8 @@ def read_cifar(file: Path, field: str) -> Iterator[Row]:
     """The rows of a binary batch of CIFAR-10. The names of classes are in a file beside it."""
     content, names = np.fromfile(file, np.uint8), file.with_name(CIFAR[1])
     classes = names.read_text("utf-8").split() if names.is_file() else [*map(str, range(10))]
-    if len(content) % CIFAR_ROW or content[::CIFAR_ROW].max(initial=0) >= len(classes):
+    whole = len(content) and not len(content) % CIFAR_ROW
+    if not whole or content[::CIFAR_ROW].max() >= len(classes):
         raise ValueError(
             f"task.{field}: {one_line(file, 150)} is no binary batch of CIFAR-10: rows of "
             f"{CIFAR_ROW:,} bytes, the first a class below {len(classes)}"

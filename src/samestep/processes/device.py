@@ -64,12 +64,14 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
     # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
     compression = DDPCommunicationHookType(cfg.gradient_compression.replace("none", "no"))
+    unused = cfg.ddp.find_unused_parameters and not cfg.ddp.static_graph
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         comm_hook=compression,
         # With find_unused_parameters DDP keeps its buckets. Otherwise it makes others in the second
-        # step after each start, and sums round in another way.
-        **vars(cfg.ddp),
+        # step after each start, and sums round in another way. So does static_graph, which needs no
+        # such search: torch would warn of both.
+        **vars(cfg.ddp) | {"find_unused_parameters": unused},
     )
     return {
         "cpu": use_cpu(),

@@ -16,8 +16,10 @@ import argparse
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +36,7 @@ from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
 from samestep.start import startup
 
 TIMEOUT = 600  # seconds that a process waits for the others
+PATIENCE = 20  # seconds in which processes end after a signal
 ALL = ["check", "bench", "smoke"]  # the phases of a call without a verb
 VERBS = {"check": check, "bench": bench, "smoke": smoke}
 ALONE = {"recommend": recommend, "precision": precision}  # they see to the devices themselves
@@ -114,7 +117,9 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
     baseline = options.report / report.BASELINE
     options.baseline = None if options.compare or options.verb != "all" else baseline
     older = baseline if options.baseline and baseline.exists() else options.compare
-    old = report.load(older) if older else {}
+    old, problem = catch(report.load, older) if older else ({}, None)
+    if problem and options.compare:
+        raise problem
     if IS_MAIN:
         report.prepare_folder(options.report)
     project = None
@@ -132,9 +137,8 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
         format = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "fp32")
         recipe = one_line(" ".join([str(project.recipe), *project.flags]))
         conditions |= {"recipe": recipe, "precision": format}
-    _, problem = (
-        catch(report.check_comparable, options.phases, conditions, old) if old else (0, None)
-    )
+    if old:
+        _, problem = catch(report.check_comparable, options.phases, conditions, old)
     if problem and options.compare:
         raise problem
     if problem:
@@ -177,9 +181,10 @@ def start_processes() -> int | None:
     if 0 < gpus < count:
         raise UserError(f"torch sees {gpus} GPUs; give --processes {gpus}, or fewer")
     # Such GPUs only emulate bf16. Asking torch would take memory of the first one.
-    old = re.search(
-        r"^[1-7]\.", check.nvidia_smi("--query-gpu=compute_cap", "--format=csv"), re.MULTILINE
-    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = ["-i", visible] if visible else []
+    printed = check.nvidia_smi(*chosen, "--query-gpu=compute_cap", "--format=csv")
+    old = re.search(r"^[1-7]\.", printed, re.MULTILINE)
     precision = ("fp16" if old else "bf16") if torch.cuda.is_available() else "no"
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     os.environ["ACCELERATE_USE_CPU"] = str(not gpus)
@@ -195,8 +200,13 @@ def start_processes() -> int | None:
     try:
         return max(abs(each.wait()) for each in started)  # below 0: ended by a signal
     finally:  # after a signal to this process alone
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the signal raises no more
         for each in started:
             each.terminate()
+        until = time.monotonic() + PATIENCE
+        for each in started:
+            catch(each.wait, max(until - time.monotonic(), 0))
+            each.kill()
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python -m samestep launch --config_file configs/accelerate/cpu.yaml train.py --max_steps 9
 
-It takes the arguments of `accelerate launch`, and does five things more:
+It takes the arguments of `accelerate launch` (see its --help), and does five things more:
 - One plain process checks recipe, flags, YAML, data and run folder, so that a mistake is one line.
 - It forwards signals to the training processes, which save and stop.
 - It hides the launcher's report, dozens of lines for a Ctrl-C, unless it alone knows the reason.
@@ -134,6 +134,9 @@ def main() -> int:
     words = sys.argv[1:]
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     launcher, program = words[:start], words[start:]
+    if not program and {"--help", "-h"} & {*words}:
+        print(__doc__)
+        return 0
     if not program:
         print("samestep launch: name a program, such as train.py; see --help", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ Times of the device are events in its work, read when a line of metrics has wait
 no other step waits.
 """
 
+import atexit
 import contextlib
 import os
 import resource
@@ -195,6 +196,9 @@ class Profiler:
         self.profile: Any = None
         self.recording: contextlib.ExitStack | None = None  # between the first step and the last
         self.ranges = contextlib.ExitStack()  # those of a step that is recorded
+        # torch crashes in Python's finalisation while it records. Several processes skip that.
+        if self.accelerator.num_processes == 1:
+            atexit.register(catch, lambda: self.recording and self.profile.stop_trace())
 
     def begin(self, step: int) -> None:
         """Before a step."""
