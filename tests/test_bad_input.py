@@ -205,6 +205,7 @@ class Own:
     weights: dict[str, float] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
     extra: Any = None
+    source: str | list[dict[str, Any]] = ""
     kind: type = int
     flag: bool = False
 
@@ -241,6 +242,16 @@ def test_fields_of_other_types(tmp_path, name):
     assert parsed(tmp_path, f"own.{name}: {text}") == expected
     assert parsed(tmp_path, "", f"--own.{name}", text) == expected
     assert parsed(tmp_path, "own:", f"--own.{name}={text}") == expected
+
+
+PATHS = ["a #1/b", " a", '"a"', "*.jsonl", "@a", "a: v2", "null", "[old] a", "{0}.jsonl", "a{0}"]
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_a_flag_that_may_be_a_text_is_one_as_it_is_written(tmp_path, text):
+    assert parsed(tmp_path, "", "--own.source", text).source == text
+    entries = [{"path": "a", "weight": 2}]
+    assert parsed(tmp_path, "", "--own.source", " [{path: a, weight: 2}]\n").source == entries
 
 
 BOMB = "[&a [1, 1], &b [*a, *a], &c [*b, *b]]"

@@ -192,7 +192,9 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, yaml.N
                 text = "true"
             else:
                 raise ValueError(f"--{name}: expected one argument")
-        if {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
+        # YAML would cut a path at " #".
+        plain = str in members and not re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
+        if not plain and {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
             yield name, read_yaml(text)
         else:
             null = NoneType in members and text == "null"
