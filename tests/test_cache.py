@@ -171,10 +171,14 @@ def test_all_that_shapes_the_data_is_part_of_the_key_but_weights(cfg):
 
 
 USES = """
-import other
+try:
+    from . import other
+except ImportError:
+    import other
 import package.most
 from package import part as inner
-from stars import *
+if True:
+    from stars import *
 
 memo = {}
 
