@@ -267,7 +267,7 @@ OWN = (
 
 
 def test_a_template_of_ones_own_and_one_that_cannot_work(kit, config, pack, tmp_path):
-    text, learnt = texts_and_learnt(*pack(CHATS, template=OWN))[0]
+    text, learnt = texts_and_learnt(*pack(CHATS, template="\ufeff" + OWN))[0]
     assert text.startswith("<system>Be brief.<user>") and learnt.startswith("that is ")
     odd = write_template(tmp_path, "{{ messages | length }}" + OWN)
     for given, said in (

@@ -245,7 +245,7 @@ def read_template(cfg: Any) -> str:
     """The text of the file in cfg.chat_template, or empty. Raises ValueError if it is no text."""
     path = template_path(cfg)
     try:
-        return path.read_text(encoding="utf-8") if path else ""
+        return path.read_text(encoding="utf-8-sig") if path else ""
     except UnicodeDecodeError as error:
         what = f"cannot read {one_line(cfg.chat_template, 100)}: {error}"
         raise ValueError(f"task.chat_template: {what}") from None
