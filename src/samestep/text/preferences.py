@@ -54,13 +54,13 @@ def normalize(row: dict, names: dict[str, str]) -> list[str]:
             answers = [[{"role": "assistant", "content": text}] for text in answers]
         row.update(split_chats(prompt or [], answers, tools, names))
         return [CHATS, *said]
-    if prompt and all(answer.startswith(prompt) for answer in answers):
-        answers = [answer.removeprefix(prompt) for answer in answers]
+    if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
+        answers = [answer[len(prompt) :] for answer in answers]
         said = [REPEATED]
     if prompt is None:  # a space before a word belongs to it
         start = count_equal(*answers)
         start -= answers[0][start - 1 : start] == " "
-        if not start and all(map(str.strip, answers)):
+        if not start and all(str(answer).strip() for answer in answers):
             raise ValueError(f"chosen and rejected begin with different words: {NO_PROMPT}")
         prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
     if answers[0] == answers[1]:
