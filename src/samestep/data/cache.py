@@ -166,8 +166,8 @@ def recall(cache: Path, names: list[str]) -> dict[str, str]:
     """The digests of files and folders that have the stamp that the memo knows."""
     memo, digests = read_json_object(cache / MEMO), {}
     for name in names:
-        *stamp, digest = memo.get(os.path.abspath(name), [""])
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TypeError, ValueError):  # gone, or an odd memo
+            *stamp, digest = memo.get(os.path.abspath(name), [""])
             if digest and read_stamp(name) == stamp:
                 digests[name] = digest
     return digests
