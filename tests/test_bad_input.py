@@ -45,6 +45,8 @@ FLAGS = {  # what is written, and what the line says
     "--lr 1": "no field lr; it is learning_rate here",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
+    "--task.sample_prompt ---hi": "one argument; write --task.sample_prompt=---hi",
+    "--task.completion_column prompt": "completion_column is 'prompt' but must be another than",
     "--seed 1 --seed=1": "seed is given twice",
     "faster": "there is no field faster",
     "--task.class_path spy.Spy": "there is no field task.class_path",
@@ -228,7 +230,7 @@ GIVEN = {  # a field: what is written, and what it is
     "scale": ("[1, 2.5]", (1.0, 2.5)),
     "weights": ('{"a": 1e3}', {"a": 1000.0}),
     "tags": ("[yes, 007, 2024-01-01]", ["yes", "007", "2024-01-01"]),
-    "extra": ("{class_path: [os.system, 1]}", {"class_path": ["os.system", 1]}),
+    "extra": ("{class_path: [os.system, 010]}", {"class_path": ["os.system", 10]}),
     "flag": ("true", True),
 }
 
@@ -263,6 +265,7 @@ REFUSED = [
     ("hidden", "3", "own.hidden: expected a list; got '3'; write [3]"),
     ("scale", "[1]", "expected a list of 2; got a list"),
     ("depth", "deep", "expected a whole number or 'auto'; got 'deep'"),
+    ("extra", "[1:30]", "own.extra: expected a whole number; got '1:30'"),
     ("extra", "!!python/name:os.system", "& and * (anchors, aliases) and !"),
     ("kind", "os.system", "can only be set in the code; got 'os.system'"),
 ]
