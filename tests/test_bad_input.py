@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import yaml
 
 from conftest import ROOT, SOURCE, train_module
 from samestep.settings import accelerate_yaml, config
@@ -254,6 +255,12 @@ def test_a_flag_that_may_be_a_text_is_one_as_it_is_written(tmp_path, text):
     assert parsed(tmp_path, "", "--own.source", text).source == text
     entries = [{"path": "a", "weight": 2}]
     assert parsed(tmp_path, "", "--own.source", " [{path: a, weight: 2}]\n").source == entries
+
+
+def test_odd_characters_of_a_text_come_back_from_config_yaml(tmp_path):
+    for text in ("a\x85b", "a\u2028b", "a \x85 \n\x85b", "\xa0", "\ufeff", "\t\x9f"):
+        written = yaml.safe_dump({"own": {"name": text}}, allow_unicode=True)
+        assert parsed(tmp_path, written).name == text
 
 
 BOMB = "[&a [1, 1], &b [*a, *a], &c [*b, *b]]"

@@ -69,6 +69,10 @@ class StrictLoader(yaml.SafeLoader):
             names.add(key.value)
         return node
 
+    def scan_line_break(self) -> str:
+        first, found = self.peek(), super().scan_line_break()
+        return first if first == "\x85" else found  # not a space: config.yaml has it as it is
+
 
 # In YAML 1.1, 010 is 8 and 1:30 is 90; here, 10 and no number, also where a field takes anything.
 StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: convert(int, node))
