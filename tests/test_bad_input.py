@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import yaml
 
 from conftest import ROOT, SOURCE, train_module
 from samestep.settings import accelerate_yaml, config
@@ -45,6 +46,8 @@ FLAGS = {  # what is written, and what the line says
     "--lr 1": "no field lr; it is learning_rate here",
     "--bf16": "no field bf16; the accelerate YAML decides it, as mixed_precision",
     "--seed": "--seed: expected one argument",
+    "--task.sample_prompt ---hi": "one argument; write --task.sample_prompt=---hi",
+    "--task.completion_column prompt": "completion_column is 'prompt' but must be another than",
     "--seed 1 --seed=1": "seed is given twice",
     "faster": "there is no field faster",
     "--task.class_path spy.Spy": "there is no field task.class_path",
@@ -205,6 +208,7 @@ class Own:
     weights: dict[str, float] = field(default_factory=dict)
     tags: list[str] = field(default_factory=list)
     extra: Any = None
+    source: str | list[dict[str, Any]] = ""
     kind: type = int
     flag: bool = False
 
@@ -227,7 +231,7 @@ GIVEN = {  # a field: what is written, and what it is
     "scale": ("[1, 2.5]", (1.0, 2.5)),
     "weights": ('{"a": 1e3}', {"a": 1000.0}),
     "tags": ("[yes, 007, 2024-01-01]", ["yes", "007", "2024-01-01"]),
-    "extra": ("{class_path: [os.system, 1]}", {"class_path": ["os.system", 1]}),
+    "extra": ("{class_path: [os.system, 010]}", {"class_path": ["os.system", 10]}),
     "flag": ("true", True),
 }
 
@@ -243,6 +247,22 @@ def test_fields_of_other_types(tmp_path, name):
     assert parsed(tmp_path, "own:", f"--own.{name}={text}") == expected
 
 
+PATHS = ["a #1/b", " a", '"a"', "*.jsonl", "@a", "a: v2", "null", "[old] a", "{0}.jsonl", "a{0}"]
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_a_flag_that_may_be_a_text_is_one_as_it_is_written(tmp_path, text):
+    assert parsed(tmp_path, "", "--own.source", text).source == text
+    entries = [{"path": "a", "weight": 2}]
+    assert parsed(tmp_path, "", "--own.source", " [{path: a, weight: 2}]\n").source == entries
+
+
+def test_odd_characters_of_a_text_come_back_from_config_yaml(tmp_path):
+    for text in ("a\x85b", "a\u2028b", "a \x85 \n\x85b", "\xa0", "\ufeff", "\t\x9f"):
+        written = yaml.safe_dump({"own": {"name": text}}, allow_unicode=True)
+        assert parsed(tmp_path, written).name == text
+
+
 BOMB = "[&a [1, 1], &b [*a, *a], &c [*b, *b]]"
 REFUSED = [
     ("hidden", BOMB, "& and * (anchors"),
@@ -252,6 +272,7 @@ REFUSED = [
     ("hidden", "3", "own.hidden: expected a list; got '3'; write [3]"),
     ("scale", "[1]", "expected a list of 2; got a list"),
     ("depth", "deep", "expected a whole number or 'auto'; got 'deep'"),
+    ("extra", "[1:30]", "own.extra: expected a whole number; got '1:30'"),
     ("extra", "!!python/name:os.system", "& and * (anchors, aliases) and !"),
     ("kind", "os.system", "can only be set in the code; got 'os.system'"),
 ]

@@ -33,6 +33,8 @@ TURNS = [USER, RIGHT, {"role": "user", "content": "And one?"}]
 FORMS = [
     ("1 + 1?", "2", "3", ("1 + 1?", "2", "3")),
     (None, "Q: 1 + 1? A: 2", "Q: 1 + 1? A: 3", ("Q: 1 + 1? A:", " 2", " 3")),
+    ("1 + 1?", "1 + 1? 2", "1 + 1? 3", ("1 + 1?", " 2", " 3")),
+    ("1 + 1?", "1 + 1? 2", "3", ("1 + 1?", "1 + 1? 2", "3")),
     ("", '[{"role": 1', "3", ("", '[{"role": 1', "3")),
     ("a", '[{"sum": 2}]', "[]", ("a", '[{"sum": 2}]', "[]")),
     ([USER], [RIGHT], [WRONG], ([USER], [RIGHT], [WRONG])),
@@ -64,6 +66,9 @@ MISTAKES = [
     ("a", " ", "b", IncompleteRow, "the chosen is empty"),
     ("a", "b", None, IncompleteRow, "the rejected is empty"),
     (None, "a b c", "a b", IncompleteRow, "the rejected is empty"),
+    (None, "a b c", "", IncompleteRow, "the rejected is empty"),
+    ("a", "a b", "a", IncompleteRow, "the rejected is empty"),
+    (None, " yes", " no", ValueError, "different words: there is no prompt; name its column with"),
     ("a", [USER], [USER, RIGHT], IncompleteRow, "chosen: no message after the first has the role"),
     ("a", 1, "b", ValueError, "the chosen is 1 but must be text or messages"),
     (1, "a", "b", ValueError, "the prompt is 1 but must be text or messages"),
@@ -114,9 +119,11 @@ def test_a_missing_prompt_is_said_and_a_column_that_is_named_must_be_there(kit, 
     for row in rows[:3]:
         row |= {"chosen": row["prompt"] + " yes", "rejected": row["prompt"] + " no"}
         row["prompt"] = None
+    rows[3] |= {name: rows[3]["prompt"] + rows[3][name] for name in ("chosen", "rejected")}
     prepare(rows)
     said = capsys.readouterr().out
     assert "3 of 60 pairs of" in said and "have no prompt: it is what both answers begin" in said
+    assert "1 of 60 pairs of" in said and "have their prompt in front of both answers" in said
     with pytest.raises(ValueError, match="no column question among prompt, chosen, rejected"):
         prepare(rows, prompt_column="question")
     with pytest.raises(ValueError, match="no column functions among"):

@@ -265,6 +265,40 @@ def test_data_is_prepared_once_and_again_when_a_file_or_a_setting_changes(kit, t
     assert len(digests) == 4
 
 
+MODELS = [("causal_lm", "hub"), ("text_classification", "hub"), ("text_classification", "folder")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name, place", MODELS)
+def test_another_tokenizer_of_the_model_prepares_anew(
+    tmp_path, monkeypatch, name, place, streaming
+):
+    """Also where a branch on the Hub has moved, or rows are tokenised when they are read."""
+    kit, hub = BY_NAME[name], tmp_path / "hub" / "models--owner--model"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (hub / "refs").mkdir(parents=True)
+    models = {"a" * 40: 300, "b" * 40: 290}
+    for commit, size in models.items():
+        cfg, prepared, _ = kit.prepare(tmp_path, kit.rows, vocab_size=size)
+        folder = hub / "snapshots" / commit
+        kit.task.build_model(cfg, prepared).config.save_pretrained(folder)
+        loader = getattr(kit.task, "corpus", None) or kit.task.text_data
+        loader.load_tokenizer(cfg, prepared).save_pretrained(folder)
+    (tmp_path / "shards").mkdir()
+    for i in range(2):
+        write_table(tmp_path / "shards", kit.rows[30 * i : 30 * i + 30], "parquet", f"{i}")
+    fields = {"streaming": True, "validation_rows": 5} if streaming else {}
+    fields["model_name_or_path"] = "owner/model" if place == "hub" else str(tmp_path / "model")
+    found = []
+    for commit in [*models, *models]:
+        (hub / "refs" / "main").write_text(commit)
+        shutil.copytree(hub / "snapshots" / commit, tmp_path / "model", dirs_exist_ok=True)
+        folder = kit.prepare(tmp_path, tmp_path / "shards", **fields)[1]
+        found.append((folder, kit.task.cache.content_digest(folder)))
+    assert found[:2] == found[2:] and [len({*each}) for each in zip(*found, strict=True)] == [2, 2]
+
+
 def chat(*texts):
     turns = zip(["user", "assistant"] * len(texts), texts, strict=False)
     return {"messages": [{"role": role, "content": text} for role, text in turns]}

@@ -166,8 +166,8 @@ def recall(cache: Path, names: list[str]) -> dict[str, str]:
     """The digests of files and folders that have the stamp that the memo knows."""
     memo, digests = read_json_object(cache / MEMO), {}
     for name in names:
-        *stamp, digest = memo.get(os.path.abspath(name), [""])
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TypeError, ValueError):  # gone, or an odd memo
+            *stamp, digest = memo.get(os.path.abspath(name), [""])
             if digest and read_stamp(name) == stamp:
                 digests[name] = digest
     return digests
@@ -310,11 +310,12 @@ def prepare(
     """The folder of the prepared data, which `build(folder)` fills unless it is there: see
     `prepare_once`.
 
-    Its name is a hash of all that shapes the data: the fields `names` of the task, and those of
-    DataConfig; the JSON values `more`; the code of the function in which `build` stands; the files
-    of each source with these `endings` (perhaps a function of the path), those of the tokenizer of
-    a model to start from, and `files`. `shipped(data)`: the files of data that the task brings
-    along; None: `data` is a path, or a data set on the Hub.
+    Its name is a hash of all that shapes the data: the fields `names` of the task (`revision` by
+    its commit, since a branch moves on), and those of DataConfig; the JSON values `more`; the code
+    of the function in which `build` stands; the files of each source with these `endings` (perhaps
+    a function of the path), those of the tokenizer of a model to start from, and `files`.
+    `shipped(data)`: the files of data that the task brings along; None: `data` is a path, or a data
+    set on the Hub.
     """
     files, more = [*files], [*more]
 
@@ -324,8 +325,9 @@ def prepare(
             hash_input_files(own, endings, *beside, shipped=shipped(own.data))
             for _, own in sources.by_source(cfg, endings)
         ]
-        settings = [getattr(cfg, name) for name in names.split()]
-        return cache_folder(cfg, settings + more, used, build)
+        settings = [getattr(cfg, name) for name in names.split() if name != "revision"]
+        commit = pretrained.commit_of(cfg) if "revision" in names.split() else None
+        return cache_folder(cfg, [*settings, commit, *more], used, build)
 
     return prepare_once(cfg, name_folder, build, goes_on)
 

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from samestep.base.console import one_line
@@ -86,6 +87,8 @@ def definitions_of(module: str) -> dict[str, list[ast.stmt]]:
             stored = [node for node in used if isinstance(node.ctx, ast.Store)]
             names = {node.id for node in stored or used}
             names |= {node.name for node in nodes if isinstance(node, DEFINITIONS)}
+            imported = [node for node in nodes if isinstance(node, ast.alias)]
+            names |= {each.asname or each.name.partition(".")[0] for each in imported}
         for name in names:
             found.setdefault(name, []).append(statement)
     return found
@@ -99,9 +102,11 @@ def imported_by(tree: ast.AST, module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             in_package = project_file(module).endswith("__init__.py")
             package = module if in_package else module.rpartition(".")[0]
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield source
-            yield from (f"{source}.{each.name}" for each in node.names)
+            name = "." * node.level + (node.module or "")
+            with suppress(ImportError):  # .helper of a module that is in no package
+                source = importlib.util.resolve_name(name, package)
+                yield source
+                yield from (f"{source}.{each.name}" for each in node.names)
 
 
 @functools.cache

@@ -107,8 +107,9 @@ def hold_out(
     """The hashes of the rows that are held out: about `fraction`, of each label at least one.
 
     Equal rows have one hash. A threshold decides, and not a rank: of data that grows, no row is
-    held out that was trained on. The smallest hashes are taken while their sizes add up to at most
-    `most`, but at least one, and the first of each label before the others.
+    held out that was trained on, but the only row that a label had. The smallest hashes are taken
+    while their sizes add up to at most `most`, but at least one, and the first of each label before
+    the others.
     """
     chosen = is_candidate(hashes, limits, fraction)
     values, inverse = np.unique(hashes[chosen], return_inverse=True)

@@ -87,6 +87,16 @@ def used_files(cfg: ModelConfig) -> list[Path]:
     return sorted(file for file in files if file.suffix in endings)
 
 
+def commit_of(cfg: ModelConfig) -> str:
+    """The commit that a model on the Hub has now; empty: a model in a folder, or a new one."""
+    from huggingface_hub import hf_hub_download
+
+    if not cfg.model_name_or_path or folder_of(cfg):
+        return ""
+    file = hf_hub_download(cfg.model_name_or_path, "config.json", revision=cfg.revision)
+    return Path(file).parent.name  # snapshots/COMMIT/config.json
+
+
 def load(auto: Any, cfg: ModelConfig, **options: Any) -> Any:
     """`auto.from_pretrained` of cfg.model_name_or_path; raises ValueError where it fails."""
     name, folder = one_line(cfg.model_name_or_path, 100), folder_of(cfg)

@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,14 @@ class StrictLoader(yaml.SafeLoader):
             names.add(key.value)
         return node
 
+    def scan_line_break(self) -> str:
+        first, found = self.peek(), super().scan_line_break()
+        return first if first == "\x85" else found  # not a space: config.yaml has it as it is
+
+
+# In YAML 1.1, 010 is 8 and 1:30 is 90; here, 10 and no number, also where a field takes anything.
+StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: convert(int, node))
+
 
 def read_yaml(source: str | Path) -> yaml.Node:
     """A YAML text or file as it is written; raises OSError, or ValueError with the line."""
@@ -84,10 +93,10 @@ def read_yaml(source: str | Path) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain_value(node: yaml.Node) -> Any:
+def plain_value(node: yaml.Node, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
     try:
-        return yaml.SafeLoader("").construct_object(node, deep=True)
+        return loader("").construct_object(node, deep=True)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
@@ -126,7 +135,7 @@ def convert(kind: Any, node: yaml.Node) -> Any:
     for each in members_of(kind):
         origin, inner = get_origin(each) or each, get_args(each)
         if each in (Any, NoneType if null else {"sequence": list, "mapping": dict}.get(node.id)):
-            return plain_value(node)
+            return plain_value(node, StrictLoader)
         if origin in (list, tuple) and node.id == "sequence":
             fixed = origin is tuple and inner[1:] != (...,)
             kinds = inner if fixed else inner[:1] * len(written)
@@ -191,8 +200,12 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, yaml.N
             elif bool in members:  # --check is short for --check true
                 text = "true"
             else:
-                raise ValueError(f"--{name}: expected one argument")
-        if {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
+                is_text = words and words[0][2:].partition("=")[0] not in fields
+                hint = f"; write --{name}={shlex.quote(words[0])}" if is_text else ""
+                raise ValueError(f"--{name}: expected one argument{hint}")
+        # YAML would cut a path at " #".
+        plain = str in members and not re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
+        if not plain and {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
             yield name, read_yaml(text)
         else:
             null = NoneType in members and text == "null"

@@ -10,11 +10,12 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.fields import check_fields
-from samestep.data import labels
+from samestep.data import cache, labels
 from samestep.data.labels import NUMBER
+from samestep.models import pretrained
 from samestep.streaming import streaming
 from samestep.text import text_data
-from samestep.text.tokenizing import learn_vocabulary
+from samestep.text.tokenizing import FILE, learn_vocabulary
 
 SAMPLE = 50_000_000  # characters of text that a vocabulary is learnt from
 
@@ -32,7 +33,7 @@ def check_text_streaming(cfg: Any, shipped: Iterable[str]) -> None:
 
 
 def prepare_index(cfg: Any) -> Path:
-    """The folder of the index, with names.json, scale.json, and the vocabulary of a new model."""
+    """The folder of the index, with names.json, scale.json, and the vocabulary."""
     columns = labels.split_names(cfg.label_columns)
 
     def names_in(row: dict) -> list[str]:
@@ -44,8 +45,12 @@ def prepare_index(cfg: Any) -> Path:
         names = labels.collect_names(found, columns, cfg.data)
         for name, value in (("names", names), ("scale", (0.0, 1.0))):
             (folder / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
+        files = [folder / "names.json", folder / FILE]
         if cfg.model_name_or_path:
-            return [folder / "names.json"]
+            own = text_data.load_tokenizer(cfg, folder)
+            text = own.backend_tokenizer.to_str() if own.is_fast else str(own.get_vocab())
+            files[1].write_text(text, encoding="utf-8")
+            return files
         dataset = StreamedTexts(folder, "train", cfg)
         spans = (
             range(dataset.ends[n] - dataset.rows[n], dataset.ends[n]) for n in dataset.by_hash()
@@ -53,9 +58,11 @@ def prepare_index(cfg: Any) -> Path:
         rows = map(dataset.read, chain.from_iterable(spans))
         texts = take_sample(map(text_data.texts_of, rows))
         learn_vocabulary(texts, cfg.vocab_size, folder, **text_data.VOCABULARY)
-        return [folder / "names.json", folder / "tokenizer.json"]
+        return files
 
     settings = [cfg.problem_type, not cfg.model_name_or_path and cfg.vocab_size]
+    settings += [cfg.model_name_or_path, pretrained.commit_of(cfg)]
+    settings += [*cache.hash_files(pretrained.used_files(cfg), cfg).items()]
     wanted = text_data.columns_of(cfg)
     return streaming.prepare(cfg, wanted, columns, settings, names_in, build)
 

@@ -89,8 +89,8 @@ def prepare_index(cfg: Any) -> Path:
         return [folder / FACTS, folder / "validation.tokens"]
 
     used = [*pretrained.used_files(cfg), *([vocabulary] if vocabulary else [])]
-    settings = [cfg.context_length, cfg.vocab_size, cfg.model_name_or_path, cfg.revision]
-    settings += [*cache.hash_files(used, cfg).items()]
+    settings = [cfg.context_length, cfg.vocab_size, cfg.model_name_or_path]
+    settings += [pretrained.commit_of(cfg), *cache.hash_files(used, cfg).items()]
     return streaming.prepare(cfg, columns_of(cfg), [], settings, None, build)
 
 

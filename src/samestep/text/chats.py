@@ -76,7 +76,7 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
     if "instruction" in row:
         row["messages"] = alpaca_messages(row)
     messages, tools = parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
-    tools = parse_json(tools, "tools") if isinstance(tools, str) else drop_nulls(tools)
+    tools = parse_json(tools, "tools")
     tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
         raise IncompleteRow("there are no messages")
@@ -142,7 +142,7 @@ def read_messages(
             meanings = {"from": "role", "value": "content", **meanings}
         left = {key: value for key, value in message.items() if key not in meanings}
         message = left | {meanings[key]: message[key] for key in meanings if key in message}
-        result = drop_nulls(message)
+        result = {key: value for key, value in message.items() if value is not None}
         if "train" in result:  # axolotl's name
             result["weight"] = result.pop("train")
         calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
@@ -210,13 +210,6 @@ def parse_json(value: Any, what: str) -> Any:
         raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
 
 
-def drop_nulls(value: Any) -> Any:
-    """The value without null keys: in a table, each object has the keys of all rows."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
-    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
-
-
 def chat_texts(row: dict) -> Iterator[str]:
     """All text of a chat: contents, and tool calls and tools as JSON."""
     for message in row["messages"]:
@@ -252,7 +245,7 @@ def read_template(cfg: Any) -> str:
     """The text of the file in cfg.chat_template, or empty. Raises ValueError if it is no text."""
     path = template_path(cfg)
     try:
-        return path.read_text(encoding="utf-8") if path else ""
+        return path.read_text(encoding="utf-8-sig") if path else ""
     except UnicodeDecodeError as error:
         what = f"cannot read {one_line(cfg.chat_template, 100)}: {error}"
         raise ValueError(f"task.chat_template: {what}") from None

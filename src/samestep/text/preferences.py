@@ -23,6 +23,8 @@ from samestep.text.units import RowKind
 ANSWERS = ("chosen", "rejected")
 END = "<|endoftext|>"
 CHATS, SHARED = "are chats", "have no prompt: it is what both answers begin with"
+REPEATED = "have their prompt in front of both answers: it is read once"
+NO_PROMPT = "there is no prompt; name its column with --task.prompt_column"
 EQUAL = "have equal answers"
 TEMPLATE = "chat_template.jinja"  # of prepared chats
 MASK = "_is_answer"  # ending of the columns that tell answers from prompts
@@ -52,9 +54,14 @@ def normalize(row: dict, names: dict[str, str]) -> list[str]:
             answers = [[{"role": "assistant", "content": text}] for text in answers]
         row.update(split_chats(prompt or [], answers, tools, names))
         return [CHATS, *said]
+    if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
+        answers = [answer[len(prompt) :] for answer in answers]
+        said = [REPEATED]
     if prompt is None:  # a space before a word belongs to it
         start = count_equal(*answers)
         start -= answers[0][start - 1 : start] == " "
+        if not start and all(str(answer).strip() for answer in answers):
+            raise ValueError(f"chosen and rejected begin with different words: {NO_PROMPT}")
         prompt, answers = answers[0][:start], [answer[start:] for answer in answers]
     if answers[0] == answers[1]:
         raise UselessRow(EQUAL)
@@ -107,7 +114,7 @@ def split_chats(
         raise UselessRow(EQUAL)
     shared = min(count_equal(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     if not shared:
-        raise ValueError("chosen and rejected begin with different messages: there is no prompt")
+        raise ValueError(f"chosen and rejected begin with different messages: {NO_PROMPT}")
     for name, messages in zip(ANSWERS, whole, strict=True):
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"{name} ends with a message of the {messages[-1]['role']}")
@@ -171,7 +178,8 @@ def cut(pair: list[tuple[np.ndarray, ...]], limit: int) -> list[tuple[np.ndarray
 def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, Any]:
     """Fills the folder of prepared data, or goes on filling it; what `cache.prepare` wants.
 
-    Pairs of one prompt are all held out, or none. Beside the rows it saves the vocabulary of a new
+    Pairs of one prompt are all held out, or none, if the prompts of texts have a column: what both
+    answers begin with may go on beyond the prompt. Beside the rows it saves the vocabulary of a new
     model and the template of chats. Raises ValueError for rows that cannot be used.
     """
     kind = RowKind(
@@ -187,9 +195,10 @@ def build(cfg: Any, folder: Path, columns: Columns, shipped: dict) -> dict[str, 
     )
     inputs, held = units.scan(cfg, folder, kind)
     for source in inputs:
-        if number := source.counts[SHARED]:
-            rows = f"{number:,} of {source.rows:,} pairs of {source.data}"
-            print(f"Preparing data: {rows} {SHARED}", flush=True)
+        for remark in (SHARED, REPEATED):
+            if number := source.counts[remark]:
+                rows = f"{number:,} of {source.rows:,} pairs of {source.data}"
+                print(f"Preparing data: {rows} {remark}", flush=True)
     units.learn_vocabulary(cfg, folder, inputs, held, first=[END])
     if any(source.counts[CHATS] for source in inputs):
         template = chats.read_template(cfg) if cfg.chat_template else chats.CHAT_TEMPLATE

@@ -59,7 +59,9 @@ def check_format_fields(cfg: Any) -> None:
     fits = cfg.rows == "auto" or not shipped or pairs == (cfg.rows != "text")
     where = f"where task.data is {one_line(cfg.data, 60)}"
     wanted = f"{'prompt or chat' if pairs else 'text'} {where}"
-    check_fields(cfg, [("rows", fits, wanted)])
+    differ = cfg.completion_column != cfg.prompt_column
+    rules = [("rows", fits, wanted), ("completion_column", differ, "another than the prompt's")]
+    check_fields(cfg, rules)
     other = f"where task.rows is {cfg.rows}"
     for kind, columns in COLUMN_FIELDS.items():
         names = columns + " train_on roles" * (kind == "chat")
