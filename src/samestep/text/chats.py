@@ -76,7 +76,7 @@ def normalize_chat(row: dict, train_on: str = "all", names: dict[str, str] | Non
     if "instruction" in row:
         row["messages"] = alpaca_messages(row)
     messages, tools = parse_json(row.pop("messages"), "messages"), row.pop("tools", None)
-    tools = parse_json(tools, "tools")
+    tools = parse_json(tools, "tools") if isinstance(tools, str) else drop_nulls(tools)
     tools = [parse_json(tool, "tools") for tool in tools] if isinstance(tools, list) else tools
     if not messages:
         raise IncompleteRow("there are no messages")
@@ -142,7 +142,7 @@ def read_messages(
             meanings = {"from": "role", "value": "content", **meanings}
         left = {key: value for key, value in message.items() if key not in meanings}
         message = left | {meanings[key]: message[key] for key in meanings if key in message}
-        result = {key: value for key, value in message.items() if value is not None}
+        result = drop_nulls(message)
         if "train" in result:  # axolotl's name
             result["weight"] = result.pop("train")
         calls = parse_json(result.pop("tool_calls", None), f"tool_calls of {where}")
@@ -208,6 +208,13 @@ def parse_json(value: Any, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         problem = one_line(getattr(error, "msg", error), 100)
         raise ValueError(f"{what} is {shorten(value)}, which is not JSON ({problem})") from None
+
+
+def drop_nulls(value: Any) -> Any:
+    """The value without null keys: in a table, each object has the keys of all rows."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
+    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def chat_texts(row: dict) -> Iterator[str]:

@@ -113,29 +113,13 @@ class Input:
     def read(self, piece: Piece, cursor: Cursor | None = None) -> Iterator[Row]:
         """The rows of a piece; of a long text its blocks."""
         if piece.rows:
-            return without_padding(piece.rows(piece.span.start, piece.span.stop))
+            return piece.rows(piece.span.start, piece.span.stop)
         if piece.text is not None:
             place = one_line(piece.path, 200)
             texts = tables.read_text(piece.path, self.field, piece.span)
             return (({"text": text}, place) for text in texts)
         how = (self.kind.columns(self.cfg), self.field, self.kind.optional, piece.span, cursor)
-        rows = tables.read_rows(piece.path, *how)
-        return without_padding(rows) if tables.file_ending(piece.path) == ".parquet" else rows
-
-
-def without_padding(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of .parquet or the Hub, where the objects of a list all have the keys of any: without
-    keys that are null."""
-    for row, place in rows:
-        lists = {role: drop_nulls(each) for role, each in row.items() if isinstance(each, list)}
-        yield {**row, **lists}, place
-
-
-def drop_nulls(value: Any) -> Any:
-    """The value without keys that are null."""
-    if isinstance(value, dict):
-        return {key: drop_nulls(each) for key, each in value.items() if each is not None}
-    return [drop_nulls(each) for each in value] if isinstance(value, list) else value
+        return tables.read_rows(piece.path, *how)
 
 
 def inputs_of(cfg: Any, kind: RowKind) -> list[Input]:
