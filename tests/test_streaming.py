@@ -312,14 +312,22 @@ def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind, scheme", [("tar", ""), ("parquet", "counting://")])
+@pytest.mark.parametrize(
+    "kind, scheme", [("tar", ""), ("parquet", "counting://"), ("tar", "link"), ("tar", "file://")]
+)
 def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(
     config, tmp_path, kind, scheme, capsys
 ):
-    """In its place or beside it: other images of the same lengths are other data."""
+    """In its place, beside it or where a link leads: other images of the same lengths are other
+    data."""
     data = tmp_path / "rows"
     data.mkdir()
     paths = [data / f"{number}.{kind}" for number in range(2)]
+    if scheme in ("link", "file://"):
+        links, paths = paths, [tmp_path / path.name for path in paths]
+        for link, path in zip(links, paths, strict=True):
+            link.symlink_to(path)
+    scheme = scheme.removeprefix("link")
 
     def write(*words):
         found = [(f"{words[i % 2]} {i}".encode(), "ab"[i % 2]) for i in range(8)]
@@ -342,6 +350,21 @@ def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(
         os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert digest_of(config(f"{scheme}{data}")) != first
     assert capsys.readouterr().out.count("has changed: indexing it again") == 2
+
+
+def test_linked_shards_and_folders_are_read_and_broken_links_refused(config, tmp_path):
+    data, held = (write_images(tmp_path / name, "parquet") for name in ("rows", "held"))
+    (tmp_path / "cached").mkdir()
+    (tmp_path / "cached" / "0.parquet").symlink_to(data / "part-000.parquet")
+    (data / "part-000.parquet").rename(tmp_path / "blob")
+    (data / "part-000.parquet").symlink_to(tmp_path / "blob")
+    (tmp_path / "cached" / "more").symlink_to(data)
+    train, _ = datasets(config(tmp_path / "cached", validation_data=str(held)))
+    assert equal(read(train), expected(config(""))[:7] + expected(config("")))
+    (data / "part-001.parquet").unlink()
+    (data / "part-001.parquet").symlink_to("none")
+    with pytest.raises(ValueError, match="task.data: .*/more/part-001.parquet is a broken link"):
+        images.prepare_data(config(tmp_path / "cached", validation_data=str(held)))
 
 
 def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
@@ -567,7 +590,9 @@ def test_patterns_of_several_folders_and_a_folder_named_like_a_shard(config, tmp
     assert len(read(train)) + held == 36 and read(validation)
     data = write_images(tmp_path / "rows.parquet", "parquet")  # as Spark writes them
     (data / "_SUCCESS").touch()
-    train, _ = datasets(config(data, validation_data=str(data / "part-000.parquet")))
+    write_images(data / "_temporary" / "0", "parquet")
+    (data / "part-000.parquet").rename(data / "_0.parquet")
+    train, _ = datasets(config(data, validation_data=str(data / "_0.parquet")))
     assert equal(read(train), expected(cfg))
 
 
@@ -714,6 +739,12 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
         (shards_of(), {"data": "owner/name"}, "its files, hf://datasets/owner/name"),
         (shards_of(), {"data": "x.tar", "streaming": False}, "unless task.streaming is true"),
         (shards_of(), {"data": "./nothing"}, "task.data: ./nothing: there is no such file or"),
+        (shards_of("tar"), {"data": "rows/part-{002..000}.tar"}, "the range in braces is empty"),
+        (
+            lambda path: write_images(path / "_old", "tar"),
+            {},
+            r"no shards \(skipped 3 other files: 3 .tar\)",
+        ),
         (
             shards_of(),
             {"data": "https://me:x@y/z.tar"},

@@ -26,7 +26,7 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.files import PERMANENT_ERRORS
-from samestep.data.sources import IncompleteRow, describe_skipped
+from samestep.data.sources import IncompleteRow, describe_skipped, walk_all
 from samestep.data.tables import Columns, check_columns, column_names, select_columns
 
 # fsspec and pyarrow take 0.2 s to import: they wait for the functions that need them.
@@ -115,7 +115,13 @@ def list_shards(data: str, field: str) -> list[Shard]:
             found[root] = info
             root = os.path.dirname(root)
         else:  # perhaps of the name of a shard, as Spark writes them
-            listed = ask_store(what, store.find, f"{root}/", detail=True)
+            if is_url(path.removeprefix("file://")):
+                listed = ask_store(what, store.find, f"{root}/", detail=True)
+            else:  # `find` follows no links, and leaves out folders that it may not read
+                below = walk_all(root, (*ENDINGS, *ARCHIVES), field)
+                names = [os.path.join(folder, name) for folder, own, _ in below for name in own]
+                listed = {name: ask_store(what, store.info, name) for name in names}
+                others += sum((each for *_, each in below), Counter())
             if not listed and not ask_store(what, store.exists, root):
                 raise ValueError(f"{what}: there is no such file or folder")
             found |= listed
@@ -124,14 +130,14 @@ def list_shards(data: str, field: str) -> list[Shard]:
     for path, info in sorted(found.items()):
         name = path.removeprefix(folder).lstrip("/")
         ending = os.path.splitext(path)[1].lower()
-        if any(part.startswith((".", "_")) for part in name.split("/")):
-            continue  # hidden, or a mark such as _SUCCESS
+        if re.search(r"(^|/)\.", name):
+            continue  # hidden
         if path.endswith(ARCHIVES):
             raise ValueError(
                 f"task.{field}: {one_line(path, 100)} is compressed as a whole, so that its rows "
                 "cannot be read one by one: unpack it to .tar"
             )
-        if ending in ENDINGS:
+        if ending in ENDINGS and not re.search("(^|/)_.*/", name):  # _temporary/ of Spark
             shards.append(Shard(name, path, info["size"], tag_of(info), ending[1:]))
         else:
             others[ending or "no ending"] += 1
@@ -141,6 +147,8 @@ def list_shards(data: str, field: str) -> list[Shard]:
         if not kinds:
             skipped = describe_skipped(others)
             problem = f"no shards{skipped}; task.streaming reads .tar and .parquet files"
+        if not folders:
+            problem = "the range in braces is empty: give the smaller number first"
         raise ValueError(f"task.{field}: {one_line(data, 100)}: {problem}")
     return shards
 
