@@ -231,11 +231,12 @@ def test_odd_members_of_archives(config, tmp_path):
     for number, form in enumerate((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
         with tarfile.open(folder / f"{number}.tar", "w", format=form) as archive:
             archive.addfile(tarfile.TarInfo("./._000.png"))
-            link = tarfile.TarInfo("link.png")
+            link = tarfile.TarInfo("link.seg.png")
             link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
             archive.addfile(link)
             for i, (image, name) in enumerate(rows):
-                parts = {"PNG": image, "txt": b"?", "seg.png": b"-", "cls": name.encode()}
+                mark = b"\xef\xbb\xbf" * (i % 2)  # that some programs write before UTF-8
+                parts = {"PNG": image, "txt": b"?", "seg.png": b"-", "cls": mark + name.encode()}
                 for end, part in parts.items():
                     add(archive, f"{'folder/' * 30}é.d/{i}.{end}", part)
     train, _ = datasets(config(folder, validation_fraction=0.4))
@@ -685,6 +686,25 @@ def test_rows_without_a_label(config, tmp_path, capsys):
     assert equal([train[2]], [train[3]])
 
 
+def archive_with_link(kind):
+    """Makes an archive with a row whose label is a link to that of another."""
+
+    def make(path):
+        write_images(path, "tar")
+        link = tarfile.TarInfo("1.cls")
+        link.type, link.linkname = kind, "000000.cls"
+        with tarfile.open(path / "part-001.tar", "a") as archive:
+            archive.addfile(link)
+
+    return make
+
+
+def join_archives(path):
+    whole = path / "part-000.tar"
+    write_images(path, "tar")
+    whole.write_bytes(whole.read_bytes() + bytes(2**20) + (path / "part-001.tar").read_bytes())
+
+
 def archive(*rows):
     return lambda path: write_tar(path / "a.tar", rows)
 
@@ -719,6 +739,9 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
         (archive(("1.cls", b"a"), ("1.cls", b"b")), {}, "a.tar: the row 1 has two members cls"),
         (lambda path: (path / "a.tar").write_text("no archive"), {}, "a.tar: "),
         (archive(("1.json", b"{")), {}, "a.tar: row 1: Expecting property name"),
+        (archive_with_link(tarfile.LNKTYPE), {}, "part-001.tar: 1.cls is a link: pack its content"),
+        (archive_with_link(tarfile.SYMTYPE), {}, "part-001.tar: 1.cls is a link: pack its content"),
+        (join_archives, {}, "000.tar: something follows the end mark at byte .*tar --concatenate"),
         (shards_of("tar"), {"cache_dir": "rows/cache"}, "rows/cache lies in task.data"),
         (
             shards_of("parquet"),

@@ -277,15 +277,22 @@ def walk_tar(
     and the members with the wanted ones.
 
     Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
-    ValueError for a damaged or truncated archive, and for a row with two members of one name.
+    ValueError for a damaged, truncated or joined archive, for a link in place of a value, and for a
+    row with two members of one name.
     """
     counted, read = member_names(columns), member_names(wanted)
 
     def regular_members() -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         while member := archive.next():
             archive.members = []  # type: ignore[attr-defined]  # it would keep all
-            if member.isreg() and (match := KEY.fullmatch(member.name)):
-                yield match[1], match[2].lower(), member
+            if not (match := KEY.fullmatch(member.name)):
+                continue
+            key, name = match[1], match[2].lower()
+            if (member.islnk() or member.issym()) and name in counted | read:
+                hint = "pack its content (tar --dereference --hard-dereference)"
+                raise ValueError(f"{one_line(member.name, 60)} is a link: {hint}")
+            if member.isreg():
+                yield key, name, member
 
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         for key, row in itertools.groupby(regular_members(), lambda each: each[0]):
@@ -307,6 +314,10 @@ def walk_tar(
             raise ValueError("it has no end mark: it is truncated")
         if mark.strip(b"\0"):
             raise ValueError(f"the header at byte {end:,} is damaged")
+        while block := archive.fileobj.read(BLOCK):
+            if block.strip(b"\0"):
+                hint = "if it is another archive, join them with tar --concatenate"
+                raise ValueError(f"something follows the end mark at byte {end:,}; {hint}")
     yield end, "", 0, {}
 
 
@@ -319,7 +330,7 @@ def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
         for column in {*column_names({role: names})} - {*values}:
             name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
             if name and role != "image":
-                text = members[name].decode()
+                text = members[name].decode("utf-8-sig")
                 values[column] = text if role == "text" else text.strip()
             elif name:
                 values[column] = members[name]
