@@ -597,6 +597,18 @@ def test_patterns_of_several_folders_and_a_folder_named_like_a_shard(config, tmp
     assert equal(read(train), expected(cfg))
 
 
+def test_categories_may_differ_between_groups_of_rows(tmp_path):
+    """Each group of a .parquet has a dictionary of its own."""
+    names, columns = [f"{i // 1024}" for i in range(3000)], {"label": "kind"}
+    parts = [pyarrow.array(names[i : i + 1024]).dictionary_encode() for i in range(0, 3000, 1024)]
+    table = pyarrow.table({"kind": pyarrow.chunked_array(parts)})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1024)
+    (shard,) = shards.list_shards(str(tmp_path), "data")
+    shards.bring(shard, str(tmp_path), tmp_path / "unpacked", columns)
+    read = shards.arrow_reader(open(tmp_path / "unpacked", "rb"), columns)
+    assert [read(i)["label"] for i in range(3000)] == names
+
+
 def test_copies_larger_than_their_shards_say_stay_bounded(tmp_path):
     """A .parquet tells the size of a text that is repeated once. Names may have dots."""
     (tmp_path / "rows").mkdir()

@@ -222,10 +222,12 @@ def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> 
 
     names = column_names(columns)
     with open_parquet(store, shard) as table, pyarrow.OSFile(str(target), "wb") as out:
-        schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
-        with pyarrow.ipc.new_file(out, schema) as writer:
+        fields = [table.schema_arrow.field(name) for name in names]
+        coded = pyarrow.types.is_dictionary  # by numbers, which differ between groups of rows
+        fields = [f.with_type(f.type.value_type) if coded(f.type) else f for f in fields]
+        with pyarrow.ipc.new_file(out, schema := pyarrow.schema(fields)) as writer:
             for batch in batches(table, shard, names):
-                writer.write_batch(batch)
+                writer.write_batch(batch.cast(schema))
 
 
 def read_footer(
