@@ -429,7 +429,7 @@ FLASH = {"packing": "best_fit", "attn_implementation": "flash_attention_2"}
 REFUSED = {  # rows or a file, settings, and what is said
     "causal_lm": [
         ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
-        ([{"text": "a"}, {"body": "b"}], {}, "line 2: no column text among body"),
+        ([{"text": "a"}, {"body": "b"}], {}, "line 2: the text is empty; --task.inc"),
         ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
         ([{"ask": "a", "say": "b"}], {}, "has the columns ask, say, but task.rows auto looks for"),
         ([{"prompt": "a"}], {"rows": "prompt"}, "no column completion among prompt; name the"),
