@@ -536,6 +536,15 @@ TREES = {  # of files: those to train on, and those to evaluate on
     "a.txt training.txt": ("a.txt training.txt", ""),  # a title, rather
     "contest.txt trainer.txt latest.txt": ("contest.txt latest.txt trainer.txt", ""),
     "test.txt": ("test.txt", ""),  # who names its folder means it
+    "cup/1.png test_tube/2.png": ("cup/1.png test_tube/2.png", ""),  # classes
+    "train/cup/1.png train/test_tube/2.png test/3.png": (
+        "train/cup/1.png train/test_tube/2.png",
+        "",
+    ),
+    "train/1.png val/2.png rows/3.png rows/train.csv rows/val.csv": (
+        "rows/train.csv train/1.png",
+        "rows/val.csv val/2.png",
+    ),
 }
 
 
@@ -544,7 +553,7 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    endings = (".txt", *tables.TABLES)
+    endings = (".txt", *tables.TABLES, *sources.IMAGES)
     [(_, own)] = sources.by_source(sources.DataConfig(data=str(tmp_path)), endings)
     for field, wanted in zip(("data", "validation_data"), TREES[names], strict=True):
         data = getattr(own, field)

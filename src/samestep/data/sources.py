@@ -188,6 +188,7 @@ def split_data(data: str) -> list[WeightedData]:
 # Folders, in each the names of files with their splits, and the number of others by their endings.
 Listed = list[tuple[str, dict[str, str], Counter]]
 READABLE = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
@@ -237,7 +238,14 @@ def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -
 
 
 def count_all(listed: Listed) -> Counter:
-    return splits.count(chain.from_iterable(names.values() for _, names, _ in listed))
+    """`splits.count` of the files. Of images alone, folders that lie side by side are classes unless
+    all are named like splits: `test tube` beside `bottle` is one."""
+    filled = [(os.path.dirname(folder), names) for folder, names, _ in listed if names]
+    own = [split for _, names in filled for split in names.values()]
+    if "" in own and {above for above, _ in filled} == {listed[0][0]}:
+        if all(name.lower().endswith(IMAGES) for _, names in filled for name in names):
+            return Counter()
+    return splits.count(own)
 
 
 def walk_all(data: str, endings: Iterable[str], field: str) -> Listed:

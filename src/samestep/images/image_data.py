@@ -19,7 +19,7 @@ from samestep.data.tables import TABLES, Columns, Row
 from samestep.images.images import resize
 from samestep.models import classification, pretrained
 
-ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+ENDINGS = (*TABLES, *sources.IMAGES)
 CIFAR = (".bin", "batches.meta.txt")  # endings of a folder of CIFAR-10 as binary batches
 CIFAR_ROW = 1 + 3 * 32 * 32  # bytes: the class, then the red, the green and the blue pixels
 
