@@ -518,6 +518,11 @@ def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused(weight):
     assert given == [("a", 2), ("b.1", 1), ("c", 1)]
 
 
+@pytest.mark.parametrize("data", ["a:2,a", "a.jsonl:2,./a.jsonl:1", "x/../b,b"])
+def test_a_source_that_is_named_twice_is_refused(data):
+    assert "names a source twice; add its weights" in refused(sources.split_data, data)
+
+
 # ---- Splits --------------------------------------------------------------------------------------
 
 TREES = {  # of files: those to train on, and those to evaluate on
