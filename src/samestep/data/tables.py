@@ -236,7 +236,8 @@ def _read_csv(columns: Columns | None, optional: Container[str], cursor: Cursor)
                     if len(row) != len(names):
                         expected = f"the first line has {len(names)} fields"
                         raise ValueError(f"{expected}, this one {len(row)}")
-                    if len(row) > 1 and row == names:  # one alone may be a text
+                    # Perhaps after a mark of UTF-8. One name alone may be a text.
+                    if [] != row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
                         raise ValueError("the column names stand here again: remove the line")
                     yield select_columns(dict(zip(names, row, strict=True)), columns), cursor.place
                 last_line, is_header = cursor.lines, is_header and not row
