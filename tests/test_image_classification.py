@@ -17,6 +17,7 @@ from sklearn import metrics
 from torch._utils import ExceptionWrapper
 
 from conftest import digest, lines, write_table
+from samestep.data import labels
 from test_tasks import COLORS, STEPS, check_two_processes_and_a_lost_half, picture, refusal
 
 SHORT = ["--global_batch_size", 16, "--warmup_steps", 2, "--log_every", 1]
@@ -63,6 +64,14 @@ def test_a_folder_of_images_for_each_class(prepare, tmp_path, monkeypatch):
     (folders(tmp_path / "b", 4) / "red").rename(tmp_path / "b" / "train")
     _, folder, _ = prepare(tmp_path / "b")
     assert json.loads((folder / "labels.json").read_text()) == ["blue", "green", "train"]
+
+
+@pytest.mark.parametrize("label, name", [(" cat ", "cat"), (1, "1"), (1.0, "1"), ("1.0", "1.0")])
+def test_the_name_of_a_class_is_that_of_labelled_texts(task, label, name):
+    """Without blanks around it. With nulls in its column, pandas makes 1 to 1.0."""
+    row = {"image": "a.png", "label": label}
+    task.image_data.check_image_row(row)
+    assert row["label"] == name == labels.parse_label(label, labels.SINGLE)
 
 
 def test_a_folder_of_splits_is_known_by_its_names(task, prepare, tmp_path, capsys):

@@ -294,6 +294,21 @@ def test_shipped_recipes_have_no_field_that_nothing_reads(name, monkeypatch):
         ("a.csv", b'body,kind\nx,1\n"x,1\ny,2\n', 'line 3: a " is opened and never closed'),
         ("a.csv", b"body,kind\n" + b"x,1\n" * 9999 + b"\xe9,2\n", "line 10001: byte 0xe9 is not"),
         ("a.csv", b"", "it is empty: it has no column names"),
+        *(
+            ("a.csv", b"body,kind\nx,1\n" + again + b"y,2\n", "line 3: the column names stand here")
+            for again in (b"body,kind\n", b"\xef\xbb\xbfbody,kind\n")
+        ),
+        (
+            "a.csv",
+            b"body,kind\rx,1\ry,2\r",
+            "a line ends with \\r alone; save it with \\n line ends",
+        ),
+        (
+            "a.tsv",
+            b'body\tkind\nx\t1\n"Why, he said\t1\nx\t1\ny\t2\nand so on"\t2\nz\t2\n',
+            'line 3: a " takes the lines to 6 as one text; write a text with " as',
+        ),
+        ("a.jsonl.gz", b"", "it has 0 bytes: it is truncated"),
         ("a.csv", b"body,body,kind\nx,y,1\n", "more than one column body among body, body, kind"),
         ("a.json", b'[\n{"body": "\xe9"}]', "line 2: byte 0xe9 is not UTF-8"),
         ("a.json", b'[{"a": "x"},\n{"b" 1}]', "line 2: invalid JSON at column 6: Expecting ':'"),
@@ -318,6 +333,15 @@ def test_a_bad_file_is_one_line_with_its_place(tmp_path, name, content, said):
     text = str(error.value)
     assert text.startswith("task.data: cannot read ") and said in text and len(text) < 700
     assert text.isprintable() and name[-20:] in text
+
+
+def test_empty_lines_may_stand_before_the_columns_and_keys_may_be_missing(tmp_path):
+    """But for the first row's: its keys are the columns."""
+    (tmp_path / "a.csv").write_text("\n\nbody,kind\nx,1\n")
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "kind": "1"}\n{"body": "y"}\n')
+    first = {"text": "x", "label": "1"}
+    for name, more in (("a.csv", []), ("a.jsonl", [{"text": "y", "label": None}])):
+        assert [row for row, _ in tables.read_rows(tmp_path / name, COLUMNS)] == [first, *more]
 
 
 def test_halves_of_surrogate_pairs_are_replaced_wherever_they_stand(tmp_path):
@@ -497,6 +521,11 @@ def test_a_weight_that_is_not_a_whole_number_of_at_least_1_is_refused(weight):
     assert given == [("a", 2), ("b.1", 1), ("c", 1)]
 
 
+@pytest.mark.parametrize("data", ["a:2,a", "a.jsonl:2,./a.jsonl:1", "x/../b,b"])
+def test_a_source_that_is_named_twice_is_refused(data):
+    assert "names a source twice; add its weights" in refused(sources.split_data, data)
+
+
 # ---- Splits --------------------------------------------------------------------------------------
 
 TREES = {  # of files: those to train on, and those to evaluate on
@@ -515,6 +544,15 @@ TREES = {  # of files: those to train on, and those to evaluate on
     "a.txt training.txt": ("a.txt training.txt", ""),  # a title, rather
     "contest.txt trainer.txt latest.txt": ("contest.txt latest.txt trainer.txt", ""),
     "test.txt": ("test.txt", ""),  # who names its folder means it
+    "cup/1.png test_tube/2.png": ("cup/1.png test_tube/2.png", ""),  # classes
+    "train/cup/1.png train/test_tube/2.png test/3.png": (
+        "train/cup/1.png train/test_tube/2.png",
+        "",
+    ),
+    "train/1.png val/2.png rows/3.png rows/train.csv rows/val.csv": (
+        "rows/train.csv train/1.png",
+        "rows/val.csv val/2.png",
+    ),
 }
 
 
@@ -523,7 +561,7 @@ def test_splits_are_known_by_their_names_as_datasets_knows_them(tmp_path, names)
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    endings = (".txt", *tables.TABLES)
+    endings = (".txt", *tables.TABLES, *sources.IMAGES)
     [(_, own)] = sources.by_source(sources.DataConfig(data=str(tmp_path)), endings)
     for field, wanted in zip(("data", "validation_data"), TREES[names], strict=True):
         data = getattr(own, field)

@@ -231,11 +231,12 @@ def test_odd_members_of_archives(config, tmp_path):
     for number, form in enumerate((tarfile.PAX_FORMAT, tarfile.GNU_FORMAT)):
         with tarfile.open(folder / f"{number}.tar", "w", format=form) as archive:
             archive.addfile(tarfile.TarInfo("./._000.png"))
-            link = tarfile.TarInfo("link.png")
+            link = tarfile.TarInfo("link.seg.png")
             link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
             archive.addfile(link)
             for i, (image, name) in enumerate(rows):
-                parts = {"PNG": image, "txt": b"?", "seg.png": b"-", "cls": name.encode()}
+                mark = b"\xef\xbb\xbf" * (i % 2)  # that some programs write before UTF-8
+                parts = {"PNG": image, "txt": b"?", "seg.png": b"-", "cls": mark + name.encode()}
                 for end, part in parts.items():
                     add(archive, f"{'folder/' * 30}é.d/{i}.{end}", part)
     train, _ = datasets(config(folder, validation_fraction=0.4))
@@ -312,14 +313,22 @@ def test_shards_of_splits_are_known_by_their_names(config, tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind, scheme", [("tar", ""), ("parquet", "counting://")])
+@pytest.mark.parametrize(
+    "kind, scheme", [("tar", ""), ("parquet", "counting://"), ("tar", "link"), ("tar", "file://")]
+)
 def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(
     config, tmp_path, kind, scheme, capsys
 ):
-    """In its place or beside it: other images of the same lengths are other data."""
+    """In its place, beside it or where a link leads: other images of the same lengths are other
+    data."""
     data = tmp_path / "rows"
     data.mkdir()
     paths = [data / f"{number}.{kind}" for number in range(2)]
+    if scheme in ("link", "file://"):
+        links, paths = paths, [tmp_path / path.name for path in paths]
+        for link, path in zip(links, paths, strict=True):
+            link.symlink_to(path)
+    scheme = scheme.removeprefix("link")
 
     def write(*words):
         found = [(f"{words[i % 2]} {i}".encode(), "ab"[i % 2]) for i in range(8)]
@@ -342,6 +351,21 @@ def test_a_shard_replaced_by_one_of_equal_size_and_time_is_seen(
         os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert digest_of(config(f"{scheme}{data}")) != first
     assert capsys.readouterr().out.count("has changed: indexing it again") == 2
+
+
+def test_linked_shards_and_folders_are_read_and_broken_links_refused(config, tmp_path):
+    data, held = (write_images(tmp_path / name, "parquet") for name in ("rows", "held"))
+    (tmp_path / "cached").mkdir()
+    (tmp_path / "cached" / "0.parquet").symlink_to(data / "part-000.parquet")
+    (data / "part-000.parquet").rename(tmp_path / "blob")
+    (data / "part-000.parquet").symlink_to(tmp_path / "blob")
+    (tmp_path / "cached" / "more").symlink_to(data)
+    train, _ = datasets(config(tmp_path / "cached", validation_data=str(held)))
+    assert equal(read(train), expected(config(""))[:7] + expected(config("")))
+    (data / "part-001.parquet").unlink()
+    (data / "part-001.parquet").symlink_to("none")
+    with pytest.raises(ValueError, match="task.data: .*/more/part-001.parquet is a broken link"):
+        images.prepare_data(config(tmp_path / "cached", validation_data=str(held)))
 
 
 def test_a_large_shard_counts_by_blocks_of_it(tmp_path):
@@ -567,8 +591,22 @@ def test_patterns_of_several_folders_and_a_folder_named_like_a_shard(config, tmp
     assert len(read(train)) + held == 36 and read(validation)
     data = write_images(tmp_path / "rows.parquet", "parquet")  # as Spark writes them
     (data / "_SUCCESS").touch()
-    train, _ = datasets(config(data, validation_data=str(data / "part-000.parquet")))
+    write_images(data / "_temporary" / "0", "parquet")
+    (data / "part-000.parquet").rename(data / "_0.parquet")
+    train, _ = datasets(config(data, validation_data=str(data / "_0.parquet")))
     assert equal(read(train), expected(cfg))
+
+
+def test_categories_may_differ_between_groups_of_rows(tmp_path):
+    """Each group of a .parquet has a dictionary of its own."""
+    names, columns = [f"{i // 1024}" for i in range(3000)], {"label": "kind"}
+    parts = [pyarrow.array(names[i : i + 1024]).dictionary_encode() for i in range(0, 3000, 1024)]
+    table = pyarrow.table({"kind": pyarrow.chunked_array(parts)})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1024)
+    (shard,) = shards.list_shards(str(tmp_path), "data")
+    shards.bring(shard, str(tmp_path), tmp_path / "unpacked", columns)
+    read = shards.arrow_reader(open(tmp_path / "unpacked", "rb"), columns)
+    assert [read(i)["label"] for i in range(3000)] == names
 
 
 def test_copies_larger_than_their_shards_say_stay_bounded(tmp_path):
@@ -660,6 +698,25 @@ def test_rows_without_a_label(config, tmp_path, capsys):
     assert equal([train[2]], [train[3]])
 
 
+def archive_with_link(kind):
+    """Makes an archive with a row whose label is a link to that of another."""
+
+    def make(path):
+        write_images(path, "tar")
+        link = tarfile.TarInfo("1.cls")
+        link.type, link.linkname = kind, "000000.cls"
+        with tarfile.open(path / "part-001.tar", "a") as archive:
+            archive.addfile(link)
+
+    return make
+
+
+def join_archives(path):
+    whole = path / "part-000.tar"
+    write_images(path, "tar")
+    whole.write_bytes(whole.read_bytes() + bytes(2**20) + (path / "part-001.tar").read_bytes())
+
+
 def archive(*rows):
     return lambda path: write_tar(path / "a.tar", rows)
 
@@ -694,6 +751,9 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
         (archive(("1.cls", b"a"), ("1.cls", b"b")), {}, "a.tar: the row 1 has two members cls"),
         (lambda path: (path / "a.tar").write_text("no archive"), {}, "a.tar: "),
         (archive(("1.json", b"{")), {}, "a.tar: row 1: Expecting property name"),
+        (archive_with_link(tarfile.LNKTYPE), {}, "part-001.tar: 1.cls is a link: pack its content"),
+        (archive_with_link(tarfile.SYMTYPE), {}, "part-001.tar: 1.cls is a link: pack its content"),
+        (join_archives, {}, "000.tar: something follows the end mark at byte .*tar --concatenate"),
         (shards_of("tar"), {"cache_dir": "rows/cache"}, "rows/cache lies in task.data"),
         (
             shards_of("parquet"),
@@ -714,6 +774,12 @@ def shards_of(*kinds, damage=None, counts=(7, 5, 6)):
         (shards_of(), {"data": "owner/name"}, "its files, hf://datasets/owner/name"),
         (shards_of(), {"data": "x.tar", "streaming": False}, "unless task.streaming is true"),
         (shards_of(), {"data": "./nothing"}, "task.data: ./nothing: there is no such file or"),
+        (shards_of("tar"), {"data": "rows/part-{002..000}.tar"}, "the range in braces is empty"),
+        (
+            lambda path: write_images(path / "_old", "tar"),
+            {},
+            r"no shards \(skipped 3 other files: 3 .tar\)",
+        ),
         (
             shards_of(),
             {"data": "https://me:x@y/z.tar"},

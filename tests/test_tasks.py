@@ -463,7 +463,7 @@ FLASH = {"packing": "best_fit", "attn_implementation": "flash_attention_2"}
 REFUSED = {  # rows or a file, settings, and what is said
     "causal_lm": [
         ([{"text": 1}], {}, "line 1: the text is 1 but must be text"),
-        ([{"text": "a"}, {"body": "b"}], {}, "line 2: no column text among body"),
+        ([{"text": "a"}, {"body": "b"}], {}, "line 2: the text is empty; --task.inc"),
         ([{"text": "a"}] * 3, {}, "are equal; add others, to hold some out"),
         ([{"ask": "a", "say": "b"}], {}, "has the columns ask, say, but task.rows auto looks for"),
         ([{"prompt": "a"}], {"rows": "prompt"}, "no column completion among prompt; name the"),
@@ -489,6 +489,7 @@ REFUSED = {  # rows or a file, settings, and what is said
         ([("a", ["x"]), ("b", "[x, y]")], SEVERAL, "line 2: the label is '[x, y]', not a list of"),
         ([GOOD, ("b", "['x' 'y']")], {}, "is a list: --task.problem_type multi_label"),
         ([("a", []), ("b", [])], SEVERAL, "has no label"),
+        ([("a", "1"), ("b", "1"), ("c", "1.0"), ("d", "1.0")], {}, "labels 1 and 1.0: write one"),
         ([{"text": "a", "rude": 2, "odd": 0}], COLUMNS, "the label rude is 2 but must be 0 or 1"),
         ([{"text": "a", "rude": 1}], COLUMNS, "no column odd among text, rude; name the"),
         ([("a", 1), ("b", None)], NUMBERED, "line 2: the label is empty; --task.incomplete_rows"),
@@ -508,7 +509,7 @@ REFUSED = {  # rows or a file, settings, and what is said
     ],
     "image_classification": [
         ([("1.png", None)], {}, "line 1: 1.png: the label is empty; --task.incomplete_rows"),
-        ([(5, 1.5)], {}, "line 1: the label is 1.5; give text"),
+        ([("1.png", 1.5)], {}, "line 1: 1.png: the label is 1.5, not text or"),
         ([(5, "a")], {}, "line 1: the image is 5; give a path"),
         ([{"file": "1.png", "label": "a"}], {}, "--task.image_column"),
         ([("no.png", label) for label in "ab" * 600], {}, "line 1: no.png: [Errno 2]"),

@@ -10,7 +10,7 @@ from sklearn.metrics import f1_score, r2_score
 
 import reference
 from conftest import lines
-from test_tasks import STEPS
+from test_tasks import STEPS, refusal
 
 TREES, FISH = "oak birch elm pine beech".split(), "carp trout pike eel perch".split()
 ROWS = [
@@ -35,6 +35,20 @@ def test_numbers_and_truths_are_classes_too(kit, prepare, tmp_path, kind, labels
     cfg, prepared, parts = prepare(kit.write(tmp_path, rows, kind), incomplete_rows="skip")
     assert [*kit.task.build_model(cfg, prepared).config.id2label.values()] == names
     assert sum(map(len, parts)) == sum(row[1] in labels[: len(names)] for row in rows)
+
+
+def test_texts_lie_in_the_folder_of_their_class_or_are_refused(kit, prepare, tmp_path):
+    """Below the folder of a split, if there are some."""
+    for i, split, name in itertools.product(range(3), ("train", "test"), ("pos", "neg")):
+        (tmp_path / "a" / split / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / split / name / f"{i}.txt").write_text(f"text {i} of {name}")
+    _, prepared, parts = prepare(tmp_path / "a")
+    assert json.loads((prepared / "names.json").read_text()) == ["neg", "pos"]
+    assert sum(map(len, parts)) == 6
+    (tmp_path / "a" / "test").rename(tmp_path / "a" / "train" / "pos" / "part")
+    file = tmp_path / "a/train/pos/part/neg/0.txt"
+    said = f"{file} is not in the folder of its class; it should be {tmp_path}/a/CLASS/0.txt"
+    assert refusal(kit, kit.config(tmp_path, tmp_path / "a")) == f"task.data: {said}"
 
 
 @pytest.mark.slow

@@ -80,15 +80,20 @@ def parse_label(value: Any, problem_type: str) -> Any:
     if problem_type == SINGLE:
         if parts is not None:
             raise ValueError(f"the label {shown} is a list: --task.problem_type {MULTI} reads it")
-        whole = isinstance(value, float | Decimal) and value % 1 == 0  # with nulls 1 is 1.0
-        if whole or isinstance(value, str | int):
-            return str(int(value) if whole else value).strip()
-        raise ValueError(f"the label is {shown}, not text or a whole number")
+        return parse_class(value)
     if isinstance(value, str) and not bracketed:
         parts = value.split(";")
     if parts is not None and all(isinstance(part, str | int) for part in parts):
         return sorted({str(part).strip() for part in parts} - {""})
     raise ValueError(f"the label is {shown}, not a list of names, or text with ; between")
+
+
+def parse_class(value: Any) -> str:
+    """The name of a class; raises ValueError for anything else."""
+    whole = isinstance(value, float | Decimal) and value % 1 == 0  # with nulls 1 is 1.0
+    if whole or isinstance(value, str | int):
+        return str(int(value) if whole else value).strip()
+    raise ValueError(f"the label is {one_line(repr(value), 60)}, not text or a whole number")
 
 
 def parse_list(text: str) -> list | None:
@@ -114,9 +119,12 @@ def collect_names(found: Iterable[str], columns: list[str], data: str) -> list[s
     """The names of all labels: those of the columns, or those `found` in rows, sorted, whole
     numbers by their value.
 
-    Raises ValueError unless there are two, of which some row has one.
+    Raises ValueError unless there are two, of which some row has one, and for one in two spellings.
     """
     found = {*found}
+    if twice := min((name for name in found if f"{name}.0" in found and not columns), default=""):
+        spellings = f"{one_line(twice, 60)} and {one_line(twice, 60)}.0"
+        raise ValueError(f"task.data: {one_line(data, 100)} has the labels {spellings}: write one")
     names = columns or sorted(found)
     if not columns and all(name.isdecimal() and len(name) < 100 for name in names):
         names = sorted(names, key=int)

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -171,7 +170,7 @@ def split_data(data: str) -> list[WeightedData]:
             )
         found.append((name, int(weight or 1)))
     paths, weights = zip(*found, strict=True)
-    if len({*paths}) < len(paths):
+    if len({os.path.realpath(local_path(path, "data")) for path in paths}) < len(paths):
         raise ValueError(f"task.data: {one_line(data, 100)} names a source twice; add its weights")
     if sum(weights) // math.gcd(*weights) > LONGEST_PERIOD:
         raise ValueError(
@@ -188,6 +187,7 @@ def split_data(data: str) -> list[WeightedData]:
 # Folders, in each the names of files with their splits, and the number of others by their endings.
 Listed = list[tuple[str, dict[str, str], Counter]]
 READABLE = (".txt", *tables.TABLES, *tables.COMPRESSIONS)
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def list_files(data: str, endings: Iterable[str], field: str = "data") -> list[Path]:
@@ -237,7 +237,14 @@ def list_splits(data: str, endings: tuple[str, ...], field: str, changed: int) -
 
 
 def count_all(listed: Listed) -> Counter:
-    return splits.count(chain.from_iterable(names.values() for _, names, _ in listed))
+    """`splits.count` of the files. Of images alone, folders that lie side by side are classes
+    unless all are named like splits: `test tube` beside `bottle` is one."""
+    filled = [(os.path.dirname(folder), names) for folder, names, _ in listed if names]
+    own = [split for _, names in filled for split in names.values()]
+    if "" in own and {above for above, _ in filled} == {listed[0][0]}:
+        if all(name.lower().endswith(IMAGES) for _, names in filled for name in names):
+            return Counter()
+    return splits.count(own)
 
 
 def walk_all(data: str, endings: Iterable[str], field: str) -> Listed:
@@ -313,14 +320,35 @@ def describe_skipped(others: Counter) -> str:
     return text * (number > 0)
 
 
+def class_of(file: Path, root: Path, field: str) -> str:
+    """The name of a file's folder, below `root` or below the folder of a split there.
+
+    Raises ValueError for a file elsewhere.
+    """
+    *above, own = file.relative_to(root).parts[:-1] or ("", "")
+    if above and not (len(above) == 1 and splits.split_of(above[0])):
+        raise ValueError(
+            f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
+            f"be {one_line(root / 'CLASS' / file.name, 150)}"
+        )
+    return own
+
+
 def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool = False) -> None:
-    """Prints the splits of the data, the endings of its files, and those that are not read."""
+    """Prints the splits of the data, the endings of its files, and those that are not read.
+
+    Raises ValueError for a text whose folder is not that of a class.
+    """
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     if counts := count_splits(local, endings):
         splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
-        listed = walk(data, endings, name) if data else []
+        listed, root = walk(data, endings, name) if data else [], local_path(data, name)
+        for folder, names, _ in listed:
+            text = next((n for n in names if tables.file_ending(n) == ".txt"), "")
+            if text and hasattr(cfg, "label_column") and root in Path(folder).parents:
+                class_of(Path(folder, text), root, name)
         read = Counter(tables.file_ending(each) for _, names, _ in listed for each in names)
         others = sum((own for *_, own in listed), Counter())
         if others or len(read) > 1:  # one of them may describe the data

@@ -125,6 +125,8 @@ def _open(path: Path) -> io.BufferedReader:
     if compression := COMPRESSIONS.get(path.suffix.lower()):
         import pyarrow
 
+        if not path.stat().st_size:  # pyarrow takes it for no rows
+            raise ValueError("it has 0 bytes: it is truncated")
         packed: Any = pyarrow.CompressedInputStream(str(path), compression)
         file = io.BufferedReader(packed, 2**16)
     else:
@@ -163,10 +165,13 @@ def read_rows(
                 row = {"text": file.read().decode(), "label": path.absolute().parent.name}
             yield {role: replace_surrogates(row.get(role)) for role in columns or row}, cursor.where
         else:
+            is_first = not cursor.span.start
             for row in _read_jsonl(cursor) if ending == ".jsonl" else _read_json(cursor):
                 if not isinstance(row, dict):
                     raise ValueError(f"not an object: {row!r:.60}")
-                check_columns(list(row), columns, optional)
+                if is_first:  # what a later row lacks is null
+                    check_columns(list(row), columns, optional)
+                is_first = False
                 yield select_columns(row, columns), cursor.place
 
 
@@ -187,6 +192,8 @@ def _errors_as_lines(field: str, cursor: Cursor) -> Iterator[None]:
         elif isinstance(error, json.JSONDecodeError):
             at = f"{at}, line {error.lineno}" if at == cursor.where else at
             problem = f"invalid JSON at column {error.colno}: {error.msg}"
+        elif isinstance(error, csv.Error) and "new-line" in problem:
+            problem = "a line ends with \\r alone; save it with \\n line ends"
         raise ValueError(f"task.{field}: cannot read {at}: {problem}") from None
 
 
@@ -213,19 +220,27 @@ def _read_csv(columns: Columns | None, optional: Container[str], cursor: Cursor)
     csv.field_size_limit(2**31 - 1)
     mark = SEPARATORS[file_ending(cursor.path)]
     with open_at(cursor.path) as file:
-        names = next(csv.reader(map(bytes.decode, file), delimiter=mark, strict=True), [])
+        rows = csv.reader(map(bytes.decode, file), delimiter=mark, strict=True)
+        names = next(filter(None, rows), [])  # empty lines may stand before it
     check_columns(names, columns, optional)
     with open_at(cursor.path, cursor) as file:
         lines = map(bytes.decode, cursor.read_lines(file))
         last_line, is_header = cursor.lines, not cursor.span.start
         try:
             for row in csv.reader(lines, delimiter=mark, strict=True):
+                if mark == "\t" and cursor.lines > last_line + 1 and any(mark in c for c in row):
+                    cursor.place = f"{cursor.where}, line {last_line + 1}"
+                    hint = 'write a text with " as "...""...", or save the rows as .jsonl'
+                    raise ValueError(f'a " takes the lines to {cursor.lines} as one text; {hint}')
                 if row and not is_header:
                     if len(row) != len(names):
                         expected = f"the first line has {len(names)} fields"
                         raise ValueError(f"{expected}, this one {len(row)}")
+                    # Perhaps after a mark of UTF-8. One name alone may be a text.
+                    if [] != row[1:] == names[1:] and row[0].lstrip("\ufeff") == names[0]:
+                        raise ValueError("the column names stand here again: remove the line")
                     yield select_columns(dict(zip(names, row, strict=True)), columns), cursor.place
-                last_line, is_header = cursor.lines, False
+                last_line, is_header = cursor.lines, is_header and not row
         except csv.Error as error:
             if "unexpected end of data" not in str(error):
                 raise

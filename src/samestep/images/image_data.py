@@ -13,13 +13,12 @@ import torch
 from PIL import Image
 
 from samestep.base.console import one_line
-from samestep.data import cache, hub, sources, tables
-from samestep.data.splits import split_of
+from samestep.data import cache, hub, labels, sources, tables
 from samestep.data.tables import TABLES, Columns, Row
 from samestep.images.images import resize
 from samestep.models import classification, pretrained
 
-ENDINGS = (*TABLES, ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+ENDINGS = (*TABLES, *sources.IMAGES)
 CIFAR = (".bin", "batches.meta.txt")  # endings of a folder of CIFAR-10 as binary batches
 CIFAR_ROW = 1 + 3 * 32 * 32  # bytes: the class, then the red, the green and the blue pixels
 
@@ -67,11 +66,9 @@ def check_image_row(row: dict) -> None:
         blank = isinstance(value, (str, bytes)) and not value.strip()
         if value is None or blank or value != value:  # pandas writes NaN for a missing value
             raise sources.IncompleteRow(f"the {role} is empty")
-    if not isinstance(label, (str, int)):
-        raise ValueError(f"the label is {one_line(repr(label), 60)}; give text or a whole number")
     if not isinstance(image, (str, bytes, Image.Image)):
         raise ValueError(f"the image is {one_line(repr(image), 60)}; give a path")
-    row["image"], row["label"] = image, str(label)
+    row["image"], row["label"] = image, labels.parse_class(label)
 
 
 def readable_endings(data: str) -> tuple[str, ...]:
@@ -112,23 +109,12 @@ def read_image_table(table: Path, columns: Columns, field: str) -> Iterator[Row]
 
 
 def read_class_folders(root: Path, endings: Iterable[str], field: str) -> Iterator[Row]:
-    """A row for each image; its label is the name of its folder.
-
-    The folder of a split may be between. Raises ValueError for an image elsewhere.
-    """
+    """A row for each image; its label is the name of its folder."""
     for folder, names, _ in sources.walk(str(root), endings, field):
-        parts = Path(folder).relative_to(root).parts
-        if len(parts) == 2 and split_of(parts[0]):
-            parts = parts[1:]
-        if names and len(parts) != 1:
-            file = Path(folder, names[0])
-            raise ValueError(
-                f"task.{field}: {one_line(file, 150)} is not in the folder of its class; it should "
-                f"be {one_line(root / 'CLASS' / file.name, 150)}"
-            )
+        label = sources.class_of(Path(folder, names[0]), root, field) if names else ""
         for name in names:
             path = os.path.join(folder, name)
-            yield {"image": path, "label": parts[0]}, one_line(path, 200)
+            yield {"image": path, "label": label}, one_line(path, 200)
 
 
 def read_cifar(file: Path, field: str) -> Iterator[Row]:

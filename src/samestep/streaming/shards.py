@@ -26,7 +26,7 @@ import numpy as np
 
 from samestep.base.console import one_line
 from samestep.base.files import PERMANENT_ERRORS
-from samestep.data.sources import IncompleteRow, describe_skipped
+from samestep.data.sources import IncompleteRow, describe_skipped, walk_all
 from samestep.data.tables import Columns, check_columns, column_names, select_columns
 
 # fsspec and pyarrow take 0.2 s to import: they wait for the functions that need them.
@@ -115,7 +115,13 @@ def list_shards(data: str, field: str) -> list[Shard]:
             found[root] = info
             root = os.path.dirname(root)
         else:  # perhaps of the name of a shard, as Spark writes them
-            listed = ask_store(what, store.find, f"{root}/", detail=True)
+            if is_url(path.removeprefix("file://")):
+                listed = ask_store(what, store.find, f"{root}/", detail=True)
+            else:  # `find` follows no links, and leaves out folders that it may not read
+                below = walk_all(root, (*ENDINGS, *ARCHIVES), field)
+                names = [os.path.join(folder, name) for folder, own, _ in below for name in own]
+                listed = {name: ask_store(what, store.info, name) for name in names}
+                others += sum((each for *_, each in below), Counter())
             if not listed and not ask_store(what, store.exists, root):
                 raise ValueError(f"{what}: there is no such file or folder")
             found |= listed
@@ -124,14 +130,14 @@ def list_shards(data: str, field: str) -> list[Shard]:
     for path, info in sorted(found.items()):
         name = path.removeprefix(folder).lstrip("/")
         ending = os.path.splitext(path)[1].lower()
-        if any(part.startswith((".", "_")) for part in name.split("/")):
-            continue  # hidden, or a mark such as _SUCCESS
+        if re.search(r"(^|/)\.", name):
+            continue  # hidden
         if path.endswith(ARCHIVES):
             raise ValueError(
                 f"task.{field}: {one_line(path, 100)} is compressed as a whole, so that its rows "
                 "cannot be read one by one: unpack it to .tar"
             )
-        if ending in ENDINGS:
+        if ending in ENDINGS and not re.search("(^|/)_.*/", name):  # _temporary/ of Spark
             shards.append(Shard(name, path, info["size"], tag_of(info), ending[1:]))
         else:
             others[ending or "no ending"] += 1
@@ -141,6 +147,8 @@ def list_shards(data: str, field: str) -> list[Shard]:
         if not kinds:
             skipped = describe_skipped(others)
             problem = f"no shards{skipped}; task.streaming reads .tar and .parquet files"
+        if not folders:
+            problem = "the range in braces is empty: give the smaller number first"
         raise ValueError(f"task.{field}: {one_line(data, 100)}: {problem}")
     return shards
 
@@ -214,10 +222,12 @@ def unpack_parquet(store: Any, shard: Shard, target: Path, columns: Columns) -> 
 
     names = column_names(columns)
     with open_parquet(store, shard) as table, pyarrow.OSFile(str(target), "wb") as out:
-        schema = pyarrow.schema([table.schema_arrow.field(name) for name in names])
-        with pyarrow.ipc.new_file(out, schema) as writer:
+        fields = [table.schema_arrow.field(name) for name in names]
+        coded = pyarrow.types.is_dictionary  # by numbers, which differ between groups of rows
+        fields = [f.with_type(f.type.value_type) if coded(f.type) else f for f in fields]
+        with pyarrow.ipc.new_file(out, schema := pyarrow.schema(fields)) as writer:
             for batch in batches(table, shard, names):
-                writer.write_batch(batch)
+                writer.write_batch(batch.cast(schema))
 
 
 def read_footer(
@@ -269,15 +279,22 @@ def walk_tar(
     and the members with the wanted ones.
 
     Consecutive members with one key are a row. The last item has no key: where the rows end. Raises
-    ValueError for a damaged or truncated archive, and for a row with two members of one name.
+    ValueError for a damaged, truncated or joined archive, for a link in place of a value, and for a
+    row with two members of one name.
     """
     counted, read = member_names(columns), member_names(wanted)
 
     def regular_members() -> Iterator[tuple[str, str, tarfile.TarInfo]]:
         while member := archive.next():
             archive.members = []  # type: ignore[attr-defined]  # it would keep all
-            if member.isreg() and (match := KEY.fullmatch(member.name)):
-                yield match[1], match[2].lower(), member
+            if not (match := KEY.fullmatch(member.name)):
+                continue
+            key, name = match[1], match[2].lower()
+            if (member.islnk() or member.issym()) and name in counted | read:
+                hint = "pack its content (tar --dereference --hard-dereference)"
+                raise ValueError(f"{one_line(member.name, 60)} is a link: {hint}")
+            if member.isreg():
+                yield key, name, member
 
     with file, tarfile.open(fileobj=file, mode="r:") as archive:
         for key, row in itertools.groupby(regular_members(), lambda each: each[0]):
@@ -299,6 +316,10 @@ def walk_tar(
             raise ValueError("it has no end mark: it is truncated")
         if mark.strip(b"\0"):
             raise ValueError(f"the header at byte {end:,} is damaged")
+        while block := archive.fileobj.read(BLOCK):
+            if block.strip(b"\0"):
+                hint = "if it is another archive, join them with tar --concatenate"
+                raise ValueError(f"something follows the end mark at byte {end:,}; {hint}")
     yield end, "", 0, {}
 
 
@@ -311,7 +332,7 @@ def tar_row(members: dict[str, bytes], columns: Columns) -> dict[str, Any]:
         for column in {*column_names({role: names})} - {*values}:
             name = next((n for n in (column, *MEMBERS.get(role, ())) if n in members), None)
             if name and role != "image":
-                text = members[name].decode()
+                text = members[name].decode("utf-8-sig")
                 values[column] = text if role == "text" else text.strip()
             elif name:
                 values[column] = members[name]
