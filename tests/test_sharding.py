@@ -326,7 +326,7 @@ def test_buffers_that_training_changes_are_those_of_the_main_process(tiny, tmp_p
 def test_evaluations_without_broadcast_buffers_have_those_of_the_checkpoint(tiny, tmp_path):
     project, run = with_task(tiny, tmp_path, BATCH_NORM), tmp_path / "run"
     flags = ["--ddp.broadcast_buffers", "false", "--eval_every", 3, "--output_dir", run]
-    train(project, "cpu_multi", 2, *flags)
+    assert "deprecated" not in train(project, "cpu_multi", 2, *flags)
     train(project, "cpu", 1, *flags, "--eval_only", "true")
     evaluated = json.loads((run / "evaluation" / "metrics.json").read_text())["eval_loss"]
     assert lines(run, "eval_loss")[-1]["eval_loss"] == pytest.approx(evaluated, rel=1e-6)

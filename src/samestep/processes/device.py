@@ -63,6 +63,8 @@ def accelerator_options(cfg: Any) -> dict[str, Any]:
     os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     # accelerate 1.15 slices its mesh in a way that torch 2.13 warns of, on every process.
     warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+    # accelerate knows no newer name for it.
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
     compression = DDPCommunicationHookType(cfg.gradient_compression.replace("none", "no"))
     unused = cfg.ddp.find_unused_parameters and not cfg.ddp.static_graph
     ddp = DistributedDataParallelKwargs(
