@@ -270,12 +270,14 @@ with shutdown.signals_blocked():
     child.start()
 child.join()
 assert child.exitcode == 7, child.exitcode
+ready = multiprocessing.Event()
 def of_the_task():
     os.kill(os.getpid(), signal.SIGINT)
+    ready.set()
     time.sleep(60)
 child = multiprocessing.Process(target=of_the_task)  # as those of a Pool
 child.start()
-time.sleep(0.5)
+ready.wait()
 child.terminate()
 child.join()
 assert child.exitcode == -signal.SIGTERM, child.exitcode
