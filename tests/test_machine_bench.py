@@ -44,6 +44,7 @@ THIRD = [100, 100, 100, 70]
         ([100] * 3 + [25], [700] * 4, STEPS.format(25), "50%", ["325 unequal", "300 leave"]),
         ([100] * 4, [700] * 3 + [350], PRODUCTS, "20%", ["400 use", "400 unequal", "300 leave"]),
         ([100, 45], [700] * 2, "slow device: process 1", "50%", ["145 unequal", "100 leave"]),
+        ([100, 40], [300, 700], "slow device: process 0", "20%", ["140 unequal", "80 use"]),
         ([100] * 3 + [81], [700] * 4, "no device is more than 20% behind the fastest", "", []),
         ([0, 0], [700, 70], "slow device", "", []),
         ([0, 0], [700, 0], "", "", []),
@@ -55,7 +56,8 @@ def test_slow_devices_are_named_with_what_to_do(steps, products, first, rule, wa
     assert lines[0].startswith(first) if first else not lines
     found = [re.match(r"\d\. at most (\d+) samples/s: (\w+)", line) for line in lines]
     found = [" ".join(each.groups()) for each in found if each]
-    assert found[: len(ways)] == ways and len(found) == 3 * bool(ways)
+    most = 2 if products[0] == 300 else 3  # not all can be left out
+    assert found[: len(ways)] == ways and len(found) == most * bool(ways)
     assert not rule or f"rule of thumb, for more than {rule} behind: " in "\n".join(lines)
     if steps == THIRD:
         assert 'unequal shares: --device_shares "[1.43, 1.43, 1.43, 1]", or auto' in lines[-3]

@@ -256,15 +256,18 @@ def advise(
     if not all(steps):
         return [*lines, "what to do about it is not known: not all training steps were measured"]
     useless = [rank for rank, share in behind.items() if share > LEFT_OUT]
+    if len(useless) == len(steps):  # each in something else
+        useless = []
     out = sorted(useless or behind)
     left = [speed for rank, speed in enumerate(steps) if rank not in out]
     shares = ", ".join(f"{speed / min(steps):.3g}" for speed in steps)
     ways = {  # the samples per second that each gives; of equal ones the simplest comes first
         "use all equally: --device_shares equal": len(steps) * min(steps),
         f'unequal shares: --device_shares "[{shares}]", or auto': sum(steps),
-        f"leave out {place_of(out)}: in the YAML num_processes {len(left)}, and gpu_ids without "
-        "these devices": len(left) * min(left),
     }
+    if left:
+        way = f"leave out {place_of(out)}: in the YAML num_processes {len(left)}, and gpu_ids "
+        ways[f"{way}without these devices"] = len(left) * min(left)
     rule = f"{UNEQUAL:.0%} behind: unequal shares"
     rule = f"{LEFT_OUT:.0%} behind: leave out {place_of(out)}" if useless else rule
     return [
