@@ -456,7 +456,7 @@ def test_both_precisions_train_the_same_steps(tmp_path, task):
 @pytest.mark.parametrize(
     "words, error",
     [
-        ([], "runs/precision is no folder of this program; give another --report"),
+        ([], "runs/precision has other content; remove it, or give another --report"),
         (["--max_steps=9"], "precision decides on --max_steps itself; give --steps"),
         (["--check"], "precision decides on --check itself; leave it out"),
         (["--output_dir", "runs/x"], "precision decides on --output_dir itself; leave it out"),

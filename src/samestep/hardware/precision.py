@@ -44,7 +44,7 @@ def run(
     folder = options.report / "precision"
     mark = folder / ".of-hardware"
     if folder.exists() and not mark.exists():  # a folder of someone else is not replaced
-        raise UserError(f"{folder} is no folder of this program; give another --report")
+        raise UserError(f"{folder} has other content; remove it, or give another --report")
     remove(folder)
     mark.mkdir(parents=True)
     runs = {"fp32": folder / "fp32", options.mixed: folder / options.mixed}
