@@ -269,7 +269,7 @@ def scaling(here: Place) -> Iterator[Row]:
         raise RuntimeError(reason)
     for row in json.loads((here.output / "scaling-gpu.json").read_text())["rows"]:
         name, note = f"{row['scaling']} scaling, {row['devices']}", f"{row['efficiency']:.0%}"
-        yield here.row(name, row["loss terms/s"], "loss terms/s", f"efficiency {note}")
+        yield here.row(name, row["items/s"], "items/s", f"efficiency {note}")
 
 
 # In this order; each with the minutes that it may take.

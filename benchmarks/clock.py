@@ -64,7 +64,7 @@ def mark_on_device(values) -> None:
 
 
 class Counter(TorchDispatchMode):
-    """Counts FLOPs, loss terms, losses, and host waits: values that the CPU waits for.
+    """Counts FLOPs, items in the loss, losses, and host waits: values that the CPU waits for.
 
     The loss is read where all losses of tokens pass, in nll_loss_forward.
     """
@@ -72,7 +72,7 @@ class Counter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.flops, self.waits = 0, 0
-        self.losses: list[tuple[float, int]] = []  # of each loss: sum, loss terms
+        self.losses: list[tuple[float, int]] = []  # of each loss: sum, items in the loss
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

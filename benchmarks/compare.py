@@ -5,7 +5,7 @@
 
 The peers are those of peers.py. A process of each waits while another one trains: a round lets
 each of them train some steps, in turn. So what slows the machine for a while slows all of them.
-Before that their work is counted, and has to be the same: loss terms, FLOPs, and the losses.
+Before that their work is counted, and has to be the same: items in the loss, FLOPs, and the losses.
 """
 
 import argparse
@@ -163,7 +163,7 @@ def prepare(project: Path, size: Size, folder: Path) -> Work:
 
 
 def count(run: Run) -> dict:
-    """What the peer did in its first steps: FLOPs, loss terms and host waits a step; losses."""
+    """What the peer did in its first steps: FLOPs, loss items and host waits a step; losses."""
     answers = run.answers()
     losses = []
     for step in zip(*(each["losses"] for each in answers), strict=False):

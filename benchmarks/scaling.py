@@ -74,7 +74,7 @@ def rows_of(found: dict[str, dict[int, list[float]]]) -> list[dict]:
                 {
                     "scaling": kind,
                     "devices": number,
-                    "loss terms/s": median(speeds),
+                    "items/s": median(speeds),
                     "speed-up": middle,
                     "range": [low, high],
                     "efficiency": middle / number,
@@ -88,11 +88,11 @@ def describe(report: dict) -> str:
     from rich import box
     from rich.table import Table
 
-    shown = Table("scaling", "devices", "loss terms/s", "speed-up", "efficiency", box=box.MARKDOWN)
+    shown = Table("scaling", "devices", "items/s", "speed-up", "efficiency", box=box.MARKDOWN)
     for row in report["rows"]:
         low, high = row["range"]
         speed_up = f"{row['speed-up']:.2f} ({low:.2f} to {high:.2f})"
-        cells = [row["scaling"], str(row["devices"]), f"{row['loss terms/s']:,.0f}", speed_up]
+        cells = [row["scaling"], str(row["devices"]), f"{row['items/s']:,.0f}", speed_up]
         shown.add_row(*cells, f"{row['efficiency']:.0%}")
     return f"{compare.markdown(shown)}\n\n{compare.about(report)}"
 

@@ -100,10 +100,10 @@ def watch_steps():
     from samestep.report import tracking
     from samestep.training.loading import TrainLoader
 
-    take, write, steps = TrainLoader.take, tracking.Log.write, []
+    take, write, steps = TrainLoader.next_step, tracking.Log.write, []
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS") == "true"
 
-    def take_and_begin(reader):
+    def next_step_and_begin(reader):
         first = len(steps) == 1 and "--exact" in sys.argv
         if steps and waits and not steps[-1] and not first and not offload:
             lines = ", ".join(waits)
@@ -117,7 +117,7 @@ def watch_steps():
             steps[-1] = True
         return write(log, line)
 
-    TrainLoader.take, tracking.Log.write = take_and_begin, write_line
+    TrainLoader.next_step, tracking.Log.write = next_step_and_begin, write_line
 
 
 # ---- The modes -----------------------------------------------------------------------------------

@@ -242,18 +242,19 @@ def test_best_fit_wastes_less_than_a_hundredth(pack):
     assert sum(lengths) / (len(lengths) * max(lengths)) < 0.6  # each padded to the longest
 
 
-@pytest.mark.parametrize("policy", ["split", "cut"])
+@pytest.mark.parametrize("policy", ["split", "truncate"])
 def test_what_is_too_long_is_split_or_cut_and_said(task, prepare, capsys, policy):
     texts = [" ".join([str(i)] * 40) for i in range(100, 130)]
-    fields = {"context_length": 24, "packing": "best_fit", "too_long": policy}
+    fields = {"context_length": 24, "packing": "best_fit", "overlong": policy}
     cfg, prepared, parts = prepare([(text,) for text in texts], **fields)
     limit = "24 tokens (the most that a row or the model holds)"
-    said = f"28 of 28 texts are longer than {limit} and were {policy}"
+    done = {"split": "split", "truncate": "truncated"}[policy]
+    said = f"28 of 28 texts are longer than {limit} and were {done}"
     assert said in (out := capsys.readouterr().out)
     held = f"2 ({len(parts[1])} rows of tokens) to evaluate on"
     assert f"\nPrepared: 30 documents read, 28 to train on, {held}\n" in out
     counts = [task.count(task.collate([*part])) for part in parts]
-    if policy == "cut":
+    if policy == "truncate":
         assert counts[0] == 28 * 24
     else:  # every token of a text, and its end, is the label of one piece
         tokenizer = corpus.load_tokenizer(cfg, prepared)

@@ -248,11 +248,13 @@ def test_files_of_other_endings_are_texts_where_the_fields_name_them(task, confi
             path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     (named / "left.html").write_text("out")
     wanted = labels(task, config(plain))[1:]
-    found = labels(task, config(named, endings=".md, .py,.1"))[1:]
+    found = labels(task, config(named, file_extensions=".md, .py,.1"))[1:]
     assert all(map(torch.equal, found, wanted)) and len(wanted[0])
     for wrong in ("md", ".csv", ".a b"):
-        with pytest.raises(ValueError, match="task.endings: '.*' cannot be read as text; write"):
-            task.prepare_data(config(named, endings=wrong))
+        with pytest.raises(
+            ValueError, match="task.file_extensions: '.*' cannot be read as text; write"
+        ):
+            task.prepare_data(config(named, file_extensions=wrong))
 
 
 # ---- Interruptions -------------------------------------------------------------------------------

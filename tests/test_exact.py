@@ -283,7 +283,7 @@ def ways(count, ranks):
 @pytest.mark.parametrize("least", [0, 1])
 def test_no_way_to_deal_takes_less_time(batches, speeds, least):
     for count in range(least * len(speeds), 15):
-        shares = batches.deal(count, speeds, least)
+        shares = batches.assign_micro_batches(count, speeds, least)
         assert sum(shares) == count and min(shares) >= least
         best = min(
             batches.busiest(way, speeds) for way in ways(count, len(speeds)) if min(way) >= least

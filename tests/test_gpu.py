@@ -192,7 +192,7 @@ import torch
 import train
 from samestep.step import monitor
 from samestep.training.loading import TrainLoader
-take, add, taken = TrainLoader.take, monitor.StepMonitor.add, []
+take, add, taken = TrainLoader.next_step, monitor.StepMonitor.add, []
 def begin(reader):
     taken.append(reader)
     torch.cuda.set_sync_debug_mode("error" if len(taken) > 3 else "default")
@@ -200,7 +200,7 @@ def begin(reader):
 def end(*arguments):
     torch.cuda.set_sync_debug_mode("default")
     return add(*arguments)
-TrainLoader.take, monitor.StepMonitor.add = begin, end
+TrainLoader.next_step, monitor.StepMonitor.add = begin, end
 sys.argv[0] = "train.py"
 train.shutdown.run(train.main, train.prepare)
 """

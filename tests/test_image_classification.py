@@ -179,7 +179,7 @@ def test_transparent_images_are_counted_and_their_ground_is_part_of_the_data(
 
 
 def test_a_full_disk_is_one_line_and_no_fault_of_an_image(kit, config, tmp_path, monkeypatch):
-    cfg = config(folders(tmp_path / "a"), corrupt="skip")
+    cfg = config(folders(tmp_path / "a"), unreadable_images="skip")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0))
         assert re.match(r"task.cache_dir: .*: No space left .*decoded_gb", refusal(kit, cfg))
@@ -199,9 +199,9 @@ def test_unreadable_images_are_refused_or_named_and_left_out(
     Image.fromarray(deep).save(root / "blue" / "0.png")
     said = refusal(kit, config(root))
     assert said.startswith(f"task.data: cannot read {root}/blue/0.png: its pixels have more")
-    assert "of 48 images 14 cannot" in said and "--task.corrupt skip" in said
+    assert "of 48 images 14 cannot" in said and "--task.unreadable_images skip" in said
     capsys.readouterr()
-    _, _, parts = prepare(root, corrupt="skip")
+    _, _, parts = prepare(root, unreadable_images="skip")
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 12 and printed[-1].endswith("left out: 14 unreadable")
     assert printed[2].startswith(f"left out: {root}/green/3.png: ")
@@ -213,9 +213,9 @@ def test_classes_are_those_that_can_be_read_and_no_name_is_too_long(kit, config,
     root, rows = folders(tmp_path / "a"), folders(tmp_path / "b")
     for path in [*(root / "red").iterdir(), *(root / "blue").iterdir()]:
         path.write_bytes(b"no image")
-    said = refusal(kit, config(root, corrupt="skip"))
+    said = refusal(kit, config(root, unreadable_images="skip"))
     assert "has 8 images of 1 classes (green); give at least two classes" in said
-    given = config(folders(tmp_path / "c"), corrupt="skip", validation_data=str(root))
+    given = config(folders(tmp_path / "c"), unreadable_images="skip", validation_data=str(root))
     assert kit.task.prepare_data(given)  # of its three classes green alone can be read
     named = [{"image": f"{n}/{i}.png", "label": n} for n in COLORS for i in range(8)]
     table = write_table(rows, [*named, {"image": "x" * 300, "label": "red"}], "csv")
@@ -224,7 +224,7 @@ def test_classes_are_those_that_can_be_read_and_no_name_is_too_long(kit, config,
         said.startswith(f"task.data: cannot read {table}, line 26: xxx")
         and "of 25 images 1" in said
     )
-    assert sum(map(len, prepare(table, corrupt="skip")[2])) == 24
+    assert sum(map(len, prepare(table, unreadable_images="skip")[2])) == 24
 
 
 @pytest.mark.parametrize("kind", ["digits", "skip", "csv", "parquet of bytes"])
@@ -232,7 +232,7 @@ def test_rows_are_the_same_decoded_and_from_the_files(
     task, prepare, tmp_path, monkeypatch, capsys, kind
 ):
     monkeypatch.setattr(task.image_store, "BLOCK", 7)
-    fields = {"stored_size": 9, "corrupt": "skip" if kind == "skip" else "refuse"}
+    fields = {"cache_image_size": 9, "unreadable_images": "skip" if kind == "skip" else "refuse"}
     data = "digits"
     if kind == "skip":
         data = folders(tmp_path / "a", 12, ("png", "jpg", "webp", "gif"))
@@ -488,7 +488,7 @@ def test_the_digits_are_learnt_and_a_pipeline_agrees(baked, task, trained, tmp_p
         assert (output / name).stat().st_size > 10_000
     logging.set_verbosity_error()
     monkeypatch.chdir(baked.path)
-    cfg = task.TaskConfig(stored_size=32)  # as in the default recipe
+    cfg = task.TaskConfig(cache_image_size=32)  # as in the default recipe
     _, rows = task.datasets(cfg, task.prepare_data(cfg))
     files = [str(tmp_path / f"{i}.png") for i in range(len(rows))]
     for file, row in zip(files, rows, strict=True):

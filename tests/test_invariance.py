@@ -165,7 +165,7 @@ def test_noise_that_the_model_draws_follows_the_cut_and_comes_back(vae, tmp_path
 
 def test_evaluation_counts_each_sample_once_on_any_number_of_processes(tiny, tmp_path):
     """11 rows, which neither 2 nor 3 processes share equally, in batches of 2. Every second one
-    has no loss terms."""
+    has no items in the loss."""
     flags = ["--global_batch_size", 6, "--max_steps", 4, "--eval_every", 1, "--task.silent", 2]
     for processes in (1, 2, 3):
         tiny.train(processes, "--output_dir", tmp_path / str(processes), *flags)

@@ -273,7 +273,11 @@ def test_no_batch_of_an_evaluation_has_rows_of_two_sources(shares):
     plans = [batches.StepPlan(16, 2, shares, rank) for rank in range(len(shares))]
     samplers = [batches.EvaluationSampler(plan, rows) for plan in plans]
     dealt = [list(sampler) for sampler in samplers]
-    assert {*map(len, dealt)} == {*map(len, samplers)} == {max(batches.deal(6, shares))}
+    assert (
+        {*map(len, dealt)}
+        == {*map(len, samplers)}
+        == {max(batches.assign_micro_batches(6, shares))}
+    )
     kept = [part for each in dealt for part in each if part != [10]]
     assert kept == [[0, 1], [2, 3], [4], [5], [6, 7], [8, 9]]
     for sampler, each in zip(samplers, dealt, strict=True):

@@ -270,9 +270,9 @@ def test_of_steps_and_epochs_the_one_that_was_asked_for_counts(
     words = ["--config", tmp_path / "mine.yaml", *flags, "--output_dir", tmp_path / "run"]
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
     with train_module(ROOT / "tests" / "tasks" / "tiny.py") as train:
-        point = train.prepare().point
-    assert point.max_steps == steps
-    *length, warm_up = point.remarks
+        resume_point = train.prepare().resume_point
+    assert resume_point.max_steps == steps
+    *length, warm_up = resume_point.remarks
     assert "; ".join(length) == said or said in "; ".join(length) and said
     rises = "the learning rate rises to the end: warmup_steps is 50, and the run has"
     assert warm_up.startswith(f"{rises} {steps}")

@@ -106,7 +106,7 @@ def test_the_whole_backward_pass_counts(clock):
     accelerator = SimpleNamespace(gradient_accumulation_steps=1, step=0, parallelism_config=None)
     _, stopwatch = make_meter()
     gradients = sums.StepGradients(accelerator, Others(), model, False, stopwatch)
-    gradients.begin(batches.StepPlan(1, 1))
+    gradients.start_step(batches.StepPlan(1, 1))
     with gradients.micro_batch(0, {}):
         (model[0] * Slow.apply(model[1])).backward()
         clock(5)
@@ -266,8 +266,8 @@ def test_a_gpu_has_its_memory_in_the_profile_or_is_left_to_nsight(monkeypatch, t
     profile = speed.Profiler(meter, [3, 4, 10], tmp_path)
     for step in range(4, 16):
         called.append(step)
-        profile.begin(step)
-        profile.end(step)
+        profile.start_step(step)
+        profile.end_step(step)
     before, after = called[: called.index(13)], called[called.index(15) :]
     assert before == [*range(4, 13)] and after == [15]
     recorded = ["memory", "snapshot", "memory"] if not nsys else ["start", "ranges", "stop"]

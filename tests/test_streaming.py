@@ -680,7 +680,7 @@ def test_damaged_archives_and_rows(config, tmp_path):
     train, _ = datasets(cfg)
     with pytest.raises(ValueError, match="cannot read .*part-001.tar, row 3: its format is none"):
         train[8 + 3]
-    cfg = config(data, validation_data=str(data / "part-000.tar"), corrupt="skip")
+    cfg = config(data, validation_data=str(data / "part-000.tar"), unreadable_images="skip")
     train, _ = datasets(cfg)
     assert equal([train[8 + 3]], [train[8 + 4]])  # the next row in its place
 

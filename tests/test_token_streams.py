@@ -209,7 +209,7 @@ ROWS = ["some words " * 20] * 5
     [
         (reads(rows="prompt"), "rows is 'prompt' but must be text while task.streaming is true"),
         (reads(packing="best_fit"), "packing is 'best_fit' but must be stream while task.stre"),
-        (reads(endings=".md"), "task.endings .*while task.streaming is true"),
+        (reads(file_extensions=".md"), "task.file_extensions .*while task.streaming is true"),
         (reads(prompt_column="question"), "task.prompt_column .* where task.rows is text"),
         (reads(data="a.tar:2,b.tar:1"), "but must be one folder or URL of shards"),
         (reads(data="manual"), "manual is not a folder or URL of shards"),

@@ -10,11 +10,11 @@ The YAML after --config_file owns the hardware: processes, devices, precision. T
 --config owns the mathematics, and flags override it. The hardware never changes the result. The
 samples of a step and its learning rate are functions of the step; random numbers are functions of
 the step and the micro-batch. The gradient is that of the summed losses of the step, divided by its
-number of loss terms. So the loop has no state but the step, and the same command continues a run
-that was killed.
+number of items in the loss. So the loop has no state but the step, and the same command resumes a
+run that was killed.
 """
 
-import samestep.base.begin  # noqa: F401  # isort: skip
+import samestep.base.preflight  # noqa: F401  # isort: skip
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -185,7 +185,7 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports as the config says; the exit code. Raises UserError."""
     cfg, run = start.cfg, Run(start, ranks, stop, task)
     if run.nothing_to_do:
-        return run.explain()
+        return run.print_summary()
 
     # Create the accelerator. Its devices, precision and sharding are those of the YAML.
     accelerator = Accelerator(
@@ -193,9 +193,9 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         project_dir=cfg.output_dir,
         **device.accelerator_options(cfg),
     )
-    run.use(accelerator)
+    run.set_accelerator(accelerator)
     if accelerator.is_main_process:
-        run.begin()  # writes config.yaml and the status, starts the tracker
+        run.start_logging()  # writes config.yaml and the status, starts the tracker
 
     # Build the model and its optimizer, and prepare them.
     model = run.build_model()
@@ -204,23 +204,23 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
         model, optimizer = accelerator.prepare(module, optimizer)
     gradients = StepGradients(accelerator, ranks, model, cfg.exact, run.meter.stopwatch)
 
-    # Build the loaders. Their samplers deal the batches; each is moved to the device in its turn.
+    # Build the loaders. Their samplers assign the batches to the processes.
     train_data, eval_data = start.data
     eval_loader = EvalLoader(run, eval_data)
     train_loader = TrainLoader(run, train_data, eval_loader)
 
-    # Continue from a checkpoint, or begin at step 0. A step without scores is yet to be evaluated.
+    # Resume from a checkpoint, or start at step 0. A step without scores is yet to be evaluated.
     saver = Saver(run, model, optimizer)
     step, scores = saver.load()
     sums, stopped = None, False
-    eval_loader.try_batch(model)
+    eval_loader.try_evaluation(model)
     log = RunLog(run, train_loader)
 
     # Train. From here on a signal is answered between two steps. They are counted from 1.
     stop.training = not cfg.eval_only
     model.train()
     run.meter.start()
-    train_loader.fetch()
+    train_loader.prefetch()
     while True:
         last = step == run.last_step
 
@@ -232,59 +232,60 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
                 log.note(**scores)
 
         # Save.
-        if step and (due(step, cfg.save_every, last or stopped, run) or saver.wants(step, scores)):
+        is_due = due(step, cfg.save_every, last or stopped, run)
+        if step and (is_due or saver.should_save(step, scores)):
             saver.save(step, scores, log)
         if last or stopped:
             break
 
-        # Take the micro-batches of the next step, and the number of its loss terms.
+        # Take the micro-batches of the next step, and its number of items in the loss.
         step, scores, sums = step + 1, None, None
-        log.begin(step)
-        micro_batches, terms = train_loader.take()
-        gradients.begin(train_loader.plan)
+        log.start_step(step)
+        micro_batches, num_items = train_loader.next_step()
+        gradients.start_step(train_loader.plan)
         lr = lr_at(step, cfg, run.last_step)
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # Add up the gradients of sum(losses) / terms, however the step is cut and dealt.
-        losses = []
+        # Add up the gradients of sum(losses) / num_items, on any number of processes.
+        losses, scale = [], gradients.divisor / max(num_items, 1)
         for number, batch in micro_batches:
             batch = send_to_device(batch, accelerator.device, non_blocking=True)
             seed_micro_batch(cfg.seed, step, number)  # dropout, by micro-batch and not by process
             with accelerator.accumulate(model), gradients.micro_batch(number, batch):
                 loss = model(task.loss_sum, batch)
-                accelerator.backward(gradients.guard(loss) * (gradients.averaged / max(terms, 1)))
+                accelerator.backward(gradients.nan_if_not_finite(loss) * scale)
             losses.append(loss.detach())
 
-        # Fetch the next step while the device computes this one.
-        train_loader.fetch()
+        # Prefetch the next step while the device computes this one.
+        train_loader.prefetch()
 
         # Update the weights, unless the gradient is not finite.
-        gradients.complete()
+        gradients.reduce()
         norm = gradients.clip(cfg.max_grad_norm)
         skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
 
         # Log. Only a line of metrics waits for the device.
-        log.add(terms, losses, norm, lr)
-        last, stopped = step == run.last_step, train_loader.stop_seen()
+        log.add(num_items, losses, norm, lr)
+        last, stopped = step == run.last_step, train_loader.should_stop()
         intervals = (cfg.log_every, cfg.eval_every, cfg.save_every)
         if any(due(step, every, last or stopped, run) for every in intervals):
             log.write_means()
         saver.log_commits(log)
     saver.finish(log)
 
-    # Export the last model or the best, unless the run is to be continued.
-    exported, whole = step, None
+    # Export the last model or the best, unless the run is to be resumed.
+    exported, full_model = step, None
     if not stopped:
         if cfg.export == "best" and not cfg.eval_only:
             exported = saver.load_best() or step
         if exported < step or sums is None:  # it has not just been evaluated
             scores, sums = evaluate(run, model, eval_loader, can_stop=False)
-        whole = export(run, model, exported, scores)
+        full_model = export(run, model, exported, scores)
     accelerator.wait_for_everyone()
-    return finish(run, log, saver, whole, sums, exported)
+    return finish(run, log, saver, full_model, sums, exported)
 
 
 def prepare() -> RunStart:

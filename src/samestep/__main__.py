@@ -10,7 +10,7 @@ example    lists whole task files, or writes one
 eject      lays the library's source beside train.py, to be changed
 """
 
-import samestep.base.begin  # noqa: F401  # isort: skip
+import samestep.base.preflight  # noqa: F401  # isort: skip
 import importlib
 import sys
 

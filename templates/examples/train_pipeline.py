@@ -11,7 +11,7 @@ by 1F1B, of torch.distributed.pipelining. Samples, losses, norms, learning rates
 those of train.py: a run moves there and back.
 """
 
-import samestep.base.begin  # noqa: F401  # isort: skip
+import samestep.base.preflight  # noqa: F401  # isort: skip
 import os
 import sys
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from samestep.settings.config import ONE_COMMAND, parse_config
 from samestep.settings.mesh import STAGES, TP
 from samestep.start.startup import RunStart, prepare_run
 from samestep.step.monitor import skip_unless_finite
-from samestep.step.sharding import local, whole
+from samestep.step.sharding import full_tensor, local
 from samestep.training.ending import export, finish
 from samestep.training.loading import EvalLoader, TrainLoader
 from samestep.training.log import RunLog
@@ -116,12 +116,16 @@ class Pipeline(torch.nn.Module):
         if not self.last:
             return result
         self.losses.append(result.detach())
-        return (result * (1 + 0 * result.detach()) / self.terms)[None]
+        return (result * (1 + 0 * result.detach()) / self.num_items)[None]
 
-    def gradients(self, micro_batches: list, terms: int) -> list[torch.Tensor]:
-        """Computes the gradient of sum(losses) / terms for the micro-batches of this replica.
+    def gradients(self, micro_batches: list, num_items: int) -> list[torch.Tensor]:
+        """Computes the gradient of sum(losses) / num_items for the micro-batches of this replica.
         Returns the losses; zeros before the last stage."""
-        self.terms, self.losses, batches = max(terms, 1), [], [each for _, each in micro_batches]
+        self.num_items, self.losses, batches = (
+            max(num_items, 1),
+            [],
+            [each for _, each in micro_batches],
+        )
         batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
         batch = send_to_device(batch, self.device, non_blocking=True)
         first = [] if self.stage else [batch["input_ids"]]
@@ -136,7 +140,7 @@ class Pipeline(torch.nn.Module):
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         for each in [dist.all_reduce(local(g), group=self.copies, async_op=True) for g in grads]:
             each.wait()
-        square = torch.stack([whole(g.norm()) for g in grads]).square().sum()
+        square = torch.stack([full_tensor(g.norm()) for g in grads]).square().sum()
         dist.all_reduce(square, group=self.replica)
         scale = ((max_norm or torch.inf) / (square.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([local(g) for g in grads], scale)
@@ -144,7 +148,7 @@ class Pipeline(torch.nn.Module):
 
     def state_dict(self, *_, **__) -> stages.Batch:
         """All weights on the main process, for the export, which all processes must call."""
-        own = {f"model.{name}": whole(v) for name, v in self.model.state_dict().items()}
+        own = {f"model.{name}": full_tensor(v) for name, v in self.model.state_dict().items()}
         everywhere = self.run.ranks.gather([*own])[: self.count * self.tp : self.tp]
         for stage, name in [(i, name) for i, names in enumerate(everywhere) for name in names]:
             rank = stage * self.tp
@@ -164,13 +168,13 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     """Trains, evaluates, saves and exports: the loop of train.py, which explains it."""
     cfg, run = start.cfg, Run(start, ranks, stop, task)
     if run.nothing_to_do:
-        return run.explain()
+        return run.print_summary()
     options = device.accelerator_options(cfg)
     tracker = None if cfg.tracker == "none" else cfg.tracker
     accelerator = Accelerator(log_with=tracker, project_dir=cfg.output_dir, **options)
-    run.use(accelerator)
+    run.set_accelerator(accelerator)
     if accelerator.is_main_process:
-        run.begin()
+        run.start_logging()
     pipeline = Pipeline(run)
     optimizer = train.build_optimizer(pipeline.model, cfg)
     with run.preparing(pipeline.model, optimizer):
@@ -179,13 +183,13 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
     train_loader = TrainLoader(run, start.data[0], eval_loader)
     saver = Saver(run, pipeline, optimizer)
     (step, scores), sums, stopped = saver.load(), None, False
-    eval_loader.try_batch(pipeline)
+    eval_loader.try_evaluation(pipeline)
     log = RunLog(run, train_loader)
 
     stop.training = not cfg.eval_only
     pipeline.train()
     run.meter.start()
-    train_loader.fetch()
+    train_loader.prefetch()
     while True:
         last = step == run.last_step
         if step and not scores and not stopped and train.due(step, cfg.eval_every, last, run):
@@ -193,26 +197,26 @@ def main(start: RunStart, ranks: Ranks, stop: shutdown.StopRequest) -> int:
             stopped = scores is None
             log.note(**(scores or {}))
         due = train.due(step, cfg.save_every, last or stopped, run)
-        if step and (due or saver.wants(step, scores)):
+        if step and (due or saver.should_save(step, scores)):
             saver.save(step, scores, log)
         if last or stopped:
             break
 
         # The gradient of the next step, and the update.
         step, scores, sums = step + 1, None, None
-        log.begin(step)
-        micro_batches, terms = train_loader.take()
+        log.start_step(step)
+        micro_batches, num_items = train_loader.next_step()
         lr = train.lr_at(step, cfg, run.last_step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        losses = pipeline.gradients(micro_batches, terms)
-        train_loader.fetch()
+        losses = pipeline.gradients(micro_batches, num_items)
+        train_loader.prefetch()
         norm = pipeline.clip(cfg.max_grad_norm)
         skip_unless_finite(optimizer, norm)
         optimizer.step()
         optimizer.zero_grad()
-        log.add(terms, losses, norm, lr)
-        last, stopped = step == run.last_step, train_loader.stop_seen()
+        log.add(num_items, losses, norm, lr)
+        last, stopped = step == run.last_step, train_loader.should_stop()
         intervals = (cfg.log_every, cfg.eval_every, cfg.save_every)
         if any(train.due(step, every, last or stopped, run) for every in intervals):
             log.write_means()

@@ -4,7 +4,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
     datasets(cfg, prepared)               (train, validation)
-    collate(rows)  count(batch)           a batch of rows; the number of its loss terms
+    collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
     build_model(cfg, prepared)            the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
@@ -72,7 +72,7 @@ class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
     """What a row is. text: a text. prompt: a prompt and its completion, the loss. chat: messages
     with role and content (ShareGPT: from and value), or instruction, input and output (Alpaca); the
     assistant's are the loss. auto: the names of the columns decide; docstrings are prompts."""
-    endings: str = ""
+    file_extensions: str = ""
     """Endings of more files that are texts, such as .md,.py; they are read as .txt files are."""
     text_column: str = "text"
     """Column of the text."""
@@ -97,7 +97,7 @@ class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
     """How rows of context_length tokens are filled. stream: with one text after the other, cut
     where a row ends. best_fit: with whole texts that do not see each other. auto: stream for texts,
     best_fit for prompts and chats."""
-    too_long: Literal["split", "cut"] = "split"
+    overlong: Literal["split", "truncate"] = "split"
     """best_fit: a text that is too long continues in another row, or its end is cut off."""
     vocab_size: Vocabulary = field(default=1024, metadata=SHAPE)
     """New model: size of its byte-level BPE vocabulary, which is learnt from the training texts."""
@@ -138,7 +138,7 @@ def check_config(cfg: TaskConfig) -> None:
     ]
     fields.check_fields(cfg, rules)
     is_read = cfg.rows == "auto" or uses_best_fit(cfg)
-    fields.check_ignored_fields(cfg, [("too_long", is_read, "unless task.packing is best_fit")])
+    fields.check_ignored_fields(cfg, [("overlong", is_read, "unless task.packing is best_fit")])
     if not cfg.model_name_or_path:
         width, layers = cfg.hidden_size, cfg.num_layers
         # Rotary embeddings turn the dimensions of a head in pairs.
@@ -164,7 +164,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     longest = corpus.max_text_length(cfg, best_fit)
     return cache.prepare(
         cfg,
-        "context_length packing too_long train_on roles vocab_size model_name_or_path revision",
+        "context_length packing overlong train_on roles vocab_size model_name_or_path revision",
         lambda folder: corpus.build(cfg, formats, folder, longest, best_fit),
         row_formats.endings_of(cfg),
         more=[(data, each.kind, each.columns) for data, each in formats.items()],

@@ -4,7 +4,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
 
     prepare_data(cfg)                     what happens once, before training: download, decode
     datasets(cfg, prepared)               (train, validation)
-    collate(rows)  count(batch)           a batch of rows; the number of its loss terms
+    collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
     build_model(cfg, prepared)            the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it
@@ -62,19 +62,18 @@ class TaskConfig(DataConfig, StreamFields, ModelConfig):
     """Table: column of paths, or of images as the Hub has them."""
     label_column: str = "label"
     """Table: column of classes."""
-    corrupt: Literal["refuse", "skip"] = "refuse"
+    unreadable_images: Literal["refuse", "skip"] = "refuse"
     """Images that cannot be read: end the run, or name them and leave them out."""
     background: str = "white"
     """Colour behind transparent images, in training and in predictions: a name, or "#rrggbb"."""
     image_size: Side = field(default=32, metadata=SHAPE)
     """New model: side in pixels of the square that it sees; a pretrained model has its own."""
-    stored_size: StoredSide = 0
+    cache_image_size: StoredSide = 0
     """Side in pixels of the square that is cut from the middle of each image and kept in cache_dir;
     0: that of the model, or a seventh more if crops are random."""
     decoded_gb: fields.Gigabytes = field(default=20, metadata=NOTHING)
-    """Most gigabytes of decoded squares in cache_dir; each takes 3 x stored_size^2 bytes. Where all
-    take more, none is kept, and each image is decoded whenever it is used: the same training, which
-    needs more num_workers. Another value prepares the data again."""
+    """Maximum GB of decoded squares in cache_dir, 3 x cache_image_size^2 bytes each. Where all take
+    more, images are decoded when they are used: the same training, with more num_workers."""
     min_crop: Crop = 0.8
     """Smallest share of the square's area that a random crop keeps in training; 1: no crops."""
     flip: bool = False
@@ -132,7 +131,8 @@ def check_config(cfg: TaskConfig) -> None:
         layer = (12 if vit else 2) * cfg.hidden_size
         outside = patches + 3 * patch**2 if vit else 0
         pretrained.check_memory(cfg.hidden_size * (cfg.num_layers * layer + outside))
-    names, drops = "image_column label_column corrupt background incomplete_rows", "vit or resnet"
+    names = "image_column label_column unreadable_images background incomplete_rows"
+    drops = "vit or resnet"
     ignored = [("dropout", cfg.architecture in drops.split(), f"unless architecture is {drops}")]
     ignored += [("stages", not vit, "unless architecture is resnet or resnet_batchnorm")]
     fields.check_ignored_fields(cfg, [*ignored, (names, not digits, "where task.data is digits")])
@@ -155,7 +155,7 @@ def prepare_data(cfg: TaskConfig) -> Path:
     side = image_data.stored_side(cfg, digits)
     return cache.prepare(
         cfg,
-        "image_column label_column corrupt background decoded_gb",
+        "image_column label_column unreadable_images background decoded_gb",
         lambda folder: image_store.build(cfg, folder, side, digit_rows() if digits else None),
         image_data.readable_endings,
         more=[side],

@@ -4,7 +4,7 @@ train.py calls these functions. samestep/settings/contract.py says what each get
 
     prepare_data(cfg)                     what happens once, before training: download, tokenise
     datasets(cfg, prepared)               (train, validation)
-    collate(rows)  count(batch)           a batch of rows; the number of its loss terms
+    collate(rows)  count(batch)           a batch of rows; the number of its items in the loss
     build_model(cfg, prepared)            the model
     loss_sum(model, batch)                the loss, summed over the terms
     eval_sums(model, batch)  metrics(sums)   what evaluation adds up; the numbers from it

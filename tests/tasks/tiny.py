@@ -50,7 +50,7 @@ class TaskConfig:
     seed: int = 0
     """Of the data."""
     silent: int = 0
-    """Rows without loss terms: those whose id this number divides; 0: none."""
+    """Rows without items in the loss: those whose id this number divides; 0: none."""
     width: int = field(default=32, metadata={"changes": "shape"})
     """Of the hidden layer."""
     fail_report: bool = False
@@ -75,7 +75,7 @@ class Numbers(torch.utils.data.Dataset):
         draw = torch.Generator().manual_seed(1000 * self.cfg.seed + self.first + i)
         x = torch.randn(8, generator=draw)
         poison = float(self.cfg.poison) if i == self.cfg.poisoned else 0.0
-        # 1 to 4 loss terms: their number differs between samples.
+        # 1 to 4 items in the loss: their number differs between samples.
         counted = torch.arange(4) <= i % 4
         if self.cfg.silent and i % self.cfg.silent == 0:
             counted = torch.zeros(4, dtype=torch.bool)

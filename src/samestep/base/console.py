@@ -105,7 +105,7 @@ def one_line(text: object, longest: int = 300) -> str:
     return line
 
 
-def say(text: str) -> None:
+def print_on_main(text: str) -> None:
     """Prints text above the progress bar, on the main process only."""
     if IS_MAIN:
         tqdm.write(escaped(text, kept="\n"))

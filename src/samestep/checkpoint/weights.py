@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
-from samestep.base.console import IS_MAIN, say
+from samestep.base.console import IS_MAIN, print_on_main
 from samestep.checkpoint.optimizers import ContractCheck, restore
 from samestep.checkpoint.tensor_files import TensorReader
 from samestep.processes.device import PROCESSES
@@ -22,7 +22,7 @@ from samestep.settings import contract
 from samestep.settings.mesh import this_layout
 from samestep.step import deepspeed
 from samestep.step.batches import StepPlan
-from samestep.step.sharding import whole_groups
+from samestep.step.sharding import full_groups
 
 
 def build(make: Callable, accelerator: Accelerator, ranks: Ranks) -> torch.nn.Module:
@@ -167,7 +167,7 @@ def sync_batch_norms(
     kinds = torch.nn.modules.batchnorm._BatchNorm
     if not any(isinstance(module, kinds) for module in model.modules()):
         return model
-    say(
+    print_on_main(
         "warning: the model has BatchNorm, so its result depends on how a step is split; "
         "see docs/task.md"
     )
@@ -195,7 +195,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
             "called"
         )
     kind = {"class": type(optimizer).__name__}
-    groups = [group for group, *_ in whole_groups(optimizer.param_groups)]
+    groups = [group for group, *_ in full_groups(optimizer.param_groups)]
     return [kind | {n: v for n, v in group.items() if n != "params"} for group in groups]
 
 
@@ -327,7 +327,7 @@ class TrainingState:
                     kind = "state" if torch.is_tensor(value) else "number"
                     value = as_tensor(value, f"the optimizer's {key} of {name}")
                     tensors[f"{kind}.{name}.{key}"] = value
-        groups = zip(whole_groups(self.optimizer.param_groups), self.settings, strict=True)
+        groups = zip(full_groups(self.optimizer.param_groups), self.settings, strict=True)
         for i, ((group, *_), built) in enumerate(groups):
             for key, value in group.items():
                 if key not in ("params", "lr") and exact_repr(value) != exact_repr(built.get(key)):
@@ -375,7 +375,7 @@ class TrainingState:
             return
         reader = TensorReader(path)
         self.load_moments(reader)
-        for i, parts in enumerate(whole_groups(self.optimizer.param_groups)):
+        for i, parts in enumerate(full_groups(self.optimizer.param_groups)):
             for name in [n for n in reader.shapes if n.startswith(f"group.{i}.")]:
                 key = name.split(".", 2)[2]
                 if before[i].get(key) == now[i].get(key):

@@ -341,7 +341,7 @@ def print_skipped_files(cfg: DataConfig, endings: Iterable[str], shipped: bool =
     """
     local = "" if shipped or hub.is_hub_name(cfg.data) else cfg.data
     if counts := count_splits(local, endings):
-        splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+        splits.print_split(counts, cfg.data, cfg.validation_data == cfg.data)
     given = cfg.validation_data if cfg.validation_data != local else ""
     for name, data in (("data", local), ("validation_data", given)):
         listed, root = walk(data, endings, name) if data else [], local_path(data, name)

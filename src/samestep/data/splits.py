@@ -59,7 +59,7 @@ def choose(counts: Counter, field: str, data: str) -> str:
     return split
 
 
-def say(counts: Counter, data: str, evaluates: bool) -> None:
+def print_split(counts: Counter, data: str, evaluates: bool) -> None:
     """Prints what is done with the splits; `evaluates`: on the one for validation."""
     train = choose(counts, "data", data)
     text = f"{counts[train]:,} file{'s' * (counts[train] > 1)} to train on"

@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 
-from samestep.base.console import IS_MAIN, one_line, say
+from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.base.files import fsync
 from samestep.checkpoint.checkpoints import report_full_disk
 from samestep.checkpoint.weights import TaskModule
@@ -60,7 +60,7 @@ def run(
     }
 
     # Measure the devices, all at the same time, as in training.
-    say(f"measuring the devices: about {seconds:g} s for each figure")
+    print_on_main(f"measuring the devices: about {seconds:g} s for each figure")
     products = {
         format: measure(f"matmul {format}", devices.measure_products, format, device, seconds)
         for format in devices.formats_of(device)
@@ -71,12 +71,12 @@ def run(
 
     # Measure what connects them.
     if ranks.layout.processes > 1:
-        say("measuring the links")
+        print_on_main("measuring the links")
         section.figures += links.measure_collectives(ranks, device, seconds)
         section.figures += links.measure_pairs(ranks, device)
 
     # Measure the project's own work.
-    say("measuring the project's loader and training step")
+    print_on_main("measuring the project's loader and training step")
     section.figures += ranks.from_main(disk)
     loaders = measure(LOADER, measure_loader, project, device, workers, seconds)
     steps = [0.0] * len(names)
@@ -175,14 +175,14 @@ def measure_steps(
 
     def training_step(module: torch.nn.Module) -> Callable[[], None]:
         batch = project.batch(range(size))
-        terms = max(project.task.count(batch), 1)
+        num_items = max(project.task.count(batch), 1)
         batch = send_to_device(batch, device)
 
         def step() -> None:
             module.zero_grad()
             with accelerator.autocast():
                 loss = module(project.task.loss_sum, batch)
-            (loss / terms).backward()
+            (loss / num_items).backward()
 
         return step
 

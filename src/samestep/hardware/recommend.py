@@ -17,7 +17,7 @@ import psutil
 import torch
 import yaml
 
-from samestep.base.console import one_line, say, without_credentials
+from samestep.base.console import one_line, print_on_main, without_credentials
 from samestep.base.files import replace_text
 from samestep.checkpoint import weights
 from samestep.hardware import simulate
@@ -262,7 +262,9 @@ def study_model(project: Project, precision: str, most: int) -> tuple[Sizes, Stu
             return (*measure_model(project, model, samples, precision), "")
     except Exception as error:  # code of the task may do anything
         remark = f"not simulated, since {type(error).__name__}: {one_line(error, 150)}"
-        say("The model cannot be simulated; building it takes 4 bytes of memory per parameter")
+        print_on_main(
+            "The model cannot be simulated; building it takes 4 bytes of memory per parameter"
+        )
     samples = {n: longest_rows(project, n) for n in {1, min(most, 2)}}
     found = measure_model(project, project.build_model(), samples, precision)
     return *found, f"{remark}; computed on the CPU with 1 and 2 samples instead"

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from samestep.base.console import escaped, one_line, say
+from samestep.base.console import escaped, one_line, print_on_main
 from samestep.base.files import read_text, replace_text
 from samestep.processes.ranks import catch
 
@@ -174,13 +174,13 @@ def finish(sections: list[Section], options: argparse.Namespace, old: dict[str, 
         content[section.verb] = {"time": now, **dataclasses.asdict(section)}
     text = json.dumps(content, indent=1) + "\n"
     replace_text(path, text)
-    say(f"figures: {path}")
+    print_on_main(f"figures: {path}")
     for section in sections if old else ():
         slower += compare(section, old, options.threshold)
     failed = any(section.failures for section in sections)
     if options.baseline and not options.baseline.exists() and not failed:
         replace_text(options.baseline, text)
-        say(f"kept as the baseline, with which later calls compare: {options.baseline}")
+        print_on_main(f"kept as the baseline, with which later calls compare: {options.baseline}")
     return int(failed or (slower > 0 and options.compare is not None))
 
 
@@ -229,8 +229,8 @@ def compare(section: Section, old: dict[str, Any], limit: float) -> int:
             place = f"{section.verb}, {name}" + (f" ({where})" if where else "")
             change = f"{abs(ratio - 1):.0%} {'faster' if ratio >= 1 else 'slower'}"
             change = "only in the older report" if key not in now else change
-            say(f"{place}: {short(value)} {unit}, was {short(was)}: {change}")
+            print_on_main(f"{place}: {short(value)} {unit}, was {short(was)}: {change}")
     if before:
         missing = f"more than {limit:.0%} slower than in the older report, or missing"
-        say(f"{section.verb}: {slower} of {len(before)} figures are {missing}")
+        print_on_main(f"{section.verb}: {slower} of {len(before)} figures are {missing}")
     return slower

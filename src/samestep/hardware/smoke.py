@@ -138,14 +138,14 @@ class Trial:
         return limit * (SHARDED if self.layout.sharded else 1)
 
     def gradient(self, numbers: range) -> tuple[float, int, dict[str, np.ndarray]]:
-        """The summed loss of these micro-batches of the step, its terms, and its gradient,
+        """The summed loss of these micro-batches of the step, its num_items, and its gradient,
         computed on this process without any other, as in training."""
-        scale, losses, terms = LOSS_SCALE if self.precision == "fp16" else 1, [], 0
+        scale, losses, num_items = LOSS_SCALE if self.precision == "fp16" else 1, [], 0
         task, positions = self.project.task, self.project.rows.sort(range(self.plan.samples))
         self.model.zero_grad()
         for number in numbers:
             batch = self.project.batch(self.plan.positions(positions, number))
-            terms += task.count(batch)
+            num_items += task.count(batch)
             batch = send_to_device(batch, self.accelerator.device)
             batches.seed_micro_batch(self.cfg.seed, 1, number)
             with self.accelerator.autocast():
@@ -159,7 +159,7 @@ class Trial:
                 values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 values = values.detach().cpu().float() / scale
                 gradients[weights.bare_name(name)] = values.numpy()
-        return math.fsum(losses), terms, gradients
+        return math.fsum(losses), num_items, gradients
 
     def run_own_loop(self) -> None:
         """Runs a step of the owner's train.py on all processes; raises Wrong if it does not end as
@@ -235,14 +235,14 @@ def check_common(trial: Trial) -> str:
                 dist.broadcast(values.detach(), 0)
         loss, _, gradient = trial.everyone(trial.gradient, range(1))
         compare_alone(trial, loss, gradient)
-        loss, terms, gradient = trial.everyone(trial.gradient, trial.plan.run())
-        numbers = ranks.sum_arrays(np.array([loss, terms]) * layout.leads)
-        terms = max(numbers[1], 1)
+        loss, num_items, gradient = trial.everyone(trial.gradient, trial.plan.run())
+        numbers = ranks.sum_arrays(np.array([loss, num_items]) * layout.leads)
+        num_items = max(numbers[1], 1)
         squares = 0.0
         for values in gradient.values():  # their parts are added up in float64
             total = ranks.sum_arrays(values.astype(np.float64) * layout.leads)
-            squares += np.square(total / terms).sum()
-        trial.right = (numbers[0] / terms, math.sqrt(squares))
+            squares += np.square(total / num_items).sum()
+        trial.right = (numbers[0] / num_items, math.sqrt(squares))
     except Wrong as error:
         if is_out_of_memory(RuntimeError(str(error))):
             return "left out: one device has no room for the whole model and its gradient"

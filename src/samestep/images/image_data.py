@@ -172,7 +172,9 @@ def load_view(cfg: Any, prepared: Path | None = None) -> dict[str, Any]:
 def stored_side(cfg: Any, is_small: bool) -> int:
     """Side in pixels of the squares to keep. `is_small`: the images have no more to show."""
     side = load_view(cfg)["side"]
-    return cfg.stored_size or (side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7))
+    return cfg.cache_image_size or (
+        side if is_small or cfg.min_crop == 1 else math.ceil(side * 8 / 7)
+    )
 
 
 def smooth(label: int, view: dict[str, Any]) -> np.ndarray:

@@ -166,8 +166,8 @@ def store_images(
     Writes the squares to images.npy, uint8 (N, side, side, 3), if they take at most cfg.decoded_gb.
     Otherwise writes what StoredImages needs, with sources.arrow, to make them again.
 
-    The hash is 0 for an image that cannot be read, where cfg.corrupt is skip. Raises ValueError for
-    one otherwise, and where the disk has no room for the squares. `train`: images to train on.
+    The hash is 0 for an image that cannot be read, where cfg.unreadable_images is skip. Raises
+    ValueError for one otherwise, and where the disk has no room. `train`: images to train on.
     """
     origins, size = Sources(folder), side * side * 3
     keep = count * size <= cfg.decoded_gb * 1e9
@@ -201,7 +201,7 @@ def store_images(
     with threads, progress, open(folder / "images.npy", "wb") as file:
         if keep:
             if count * size > shutil.disk_usage(folder).free:
-                hint = "give a larger disk, or lower --task.decoded_gb, or --task.stored_size"
+                hint = "give a larger disk, or lower --task.decoded_gb, or --task.cache_image_size"
                 raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}; {hint}")
             header = {"descr": "|u1", "fortran_order": False, "shape": (count, side, side, 3)}
             np.lib.format.write_array_header_1_0(file, header)
@@ -214,11 +214,11 @@ def store_images(
             progress.update(len(block))
     for number, problem in problems[:SHOWN]:
         shown = one_line(f"{origins[number][1]}: {problem}")
-        if cfg.corrupt == "refuse":
+        if cfg.unreadable_images == "refuse":
             field = "data" if number < train else "validation_data"
             raise ValueError(
                 f"task.{field}: cannot read {shown}; of {count:,} images {len(problems):,} "
-                "cannot be read; --task.corrupt skip leaves them out"
+                "cannot be read; --task.unreadable_images skip leaves them out"
             )
         print(f"left out: {shown}", flush=True)
     if number := transparent.sum():

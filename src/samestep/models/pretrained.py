@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import psutil
 
-from samestep.base.console import one_line, say
+from samestep.base.console import one_line, print_on_main
 from samestep.base.fields import NOTHING, check_ignored_fields, is_local_name, local_path
 
 # transformers takes 4 s to import: it waits for the function that needs it.
@@ -172,7 +172,7 @@ def load_model(auto: Any, cfg: ModelConfig, head: tuple[str, ...] = (), **option
     elif own:
         remark = match_classes(model, [*own.values()], [*options["id2label"].values()], head)
     if remark:
-        say(f"{given}: {remark}")
+        print_on_main(f"{given}: {remark}")
     return model
 
 

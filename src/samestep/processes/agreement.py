@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from samestep import __version__
-from samestep.base.begin import installed_version
 from samestep.base.console import IS_MAIN, one_line
 from samestep.base.fields import flatten
+from samestep.base.preflight import installed_version
 from samestep.processes.ranks import PROCESSES, Ranks, UserError, as_user_error, some
 
 LIBRARY = Path(__file__).resolve().parents[1]

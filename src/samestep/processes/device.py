@@ -18,7 +18,7 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
-from samestep.base.console import say
+from samestep.base.console import print_on_main
 from samestep.settings.accelerate_yaml import without_gpu
 from samestep.settings.mesh import this_layout
 
@@ -109,9 +109,11 @@ def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
         raise ValueError("exact adds in float64, which Apple's GPUs do not have; use cpu.yaml")
     if cfg.exact and accelerator.device.type == "cpu" and torch.get_num_threads() > 1:
         torch.set_num_threads(1)  # sums depend on the number of threads
-        say("exact computes with one thread for each process; more processes use more cores")
+        print_on_main(
+            "exact computes with one thread for each process; more processes use more cores"
+        )
     if this_layout().sharded and not this_layout().deepspeed and torch_has(LEAK):
-        say(
+        print_on_main(
             f"warning: torch {torch.__version__} loses memory in each step where weights are "
             "sharded (pytorch#188174); for a long run install 2.12 or newer, or 2.9"
         )
@@ -120,9 +122,9 @@ def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
     if parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or zero != "none":
         torch.set_num_threads(max(torch.get_num_threads(), cores_per_process()))
     if cfg.tf32 and (accelerator.device.type != "cuda" or accelerator.mixed_precision != "no"):
-        say("warning: tf32 is true, but only a GPU in fp32 reads it")
+        print_on_main("warning: tf32 is true, but only a GPU in fp32 reads it")
     if cfg.gradient_compression != "none" and PROCESSES == 1:
-        say("warning: gradient_compression is set, but one process sends no gradients")
+        print_on_main("warning: gradient_compression is set, but one process sends no gradients")
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -156,7 +156,7 @@ class Meeting:
 
     # The main thread
 
-    def say(self, **entries: Any) -> None:
+    def post(self, **entries: Any) -> None:
         """Tells the others something of this process."""
         self.own |= entries
         self.news.set()
@@ -176,7 +176,7 @@ class Meeting:
         seconds.
         """
         self.preparing = False
-        self.say(address=own_address())
+        self.post(address=own_address())
         began = time.monotonic()
         line_due = began + FIRST_LINE
         while not self.all["met"]:
@@ -193,7 +193,7 @@ class Meeting:
             time.sleep(0.02)
         if self.unit == "process":
             return self.open_store(datetime.timedelta(seconds=timeout))
-        self.say(left=True)  # the launchers can meet at this port when the first has ended
+        self.post(left=True)  # the launchers can meet at this port when the first has ended
         self.wait_while(lambda: not (self.lost or self.serves and self.all["left"]), LINGER)
         self.end()
         return None
@@ -297,7 +297,7 @@ class Meeting:
         patience = LINGER if self.preparing and not stopped else GRACE
         self.preparing = False
         told = self.all["problems"] or self.lost
-        self.say(left=True, problem=None if told else {**problem, "text": text})
+        self.post(left=True, problem=None if told else {**problem, "text": text})
         self.wait_while(
             lambda: not (self.all["left"] or self.lost) and (stopped or not stop()), patience
         )

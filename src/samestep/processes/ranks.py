@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from samestep.base.console import one_line, say
+from samestep.base.console import one_line, print_on_main
 from samestep.base.files import PERMANENT_ERRORS
 from samestep.base.run_folder import REMOVED
 from samestep.processes.device import PROCESSES, use_cpu
@@ -104,7 +104,7 @@ def attempt(failure: str, function: Callable, *arguments: Any) -> Any:
     """What the function returns; None, and a line, if it fails: the run goes on without it."""
     result, problem = catch(function, *arguments)
     if problem:
-        say(f"{failure}: {type(problem).__name__}: {one_line(problem)}")
+        print_on_main(f"{failure}: {type(problem).__name__}: {one_line(problem)}")
     return result
 
 

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import psutil
 
 from samestep.base import run_folder
-from samestep.base.begin import write_exit_code
 from samestep.base.console import IS_MAIN, one_line, protect_output, without_credentials
 from samestep.base.files import DISK_FULL, replace_text
+from samestep.base.preflight import write_exit_code
 from samestep.processes import meeting
 from samestep.processes.meeting import STOPPED
 from samestep.processes.ranks import (

@@ -27,7 +27,7 @@ import torch
 from accelerate import PartialState
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from samestep.base.console import IS_MAIN, one_line, say
+from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.hardware import bench, check, precision, recommend, report, smoke
 from samestep.hardware.project import Project, read_project
 from samestep.processes import meeting, shutdown
@@ -142,7 +142,7 @@ def prepare() -> tuple[argparse.Namespace, Project | None, dict, dict]:
     if problem and options.compare:
         raise problem
     if problem:
-        say(f"not compared with {older}, which you may remove: {one_line(problem)}")
+        print_on_main(f"not compared with {older}, which you may remove: {one_line(problem)}")
         old = {}
     return options, project, conditions, old
 
@@ -188,7 +188,7 @@ def start_processes() -> int | None:
     precision = ("fp16" if old else "bf16") if torch.cuda.is_available() else "no"
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     os.environ["ACCELERATE_USE_CPU"] = str(not gpus)
-    say(f"measuring in {count} process{'es' * (count > 1)}, mixed_precision {precision}")
+    print_on_main(f"measuring in {count} process{'es' * (count > 1)}, mixed_precision {precision}")
     if count == 1:
         return None
     env = {**os.environ, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}

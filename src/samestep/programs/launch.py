@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import yaml
 
-from samestep.base import begin
+from samestep.base import preflight
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
 PLACE = ("num_machines", "machine_rank", "main_process_port", "main_process_ip")
@@ -160,7 +160,7 @@ def main() -> int:
             return 2
     code = check.wait()
     if signals.received and code < 0:  # before it could say so itself
-        print(f"samestep launch: {begin.BEFORE}", file=sys.stderr)
+        print(f"samestep launch: {preflight.BEFORE}", file=sys.stderr)
     if code or only or signals.received:
         return STOPPED if signals.received else code
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ Exit codes: 0 the data is there; 2 the input is wrong; 75 stopped on request.
 
 from pathlib import Path
 
-from samestep.base.console import say
+from samestep.base.console import print_on_main
 from samestep.processes import shutdown
 from samestep.settings import contract
 from samestep.start.startup import find_project, read_config
@@ -31,7 +31,7 @@ def prepare() -> None:
     contract.check_datasets(data)
     where = f" in {prepared}" if isinstance(prepared, Path | str) else ""
     train_rows, eval_rows = map(len, data)
-    say(f"prepared{where}: {train_rows:,} rows to train on, {eval_rows:,} to evaluate on")
+    print_on_main(f"prepared{where}: {train_rows:,} rows to train on, {eval_rows:,} to evaluate on")
 
 
 def main() -> None:

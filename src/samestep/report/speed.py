@@ -22,7 +22,7 @@ from accelerate.utils import ProfileKwargs
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from samestep.base.console import IS_MAIN, one_line, say
+from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.processes.ranks import Ranks, catch
 from samestep.report.peaks import peaks_of
 from samestep.step.batches import Batch
@@ -39,7 +39,7 @@ class SpeedMeter:
     def __init__(self, accelerator: Accelerator, ranks: Ranks, unit: str):
         self.accelerator, self.ranks = accelerator, ranks
         self.stopwatch = Stopwatch(accelerator.device)
-        self.unit = unit  # plural name of the loss terms
+        self.unit = unit  # plural name of the items in the loss
         self.flops, self.peak = 0.0, 0.0  # for each loss term; FLOP/s of all devices; 0: unknown
         # The process that was behind in the last lines, -1: none; these lines, and their steps.
         self.slowest, self.lines, self.steps, self.named = -1, 0, 0, False
@@ -55,7 +55,7 @@ class SpeedMeter:
         a multiplication and an addition. The backward pass takes as many for the gradients of
         activations, and as many for those of weights, if all are trained:
 
-            MFU = (2 + share_trained) x FLOPs of the forward pass / terms x terms per second / peak
+            MFU = (2 + share_trained) x FLOPs of the forward pass / items x items per second / peak
 
         The peak is that of dense matrix products in the run's precision. What is recomputed to save
         memory does not count (PaLM, arXiv:2204.02311, appendix B).
@@ -72,13 +72,13 @@ class SpeedMeter:
             model(task.eval_sums, batch)
             model.train()
             counts = np.array([counter.get_total_flops(), task.count(batch)])
-        flops, terms = self.ranks.sum_arrays(counts).tolist()
-        if terms:
-            self.flops, self.peak = (2 + share_trained) * flops / terms, 1e12 * sum(peaks)
+        flops, num_items = self.ranks.sum_arrays(counts).tolist()
+        if num_items:
+            self.flops, self.peak = (2 + share_trained) * flops / num_items, 1e12 * sum(peaks)
 
     def start(self) -> None:
         """Starts to count anew."""
-        self.terms, self.ids_hash, self.began = 0, 0, time.perf_counter()
+        self.num_items, self.ids_hash, self.began = 0, 0, time.perf_counter()
         self.computed = 0  # tokens of this process's batches, those without a loss included
         self.fetching = [0.0]  # seconds: before the first step since the last line, in each of them
 
@@ -96,9 +96,9 @@ class SpeedMeter:
         yield
         self.began += time.perf_counter() - began
 
-    def add(self, terms: int, ids_hash: int, computed: int = 0) -> None:
-        """Begins a step: its loss terms, the sum of its hashed sample ids, the tokens computed."""
-        self.terms, self.computed = self.terms + terms, self.computed + computed
+    def add(self, num_items: int, ids_hash: int, computed: int = 0) -> None:
+        """Begins a step: its items in the loss, sum of hashed sample ids, and tokens computed."""
+        self.num_items, self.computed = self.num_items + num_items, self.computed + computed
         self.ids_hash = (self.ids_hash + ids_hash) % 2**64
         self.fetching.append(0.0)
 
@@ -123,16 +123,16 @@ class SpeedMeter:
         if self.accelerator.device.type != "cpu":
             busy = np.maximum(compute, fetch)
         line = {
-            f"{self.unit}_per_second": self.terms / seconds,
+            f"{self.unit}_per_second": self.num_items / seconds,
             "data_wait": fetch.sum() / processes / seconds,
             "compute": compute.sum() / processes / seconds,
         }
-        if self.unit == "tokens" and more[:, 1].sum() > self.terms:  # as of chats
+        if self.unit == "tokens" and more[:, 1].sum() > self.num_items:  # as of chats
             line["computed_tokens_per_second"] = more[:, 1].sum() / seconds
         if processes > 1:
             line["peer_wait"] = (busy.max(0) - busy.mean(0)).sum() / seconds
         if self.peak:
-            line["mfu"] = self.flops * self.terms / seconds / self.peak
+            line["mfu"] = self.flops * self.num_items / seconds / self.peak
         line |= {"peak_memory_gb": more[:, 0].max(), "batch_hash": f"{self.ids_hash:016x}"}
         self.straggler = self.find_straggler(busy, compute, fetch) if processes > 1 else {}
         self.start()
@@ -200,7 +200,7 @@ class Profiler:
         if self.accelerator.num_processes == 1:
             atexit.register(catch, lambda: self.recording and self.profile.stop_trace())
 
-    def begin(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Before a step."""
         while self.every and not self.recording and step > self.first:
             self.first, self.last = self.first + self.every, self.last + self.every
@@ -228,7 +228,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=100_000)
             self.recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
-    def end(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
         self.ranges.close()
         if self.recording and step == self.last:
@@ -236,7 +236,7 @@ class Profiler:
                 _, problem = catch(self.write) if self.profile else (None, None)
             self.profile = self.recording = None
             if problem:
-                say(f"no profile: {one_line(problem)}")
+                print_on_main(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
         """Writes the trace of this process and its memory; on the main process, the table."""
@@ -251,7 +251,7 @@ class Profiler:
             where = "device" if self.cuda else "cpu"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
             (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
-            say(
+            print_on_main(
                 f"profile of steps {self.first} to {self.last}: {folder}; operations.txt has the "
                 "longest operations, and ui.perfetto.dev shows the traces"
             )

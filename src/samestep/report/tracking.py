@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 from tqdm import tqdm
 
-from samestep.base.console import IS_MAIN, one_line, say
+from samestep.base.console import IS_MAIN, one_line, print_on_main
 from samestep.base.fields import flatten
 from samestep.base.files import named, replace_text
 
@@ -74,7 +74,7 @@ class Log:
         if not self.first:
             self.first = (step, time.monotonic())
             seconds = time.time() - psutil.Process().create_time()
-            say(f"{about}; first step {seconds:.1f} s after the start")
+            print_on_main(f"{about}; first step {seconds:.1f} s after the start")
 
     def write(self, line: dict) -> None:
         """Writes a line, which includes its step, to the file, the tracker and the screen."""
@@ -118,7 +118,7 @@ class Log:
             first, began = self.first
             left = (time.monotonic() - began) / (step - first) * (self.max_steps - step)
             words.append(f"{tqdm.format_interval(left)} left")
-        say("  ".join(words))
+        print_on_main("  ".join(words))
 
     def track(self, values: dict, step: int) -> None:
         """Sends values to the tracker."""
@@ -196,11 +196,11 @@ def start_tracker(accelerator: "Accelerator", config: dict) -> None:
         options = {"name": one_line(output.name, 100), "resume": "allow"}
         with SILENCE:
             accelerator.init_trackers(project, config, {"trackio": options})
-        say(f"trackio: `trackio show --project {project}` shows the run")
+        print_on_main(f"trackio: `trackio show --project {project}` shows the run")
     else:  # without a name it logs into the run folder, and TensorBoard shows the folder's name
         accelerator.init_trackers("")
         accelerator.log({"config": "".join(f"    {n}: {v}\n" for n, v in config.items())})
-        say(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
+        print_on_main(f"TensorBoard: `tensorboard --logdir {output.parent}` shows the runs")
 
 
 def end_tracker(accelerator: "Accelerator") -> None:
@@ -234,7 +234,7 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     try:
         accelerator.init_trackers(config["project"], config, {"wandb": options})
     except wandb.errors.CommError as error:
-        say(f"W&B: {one_line(error, 200)}")
+        print_on_main(f"W&B: {one_line(error, 200)}")
         accelerator.trackers.clear()
         wandb.teardown()  # otherwise the id counts as in use
         options["mode"] = "offline"
@@ -243,4 +243,4 @@ def start_wandb(accelerator: "Accelerator", config: dict, output: Path) -> None:
     run.define_metric("*", step_metric="step")
     folder = Path(run.dir).parent
     hint = f"`wandb leet {folder}` shows the run, `wandb sync {folder}` uploads it"
-    say(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")
+    print_on_main(f"W&B is offline: {hint}" if run.offline else f"W&B: {run.url}")

@@ -18,7 +18,7 @@ from accelerate.utils import (
     is_transformer_engine_available,
 )
 
-from samestep.base.console import one_line, say
+from samestep.base.console import one_line, print_on_main
 from samestep.base.fields import check_pairs, refuse
 from samestep.settings.config import (
     describe_type,
@@ -253,5 +253,7 @@ def check_hardware(hardware: ClusterConfig) -> Layout:
     elif precision == "bf16" and (torch.version.cuda or torch.version.hip):
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             faster = f"{'single' if kind == 'NO' else 'multi'}_gpu_fp16.yaml"
-            say(f"{torch.cuda.get_device_name()} only emulates bf16, slowly; faster is {faster}")
+            print_on_main(
+                f"{torch.cuda.get_device_name()} only emulates bf16, slowly; faster is {faster}"
+            )
     return layout

@@ -246,7 +246,7 @@ def check_count(count: Any) -> int:
         number = operator.index(count)
     except TypeError:
         number = -1
-    expect(number >= 0, "count returns", count, "the number of loss terms, an int")
+    expect(number >= 0, "count returns", count, "the number of items in the loss, an int")
     return number
 
 

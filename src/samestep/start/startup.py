@@ -44,7 +44,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "numpy")
 
 
 @dataclass
-class StartPoint:
+class ResumePoint:
     """Where the run starts, and how far it goes. The main process tells the others."""
 
     max_steps: int
@@ -69,22 +69,24 @@ class RunStart:
     prepared: Any  # what task.prepare_data returned
     data: tuple  # the training and the validation dataset
     manifest: dict  # what the manifests of this run have in common
-    point: StartPoint  # on the main process
+    resume_point: ResumePoint  # on the main process
 
     def summary(self) -> str:
         """Why this command does not train: it only checks, or the run is finished."""
-        point, rows = self.point, len(self.data[1])
-        if point.finished and not self.cfg.check:
+        resume_point, rows = self.resume_point, len(self.data[1])
+        if resume_point.finished and not self.cfg.check:
             other = "for a new run give another --output_dir"
-            return f"{self.output} is finished: {point.finished}; {other}"
+            return f"{self.output} is finished: {resume_point.finished}; {other}"
         if self.cfg.eval_only:
-            return f"checked: {self.output} evaluates {point.checkpoint} on {rows:,} samples"
-        start = f"goes on from {point.checkpoint}" if point.checkpoint else ""
-        start = "is finished" if point.finished else start or "starts from the beginning"
+            return f"checked: {self.output} evaluates {resume_point.checkpoint} on {rows:,} samples"
+        start = f"goes on from {resume_point.checkpoint}" if resume_point.checkpoint else ""
+        start = "is finished" if resume_point.finished else start or "starts from the beginning"
         samples = f"{self.cfg.global_batch_size} of {len(self.data[0]):,} samples"
-        checked = f"checked: {self.output} {start}; {point.max_steps:,} steps, each with {samples}"
+        checked = (
+            f"checked: {self.output} {start}; {resume_point.max_steps:,} steps, each with {samples}"
+        )
         launching = "LAUNCHING" in os.environ  # the run prints the remarks itself
-        return checked if launching else "\n".join([*point.remarks, checked])
+        return checked if launching else "\n".join([*resume_point.remarks, checked])
 
 
 def find_project() -> tuple[ModuleType, ModuleType]:
@@ -312,14 +314,14 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
     try:
         cfg.tracker = "none" if cfg.eval_only else cfg.tracker
         tracking.check_tracker(cfg.tracker, cfg.offline)
-        point = StartPoint(cfg.max_steps, remarks=remarks)
+        resume_point = ResumePoint(cfg.max_steps, remarks=remarks)
         if IS_MAIN:  # one process: verifying a checkpoint reads all its bytes
             # Before the data, whose preparation may take hours.
             folder = output / "checkpoints"
             found = checkpoints.find_checkpoint(folder, cfg.resume, cfg.eval_only)
-            point.checkpoint, point.saved, passed_over = found
-            point.remarks += [f"passed over: {reason}" for reason in passed_over]
-            if cfg.eval_only and not point.checkpoint:
+            resume_point.checkpoint, resume_point.saved, passed_over = found
+            resume_point.remarks += [f"passed over: {reason}" for reason in passed_over]
+            if cfg.eval_only and not resume_point.checkpoint:
                 raise ValueError(f"eval_only: there is no checkpoint in {folder}; train first")
         prepared = prepare_data(cfg, task)
         data = task.datasets(cfg.task, prepared)
@@ -328,15 +330,15 @@ def prepare_run(config_class: type, task: contract.Task, about: str) -> RunStart
             check_rows(data[0], cfg, task, prepared, 2 * layout.cp)
         manifest = collect_manifest(cfg, task, prepared, data)
         if IS_MAIN:
-            find_start(point, cfg, manifest)
-        return RunStart(cfg, output, lock, plan, prepared, data, manifest, point)
+            find_start(resume_point, cfg, manifest)
+        return RunStart(cfg, output, lock, plan, prepared, data, manifest, resume_point)
     except BaseException:
         if lock:
             lock.release()
         raise
 
 
-def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
+def find_start(resume_point: ResumePoint, cfg: Any, manifest: dict) -> None:
     """Finds the last step, and whether the run can continue from its checkpoint, or has finished.
 
     Raises ValueError if it cannot continue.
@@ -346,66 +348,79 @@ def find_start(point: StartPoint, cfg: Any, manifest: dict) -> None:
     if cfg.eval_only and cfg.export == "best" and cfg.resume == "auto":
         best, *_ = checkpoints.find_best(folder, manifest)
         if best:  # it may be older than the newest
-            point.checkpoint, point.saved = best, checkpoints.verify(best)
+            resume_point.checkpoint, resume_point.saved = best, checkpoints.verify(best)
         else:
-            point.remarks.append("no checkpoint has a finite eval_loss: the newest is evaluated")
-    step, samples = point.saved.get("step", 0), point.saved.get("samples", 0)
+            resume_point.remarks.append(
+                "no checkpoint has a finite eval_loss: the newest is evaluated"
+            )
+    step, samples = resume_point.saved.get("step", 0), resume_point.saved.get("samples", 0)
     if cfg.num_epochs:
         total = math.ceil(cfg.num_epochs * manifest["data"]["samples"])
-        point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
-    remark_on_steps(point, cfg, step)
-    if point.checkpoint:
+        resume_point.max_steps = step + max(0, -(-(total - samples) // cfg.global_batch_size))
+    remark_on_steps(resume_point, cfg, step)
+    if resume_point.checkpoint:
         defaults = {name: field.default for name, (_, field) in config.fields_of(type(cfg)).items()}
-        point.changed = checkpoints.check_settings(
-            point.checkpoint, point.saved, manifest, effects, cfg.accept_changes, defaults
+        resume_point.changed = checkpoints.check_settings(
+            resume_point.checkpoint,
+            resume_point.saved,
+            manifest,
+            effects,
+            cfg.accept_changes,
+            defaults,
         )
-        before, now = point.saved.get("versions", {}), manifest["versions"]
+        before, now = resume_point.saved.get("versions", {}), manifest["versions"]
         if cfg.check:  # no launcher has told the precision
             before = {n: v for n, v in before.items() if n != "precision"}
         moved = [f"{n} {before[n]} -> {now.get(n)}" for n in before if before[n] != now.get(n)]
         if moved:
             remark = "versions, devices or precision changed, rounding may differ"
-            point.remarks.append(f"{remark}: {', '.join(moved)}")
+            resume_point.remarks.append(f"{remark}: {', '.join(moved)}")
     if cfg.eval_only:
         return
-    if point.checkpoint:
-        manifest["mixture"] = continue_mixture(point, manifest["mixture"])
-    point.mixture = manifest["mixture"]
+    if resume_point.checkpoint:
+        manifest["mixture"] = continue_mixture(resume_point, manifest["mixture"])
+    resume_point.mixture = manifest["mixture"]
     settings = checkpoints.digest_of(checkpoints.result_settings(manifest, effects))
     exports = checkpoints.export_settings(manifest, effects)
-    point.facts = {"settings": settings, "export": exports}
-    check_finished(point, cfg, checkpoints.export_settings(point.saved or manifest, effects))
-    if step < point.max_steps:
+    resume_point.facts = {"settings": settings, "export": exports}
+    check_finished(
+        resume_point, cfg, checkpoints.export_settings(resume_point.saved or manifest, effects)
+    )
+    if step < resume_point.max_steps:
         checkpoints.check_disk_space(folder)
-    if cfg.export == "best" and not point.finished:
-        _, point.best_loss, _ = checkpoints.find_best(folder, manifest)
-        if any(line.startswith("task.") for line in point.changed):
+    if cfg.export == "best" and not resume_point.finished:
+        _, resume_point.best_loss, _ = checkpoints.find_best(folder, manifest)
+        if any(line.startswith("task.") for line in resume_point.changed):
             remark = "the best evaluation may be one from before the change of task settings"
-            point.remarks.append(f"warning: {remark}; if they change the loss, give --export last")
+            resume_point.remarks.append(
+                f"warning: {remark}; if they change the loss, give --export last"
+            )
 
 
-def remark_on_steps(point: StartPoint, cfg: Any, step: int) -> None:
+def remark_on_steps(resume_point: ResumePoint, cfg: Any, step: int) -> None:
     """Notes fields that count steps which this command does not train; `step`: the last saved."""
-    if cfg.warmup_steps >= point.max_steps and not cfg.eval_only:
-        remark = f"warmup_steps is {cfg.warmup_steps}, and the run has {point.max_steps} steps"
-        point.remarks.append(f"the learning rate rises to the end: {remark}")
-    trains = range(step + 1, 1 if cfg.eval_only else point.max_steps + 1)
+    if cfg.warmup_steps >= resume_point.max_steps and not cfg.eval_only:
+        remark = (
+            f"warmup_steps is {cfg.warmup_steps}, and the run has {resume_point.max_steps} steps"
+        )
+        resume_point.remarks.append(f"the learning rate rises to the end: {remark}")
+    trains = range(step + 1, 1 if cfg.eval_only else resume_point.max_steps + 1)
     if cfg.profile_steps:
         first, last, *every = cfg.profile_steps
         ahead = -(-max(step + 1 - first, 0) // every[0]) * every[0] if every else 0
     if cfg.profile_steps and not (first + ahead in trains and last + ahead in trains):
         steps = f"the steps {trains[0]} to {trains[-1]}" if trains else "no step"
         remark = f"profile_steps is {cfg.profile_steps}, and this command trains {steps}"
-        point.remarks.append(f"warning: nothing is profiled: {remark}")
+        resume_point.remarks.append(f"warning: nothing is profiled: {remark}")
 
 
-def continue_mixture(point: StartPoint, current: dict) -> dict:
+def continue_mixture(resume_point: ResumePoint, current: dict) -> dict:
     """The mixture of the sources after the checkpoint; `current`: that of a run that begins now.
 
     That of an older checkpoint, which records none, is the one with which its run began.
     """
     weights = {name: weight for name, (weight, _, _) in current["sources"].items()}
-    saved, samples = point.saved, point.saved.get("samples", 0)
+    saved, samples = resume_point.saved, resume_point.saved.get("samples", 0)
     old = re.findall(r"(?:^|; )(.+?): weight (\d+), ", saved.get("data", {}).get("sources", ""))
     before = saved.get("mixture") or first_mixture({name: int(n) for name, n in old})
     mixture = next_mixture(before, samples, weights)
@@ -413,36 +428,37 @@ def continue_mixture(point: StartPoint, current: dict) -> dict:
         places = {name: mixture["sources"][name][2] for name in weights}
         texts = [f"{n} goes on after {i:,}" if i else f"{n} begins" for n, i in places.items()]
         remark = f"the sources have other weights after {samples:,} samples: {', '.join(texts)}"
-        point.remarks.append(remark)
+        resume_point.remarks.append(remark)
     return mixture
 
 
-def check_finished(point: StartPoint, cfg: Any, exported: dict) -> None:
+def check_finished(resume_point: ResumePoint, cfg: Any, exported: dict) -> None:
     """Notes that the run has finished; raises ValueError if it has, with other settings.
 
     `exported`: the settings of its export, unless status.json has them.
     """
-    output, facts = Path(cfg.output_dir), point.facts
+    output, facts = Path(cfg.output_dir), resume_point.facts
     status, trained = run_folder.read_status(output), (output / "model").exists()
-    finished, step = status.get("state") == "finished", point.saved.get("step", 0)
+    finished, step = status.get("state") == "finished", resume_point.saved.get("step", 0)
     before = status.get("export") or exported
     again = "; ".join(checkpoints.differences(before, facts["export"]).values())
     own = (
-        point.checkpoint and point.checkpoint.resolve().parent == (output / "checkpoints").resolve()
+        resume_point.checkpoint
+        and resume_point.checkpoint.resolve().parent == (output / "checkpoints").resolve()
     )
     if own:
         # A finished run without its model, or with other settings for it, exports it again.
-        if not (finished and trained and step >= point.max_steps):
+        if not (finished and trained and step >= resume_point.max_steps):
             return
         if again:
-            point.remarks.append(f"the finished run exports again: {again}")
-        elif point.changed:
+            resume_point.remarks.append(f"the finished run exports again: {again}")
+        elif resume_point.changed:
             raise ValueError(
-                f"{output} is finished, with no step left for {'; '.join(point.changed)}; give "
-                f"more max_steps than {step}, or another --output_dir"
+                f"{output} is finished, with no step left for {'; '.join(resume_point.changed)}; "
+                f"give more max_steps than {step}, or another --output_dir"
             )
         else:
-            point.finished = f"{step} steps"
+            resume_point.finished = f"{step} steps"
     elif trained or finished:
         # The checkpoints were deleted. Another training would replace the model.
         if not trained or status.get("settings") != facts["settings"] or again:
@@ -450,10 +466,10 @@ def check_finished(point: StartPoint, cfg: Any, exported: dict) -> None:
                 f"{output} holds a finished run, whose checkpoints are gone and whose settings may "
                 "differ from yours; give another --output_dir"
             )
-        point.finished = "its checkpoints are gone, its model is there"
+        resume_point.finished = "its checkpoints are gone, its model is there"
 
 
-def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
+def agree_on_start(processes: ranks.Ranks, start: RunStart) -> ResumePoint:
     """Where the main process found that the run starts.
 
     Raises UserError unless all processes run the same, and see the same run folder.
@@ -461,7 +477,7 @@ def agree_on_start(processes: ranks.Ranks, start: RunStart) -> StartPoint:
     folder = Path(inspect.getfile(type(start.cfg))).parent
     facts = agreement.collect_facts(start.manifest, start.cfg.exact, folder)
     agreement.check_same(processes, facts)
-    point = processes.from_main(start.point)
-    if not (start.cfg.check or point.finished):
+    resume_point = processes.from_main(start.resume_point)
+    if not (start.cfg.check or resume_point.finished):
         agreement.check_shared(processes, start.output)
-    return point
+    return resume_point

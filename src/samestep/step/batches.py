@@ -63,7 +63,7 @@ class StepPlan:
         return f"{self.samples} samples = {shares} x {self.micro_batch_size} ({words} x samples)"
 
 
-def deal(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
+def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) -> tuple[int, ...]:
     """Deals `count` micro-batches to ranks of these speeds, so that the last is done early.
 
     Each goes to the rank that would complete it first, of several to the lowest; each rank gets
@@ -132,7 +132,7 @@ def plan_step(
             f"{' or '.join(map(str, near))}{f', or start at most {samples // largest}' * fits}"
         )
     sizes = [largest] if exact else [n for n in suitable if n <= largest]
-    cuts = {size: deal(samples // size, speeds, least=1) for size in sizes}
+    cuts = {size: assign_micro_batches(samples // size, speeds, least=1) for size in sizes}
     times = {size: size * busiest(shares, speeds) for size, shares in cuts.items()}
     limit = min(times.values()) * (1.1 if listed or samples % ranks else 1)
     size = max(n for n in sizes if times[n] <= limit)
@@ -195,7 +195,10 @@ class EvaluationSampler:
         batches at once, so some ranks may have none of a source."""
         size = self.step_plan.micro_batch_size
         counts = [-(-rows // size) for rows in self.rows.source_sizes]
-        ends = [0, *accumulate(deal(sum(counts), self.step_plan.shares))]  # of the ranks' runs
+        ends = [
+            0,
+            *accumulate(assign_micro_batches(sum(counts), self.step_plan.shares)),
+        ]  # of the ranks' runs
         plans, first = [], 0
         for rows, count in zip(self.rows.source_sizes, counts, strict=True):
             cuts = [min(max(end - first, 0), count) for end in ends]
@@ -298,7 +301,7 @@ class SampleDataset(torch.utils.data.Dataset):
 def collate_samples(
     collate: Callable, count: Callable, samples: list[tuple]
 ) -> tuple[Batch, tuple[int, int]]:
-    """The task's batch of these (id, row) pairs, and (loss terms, hash of the ids)."""
+    """The task's batch of these (id, row) pairs, and (items in the loss, hash of the ids)."""
     batch, ids = collate([row for _, row in samples]), np.array([i for i, _ in samples])
     contract.check_batch(batch)
     return batch, (contract.check_count(count(batch)), int(hash64(ids).view(np.int64).sum()))

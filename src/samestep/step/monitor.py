@@ -55,22 +55,22 @@ class StepMonitor:
     ):
         self.accelerator, self.ranks = accelerator, ranks
         self.micro_batches, self.max_skipped_steps = micro_batches, max_skipped_steps
-        # Since the last line: step, loss terms, micro-batches computed here, their losses, norm.
+        # Since the last line: step, items, micro-batches computed here, their losses, norm.
         self.steps: list[tuple[int, int, range, list[torch.Tensor], torch.Tensor]] = []
         self.skipped = 0  # steps skipped in a row
         self.scale = self.loss_scale()  # at the last line
 
     def add(
-        self, step: int, terms: int, run: range, losses: list[torch.Tensor], norm: torch.Tensor
+        self, step: int, num_items: int, run: range, losses: list[torch.Tensor], norm: torch.Tensor
     ) -> None:
         """Adds a step. `run` has the numbers of the micro-batches on this process, `losses` their
         summed losses; these and the norm are scalars on the device."""
-        self.steps.append((step, terms, run, losses, norm))
+        self.steps.append((step, num_items, run, losses, norm))
 
     def read(self) -> tuple[float, float, list[dict], str]:
         """(mean loss, gradient norm of the last step, notes, reason to stop) since the last line.
 
-        The mean is over the loss terms of the steps with a finite loss; NaN without any. A note
+        The mean is over the items in the loss of steps with a finite loss; NaN without any. A note
         holds a skipped step and its numbers. The reason is empty unless the run should stop. All
         processes call it and get the same; it waits for the device.
         """
@@ -87,17 +87,17 @@ class StepMonitor:
         # In the order of the micro-batches, whoever computed them.
         sums = [sum(row) for row in table.tolist()]
         notes: list[dict] = []
-        reason, total, total_terms = "", 0.0, 0
+        reason, total, total_items = "", 0.0, 0
         before, self.scale = self.scale, self.loss_scale()
         # fp16's scale is tried now and then. At 1 or below the gradients themselves are not finite.
         lowered = 1 < self.scale < before
-        for step, terms, loss, norm in zip(steps, counts, sums, norms, strict=True):
+        for step, num_items, loss, norm in zip(steps, counts, sums, norms, strict=True):
             if math.isfinite(loss):
-                total, total_terms = total + loss, total_terms + terms
+                total, total_items = total + loss, total_items + num_items
             if math.isfinite(loss + norm):
                 self.skipped = 0
             elif not (math.isfinite(loss) and lowered):
-                numbers = {"skipped_loss": loss / max(terms, 1), "skipped_norm": norm}
+                numbers = {"skipped_loss": loss / max(num_items, 1), "skipped_norm": norm}
                 notes.append({"step": step, "event": "skipped", **numbers})
                 self.skipped += 1
                 if self.skipped == self.max_skipped_steps:
@@ -107,7 +107,7 @@ class StepMonitor:
                         "their samples: check the data, or continue with --accept_changes and "
                         "another learning_rate"
                     )
-        return total / total_terms if total_terms else math.nan, norm, notes, reason
+        return total / total_items if total_items else math.nan, norm, notes, reason
 
     def loss_scale(self) -> float:
         """The factor of fp16's losses, which keeps small gradients from becoming 0; else 1."""

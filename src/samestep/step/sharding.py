@@ -25,7 +25,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every process; those that share it must call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -69,7 +69,7 @@ def split_matrices(model: torch.nn.Module, accelerator: Accelerator, layout: Lay
 
 def split_by_kind(groups: list[dict]) -> list[dict]:
     """The parameter groups with DTensors and other tensors apart, as fused optimizers need it:
-    tensor parallelism splits some weights of a group, and not others. See whole_groups."""
+    tensor parallelism splits some weights of a group, and not others. See full_groups."""
     split = []
     for group in groups:
         sharded = [p for p in group["params"] if isinstance(p, DTensor)]
@@ -80,7 +80,7 @@ def split_by_kind(groups: list[dict]) -> list[dict]:
     return split
 
 
-def whole_groups(groups: list[dict]) -> list[list[dict]]:
+def full_groups(groups: list[dict]) -> list[list[dict]]:
     """The parameter groups as they were before split_by_kind: the parts of each."""
     whole: list[list[dict]] = []
     for group in groups:
@@ -145,7 +145,7 @@ def share_buffers(module: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def whole_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+def full_buffers(module: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Lets accelerate prepare a model with buffers for FSDP in its body.
 
     With fsdp_cpu_ram_efficient_loading it takes all that a model saves for sharded weights, and

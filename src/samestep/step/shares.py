@@ -1,7 +1,7 @@
 """Deals micro-batches to unequal devices in proportion to their speed: `device_shares: auto`.
 
-All processes compute whole micro-batches of one step, whose losses are divided by the loss terms of
-that step. So the gradient is that of the global batch, however the micro-batches are dealt. DDP's
+All processes compute whole micro-batches of one step, whose losses are divided by its number of
+items in the loss. So the gradient is that of the global batch, however they are assigned. DDP's
 mean over unequal numbers of accumulated micro-batches gives the samples of a slow device more
 weight; a sampler with a weight for each process also repeats some samples and leaves out others.
 """
@@ -9,7 +9,7 @@ weight; a sampler with a weight for each process also repeats some samples and l
 import dataclasses
 from statistics import median
 
-from samestep.step.batches import StepPlan, busiest, deal
+from samestep.step.batches import StepPlan, assign_micro_batches, busiest
 from samestep.step.stopwatch import Stopwatch
 
 WARM_UP = 2  # first steps, which take longer
@@ -46,7 +46,7 @@ class ShareBalancer:
             return {}
         speeds = [1 / median(each) for each in self.times]
         self.times, self.needed = [[] for _ in speeds], WINDOW
-        shares = deal(sum(self.plan.shares), speeds, least=1)
+        shares = assign_micro_batches(sum(self.plan.shares), speeds, least=1)
         gain = busiest(self.plan.shares, speeds) / busiest(shares, speeds)
         if gain < WORTH:
             return {}

@@ -22,14 +22,14 @@ from samestep.step.exact import (
     norm_by_rows,
     reduce_in_tree,
 )
-from samestep.step.sharding import local, whole
+from samestep.step.sharding import full_tensor, local
 from samestep.step.stopwatch import Stopwatch
 
 # ---- Gradients -----------------------------------------------------------------------------------
 
 
 class StepGradients:
-    """The gradient of a step's summed losses, divided by the step's loss terms.
+    """The gradient of a step's summed losses, divided by the step's items in the loss.
 
     Ordinarily DDP or FSDP averages it over the processes while the last micro-batch is computed. If
     exact, the gradients of the micro-batches are added in the order of a tree (exact.py), which
@@ -71,8 +71,8 @@ class StepGradients:
                 take = functools.partial(self.take, place)
                 parameter.register_post_accumulate_grad_hook(take)
 
-    def begin(self, plan: StepPlan) -> None:
-        """Begins a step that is dealt so. `averaged` then is the number by which it is divided:
+    def start_step(self, plan: StepPlan) -> None:
+        """Begins a step that is dealt so. `divisor` then is the number by which it is divided:
         accelerate divides each loss by the micro-batches of this process, and DDP or FSDP averages
         the gradients over the processes, unless exact."""
         self.turn.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
@@ -80,12 +80,12 @@ class StepGradients:
             sharding.count_gradients(self.model, self.used)
         sharding.share_buffers(self.model)
         self.stopwatch.start(turns)
-        self.averaged = 1
+        self.divisor = 1
         if not self.exact:
             accelerator.gradient_accumulation_steps, accelerator.step = turns, 0
-            self.averaged = turns * self.ranks.layout.averaged
+            self.divisor = turns * self.ranks.layout.averaged
 
-    def guard(self, loss: torch.Tensor) -> torch.Tensor:
+    def nan_if_not_finite(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss; one that is not finite becomes NaN, so that all processes skip the step."""
         if self.checking and not self.guarded:
             self.guarded = True
@@ -146,7 +146,7 @@ class StepGradients:
                     "place of BatchNorm, or set exact to false"
                 )
 
-    def complete(self) -> None:
+    def reduce(self) -> None:
         """Brings the gradient of the whole step to the weights of each process.
 
         A weight that no micro-batch uses gets none. If a process has a problem, all raise it.
@@ -206,7 +206,7 @@ class StepGradients:
         if not self.exact:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
             # DeepSpeed has clipped and stepped in `backward`, and gives a number.
-            return whole(torch.as_tensor(norm, device=self.accelerator.device))
+            return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
         self.accelerator.unscale_gradients()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = norm_by_rows(grads)

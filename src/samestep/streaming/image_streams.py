@@ -42,7 +42,7 @@ class StreamedSquares(streaming.ShardRows):
 
     def __init__(self, folder: Path, part: str, cfg: Any, side: int, view: dict[str, Any]):
         super().__init__(folder, part, cfg, columns_of(cfg))
-        self.side, self.view, self.damaged = side, view, cfg.corrupt
+        self.side, self.view, self.damaged = side, view, cfg.unreadable_images
         names = json.loads((folder / "labels.json").read_text(encoding="utf-8"))
         self.classes = {name: i for i, name in enumerate(names)}
 

@@ -137,7 +137,7 @@ def prepare(
 
     def build_all(folder: Path) -> dict[str, str]:
         if counts:
-            splits.say(counts, cfg.data, cfg.validation_data == cfg.data)
+            splits.print_split(counts, cfg.data, cfg.validation_data == cfg.data)
         names = None if known else label_names
         found = [index_shards(cfg, *each, settings, names) for each in listed.items()]
         facts = write_index(cfg, folder, found, {*known}, build)

@@ -53,7 +53,7 @@ def check_token_streaming(cfg: Any) -> None:
         ("packing", cfg.packing != "best_fit", f"stream {where}"),
     ]
     check_fields(cfg, rules)
-    check_ignored_fields(cfg, [("endings", False, where)])
+    check_ignored_fields(cfg, [("file_extensions", False, where)])
     cfg.rows = "text"
 
 

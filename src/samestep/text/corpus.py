@@ -108,7 +108,7 @@ def build(
     tokenizer = load_tokenizer(cfg, folder)
     # The smallest type for token ids, for positions in a row, and for IGNORE_INDEX.
     dtype = "<u2" if len(tokenizer) < 2**16 and cfg.context_length <= 2**16 else "<u4"
-    how = (cfg.rows, cfg.context_length, longest, cfg.too_long, best_fit, dtype)
+    how = (cfg.rows, cfg.context_length, longest, cfg.overlong, best_fit, dtype)
     maker = RowMaker(tokenizer, *how)
     train, validation = units.parts_of(inputs)
     for each in [] if validation else train:
@@ -151,7 +151,7 @@ class RowMaker(NamedTuple):
     kind: str  # of the rows
     length: int  # tokens in a row
     longest: int  # tokens of a text that the model sees
-    too_long: str
+    overlong: str
     best_fit: bool
     dtype: str
 
@@ -225,7 +225,7 @@ class RowMaker(NamedTuple):
         return [(ids, np.ones(len(ids), np.uint8)) for ids in texts]
 
     def pack(self, texts: list[tokenizing.Tokens], totals: Counter) -> tuple[np.ndarray, int]:
-        how = (self.length, self.longest, self.too_long, self.dtype)
+        how = (self.length, self.longest, self.overlong, self.dtype)
         return packing.pack_best_fit(texts, *how, totals)
 
 
@@ -311,7 +311,7 @@ def count_rows(source: Input, total: int, maker: RowMaker, part: str) -> int:
         if not total:
             raise ValueError(
                 f"task.context_length: no answer of {part} begins within {maker.longest} tokens; "
-                "raise it, or give --task.too_long split"
+                "raise it, or give --task.overlong split"
             )
         return total // (3 * maker.length)
     if total <= maker.length:
@@ -341,7 +341,7 @@ def say_packed(part: str, totals: Counter, rows: int, maker: RowMaker) -> None:
         print(
             f"Prepared {part}: {totals['long']:,} of {totals['texts']:,} texts are longer than "
             f"{maker.longest} tokens (the most that a row or the model holds) and were "
-            f"{maker.too_long}",
+            f"{'split' if maker.overlong == 'split' else 'truncated'}",
             flush=True,
         )
     print(

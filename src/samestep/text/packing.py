@@ -10,21 +10,21 @@ from samestep.text.tokenizing import Tokens
 
 
 def pack_best_fit(
-    texts: list[Tokens], length: int, longest: int, too_long: str, dtype: str, totals: Counter
+    texts: list[Tokens], length: int, longest: int, overlong: str, dtype: str, totals: Counter
 ) -> tuple[np.ndarray, int]:
     """Rows of whole texts (rows, 3, length): input_ids, labels, and position_ids to part them; and
     the most texts in a row.
 
     Positions begin again at 0 with each text. The largest number of the type stands for
-    IGNORE_INDEX. A text of more than `longest` inputs is split, or loses its end where `too_long`
-    is cut. Pieces without a loss term are left out. `totals` counts both, as long and empty, and as
+    IGNORE_INDEX. A text of more than `longest` inputs is split or truncated, as `overlong`
+    says. Pieces without a loss item are left out. `totals` counts both, as long and empty, and as
     used the tokens that are not padding.
     """
     pieces = []
     for tokens, mask in texts:
         totals["long"] += len(tokens) > longest + 1
         starts = range(0, max(len(tokens) - 1, 1), longest)
-        for start in starts[: 1 if too_long == "cut" else None]:
+        for start in starts[: 1 if overlong == "truncate" else None]:
             piece = slice(start, start + longest + 1)  # the last token is a label only
             if np.any(mask[piece][1:]):
                 pieces.append((tokens[piece], mask[piece]))

@@ -70,12 +70,12 @@ def check_format_fields(cfg: Any) -> None:
 
 
 def endings_of(cfg: Any) -> tuple[str, ...]:
-    """The endings of files that are read: of tables, .txt, and those in cfg.endings, as texts."""
-    own = [each.strip().lower() for each in cfg.endings.split(",") if each.strip()]
+    """The extensions of files that are read: tables, .txt, and cfg.file_extensions as texts."""
+    own = [each.strip().lower() for each in cfg.file_extensions.split(",") if each.strip()]
     for each in own:
         if not re.fullmatch(r"(\.[\w+-]+)+", each) or tables.file_ending(f"x{each}") in TABLES:
             problem = f"{one_line(each, 30)!r} cannot be read as text"
-            raise ValueError(f"task.endings: {problem}; write for example .md,.py")
+            raise ValueError(f"task.file_extensions: {problem}; write for example .md,.py")
     return (*ENDINGS, *own)
 
 
@@ -177,7 +177,7 @@ def texts_of(row: dict) -> Iterable[str]:
 
 
 def tokenize_rows(rows: list[Row], kind: str, tokenizer: Any) -> list[Tokens]:
-    """Prompts or chats as tokens: loss terms are completions, or answers."""
+    """Prompts or chats as tokens: items in the loss are completions, or answers."""
     if kind == "prompt":
         return [tokenize_prompt(row, tokenizer) for row, _ in rows]
     shown: set = set()  # kinds of chats that the template was found to show
@@ -186,7 +186,7 @@ def tokenize_rows(rows: list[Row], kind: str, tokenizer: Any) -> list[Tokens]:
 
 
 def tokenize_prompt(row: dict, tokenizer: Any) -> Tokens:
-    """A prompt with its completion and the end-of-text token, which are the loss terms."""
+    """A prompt with its completion and the end-of-text token, which are the items in the loss."""
     whole = row["prompt"] + row["completion"]
     ids, mask = tokenizing.tokenize_answers(whole, [(len(row["prompt"]), len(whole))], tokenizer)
     begin = tokenizing.begin_tokens(tokenizer)

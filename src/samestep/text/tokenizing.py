@@ -194,7 +194,7 @@ def tokenize_texts(
 
 
 def tokenize_answers(text: str, answers: list[tuple[int, int]], tokenizer: Any) -> Tokens:
-    """A text of which the answers alone are loss terms; special tokens in it are special.
+    """A text of which the answers alone are items in the loss; special tokens in it are special.
 
     `answers`: where each begins and ends in the text, in characters. A token that reaches into an
     answer belongs to it.

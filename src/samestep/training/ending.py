@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from samestep.base import run_folder
-from samestep.base.begin import LAUNCHED
-from samestep.base.console import one_line, say
+from samestep.base.console import one_line, print_on_main
+from samestep.base.preflight import LAUNCHED
 from samestep.checkpoint import checkpoints, weights
 from samestep.models.attention import restored
 from samestep.processes.ranks import as_user_error, attempt, catch
@@ -41,30 +41,35 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
 
     Returns the model with all its weights, on the main process. All processes must call it.
     """
-    whole = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
+    full_model = weights.gather_model(run.accelerator, run.ranks, model, run.new_model)
     if run.cfg.eval_only:
-        say("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
+        print_on_main("  ".join(f"{name} {number:.5g}" for name, number in scores.items()))
     with run.ranks.fail_together(), as_user_error():
         if run.accelerator.is_main_process and run.cfg.eval_only:
-            line = {"step": step, "checkpoint": str(run.point.checkpoint), **scores}
+            line = {"step": step, "checkpoint": str(run.resume_point.checkpoint), **scores}
             tracking.write_json_object(run.output / "evaluation" / "metrics.json", line)
         elif run.accelerator.is_main_process:
             run.start.lock.check_folder()
             folder = run.output / "model"
             if run.cfg.check_export and hasattr(run.task, "questions"):
                 # The export may change the model: LoRA's adapters are merged then.
-                run.asked, problem = catch(ask_trained, run, whole)
+                run.asked, problem = catch(ask_trained, run, full_model)
                 run.asked = run.asked or {"problem": one_line(problem)}
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
-                run.task.export(whole.eval(), fresh, run.cfg.task, run.start.prepared)
+                run.task.export(full_model.eval(), fresh, run.cfg.task, run.start.prepared)
                 model_card.write_card(fresh, folder, about)
-    return whole
+    return full_model
 
 
 def finish(
-    run: Run, log: RunLog, saver: Saver, whole: torch.nn.Module | None, sums: dict | None, step: int
+    run: Run,
+    log: RunLog,
+    saver: Saver,
+    full_model: torch.nn.Module | None,
+    sums: dict | None,
+    step: int,
 ) -> int:
     """Writes how the run ended, and shows what the task reports of the model; the exit code.
 
@@ -76,24 +81,24 @@ def finish(
     if not run.accelerator.is_main_process:
         return code
     if run.cfg.eval_only:
-        attempt("no report", report, run, saver, whole, sums, run.output / "evaluation")
+        attempt("no report", report, run, saver, full_model, sums, run.output / "evaluation")
         return code
-    run_folder.write_status(run.output, state, exit_code=code, **run.point.facts)
+    run_folder.write_status(run.output, state, exit_code=code, **run.resume_point.facts)
     if sums:
-        shown = attempt("no report", report, run, saver, whole, sums, run.output)
+        shown = attempt("no report", report, run, saver, full_model, sums, run.output)
         attempt("the tracker has no report", log.lines.show, shown or {}, step)
         if run.asked:
             attempt("the export was not checked", check_export, run, run.output / "model")
         picture, problem = catch(curves.draw, [run.output], run.output / "curves.png")
         picture = picture or f"no picture: {one_line(problem)}"
-        say(f"model: {run.output / 'model'}  curves: {picture}")
+        print_on_main(f"model: {run.output / 'model'}  curves: {picture}")
     else:
-        say(f"stopped after step {step}; the same command continues the run")
+        print_on_main(f"stopped after step {step}; the same command continues the run")
     attempt("the tracker was not closed", tracking.end_tracker, run.accelerator)
     return code
 
 
-def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: Path) -> dict:
+def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, output: Path) -> dict:
     """Prints what the task shows of an evaluation, texts and pictures; returns it."""
     if not hasattr(run.task, "report"):
         return {}
@@ -105,12 +110,12 @@ def report(run: Run, saver: Saver, whole: torch.nn.Module, sums: dict, output: P
             saver.state.optimizer.state.clear()  # training is over
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
-            size = sum(each.nbytes for each in [*whole.parameters(), *whole.buffers()])
+            size = sum(each.nbytes for each in [*full_model.parameters(), *full_model.buffers()])
             if size + total // 10 < free:  # the tenth is for what the report computes
-                whole.to(device)
-    shown = run.task.report(whole.eval(), sums, output, run.cfg.task, run.start.prepared) or {}
+                full_model.to(device)
+    shown = run.task.report(full_model.eval(), sums, output, run.cfg.task, run.start.prepared) or {}
     for name, value in shown.items():
-        say(f"{name}: {value}")
+        print_on_main(f"{name}: {value}")
     return dict(shown)
 
 
@@ -153,10 +158,10 @@ def check_export(run: Run, folder: Path) -> None:
             f"the same answers to {len(asked)} {kind} (largest difference "
             f"{found['difference']:.1g})"
         )
-    say(f"warning: {line}" if problem else f"checked: {line}")
+    print_on_main(f"warning: {line}" if problem else f"checked: {line}")
     model_card.set_section(folder, "Check", model_card.escape_markdown(line, 400))
     facts = {"exit_code": 0, "export_check": line if problem else "passed"}
-    run_folder.write_status(run.output, "finished", **run.point.facts, **facts)
+    run_folder.write_status(run.output, "finished", **run.resume_point.facts, **facts)
 
 
 def ask_exported(run: Run, folder: Path, asked: dict) -> dict:

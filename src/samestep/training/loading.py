@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from samestep.base.console import say
+from samestep.base.console import print_on_main
 from samestep.processes import device
 from samestep.processes.ranks import PendingSum, as_user_error, catch
 from samestep.settings import contract
@@ -21,13 +21,13 @@ from samestep.training.run import Run
 class TrainLoader:
     """Gives the steps of a run, and fetches the next one while the device computes.
 
-    The processes exchange what all must know before a step: its loss terms, the hash of its sample
-    ids, requests to stop, the speeds of their devices, and errors.
+    The processes exchange what all must know before a step: its items in the loss, the hash of its
+    sample ids, requests to stop, the speeds of their devices, and errors.
     """
 
     def __init__(self, run: Run, data: Any, eval_loader: "EvalLoader"):
         self.run, self.eval_loader, self.plan = run, eval_loader, run.plan
-        self.rows = SampleDataset(data, run.task, run.cfg.seed, run.point.mixture)
+        self.rows = SampleDataset(data, run.task, run.cfg.seed, run.resume_point.mixture)
         end = run.samples(run.last_step)
         self.sampler = StepBatchSampler(run.plan, run.first_sample, end, self.rows.sort)
         self.loader = batches.make_loader(
@@ -36,12 +36,12 @@ class TrainLoader:
         self.batches = batches.iterate(self.loader)
         automatic = run.cfg.device_shares == "auto" and run.accelerator.num_processes > 1
         self.balancer = ShareBalancer(run.plan, run.meter.stopwatch) if automatic else None
-        self.dealt: dict = {}  # for the log, if the steps after this one are dealt anew
+        self.reassigned: dict = {}  # for the log, if the steps after this one are dealt anew
         self.left = run.last_step - run.first_step  # steps to fetch
         self.window: list[tuple[Batch, tuple]] = []  # this process's part of the next step
         self.exchange: PendingSum | None = None
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Fetches the next step, if there is one, and starts the exchange."""
         if not self.left:
             return
@@ -58,29 +58,29 @@ class TrainLoader:
 
     def read_window(self) -> list[tuple[Batch, tuple]]:
         """This process's micro-batches of the next step."""
-        if self.dealt:  # drops what worker processes have read ahead
+        if self.reassigned:  # drops what worker processes have read ahead
             self.sampler.plan = self.balancer.plan
             self.batches = batches.iterate(self.loader)
         return [next(self.batches) for _ in self.sampler.plan.run()]
 
-    def take(self) -> tuple[list[tuple[int, Batch]], int]:
+    def next_step(self) -> tuple[list[tuple[int, Batch]], int]:
         """This process's micro-batches of the step that was fetched, each with its number in the
-        step, and the step's number of loss terms over all processes.
+        step, and the step's number of items in the loss over all processes.
 
         If a process could not fetch its micro-batches, all of them raise its error.
         """
         exchange, self.exchange = self.exchange, None
-        terms, ids_hash, _, *times = exchange.result()
+        num_items, ids_hash, _, *times = exchange.result()
         self.plan, window = self.sampler.plan, [batch for batch, _ in self.window]
         inputs = [each.get("input_ids") for each in window if isinstance(each, dict)]
         tokens = sum(each.numel() for each in inputs if each is not None)
-        self.run.meter.add(terms, ids_hash, tokens * self.run.ranks.layout.leads)
-        self.dealt = self.balancer.update(times) if self.balancer else {}
-        if self.dealt:  # new shares, used from the next step on
+        self.run.meter.add(num_items, ids_hash, tokens * self.run.ranks.layout.leads)
+        self.reassigned = self.balancer.update(times) if self.balancer else {}
+        if self.reassigned:  # new shares, used from the next step on
             self.eval_loader.sampler.step_plan = self.balancer.plan
-        return list(zip(self.plan.run(), window, strict=True)), terms
+        return list(zip(self.plan.run(), window, strict=True)), num_items
 
-    def stop_seen(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether a process was asked to stop before it fetched the next step, if there is one."""
         return bool(self.exchange and self.exchange.peek()[2])
 
@@ -124,7 +124,7 @@ class EvalLoader:
         with as_user_error():
             return contract.score(self.run.task, sums, self.rows.sources)
 
-    def try_batch(self, model: torch.nn.Module) -> None:
+    def try_evaluation(self, model: torch.nn.Module) -> None:
         """Tries an evaluation: a mistake in task.py shows now, and not hours later."""
         run = self.run
         if run.cfg.eval_only:
@@ -138,6 +138,6 @@ class EvalLoader:
             first = send_to_device(first, run.accelerator.device)
             with device.eager(model), sharding.split_rows(run.accelerator, *first):
                 for warning in contract.try_evaluation(run.task, model, first):
-                    say(warning)
+                    print_on_main(warning)
         with device.eager(model):
             run.meter.count_flops(model, run.task, first[0], run.share_trained)

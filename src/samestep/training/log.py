@@ -24,8 +24,8 @@ class RunLog:
             run.accelerator, run.ranks, micro_batches, run.cfg.max_skipped_steps
         )
         self.profiler = speed.Profiler(run.meter, run.cfg.profile_steps, run.output)
-        if run.point.changed:
-            self.note(event="changed", changes="; ".join(run.point.changed))
+        if run.resume_point.changed:
+            self.note(event="changed", changes="; ".join(run.resume_point.changed))
 
     def note(self, **entries: Any) -> None:
         """Writes a line about the newest step."""
@@ -37,22 +37,24 @@ class RunLog:
         if self.lines:
             self.lines.close()
 
-    def begin(self, step: int) -> None:
+    def start_step(self, step: int) -> None:
         """Before a step."""
         self.step = step
-        self.profiler.begin(step)
+        self.profiler.start_step(step)
 
-    def add(self, terms: int, losses: list[torch.Tensor], norm: torch.Tensor, lr: float) -> None:
-        """After a step: its loss terms, its losses on this process, the norm of its gradient, its
-        learning rate. Does not wait for the device.
+    def add(
+        self, num_items: int, losses: list[torch.Tensor], norm: torch.Tensor, lr: float
+    ) -> None:
+        """After a step: its items in the loss, its losses on this process, the norm of its
+        gradient, its learning rate. Does not wait for the device.
         """
         self.lr = lr
-        self.profiler.end(self.step)
-        self.monitor.add(self.step, terms, self.loader.plan.run(), losses, norm)
-        about = f"{self.run.parameters:,} parameters to train; {terms:,} {self.run.unit} a step"
+        self.profiler.end_step(self.step)
+        self.monitor.add(self.step, num_items, self.loader.plan.run(), losses, norm)
+        about = f"{self.run.parameters:,} parameters to train; {num_items:,} {self.run.unit} a step"
         self.lines.advance(self.step, about)
-        if self.loader.dealt:
-            self.note(**self.loader.dealt)
+        if self.loader.reassigned:
+            self.note(**self.loader.reassigned)
 
     def write_means(self) -> None:
         """Writes a line about the steps since the last one. Waits for the device.

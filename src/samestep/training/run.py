@@ -9,7 +9,7 @@ import yaml
 from accelerate import Accelerator
 
 from samestep.base import files, run_folder
-from samestep.base.console import say
+from samestep.base.console import print_on_main
 from samestep.checkpoint import weights
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
@@ -25,13 +25,13 @@ class Run:
         """Finds where to start, which the main process has found in `prepare`."""
         self.start, self.ranks, self.stop, self.task = start, ranks, stop, task
         self.cfg, self.output, self.plan = start.cfg, start.output, start.plan
-        self.point = agree_on_start(ranks, start)
-        self.first_step = self.point.saved.get("step", 0)  # done before
-        self.first_sample = self.point.saved.get("samples", 0)
+        self.resume_point = agree_on_start(ranks, start)
+        self.first_step = self.resume_point.saved.get("step", 0)  # done before
+        self.first_sample = self.resume_point.saved.get("samples", 0)
         self.last_step = self.first_step
         if not self.cfg.eval_only:
-            self.last_step = max(self.first_step, self.point.max_steps)
-        self.nothing_to_do = self.cfg.check or bool(self.point.finished)
+            self.last_step = max(self.first_step, self.resume_point.max_steps)
+        self.nothing_to_do = self.cfg.check or bool(self.resume_point.finished)
         self.problem: Exception | None = None  # of work in the background
         self.asked: dict = {}  # what the trained model answered: see ending.py
 
@@ -43,12 +43,12 @@ class Run:
         """Passes over the training data that are complete at the end of this step."""
         return self.samples(step) // self.start.manifest["data"]["samples"]
 
-    def explain(self) -> int:
+    def print_summary(self) -> int:
         """Says why there is nothing to do; the exit code."""
-        say(self.start.summary())
+        print_on_main(self.start.summary())
         return 0
 
-    def use(self, accelerator: Accelerator) -> None:
+    def set_accelerator(self, accelerator: Accelerator) -> None:
         """Checks the accelerator, and prints what runs on what."""
         self.accelerator, cfg = accelerator, self.cfg
         device.check_accelerator(accelerator, cfg)
@@ -58,15 +58,15 @@ class Run:
             f"distributed: {accelerator.distributed_type.value}; "
             f"a step of {self.plan.describe(self.ranks.layout.unit)}"
         )
-        say(f"{self.output}: {self.hardware}")
-        for remark in self.point.remarks:
-            say(remark)
+        print_on_main(f"{self.output}: {self.hardware}")
+        for remark in self.resume_point.remarks:
+            print_on_main(remark)
         if self.ranks.layout.deepspeed:
             deepspeed.configure(accelerator, self.plan, cfg.max_grad_norm)
         self.unit = getattr(self.task, "UNIT", "samples")
         self.meter = speed.SpeedMeter(accelerator, self.ranks, self.unit)
 
-    def begin(self) -> None:
+    def start_logging(self) -> None:
         """Writes config.yaml and the status, and starts the tracker: on the main process."""
         if self.cfg.eval_only:
             return
@@ -117,5 +117,5 @@ class Run:
                 deepspeed.hand_over(module, optimizer, self.accelerator)
             if self.cfg.compile:
                 device.compile_blocks(module)
-            with sharding.whole_buffers(module, self.accelerator):
+            with sharding.full_buffers(module, self.accelerator):
                 yield module

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from samestep.base.console import say
+from samestep.base.console import print_on_main
 from samestep.checkpoint import checkpoints, tensor_files
 from samestep.checkpoint.weights import TrainingState
 from samestep.processes.ranks import SAVE_THREAD, Ranks, as_user_error, catch
@@ -27,7 +27,7 @@ class Saver:
         self.state = TrainingState(run.accelerator, model, optimizer, run.optimizer_settings)
         self.step = 0  # of the newest checkpoint of this run
         self.scored = False  # whether it holds the scores of its step
-        self.best_loss = run.point.best_loss
+        self.best_loss = run.resume_point.best_loss
         self.thread: threading.Thread | None = None
         # Of each save in the background that is done: its step and seconds, until they are logged.
         self.done: list[tuple[int, float]] = []
@@ -39,7 +39,11 @@ class Saver:
 
         Returns its step, and its scores; None if that step has to be evaluated.
         """
-        run, checkpoint, saved = self.run, self.run.point.checkpoint, self.run.point.saved
+        run, checkpoint, saved = (
+            self.run,
+            self.run.resume_point.checkpoint,
+            self.run.resume_point.saved,
+        )
         with self.ranks.fail_together(), as_user_error():
             if checkpoint:
                 self.state.load(checkpoint, saved, run.start.manifest)
@@ -49,12 +53,12 @@ class Saver:
         self.thread_ranks = self.ranks.for_thread() if self.asynchronous else self.ranks
         if not checkpoint:
             return 0, None
-        say(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
+        print_on_main(f"{'evaluating' if run.cfg.eval_only else 'continuing from'} {checkpoint}")
         self.step, self.scored = run.first_step, "eval_loss" in saved
         known = self.scored and not run.cfg.eval_only
         return run.first_step, {"eval_loss": saved["eval_loss"]} if known else None
 
-    def wants(self, step: int, scores: dict | None) -> bool:
+    def should_save(self, step: int, scores: dict | None) -> bool:
         """Whether these are the best scores so far, or the checkpoint of this step lacks them."""
         best = self.run.cfg.export == "best" and scores and scores["eval_loss"] < self.best_loss
         return bool(best or (scores and step == self.step and not self.scored))
@@ -77,11 +81,11 @@ class Saver:
 
     def add_scores(self, found: dict) -> None:
         """Adds scores to the newest checkpoint, if it is of this run."""
-        point, folder = self.run.point, self.run.output / "checkpoints"
+        resume_point, folder = self.run.resume_point, self.run.output / "checkpoints"
         if self.scored or not found:
             return
         goes_on = self.step == self.run.first_step  # nothing was saved since
-        if goes_on and (point.changed or point.checkpoint.parent != folder):
+        if goes_on and (resume_point.changed or resume_point.checkpoint.parent != folder):
             return
         self.wait()
         self.best_loss, self.scored = min([self.best_loss, *found.values()]), True
@@ -175,12 +179,16 @@ class Saver:
                 saved = checkpoints.verify(best) if best else {}
         best, loss, saved = self.ranks.from_main((best, loss, saved))
         if best is None:
-            say("no checkpoint has a finite eval_loss: the last model is exported, not the best")
+            print_on_main(
+                "no checkpoint has a finite eval_loss: the last model is exported, not the best"
+            )
             return None
         with self.ranks.fail_together(), as_user_error():
             self.state.load_weights(best, saved, run.start.manifest)
         step = checkpoints.step_of(best)
-        say(f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints")
+        print_on_main(
+            f"the best evaluation was that of step {step}: {loss:.5g}, of the saved checkpoints"
+        )
         return step
 
 
