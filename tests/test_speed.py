@@ -275,3 +275,61 @@ def test_a_gpu_has_its_memory_in_the_profile_or_is_left_to_nsight(monkeypatch, t
         each[0] for each in called[called.index(13) : -1] if isinstance(each, tuple)
     ] == recorded
     assert not nsys or not (tmp_path / "profile").exists()
+
+
+# Counts calls of Python and C functions from the start of step 3 to that of step 11.
+CALLS = """
+import collections, json, sys
+calls = collections.Counter()
+def count(frame, event, _):
+    if event in ("call", "c_call"):
+        path = frame.f_code.co_filename
+        if path.startswith("<frozen importlib"):
+            return  # accelerate searches sys.path for lomo_optim
+        ours = event == "call" and ("/samestep/" in path or path.endswith("train.py"))
+        calls["ours" if ours else "others"] += 1
+def between_steps(step):
+    sys.setprofile(None)
+    if step == 11:
+        print(json.dumps(calls))
+    elif step >= 3:
+        sys.setprofile(count)
+"""
+TRAINED = """
+from samestep.training.log import RunLog
+start_step = RunLog.start_step
+RunLog.start_step = lambda log, step: [start_step(log, step), between_steps(step)]
+"""
+PLAIN = """
+import torch, task
+rows, _ = task.datasets(task.TaskConfig(samples=100), None)
+model = task.build_model(task.TaskConfig(), None)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+batches = iter(torch.utils.data.DataLoader(rows, batch_size=4, collate_fn=task.collate))
+for step in range(1, 12):
+    between_steps(step)
+    micro_batches = [next(batches) for _ in range(2)]
+    items = max(sum(map(task.count, micro_batches)), 1)
+    losses = []
+    for batch in micro_batches:
+        loss = task.loss_sum(model, batch)
+        (loss / items).backward()
+        losses.append(loss.detach())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_step_makes_few_calls_beside_a_plain_loop(tiny, tmp_path):
+    """What a small step costs on a CPU is the number of calls, which depends on no clock.
+
+    Left out are about 500 calls in which accelerate searches sys.path for the package lomo_optim,
+    twice in `optimizer.step` and once in each `backward`: their number depends on sys.path.
+    """
+    flags = ["--micro_batch_size", 4, "--eval_every", 0, "--save_every", 0, "--log_every", 100]
+    printed = tiny.train(1, "--output_dir", tmp_path / "run", *flags, before=CALLS + TRAINED)
+    trained = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+    plain = json.loads(tiny.run("python", "-c", CALLS + PLAIN).stdout)
+    above = (sum(trained.values()) - sum(plain.values())) / 8
+    assert 0 < above < 750 and 0 < trained["ours"] / 8 < 200, (above, trained["ours"] / 8)

@@ -33,7 +33,7 @@ class Project:
 
     def build_model(self, checkpointing: bool = False) -> torch.nn.Module:
         """The task's model, to be trained; the seed gives all processes the same one."""
-        batches.seed_draws(self.cfg.seed)
+        batches.seed_everything(self.cfg.seed)
         model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
         if checkpointing:
             enable_gradient_checkpointing(model)

@@ -147,12 +147,27 @@ def plan_step(
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
     """Seeds what a model draws, such as masks of dropout, by the number of a micro-batch in its
     step, counted from 1, and not by its rank."""
-    seed_draws(int(hash64(seed, step - 1, number)[0]))  # as older versions: runs continue
+    seed = int(hash64(seed, step - 1, number)[0])  # as older versions: runs continue
+    seed_host(seed)
+    # torch.manual_seed would format a stack for each kind of device that is not initialized.
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return
+    if device.type == "mps":
+        torch.mps.manual_seed(seed)
+    elif torch.get_device_module(device).is_initialized():
+        torch.get_device_module(device).manual_seed_all(seed)
 
 
-def seed_draws(seed: int) -> None:
-    """Seeds all that a model may draw from; masks of time in speech models are NumPy's."""
+def seed_everything(seed: int) -> None:
+    """Seeds all that a model may draw from, on devices that are not initialized yet, too."""
+    seed_host(seed)
     torch.manual_seed(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds what draws on the CPU; masks of time in speech models are NumPy's."""
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
 from samestep.processes.device import NO_SKIP, torch_has
 from samestep.processes.ranks import Ranks
-from samestep.settings.mesh import this_layout
 
 
 def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> None:
@@ -24,7 +24,9 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     ignore it, the CPU waits for the norm and removes the gradients, without which an optimizer
     changes neither weights nor moments.
     """
-    if this_layout().deepspeed:  # it has skipped the step by itself, in `backward`
+    if isinstance(
+        optimizer, DeepSpeedOptimizerWrapper
+    ):  # it has skipped the step by itself, in `backward`
         return
     inner = optimizer.optimizer
     ignored = norm.device.type == "mps" and torch_has(NO_SKIP)

@@ -135,12 +135,12 @@ def kept_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def share_buffers(module: torch.nn.Module) -> None:
+def share_buffers(module: torch.nn.Module, fsdp: bool) -> None:
     """Gives all processes the main one's buffers: DDP does so, FSDP does not, nor does DDP without
     broadcast_buffers: then those of evaluations are shared, since checkpoints hold them. All call
     it before a step and before an evaluation."""
     kept = not module.training and not getattr(module, "broadcast_buffers", True)
-    for buffer in kept_buffers(module) if kept or this_layout().fsdp else ():
+    for buffer in kept_buffers(module) if kept or fsdp else ():
         dist.broadcast(buffer, 0)
 
 

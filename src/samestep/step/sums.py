@@ -78,7 +78,7 @@ class StepGradients:
         self.turn.plan, turns, accelerator = plan, len(plan.run()), self.accelerator
         if self.checking and self.ranks.layout.fsdp:
             sharding.count_gradients(self.model, self.used)
-        sharding.share_buffers(self.model)
+        sharding.share_buffers(self.model, self.ranks.layout.fsdp)
         self.stopwatch.start(turns)
         self.divisor = 1
         if not self.exact:
@@ -204,7 +204,9 @@ class StepGradients:
         """
         limit = max_norm or math.inf
         if not self.exact:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            # accelerate knows an FSDP model by all of its parameters, and else needs no search.
+            parameters = self.model.parameters() if self.sharded else self.parameters
+            norm = self.accelerator.clip_grad_norm_(parameters, limit)
             # DeepSpeed has clipped and stepped in `backward`, and gives a number.
             return full_tensor(torch.as_tensor(norm, device=self.accelerator.device))
         self.accelerator.unscale_gradients()

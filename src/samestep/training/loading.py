@@ -104,7 +104,7 @@ class EvalLoader:
         """
         run, iterator = self.run, batches.iterate(self.loader)
         model.eval()
-        sharding.share_buffers(model)
+        sharding.share_buffers(model, run.ranks.layout.fsdp)
         for _ in range(len(self.loader)):
             fetched, problem = catch(next, iterator)
             (stop,) = run.ranks.sum_over_ranks(requested(), problem=problem)

@@ -80,7 +80,7 @@ class Run:
 
     def new_model(self) -> torch.nn.Module:
         """The task's model with its first weights, the same on each process."""
-        batches.seed_draws(self.cfg.seed)
+        batches.seed_everything(self.cfg.seed)
         return self.task.build_model(self.cfg.task, self.start.prepared)
 
     def build_model(self) -> torch.nn.Module:
