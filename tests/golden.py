@@ -93,8 +93,8 @@ def digest(value):
 def read_data(task, output):
     """The examples and the documents of both splits, as the loss of this run sees them.
 
-    This alone knows the contract of task.py. `targets` are the tokens to predict at each place of
-    input_ids, so a contract whose loss shifts the labels moves them here.
+    This and `example_of` alone know the contract of task.py. `targets` are the tokens to predict at
+    each place of input_ids: where the loss shifts the labels, they are moved here.
     """
     cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -106,33 +106,31 @@ def read_data(task, output):
     found = {}
     for part, rows in {"train": train, "validation": validation}.items():
         batches = [task.collate([rows[i]]) for i in range(len(rows))]
-        examples = [example_of(batch, tokenizer, names) for batch in batches]
+        examples = [example_of(task.__name__, batch, tokenizer, names) for batch in batches]
         documents = examples
-        if "targets" in examples[0]:
+        if task.__name__ == "causal_lm":
             documents = split_documents(batches, tokenizer)
         found[part] = (examples, documents)
     return found
 
 
-def example_of(batch, tokenizer, names):
+def example_of(name, batch, tokenizer, names):
     """A batch of one example in words and numbers that no format of files decides."""
     labels = batch["labels"][0]
-    if "pixel_values" in batch:
+    if name == "image_classification":
         pixels = (batch["pixel_values"] * 1000).round().to(torch.int32).contiguous()
         pixels = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
         return {"pixels_sha256": pixels, "class": names[str(int(labels))]}
-    if "weight" in batch:
+    ids = batch["input_ids"][0]
+    if name == "text_classification":
         label = {"class": names[str(int(labels))], "weight": float(batch["weight"])}
-        return {**label, **decoded("input_ids", batch["input_ids"][0], tokenizer)}
-    if "attention_mask" in batch:  # an encoder and a decoder
-        source = decoded("input_ids", batch["input_ids"][0], tokenizer)
-        return {**source, **decoded("labels", labels, tokenizer)}
-    if batch["input_ids"].ndim == 3:  # an answer that is preferred to another
-        chosen, rejected = (
-            shifted(*each, tokenizer) for each in zip(batch["input_ids"][0], labels, strict=True)
-        )
-        return {"chosen": chosen, "rejected": rejected}
-    example = shifted(batch["input_ids"][0], labels, tokenizer)
+        return {**label, **decoded("input_ids", ids, tokenizer)}
+    if name == "seq2seq":
+        return {**decoded("input_ids", ids, tokenizer), **decoded("labels", labels, tokenizer)}
+    if name == "preference":
+        pair = zip(("chosen", "rejected"), ids, labels, strict=True)
+        return {answer: shifted(*each, tokenizer) for answer, *each in pair}
+    example = shifted(ids, labels, tokenizer)
     if "position_ids" in batch:
         example["starts"] = starts_of(batch["position_ids"][0][: len(example["input_ids"])])
     return example
