@@ -228,7 +228,8 @@ def is_for_another_python(facts):
 def store(name, cases):
     """Writes a task's file: a line for each list."""
     text = json.dumps(cases, indent=1, ensure_ascii=False)
-    text = re.sub(r"\[[^\]\[\"]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    # Within quotes no line ends.
+    text = re.sub(r"\[\n[^\]\[\"]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
     (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -307,6 +307,7 @@ def trained(tmp_path_factory, baked, shell):
     def train(task):
         made = BakedProject(shutil.copytree(baked[task].path, folder / task, symlinks=True))
         shell(made, "make train")
+        made.run("python", "-m", "samestep", "prepare", "--config", "configs/train/smoke.yaml")
         return made.path
 
     return train
