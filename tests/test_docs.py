@@ -329,14 +329,14 @@ def blocks(baked):
         found[task, name] = {}
         for number, script in enumerate(scripts(baked[task].path / name)):
             rows = script.replace("\\\n", " ").splitlines()
-            rows = {row: [*map(tuple, commands(row))] for row in rows}
-            if "<<" in script or any(row.count('"') % 2 for row in script.splitlines()):
-                rows = {script: [*map(tuple, commands(script)), (script,)]}
-            rows = {row: words for row, words in rows.items() if all(map(can_run, words))}
-            new = [row for row, words in rows.items() if {*words} - known]
-            kept = [*rows][: [*rows].index(new[-1]) + 1] if new else []
-            found[task, name][number] = [row for row in kept if rows[row] != [("make", "train")]]
-            known.update(*rows.values())
+            if "<<" in script or any(row.count('"') % 2 for row in rows):
+                rows = [script]
+            rows = [row for row in rows if all(map(can_run, commands(row)))]
+            ran = {row: {row} if "<<" in row else {*map(tuple, commands(row))} for row in rows}
+            new = [row for row in rows if ran[row] - known]
+            kept = rows[: rows.index(new[-1]) + 1] if new else []
+            found[task, name][number] = [row for row in kept if ran[row] != {("make", "train")}]
+            known.update(*ran.values())
     return found
 
 
