@@ -32,12 +32,12 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-def measure(todo: Work, rounds: int, steps: int) -> list[dict]:
-    """A row for each setting."""
+def measure(todo: Work, names: list[str], rounds: int, steps: int) -> list[dict]:
+    """A row for each setting of these names."""
     say(f"{Path(todo.output).name}, {PROCESSES} x CPU")
     with running() as runs:
-        for place, (name, flags) in enumerate(SETTINGS.items()):
-            flags = flags | {"micro_batch_size": todo.size.batch // PROCESSES}
+        for place, name in enumerate(names):
+            flags = SETTINGS[name] | {"micro_batch_size": todo.size.batch // PROCESSES}
             runs[name] = Trained(todo, f"ddp-{place}", 0, [1] * PROCESSES, **flags)
         for run in runs.values():
             run.train(3)  # with static_graph the second step makes other buckets
@@ -76,6 +76,7 @@ def describe(report: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=[*SETTINGS])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, help="steps in a round")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="folder of results")
@@ -89,7 +90,9 @@ def main() -> None:
         project = compare.bake(folder)
         for name in asked.sizes:
             todo = compare.prepare(project, SIZES[name], folder / name)
-            report["rows"] += measure(todo, asked.rounds, asked.steps or SIZES[name].steps)
+            names = [DEFAULT, *(each for each in asked.settings if each != DEFAULT)]
+            steps = asked.steps or SIZES[name].steps
+            report["rows"] += measure(todo, names, asked.rounds, steps)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     compare.publish(report, describe, asked, "make bench-ddp")

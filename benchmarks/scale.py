@@ -402,7 +402,7 @@ def main() -> None:
     try:
         say("baking a project, learning a vocabulary")
         project, words = compare.bake(folder), read_words()
-        write_texts(words, 8, folder / "vocabulary")
+        write_texts(words, min(8, *asked.megabytes), folder / "vocabulary")
         save_model(f"{folder}/vocabulary.jsonl", folder / "model")
         report["prepare"], kept = time_preparation(asked, project, folder, words)
         say("reading")

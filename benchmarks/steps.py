@@ -41,6 +41,7 @@ SIZES = SIZES | {
     "work": Size(128, 2, 4, context=64, batch=24),
     "sleep": Size(32, 1, 2, context=32, batch=28),
 }
+EXACT = ("false", "true")
 MICRO_BATCH = {"small": 2, "large": 2}  # samples; 1 in the others
 # Columns that a table leaves out: the peak of a small model is mostly not its own.
 HIDDEN = {
@@ -180,7 +181,7 @@ def measure_exact(todo: Work, processes: int, rounds: int, steps: int, env=()) -
     name, times = Path(todo.output).name, [1] * processes
     say(f"{name}, {processes} x CPU")
     with running() as runs:
-        for exact in ("false", "true"):
+        for exact in EXACT:
             flags = {"last": 1 + rounds * (1 + steps), "times": times, "env": env, "exact": exact}
             runs[exact] = Trained(todo, f"{processes}-{exact}", **flags)
         for run in runs.values():
@@ -303,6 +304,7 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4], help="of exact")
     parser.add_argument("--memory", nargs="*", type=int, default=[1, 2], help="processes")
     parser.add_argument("--machines", nargs="*", choices=MACHINES, default=[*MACHINES])
+    parser.add_argument("--exact", nargs="+", choices=EXACT, default=[*EXACT], help="of machines")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="steps in a round")
     # After 7 steps `auto` deals them, and after 20 more it looks at the speeds again.
@@ -326,7 +328,7 @@ def main() -> None:
                 tables["exact"].append(measure_exact(todo[name], processes, asked.rounds, steps))
             one({row["SHA-256"] for row in tables["exact"] if row["step"] == name})
         tables["memory"] = [measure_memory(todo[MEMORY], number) for number in asked.memory]
-        for name, exact in itertools.product(asked.machines, ("false", "true")):
+        for name, exact in itertools.product(asked.machines, asked.exact):
             size, steps = todo[MACHINES[name][0]], asked.steps or 4
             tables["shares"] += measure_shares(
                 size, name, exact, asked.settled, asked.rounds, steps

@@ -243,7 +243,7 @@ def test_the_version_of_the_wheel_names_its_content(tmp_path):
 
 
 def test_golden_tree(tmp_path):
-    """The files of a default project; if they change: make test ARGS="-k golden" UPDATE_GOLDEN=1"""
+    """The files of a project; if they change: make test ARGS="-k golden_tree" UPDATE_GOLDEN=1"""
     names = [re.sub(r"[+]\w{8}", "+CONTENT", str(name)) for name in files(bake(tmp_path).path)]
     tree = "".join(f"{name}\n" for name in names)
     if os.environ.get("UPDATE_GOLDEN"):

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 import torch
+import torch._inductor.config
 
 from conftest import ROOT
 
@@ -41,7 +42,7 @@ def run(program, output, *arguments):
 @pytest.mark.slow
 def test_all_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
     """All did what the plain loop did, each step was timed, and a row shows each."""
-    flags = ["--sizes", "small", "--rounds", 2, "--steps", 5, "--starts", 1, "--peers", *PEERS]
+    flags = ["--sizes", "small", "--rounds", 1, "--steps", 2, "--starts", 1, "--peers", *PEERS]
     report, printed = run("compare.py", tmp_path, *flags)
     for processes in ("1", "2"):
         found = report["steps"][processes]["small"]
@@ -52,7 +53,7 @@ def test_all_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
             losses = peer["losses"]
             assert len(losses) >= 20
             assert losses == pytest.approx(found[PLAIN]["losses"][: len(losses)], rel=1e-3)
-            assert len(peer["seconds"]) == len(peer["cpu"]) == 2
+            assert len(peer["seconds"]) == len(peer["cpu"]) == 1
             assert min(peer["seconds"]) > 0 < min(peer["cpu"])
         assert found[BAKED]["waits"] <= found[PLAIN]["waits"]
         assert printed.count(f"| {processes} ") >= len(PEERS)
@@ -63,11 +64,11 @@ def test_all_peers_do_the_same_work_in_one_and_two_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("torchvision"), reason="torchvision is missing")
 def test_all_loaders_give_batches_of_images(tmp_path):
-    flags = ["--images", 80, "--rounds", 2, "--batches", 1, "--workers", 0, 1]
+    flags = ["--images", 40, "--rounds", 1, "--batches", 1, "--workers", 0, 1]
     report, printed = run("images.py", tmp_path, *flags)
     for rates in report["rates"].values():
         assert len(rates) == 4
-        assert all(len(each["rate"]) == 2 and min(each["rate"]) > 0 for each in rates.values())
+        assert all(len(each["rate"]) == 1 and min(each["rate"]) > 0 for each in rates.values())
     assert printed.count("| project, ") == printed.count("| ImageFolder, ") == 2
 
 
@@ -118,17 +119,18 @@ def test_what_the_counter_counts():
 
 @pytest.mark.slow
 def test_shares_are_measured_on_the_same_bytes(tmp_path):
-    short = ["--sizes", "--memory", 1, "--machines", "1 : 2 : 4"]
+    short = ["--sizes", "--memory", 1, "--machines", "1, 2 x slower", "--exact", "true"]
     short += ["--settled", 10, "--rounds", 1, "--steps", 1]
     report, printed = run("steps.py", tmp_path, *short)
     assert float(report["tables"]["memory"][0]["`exact` adds"]) > 0
-    exact = [row for row in report["tables"]["shares"] if row["`exact`"] == "true"]
+    exact = report["tables"]["shares"]
     assert [row["`device_shares`"] for row in exact] == ["equal", "auto", "list"]
+    assert {row["`exact`"] for row in exact} == {"true"}
     assert len({row["SHA-256"] for row in exact}) == 1
     for row in exact[1:]:
         dealt = [*map(int, row["micro-batches"].split(" + "))]
-        assert sum(dealt) == steps.SIZES["sleep"].batch and len(dealt) == 3
-    assert printed.count("| 1 : 2 : 4 ") == 6
+        assert sum(dealt) == steps.SIZES["work"].batch and len(dealt) == 2
+    assert printed.count("| 1, 2 x slower ") == 3
 
 
 def test_the_formula_of_the_flops_counts_the_weights_of_the_model():
@@ -143,12 +145,16 @@ def test_the_formula_of_the_flops_counts_the_weights_of_the_model():
     assert gpu.flops_a_token(gpu.LARGE) - gpu.flops_a_token(gpu.LARGE, 6) == attention / 2
 
 
-# One row of the sweep for each program, precision and change; `make gpu` runs them all.
-SWEEP = ["loop, eager", "Trainer, eager", "all three", "max-autotune", "in fp32", "fp16", "exact"]
+# One row of the sweep for each program and change; `make gpu` runs them all. On a CPU the rows of
+# other precisions do the same.
+SWEEP = ["loop, eager", "Trainer, eager", "all three", "exact"]
 
 
 @pytest.mark.slow
 def test_rows_of_the_sweep_run_on_a_cpu(tmp_path):
+    with torch._inductor.config.patch(max_autotune=False):
+        gpu.max_autotune()
+        assert torch._inductor.config.max_autotune
     words = ["--device", "cpu", "--steps", 2, "--rows", *SWEEP]
     report, _ = run("gpu.py", tmp_path, *words)
     asked = [row.name for row in gpu.ROWS if any(word in row.name for word in SWEEP)]
@@ -221,9 +227,11 @@ def test_the_checklist_runs_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_the_settings_of_ddp_and_the_precisions_of_a_task(tmp_path):
-    report, printed = run("ddp.py", tmp_path, "--sizes", "small", "--rounds", 1, "--steps", 2)
-    assert [row["setting"] for row in report["rows"]] == [*ddp.SETTINGS]
-    assert printed.count("| small ") == len(ddp.SETTINGS)
+    names = [ddp.DEFAULT, "static_graph: true"]
+    words = ["--sizes", "small", "--rounds", 1, "--steps", 2, "--settings", *names]
+    report, printed = run("ddp.py", tmp_path, *words)
+    assert [row["setting"] for row in report["rows"]] == names
+    assert printed.count("| small ") == len(names)
     words = ["--tasks", "image_classification", "--steps", 4]
     report, printed = run("precision.py", tmp_path / "precision", *words)
     (facts,) = report["tasks"].values()

@@ -307,6 +307,7 @@ def trained(tmp_path_factory, baked, shell):
     def train(task):
         made = BakedProject(shutil.copytree(baked[task].path, folder / task, symlinks=True))
         shell(made, "make train")
+        made.run("python", "-m", "samestep", "prepare", "--config", "configs/train/smoke.yaml")
         return made.path
 
     return train
@@ -316,24 +317,39 @@ RENDERED = [(task, name) for task in TASKS for name in ("README.md", "docs/data.
 OTHERS_OF_FIRST = [(TASKS[0], n) for n in pages(ROOT / SOURCE) if (TASKS[0], n) not in RENDERED]
 
 
+@pytest.fixture(scope="module")
+def blocks(baked):
+    """Of each page the number and the rows of each block to run, so that each command is run once.
+
+    Left out are commands that can_run leaves out, those of a run that each copy has, and what
+    stands in a block after the last command that no block before it has.
+    """
+    found, known = {}, {("make", "train")}
+    for task, name in [*RENDERED, *OTHERS_OF_FIRST]:
+        found[task, name] = {}
+        for number, script in enumerate(scripts(baked[task].path / name)):
+            rows = script.replace("\\\n", " ").splitlines()
+            if "<<" in script or any(row.count('"') % 2 for row in rows):
+                rows = [script]
+            rows = [row for row in rows if all(map(can_run, commands(row)))]
+            ran = {row: {row} if "<<" in row else {*map(tuple, commands(row))} for row in rows}
+            new = [row for row in rows if ran[row] - known]
+            kept = rows[: rows.index(new[-1]) + 1] if new else []
+            found[task, name][number] = [row for row in kept if ran[row] != {("make", "train")}]
+            known.update(*ran.values())
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task, name", [*RENDERED, *OTHERS_OF_FIRST])
-def test_commands_run(tmp_path, baked, trained, shell, task, name):
-    """Each block of a page in a fresh copy, without the commands that can_run leaves out.
-
-    Blocks that read the same for another task are run with the first one.
-    """
-    others = scripts(baked[TASKS[0]].path / name) if task != TASKS[0] else []
-    for number, script in enumerate(scripts(baked[task].path / name)):
-        rows = script.replace("\\\n", " ").splitlines()
-        if "<<" in script or any(row.count('"') % 2 for row in rows):
-            rows = [script]
-        rows = [row for row in rows if all(map(can_run, commands(row)))]
-        if script not in others and any(map(commands, rows)):
+def test_commands_run(tmp_path, blocks, trained, shell, task, name):
+    """Each block of a page in a fresh copy of a project that has a run."""
+    for number, rows in blocks[task, name].items():
+        if rows:
             folder = shutil.copytree(trained(task), tmp_path / str(number), symlinks=True)
             for recommended in folder.glob("configs/*/recommended.yaml"):
                 recommended.unlink()
-            if "make plot" in script:
+            if "make plot" in "".join(rows):
                 shutil.copytree(folder / "runs" / "default", folder / "runs" / "mine")
             shell(BakedProject(folder), "\n".join(rows))
 

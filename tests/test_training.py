@@ -22,6 +22,12 @@ def train(project, hardware, output, *flags, check=True, **env):
     return project.run(*command, check=check, **env)
 
 
+def train_one(project, output, *flags, before="", **env):
+    """What such a run of one process printed, which is started without a launcher."""
+    flags = [*FLAGS, "--output_dir", output, *flags]
+    return project.train(1, *flags, before=before, env=env)
+
+
 @pytest.fixture(scope="module")
 def one(project, tmp_path_factory):
     """A run of one process, tracked by W&B; its folder, and what was printed."""
@@ -127,7 +133,7 @@ def test_a_continued_run_is_the_same_run_in_wandb(project, one, tmp_path):
     shutil.copy(one[0] / "wandb_run_id", output)
     (output / "metrics.jsonl").write_text('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')
     (output / "checkpoints" / ".step-00000012.partial").mkdir()
-    printed = train(project, "cpu", output, "--tracker", "wandb", HOME=tmp_path).stdout
+    printed = train_one(project, output, "--tracker", "wandb", HOME=str(tmp_path))
     assert f"continuing from {output / first}" in printed
     continued = map(json.loads, (output / "metrics.jsonl").read_text().splitlines()[2:])
     continued = [line for line in continued if "loss" in line]
@@ -145,7 +151,7 @@ def test_other_trackers_get_the_same_losses(project, tmp_path):
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     output, store = tmp_path / "run", {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    printed = train(project, "cpu", output, "--tracker", "tensorboard", "--max_steps", 4).stdout
+    printed = train_one(project, output, "--tracker", "tensorboard", "--max_steps", 4)
     folder = printed.split("tensorboard --logdir ")[1].split("`")[0]
     events = EventMultiplexer().AddRunsFromDirectory(folder)
     events.Reload()
@@ -155,7 +161,7 @@ def test_other_trackers_get_the_same_losses(project, tmp_path):
     expected = [line["loss"] for line in lines(output, "loss")]
     assert [event.value for event in events.Scalars("run", "loss")] == pytest.approx(expected)
     again = tmp_path / "again" / "run"
-    train(project, "cpu", again, "--tracker", "trackio", "--max_steps", 4, **store)
+    train_one(project, again, "--tracker", "trackio", "--max_steps", 4, **store)
     command = "trackio get metric --project my_training --run run --metric loss --json".split()
     values = json.loads(project.run(*command, **store).stdout)["values"]
     assert [value["value"] for value in values] == pytest.approx(expected)
@@ -196,21 +202,16 @@ def test_the_resolved_config_is_a_recipe_that_gives_the_same_run(project, one, t
 @pytest.mark.slow
 def test_a_run_goes_on_offline_when_wandb_cannot_be_reached(project, tmp_path):
     """An outage, in place of which wandb.init raises what it raises after its time-out."""
-    program = """
-import sys, wandb
-start = wandb.init
-def unreachable(**options):
+    before = """
+import wandb
+def unreachable(start=wandb.init, **options):
     if options["mode"] == "online":
         raise wandb.errors.CommError("Timed out\\nwhile retrying")
     return start(**options)
 wandb.init, wandb.login = unreachable, lambda **_: True
-sys.argv = ["train.py", *sys.argv[1:]]
-import train
-train.shutdown.run(train.main, train.prepare)
 """
-    flags = latest([*FLAGS, "--tracker", "wandb", "--max_steps", 2])
-    flags += ["--output_dir", tmp_path / "run"]
-    printed = project.run("python", "-c", program, *flags, HOME=tmp_path).stdout
+    flags = ["--tracker", "wandb", "--max_steps", 2]
+    printed = train_one(project, tmp_path / "run", *flags, before=before, HOME=str(tmp_path))
     assert "W&B: Timed out while retrying\n" in printed and "W&B is offline" in printed
     assert len(list(tmp_path.glob("run/wandb/offline-run-*"))) == 1
 

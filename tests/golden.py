@@ -1,0 +1,261 @@
+"""What each task makes of its demo and of committed rows, compared with the files in tests/golden/.
+
+    python tests/golden.py                which examples, splits and losses have changed
+    python tests/golden.py causal_lm      those of this task
+    python tests/golden.py --write        writes the files anew, after a change that was meant
+
+A case has the first and the last example of both splits as the loss sees them, with the decoded
+text; digests of all examples and documents of a split; losses and scores of three steps in one
+process with one thread. Demos that come from Python's own manual and library hold for the version
+that the file names.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import AutoTokenizer
+
+from conftest import bake, lines, load_task
+
+FOLDER = Path(__file__).resolve().with_suffix("")
+STEPS = ["--max_steps", 3, "--log_every", 1, "--check_export", "false"]
+HELD_OUT = ["--task.validation_fraction", 0.25]
+PROMPTS = ["--task.rows", "prompt", "--task.completion_column", "chosen"]
+SOURCES = ["--task.source_column", "prompt", "--task.target_column", "chosen"]
+# Of each task and case the recipe, the rows (in tests/golden/, or those of the recipe) and flags.
+CASES = {
+    ("causal_lm", "texts"): ("smoke", "texts.jsonl", []),
+    ("causal_lm", "chats"): ("smoke", "chats.jsonl", []),
+    ("causal_lm", "prompts"): ("smoke", "pairs.jsonl", PROMPTS),
+    ("causal_lm", "demo"): ("default", "", []),
+    ("preference", "pairs"): ("smoke", "pairs.jsonl", []),
+    ("preference", "demo"): ("default", "", []),
+    ("seq2seq", "pairs"): ("smoke", "pairs.jsonl", SOURCES),
+    ("seq2seq", "demo"): ("default", "", ["--task.report_samples", 1]),
+    ("text_classification", "texts"): ("smoke", "texts.jsonl", []),
+    ("text_classification", "demo"): ("default", "", []),
+    ("image_classification", "demo"): ("default", "", []),
+}
+TASKS = sorted({task for task, _ in CASES})
+OF_PYTHON = ("causal_lm", "preference", "text_classification")  # whose demos come from Python
+MOST_LISTED = 1100  # documents of a split whose digests are kept one by one
+ROUNDING = 1e-5  # relative: losses of other processors and builds of torch
+
+
+# ---- What a case gives now -----------------------------------------------------------------------
+
+
+def record(project, name, case, folder):
+    """Trains a case for three steps in a project of its task, and reads its data: the facts."""
+    recipe, rows, flags = CASES[name, case]
+    output = folder / case
+    if rows:
+        flags = [*flags, *HELD_OUT, "--task.data", FOLDER / rows]
+    flags = [*flags, *STEPS, "--task.cache_dir", folder / "cache", "--output_dir", output]
+    project.train(1, "--config", f"configs/train/{recipe}.yaml", *flags)
+    facts = {}
+    if case == "demo" and name in OF_PYTHON:
+        facts["python"] = platform.python_version()
+    for part, (examples, documents) in read_data(load_task(name), output).items():
+        digests = sorted(digest(each)[:6] for each in documents)
+        facts[part] = {
+            "examples": len(examples),
+            "examples_sha256": digest(examples),
+            "documents": len(documents),
+            "documents_sha256": digest(digests),
+        }
+        if len(documents) <= MOST_LISTED:
+            facts[part]["documents_listed"] = " ".join(digests)
+        facts[part] |= {"first": examples[0], "last": examples[-1]}
+    facts["losses"] = [line["loss"] for line in lines(output, "loss")]
+    facts["scores"] = {k: v for k, v in lines(output, "eval_loss")[-1].items() if k != "step"}
+    return facts
+
+
+def digest(value):
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_data(task, output):
+    """The examples and the documents of both splits, as the loss of this run sees them.
+
+    This and `example_of` alone know the contract of task.py. `targets` are the tokens to predict at
+    each place of input_ids: where the loss shifts the labels, they are moved here.
+    """
+    cfg = task.TaskConfig(**yaml.safe_load((output / "config.yaml").read_text("utf-8"))["task"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        train, validation = task.datasets(cfg, task.prepare_data(cfg))
+    names = json.loads((output / "model" / "config.json").read_text("utf-8")).get("id2label", {})
+    tokenizer = None
+    if (output / "model" / "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    found = {}
+    for part, rows in {"train": train, "validation": validation}.items():
+        batches = [task.collate([rows[i]]) for i in range(len(rows))]
+        examples = [example_of(task.__name__, batch, tokenizer, names) for batch in batches]
+        documents = examples
+        if task.__name__ == "causal_lm":
+            documents = split_documents(batches, tokenizer)
+        found[part] = (examples, documents)
+    return found
+
+
+def example_of(name, batch, tokenizer, names):
+    """A batch of one example in words and numbers that no format of files decides."""
+    labels = batch["labels"][0]
+    if name == "image_classification":
+        pixels = (batch["pixel_values"] * 1000).round().to(torch.int32).contiguous()
+        pixels = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
+        return {"pixels_sha256": pixels, "class": names[str(int(labels))]}
+    ids = batch["input_ids"][0]
+    if name == "text_classification":
+        label = {"class": names[str(int(labels))], "weight": float(batch["weight"])}
+        return {**label, **decoded("input_ids", ids, tokenizer)}
+    if name == "seq2seq":
+        return {**decoded("input_ids", ids, tokenizer), **decoded("labels", labels, tokenizer)}
+    if name == "preference":
+        pair = zip(("chosen", "rejected"), ids, labels, strict=True)
+        return {answer: shifted(*each, tokenizer) for answer, *each in pair}
+    example = shifted(ids, labels, tokenizer)
+    if "position_ids" in batch:
+        example["starts"] = starts_of(batch["position_ids"][0][: len(example["input_ids"])])
+    return example
+
+
+def decoded(name, ids, tokenizer):
+    return {f"{name}_text": tokenizer.decode(ids), name: ids.tolist()}
+
+
+def shifted(ids, targets, tokenizer):
+    """Tokens up to the last one from which another is predicted, without the padding after it."""
+    end = int((targets >= 0).nonzero().max()) + 1
+    ids, targets = ids[:end], targets[:end]
+    counted = {"loss_text": tokenizer.decode(targets[targets >= 0])}
+    return {**decoded("input_ids", ids, tokenizer), **counted, "targets": targets.tolist()}
+
+
+def starts_of(positions):
+    """Where the documents of a packed sequence begin."""
+    return (positions == 0).nonzero()[:, 0].tolist()
+
+
+def split_documents(batches, tokenizer):
+    """The texts of a split whose sequences hold several, or parts of them."""
+    if "position_ids" not in batches[0]:
+        ids = torch.cat([batch["input_ids"][0] for batch in batches])
+        return [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
+    documents = []
+    for batch in batches:
+        ids, positions = batch["input_ids"][0], batch["position_ids"][0]
+        starts = starts_of(positions)
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            documents.append(tokenizer.decode(ids[start:stop]))
+    return documents
+
+
+# ---- What has changed ----------------------------------------------------------------------------
+
+
+def compare(name, case, old, new):
+    """Lines that say what differs between the facts of a case; none if nothing does."""
+    place, found = f"{name}, {case}", []
+    for part in ("train", "validation"):
+        mine, theirs = old[part], new[part]
+        for key in ("examples", "documents"):
+            if mine[key] != theirs[key]:
+                found.append(f"{place}: {part} has {theirs[key]} {key}; it had {mine[key]}")
+        if mine["documents_sha256"] != theirs["documents_sha256"]:
+            found.append(f"{place}: {part}: {moved(mine, theirs)}")
+        for which, number in (("first", 0), ("last", mine["examples"] - 1)):
+            for key in sorted({*mine[which], *theirs[which]}):
+                before, now = mine[which].get(key), theirs[which].get(key)
+                if before != now:
+                    where = f"{place}: {part} example {number} ({which}): {key}"
+                    found.append(f"{where}: old {around(before, now)}, new {around(now, before)}")
+        if mine["examples_sha256"] != theirs["examples_sha256"]:
+            found.append(f"{place}: {part}: other examples, or in another order")
+    numbers = {f"loss of step {i + 1}": loss for i, loss in enumerate(old["losses"])}
+    others = {f"loss of step {i + 1}": loss for i, loss in enumerate(new["losses"])}
+    for key in sorted({**numbers, **others, **old["scores"], **new["scores"]}):
+        before = {**numbers, **old["scores"]}.get(key, math.nan)
+        now = {**others, **new["scores"]}.get(key, math.nan)
+        if not math.isclose(before, now, rel_tol=ROUNDING, abs_tol=1e-9):
+            found.append(f"{place}: {key}: old {before:.9g}, new {now:.9g}")
+    return found
+
+
+def moved(old, new):
+    """How many documents of a split are not those of before."""
+    if "documents_listed" not in old or "documents_listed" not in new:
+        return "other documents"
+    mine, theirs = (Counter(facts["documents_listed"].split()) for facts in (old, new))
+    gone, added = (mine - theirs).total(), (theirs - mine).total()
+    return f"{gone} documents of {mine.total()} are gone, {added} were added"
+
+
+def around(value, other):
+    """A value from shortly before the place where it begins to differ from another."""
+    if not isinstance(value, list | str) or not isinstance(other, type(value)):
+        return repr(value)
+    place = len(os.path.commonprefix([value, other]))
+    shown = value[max(place - 3, 0) : place + 9]
+    return f"{shown!r} from {max(place - 3, 0)} of {len(value)}"
+
+
+def stored(name):
+    """The facts of a task's file."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def is_for_another_python(facts):
+    return facts.get("python", platform.python_version()) != platform.python_version()
+
+
+def store(name, cases):
+    """Writes a task's file: a line for each list."""
+    text = json.dumps(cases, indent=1, ensure_ascii=False)
+    # Within quotes no line ends.
+    text = re.sub(r"\[\n[^\]\[\"]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
+    (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("tasks", nargs="*", default=TASKS, choices=TASKS)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    changed = []
+    for name in arguments.tasks:
+        cases = {}
+        with tempfile.TemporaryDirectory() as folder:
+            project = bake(folder, task=name, tracker="none")
+            for case in [case for task, case in CASES if task == name]:
+                cases[case] = record(project, name, case, Path(folder))
+        if arguments.write:
+            store(name, cases)
+            continue
+        for case, old in stored(name).items():
+            if is_for_another_python(old):
+                print(f"{name}, {case}: not compared: it is for Python {old['python']}")
+            else:
+                changed += compare(name, case, old, cases[case])
+    print("\n".join(changed) if changed else "nothing has changed" * (not arguments.write))
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
