@@ -130,6 +130,23 @@ def test_a_run_is_a_plain_loop_of_torch(tiny, tmp_path):
         torch.testing.assert_close(values, plain[name], rtol=1e-5, atol=1e-6)
 
 
+EVALUATED = """
+import sys, task, torch
+cfg = task.TaskConfig(dropout=0.5)
+model, rows = task.build_model(cfg, None).eval(), task.datasets(cfg, None)[1]
+model.load_state_dict(torch.load(sys.argv[1]))
+batch = task.collate([rows[i] for i in range(len(rows))])
+print(task.metrics(task.eval_sums(model, batch))["loss"])
+"""
+
+
+def test_an_evaluation_is_without_dropout(tiny, tmp_path):
+    tiny.train(1, "--max_steps", 2, "--task.dropout", 0.5, "--output_dir", tmp_path / "run")
+    plain = tiny.run("python", "-c", EVALUATED, tmp_path / "run/model/weights.pt").stdout
+    logged = lines(tmp_path / "run", "eval_loss")[-1]["eval_loss"]
+    assert logged == pytest.approx(float(plain), rel=1e-6)
+
+
 def test_two_processes_see_the_same_samples_and_reach_the_same_losses(one, two):
     """Dropout is on, and the micro-batches are cut alike, so the masks are the same too."""
     assert "2 x cpu" in two[1].stdout and "8 samples = 2 x 1 x 4 (" in two[1].stdout
