@@ -26,7 +26,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
-.PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-ddp \
+.PHONY: help demo test test-all test-zero torture faults bench bench-steps bench-scaling bench-ddp \
 	bench-precision bench-scale gpu
 
 help:  ## list these targets
@@ -60,6 +60,9 @@ test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-a
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
 	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
+
+faults: $(TESTS)  ## apply each of tests/faults/ to a copy, and print which quick tests catch it (ARGS=NAME)
+	@.venv/bin/python tests/faults/run.py $(ARGS)
 
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)

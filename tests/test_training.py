@@ -5,8 +5,9 @@ import math
 import shutil
 
 import pytest
+import torch
 
-from conftest import digest, latest, lines
+from conftest import digest, latest, lines, read_weights
 
 STEPS = ["--max_steps", 12, "--save_every", 6, "--eval_every", 6, "--log_every", 1]
 SMALL = ["--global_batch_size", 8, "--micro_batch_size", 4, "--warmup_steps", 4, "--seed", 3]
@@ -88,6 +89,68 @@ def test_the_learning_rate_warms_up_and_decays_as_its_schedule_says(project):
     late = [min((21 - step) / 10, 1) for step in range(5, 21)]
     assert wsd[4:] == pytest.approx([2 * (0.1 + 0.9 * each) for each in late])
     assert scaled == pytest.approx([2 * each for each in cosine])
+
+
+PLAIN = """
+import math, task, torch
+from samestep.step.order import sample_ids
+cfg = task.TaskConfig()
+torch.manual_seed(0)
+model, (rows, _) = task.build_model(cfg, None), task.datasets(cfg, None)
+optimizer = torch.optim.AdamW(
+    [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ],
+    betas=(0.9, 0.99),
+)
+for step in range(1, 13):
+    ids = sample_ids(range(8 * step - 8, 8 * step), 37, 0).tolist()
+    batch = task.collate([rows[i] for i in ids])
+    lr = 0.01 * min(step / 2, 0.55 + 0.45 * math.cos(math.pi * max(step - 3, 0) / 10))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    loss = task.loss_sum(model, batch) / task.count(batch)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    print(lr, loss.item(), norm.item())
+torch.save(model.state_dict(), "plain.pt")
+"""
+
+
+def test_a_run_is_a_plain_loop_of_torch(tiny, tmp_path):
+    """Its learning rates, losses, clipped gradients and weights; by four micro-batches a step."""
+    flags = ["--max_grad_norm", 0.5, "--weight_decay", 0.5, "--output_dir", tmp_path / "run"]
+    tiny.train(1, *flags)
+    printed = tiny.run("python", "-c", PLAIN).stdout.splitlines()
+    found = [
+        [line["lr"], line["loss"], line["grad_norm"]] for line in lines(tmp_path / "run", "lr")
+    ]
+    assert len(found) == len(printed) == 12
+    for mine, plain in zip(found, printed, strict=True):
+        assert mine == pytest.approx([*map(float, plain.split())], rel=1e-5)
+    plain = torch.load(tiny.path / "plain.pt")
+    for name, values in read_weights(tmp_path / "run/checkpoints/step-00000012").items():
+        torch.testing.assert_close(values, plain[name], rtol=1e-5, atol=1e-6)
+
+
+EVALUATED = """
+import sys, task, torch
+cfg = task.TaskConfig(dropout=0.5)
+model, rows = task.build_model(cfg, None).eval(), task.datasets(cfg, None)[1]
+model.load_state_dict(torch.load(sys.argv[1]))
+batch = task.collate([rows[i] for i in range(len(rows))])
+print(task.metrics(task.eval_sums(model, batch))["loss"])
+"""
+
+
+def test_an_evaluation_is_without_dropout(tiny, tmp_path):
+    tiny.train(1, "--max_steps", 2, "--task.dropout", 0.5, "--output_dir", tmp_path / "run")
+    plain = tiny.run("python", "-c", EVALUATED, tmp_path / "run/model/weights.pt").stdout
+    logged = lines(tmp_path / "run", "eval_loss")[-1]["eval_loss"]
+    assert logged == pytest.approx(float(plain), rel=1e-6)
 
 
 def test_two_processes_see_the_same_samples_and_reach_the_same_losses(one, two):
