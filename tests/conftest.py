@@ -326,7 +326,7 @@ def template():
     return copied
 
 
-def bake(folder, **answers):
+def bake(folder, pictures=True, **answers):
     """Bake a project into `folder` with these answers and the defaults for the others."""
     elsewhere = {"replay_dir": str(template().parent), "cookiecutters_dir": str(template().parent)}
     path = cookiecutter(
@@ -336,7 +336,7 @@ def bake(folder, **answers):
         output_dir=str(folder),
         default_config=elsewhere,
     )
-    return BakedProject(Path(path), pictures=True)
+    return BakedProject(Path(path), pictures)
 
 
 def with_library(project, name, old, new):
@@ -494,8 +494,7 @@ def tiny(tmp_path_factory):
 
 def make_tiny(folder, **answers):
     """A project whose task is that of tests/tasks/tiny.py, with a recipe of 12 quick steps."""
-    baked = bake(folder, tracker="none", **answers)
-    baked.pictures = False
+    baked = bake(folder, pictures=False, tracker="none", **answers)
     shutil.copy(ROOT / "tests" / "tasks" / "tiny.py", baked.path / "task.py")
     (baked.path / "configs" / "train" / "default.yaml").write_text(
         "max_steps: 12\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 2\n"

@@ -93,8 +93,7 @@ def check_same(*outputs):
 
 def make_small(folder, **fields):
     """A project with a language model of two layers, and a quick recipe with these fields."""
-    baked = bake(folder, tracker="none")
-    baked.pictures = False
+    baked = bake(folder, pictures=False, tracker="none")
     recipe = {
         "max_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 1,
         "eval_every": 3, "save_every": 0, "log_every": 1, "learning_rate": 0.01,
@@ -370,7 +369,7 @@ def test_a_report_takes_longer_than_the_timeout_and_all_cores(tiny, tmp_path, ca
 @pytest.mark.slow
 def test_exact_decoders_that_share_the_output_of_an_encoder(tmp_path):
     """Each block uses it twice, as keys and as values: FSDP adds these gradients in the block."""
-    project = bake(tmp_path / "baked", task="seq2seq", tracker="none")
+    project = bake(tmp_path / "baked", pictures=False, task="seq2seq", tracker="none")
     flags = ["--task.hidden_size", "64", "--task.num_layers", "2", "--task.num_heads", "4"]
     flags += ["--global_batch_size", "4", "--micro_batch_size", "1", "--max_steps", "3"]
     flags += ["--warmup_steps", "1", "--eval_every", "0", "--log_every", "1", "--exact", "true"]
