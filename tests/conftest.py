@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
 import pytest
 from cookiecutter.main import cookiecutter
 
@@ -106,6 +107,8 @@ class BakedProject:
     """A generated project, and how commands are run in it."""
 
     path: Path
+    # Whether runs in forks of tests/preloaded.py draw curves.png, half of what a tiny run takes.
+    pictures: bool = False
 
     def env(self, **extra):
         """The environment of a run: one thread, no network, nothing of the caller's settings."""
@@ -114,6 +117,8 @@ class BakedProject:
         env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
         scripts = str(Path(sys.executable).parent)
         env["PATH"] = os.pathsep.join([scripts, env["PATH"]])
+        if not self.pictures:
+            env["NO_PICTURE"] = "1"
         return env | {**THREADS, "HF_HUB_OFFLINE": "1"} | extra
 
     def run(self, *command, check=True, timeout=600, **env):
@@ -321,7 +326,7 @@ def template():
     return copied
 
 
-def bake(folder, **answers):
+def bake(folder, pictures=True, **answers):
     """Bake a project into `folder` with these answers and the defaults for the others."""
     elsewhere = {"replay_dir": str(template().parent), "cookiecutters_dir": str(template().parent)}
     path = cookiecutter(
@@ -331,7 +336,7 @@ def bake(folder, **answers):
         output_dir=str(folder),
         default_config=elsewhere,
     )
-    return BakedProject(Path(path))
+    return BakedProject(Path(path), pictures)
 
 
 def with_library(project, name, old, new):
@@ -393,6 +398,50 @@ def parse_error(task, field, value):
     return str(error.value)
 
 
+def common_temp(tmp_path_factory):
+    """The folder for temporary files that all workers of xdist have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@functools.cache
+def library_digest():
+    """SHA-256 of the sources of the library."""
+    found = hashlib.sha256()
+    for path in sorted((ROOT / "src" / "samestep").rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+@pytest.fixture(scope="session")
+def run_once(tmp_path_factory):
+    """Gives a function that trains what several tests compare with, once for all workers.
+
+    `run_once(train, project, hardware, processes, *flags, **options)` returns the run folder of
+    `train(project, hardware, processes, *flags, "--output_dir", folder, **options)`. Tests read it,
+    or copy from it.
+    """
+    shared = common_temp(tmp_path_factory) / "shared"
+    shared.mkdir(exist_ok=True)
+
+    def run_once(train, project, hardware, processes, *flags, **options):
+        names = ["task.py", "train.py", "configs/train/default.yaml"]
+        names.append(f"configs/accelerate/{hardware}.yaml")
+        contents = [(project.path / name).read_text(encoding="utf-8") for name in names]
+        key = [train.__module__, train.__name__, hardware, processes, *flags, options]
+        key += [library_digest(), *contents]
+        name = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()[:16]
+        made, partial = shared / name, shared / f"{name}.partial"
+        with filelock.FileLock(shared / f"{name}.lock"):
+            if not made.exists():
+                shutil.rmtree(partial, ignore_errors=True)  # of a test that failed
+                train(project, hardware, processes, *flags, "--output_dir", partial, **options)
+                partial.rename(made)
+        return made
+
+    return run_once
+
+
 @pytest.fixture(scope="session")
 def quick(tiny):
     """Trains in the tiny project, in one process."""
@@ -445,7 +494,7 @@ def tiny(tmp_path_factory):
 
 def make_tiny(folder, **answers):
     """A project whose task is that of tests/tasks/tiny.py, with a recipe of 12 quick steps."""
-    baked = bake(folder, tracker="none", **answers)
+    baked = bake(folder, pictures=False, tracker="none", **answers)
     shutil.copy(ROOT / "tests" / "tasks" / "tiny.py", baked.path / "task.py")
     (baked.path / "configs" / "train" / "default.yaml").write_text(
         "max_steps: 12\nglobal_batch_size: 8\nmicro_batch_size: 2\nwarmup_steps: 2\n"

@@ -309,7 +309,8 @@ def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
             (output / name).write_bytes(value.encode("latin-1"))
         cases.append({"flags": [*BASE, "--output_dir", output], "before": NO_PICTURE})
     cases[0]["before"] = ""
-    for i, (code, _, errors) in enumerate(tiny.forked(cases)):
+    drawing = type(tiny)(tiny.path, pictures=True)
+    for i, (code, _, errors) in enumerate(drawing.forked(cases)):
         assert code == 0, (VALUES[i][:30], errors)
         mine, theirs = weights(tmp_path / str(i), 8), weights(whole, 8)
         assert all((mine[name] == theirs[name]).all() for name in theirs)
@@ -317,7 +318,7 @@ def test_any_content_of_the_files_of_a_run_is_lived_with(tiny, whole, tmp_path):
         assert [line["step"] for line in lines(tmp_path / str(i), "loss")] == [5, 6, 7, 8]
 
 
-def test_what_lies_about_in_a_run_folder_hinders_nothing(quick, whole, tmp_path):
+def test_what_lies_about_in_a_run_folder_hinders_nothing(tiny, whole, tmp_path):
     """Pipes, links and files in the places of newer checkpoints and of what is being written."""
     output = half(whole, tmp_path / "run")
     saved = output / "checkpoints"
@@ -330,7 +331,8 @@ def test_what_lies_about_in_a_run_folder_hinders_nothing(quick, whole, tmp_path)
     for name in (".status.json.partial", ".model.partial", "curves.png"):
         (output / name).mkdir()
     (output / ".model.old").write_text("a file")
-    printed = quick("--output_dir", output, *BASE)
+    drawing = type(tiny)(tiny.path, pictures=True)
+    printed = drawing.train(1, "--output_dir", output, *BASE)
     assert printed.count("passed over: ") == 5 and "no picture: " in printed
     assert digest(checkpoint(output, 8)) == digest(checkpoint(whole, 8))
     assert (saved / "step-00000008.broken-1").read_text() == "a file"

@@ -207,7 +207,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on_with_other_processes(tiny, tmp
 )
 def test_each_task(tmp_path, task):
     """With dropout; fine-tuning is in test_finetuning.py."""
-    project = bake(tmp_path, task=task, tracker="none")
+    project = bake(tmp_path, pictures=False, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 6, "--eval_every", 3]
     flags += ["--log_every", 1, "--global_batch_size", 8, "--micro_batch_size", 1]
     flags += ["--task.dropout", 0.1]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -388,6 +389,12 @@ def test_a_process_that_hangs_is_named_after_the_timeout(tiny, tmp_path, hang_at
         assert "no answer from process 1" in status(tmp_path / "run")["reason"]
 
 
+def is_connected(pid, port):
+    """Whether a process has a connection to this port."""
+    found = [each for each in psutil.net_connections() if each.pid == pid and each.raddr]
+    return any(each.raddr.port == port for each in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_process_that_dies_while_it_prepares_is_named_by_another(tiny, tmp_path, dead):
@@ -400,7 +407,8 @@ def test_a_process_that_dies_while_it_prepares_is_named_by_another(tiny, tmp_pat
         runs.append(subprocess.Popen(command, cwd=tiny.path, env=env, **pipes))
     try:
         if dead == 0:  # the other tells who prepares, on the first process of a machine
-            time.sleep(25)
+            wait_until(lambda: is_connected(runs[1].pid, int(env["MASTER_PORT"])))
+            time.sleep(5)  # after a few signs of life
         else:
             assert any("which prepares data" in each for each in iter(runs[0].stdout.readline, ""))
         runs[dead].kill()

@@ -34,7 +34,7 @@ CHATS = [{"messages": messages} for messages in CHATS]
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     """A project with a model in runs/base, and recipes to tune it on prompts and on chats."""
-    baked = bake(tmp_path_factory.mktemp("finetuning"), tracker="none")
+    baked = bake(tmp_path_factory.mktemp("finetuning"), pictures=False, tracker="none")
     for name, rows in (("prompts", PROMPTS), ("chats", CHATS)):
         (baked.path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     chat = {"data": "chats.jsonl", **TUNE}  # its column says what the rows are

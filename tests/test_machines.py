@@ -238,18 +238,6 @@ def own_lines(printed):
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_two_processes(tiny, machines, copy, tmp_path):
-    """Each with a copy of the project, and a run folder that both see."""
-    codes, printed = machines.train(tiny, "--output_dir", tmp_path / "run", other=copy)
-    assert codes == [0, 0], printed
-    tiny.train(2, "--output_dir", tmp_path / "processes")
-    runs = [lines(tmp_path / name, "loss") for name in ("run", "processes")]
-    losses = [[line["loss"] for line in run] for run in runs]
-    assert losses[0] == losses[1] and len(losses[0]) == 12
-    assert not [*(tmp_path / "run").glob(".shared-*")]
-
-
-@pytest.mark.slow
 def test_what_differs_on_one_machine_is_a_line(tiny, machines, copy, tmp_path):
     """A run folder that is not shared, then other code and settings."""
     codes, printed = machines.train(tiny, "--output_dir", "runs/own", other=copy)
@@ -291,17 +279,21 @@ SLOW = ["--timeout", 8, "--task.prepare_seconds", 20, "--task.prepare_host"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher, slow", [(LAUNCH, 0), (ACCELERATE, 1)])
-def test_a_machine_that_is_ready_waits_for_one_that_prepares(
-    tiny, machines, tmp_path, launcher, slow
-):
-    flags = ["--output_dir", tmp_path / "run", *SLOW, f"node{slow}"]
-    runs = [machines.start(i, tiny, *flags, launcher=launcher) for i in range(2)]
+def test_two_machines_train_as_two_processes(tiny, machines, copy, tmp_path, launcher, slow):
+    """Each with a copy of the project, and a run folder that both see. The one that is ready waits
+    for the one that prepares."""
+    flags, folders = ["--output_dir", tmp_path / "run", *SLOW, f"node{slow}"], [None, copy]
+    runs = [machines.start(i, tiny, *flags, launcher=launcher, folder=folders[i]) for i in range(2)]
     codes, printed = machines.end(runs)
     assert codes == [0, 0], printed
     waits = 2 if launcher == LAUNCH else 1  # its check waits too
     line = f"waiting for node{slow}, which prepares data\n"
     assert [text.count(line) for text in printed] == [waits * (i != slow) for i in range(2)]
-    assert len(lines(tmp_path / "run", "loss")) == 12
+    tiny.train(2, "--output_dir", tmp_path / "processes")
+    trained = [lines(tmp_path / name, "loss") for name in ("run", "processes")]
+    losses = [[line["loss"] for line in run] for run in trained]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+    assert not [*(tmp_path / "run").glob(".shared-*")]
 
 
 @pytest.mark.slow

@@ -623,7 +623,7 @@ def check_two_processes_and_a_lost_half(project, folder, *flags, whole=None):
     "kit", [pytest.param(k, marks=pytest.mark.slow if k.name != "seq2seq" else []) for k in KITS]
 )
 def test_one_and_two_processes_train_the_same_and_a_lost_half_is_made_up_for(kit, tmp_path):
-    project = bake(tmp_path, task=kit.name, tracker="none")
+    project = bake(tmp_path, pictures=False, task=kit.name, tracker="none")
     flags = ["--task.data", kit.write(tmp_path), *kit.flags(**kit.noise), *STEPS]
     printed = check_two_processes_and_a_lost_half(project, tmp_path, *flags)
     said = [line for line in printed.splitlines() if line.startswith("Prepar")]
