@@ -47,6 +47,18 @@ def add_overflow(inner: Any, *_: Any) -> None:
     inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
 
 
+def add_in_order(losses: list[float]) -> float:
+    """The sum of losses in the order of the micro-batches, whoever computed them.
+
+    A loop: from Python 3.12 on, `sum` of floats carries the rounding errors along, and the loss of
+    a line would depend on the version of Python.
+    """
+    total = 0.0
+    for loss in losses:
+        total += loss
+    return total
+
+
 class StepMonitor:
     """Collects losses and gradient norms between two lines of metrics."""
 
@@ -84,8 +96,7 @@ class StepMonitor:
         for row, run, own in zip(table, runs, losses, strict=True):
             row[list(run)] = list(islice(values, len(own)))
         table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
-        # In the order of the micro-batches, whoever computed them.
-        sums = [sum(row) for row in table.tolist()]
+        sums = [add_in_order(row) for row in table.tolist()]
         notes: list[dict] = []
         reason, total, total_items = "", 0.0, 0
         before, self.scale = self.scale, self.loss_scale()
