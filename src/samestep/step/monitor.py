@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
-from samestep.processes.device import NO_SKIP, torch_has
 from samestep.processes.ranks import Ranks
 from samestep.settings.mesh import this_layout
 
@@ -27,8 +26,7 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     if this_layout().deepspeed:  # it has skipped the step by itself, in `backward`
         return
     inner = optimizer.optimizer
-    ignored = norm.device.type == "mps" and torch_has(NO_SKIP)
-    if ignored or not getattr(inner, "_step_supports_amp_scaling", False):
+    if ignores_found_inf(norm.device) or not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
     elif optimizer.scaler is None:
@@ -37,6 +35,11 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
         if not hasattr(inner, "norm"):
             inner.register_step_pre_hook(add_overflow)
         inner.norm = norm
+
+
+def ignores_found_inf(device: torch.device) -> bool:
+    """Whether fused optimizers do so: on Apple's GPUs before torch 2.13 (pytorch#186360)."""
+    return device.type == "mps" and [*map(int, torch.__version__.split(".")[:2])] < [2, 13]
 
 
 def add_overflow(inner: Any, *_: Any) -> None:
