@@ -1,30 +1,42 @@
 # The template's own targets; those of a generated project are in its Makefile.
 
+# What an environment is made with; one that exists keeps its Python.
 PYTHON ?= python3
-VENV = .venv
+# With BOUNDS=lowest the lowest versions that pyproject.toml allows, in an environment of their own.
+BOUNDS ?=
+VENV = .venv$(if $(filter lowest,$(BOUNDS)),/lowest)
+ifeq ($(BOUNDS),lowest)
+export PIP_CONSTRAINT = $(CURDIR)/tests/lowest.txt
+export UV_CONSTRAINT = $(PIP_CONSTRAINT)
+endif
 # The one place that names the PyTorch of the tests and the demo.
 TORCH ?= torch==2.13.0
 TEMPLATE = {{cookiecutter.project_slug}}
 TASKS = $(basename $(notdir $(wildcard templates/tasks/*.py)))
 # What the demo needs, and what the tests need on top of it: the first run waits for no more.
-DEMO = .venv/.demo
-TESTS = .venv/.tests
+DEMO = $(VENV)/.demo
+TESTS = $(VENV)/.tests
 # The programs that `make bench` compares have an environment of their own.
 BENCH = .venv/bench/.installed
 EXTRAS = dev,trackio,tensorboard
 # DeepSpeed lies apart, with what it needs besides the rest: where it is installed, accelerate
 # imports it in each run. Nothing is compiled.
-ZERO = .venv/deepspeed
+ZERO = $(VENV)/deepspeed
 ZERO_PACKAGES = 'deepspeed>=0.19' einops hjson msgpack ninja py-cpuinfo
 # So do Jupyter, Optuna and lm-evaluation-harness, which one test each needs.
-ADDED = .venv/extra
+ADDED = $(VENV)/extra
 # Processes that share the tests: two, on four cores or more three.
 WORKERS ?= $(shell if [ "$$(getconf _NPROCESSORS_ONLN)" -ge 4 ]; then echo 3; else echo 2; fi)
 # Benchmarks take the library from its sources, as the tests do; the demo has a wheel.
 SOURCES = PYTHONPATH='$(CURDIR)/src'
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 # The default answers, whatever ~/.cookiecutterrc says.
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
+
+# A Python that was asked for is the one that runs the tests, or a line says why not.
+python_fits = $(if $(filter-out file,$(origin PYTHON)),@\
+	asked=$$($(PYTHON) -V) && has=$$($(VENV)/bin/python -V) && test "$$asked" = "$$has" || { \
+	echo "$(VENV) has $$has, not $$asked: leave out PYTHON, or remove $(VENV)" >&2; exit 2; })
 
 .PHONY: help demo test test-all test-zero torture faults bench bench-steps bench-scaling bench-ddp \
 	bench-precision bench-scale gpu
@@ -34,24 +46,26 @@ help:  ## list these targets
 
 demo: $(DEMO)  ## bake a project into demo/ and train it, or continue it (rm -r demo starts over)
 	@test -d demo/my_training || $(BAKE) --output-dir demo >/dev/null
-	@.venv/bin/python -m pip install --quiet --no-deps demo/my_training/vendor/*.whl
-	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../.venv
+	@$(VENV)/bin/python -m pip install --quiet --no-deps demo/my_training/vendor/*.whl
+	@$(MAKE) --no-print-directory -C demo/my_training train VENV=../../$(VENV)
 	@echo
 	@echo '(eval_loss is the validation loss; unigram_loss, what token frequencies alone would give.)'
 	@echo 'The picture: demo/my_training/runs/default/curves.png'
 	@echo 'That was demo/my_training. Next:'
-	@echo '  .venv/bin/cookiecutter .                         # a project of your own'
-	@echo '  make -C demo/my_training plot VENV=../../.venv   # draw curves.png again'
+	@echo '  $(VENV)/bin/cookiecutter .                         # a project of your own'
+	@echo '  make -C demo/my_training plot VENV=../../$(VENV)   # draw curves.png again'
 	@echo '  $$EDITOR demo/my_training/task.py                 # what is trained: data, model, loss'
 
 # A test that is asked for by its name is run, slow or not.
 test: $(TESTS)  ## check the style, run the quick tests (WORKERS=3; one: ARGS="-k hostile")
-	.venv/bin/ruff check --config pyproject.toml .
-	.venv/bin/ruff format --check --config pyproject.toml .
+	$(python_fits)
+	$(VENV)/bin/ruff check --config pyproject.toml .
+	$(VENV)/bin/ruff format --check --config pyproject.toml .
 	$(PYTEST) $(if $(findstring -k,$(ARGS))$(findstring ::,$(ARGS)),,-m "not slow") $(ARGS)
 
 test-all: $(TESTS) $(ADDED)/.installed  ## check the types, run the slow tests, which `make test` leaves out
-	$(if $(ARGS),,.venv/bin/mypy)
+	$(python_fits)
+	$(if $(ARGS),,$(VENV)/bin/mypy)
 	$(PYTEST) -m slow $(ARGS)
 	$(if $(ARGS),,$(MAKE) --no-print-directory test-zero)
 
@@ -59,10 +73,10 @@ test-zero: $(TESTS) $(ZERO)/.installed  ## run the tests of DeepSpeed, as test-a
 	PYTHONPATH=$(ZERO) $(PYTEST) tests/test_deepspeed.py $(ARGS)
 
 torture: $(TESTS)  ## kill, damage and stop runs, and print what survived (KILLS=100 SEED=1)
-	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../.venv/bin/python torture.py
+	@cd tests && $(SOURCES) OMP_NUM_THREADS=1 KILLS='$(or $(KILLS),100)' ../$(VENV)/bin/python torture.py
 
 faults: $(TESTS)  ## apply each of tests/faults/ to a copy, and print which quick tests catch it (ARGS=NAME)
-	@.venv/bin/python tests/faults/run.py $(ARGS)
+	@$(VENV)/bin/python tests/faults/run.py $(ARGS)
 
 bench: $(BENCH)  ## compare with a plain loop, Accelerate, HF Trainer and Lightning: 12 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/compare.py $(ARGS)
@@ -71,24 +85,24 @@ bench-steps: $(BENCH)  ## measure what exact costs, and what device_shares gain:
 	@$(SOURCES) .venv/bench/bin/python benchmarks/steps.py $(ARGS)
 
 bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minutes
-	@$(SOURCES) .venv/bin/python benchmarks/scaling.py $(ARGS)
+	@$(SOURCES) $(VENV)/bin/python benchmarks/scaling.py $(ARGS)
 
 bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
-	@$(SOURCES) .venv/bin/python benchmarks/ddp.py $(ARGS)
+	@$(SOURCES) $(VENV)/bin/python benchmarks/ddp.py $(ARGS)
 
 bench-precision: $(TESTS)  ## train each task in fp32 and in bf16, and compare: 10 minutes
-	@$(SOURCES) .venv/bin/python benchmarks/precision.py $(ARGS)
+	@$(SOURCES) $(VENV)/bin/python benchmarks/precision.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)
 
 gpu: $(TESTS)  ## check what only a GPU can show, against stored figures: an hour at most
-	@$(SOURCES) .venv/bin/python benchmarks/checklist.py $(ARGS)
+	@$(SOURCES) $(VENV)/bin/python benchmarks/checklist.py $(ARGS)
 
 # The dependencies of generated projects come from baked ones, through their own `make setup`.
 # $(call setup,TASK,EXTRAS)
-setup = $(BAKE) --output-dir .venv/baked --overwrite-if-exists task=$(1) >/dev/null && \
-	$(MAKE) --no-print-directory -C .venv/baked/my_training setup VENV='$(CURDIR)/$(VENV)' \
+setup = $(BAKE) --output-dir $(VENV)/baked --overwrite-if-exists task=$(1) >/dev/null && \
+	$(MAKE) --no-print-directory -C $(VENV)/baked/my_training setup VENV='$(CURDIR)/$(VENV)' \
 		EXTRAS=$(2) TORCH='$(TORCH)'
 install = VENV=$(VENV) PYTHON='$(PYTHON)' TORCH='$(TORCH)' sh '$(TEMPLATE)/install.sh'
 
@@ -103,7 +117,7 @@ $(TESTS): $(DEMO) tests/requirements.txt
 	@touch $@
 
 # $(call add,FOLDER,PACKAGES): into a folder of its own.
-add = python=.venv/bin/python; install=$$(command -v uv >/dev/null && \
+add = python=$(VENV)/bin/python; install=$$(command -v uv >/dev/null && \
 	echo "uv pip install --python $$python" || echo "$$python -m pip install") && \
 	$$install --quiet --target $(1) $(2)
 

@@ -34,29 +34,32 @@ JINJA = re.compile(r"\{[{%#]")
 INSTALLED = """
     absl absl_py accelerate annotated_doc annotated_types anyio arrow ast_serialize attr
     attrs binaryornot bitsandbytes brotli certifi charset_normalizer click cloudpickle
-    colorama contourpy cookiecutter coreweave_evaluations cruft cwevals cycler datasets
-    dateutil deepspeed diffusers dill distro docstring_parser dotenv evaluate execnet
-    filelock flash_attn fonttools fsspec functorch git gitdb gitpython google
-    googleapis_common_protos gradio_client grpc grpcio h11 hf_transfer hf_xet httpcore
-    httpcore2 httptools httpx httpx2 huggingface_hub idna importlib_resources iniconfig
-    isympy jinja2 joblib jsonargparse jsonschema jsonschema_specifications kernels
-    kiwisolver kubernetes_validate librt lxml markdown markdown_it markdown_it_py markupsafe
-    matplotlib mdurl mpl_toolkits mpmath msgpack multipart multiprocess mypy mypy_extensions
-    mypyc narwhals networkx numpy nvidia nvidia_ml_py opentelemetry opentelemetry_api
+    colorama contourpy cookiecutter coreweave_evaluations cruft cuda cuda_bindings
+    cuda_pathfinder cuda_toolkit cwevals cycler datasets dateutil deepspeed diffusers dill
+    distro docstring_parser dotenv evaluate exceptiongroup execnet filelock flash_attn
+    fonttools fsspec functorch git gitdb gitpython google googleapis_common_protos
+    gradio_client grpc grpcio h11 hf_transfer hf_xet httpcore httpcore2 httptools httpx
+    httpx2 huggingface_hub idna importlib_resources iniconfig isympy jinja2 joblib
+    jsonargparse jsonschema jsonschema_specifications kernels kiwisolver kubernetes_validate
+    librt lxml markdown markdown_it markdown_it_py markupsafe matplotlib mdurl mpl_toolkits
+    mpmath msgpack multipart multiprocess mypy mypy_extensions mypyc narwhals networkx numpy
+    nvidia nvidia_ml_py opentelemetry opentelemetry_api
     opentelemetry_exporter_http_transport opentelemetry_exporter_otlp_common
     opentelemetry_exporter_otlp_proto_common opentelemetry_exporter_otlp_proto_http
     opentelemetry_proto opentelemetry_sdk opentelemetry_semantic_conventions orjson
     packaging pandas pathspec peft pil pillow pip platformdirs pluggy portalocker protobuf
     psutil py py_spy pyarrow pydantic pydantic_core pygments pylab pynvml pyparsing pytest
-    pytest_xdist python_dateutil python_dotenv python_multipart python_slugify pyyaml
+    pytest_xdist python_dateutil python_dotenv python_multipart python_slugify pytz pyyaml
     referencing regex requests rich rpds rpds_py ruff sacrebleu safetensors samestep
-    scikit_learn scipy sentencepiece setuptools shellingham sklearn sky skypilot slugify
+    scikit_learn scipy sentencepiece setuptools shellingham six sklearn sky skypilot slugify
     smmap sniffio starlette sympy tabulate tensorboard tensorboard_data_server test
-    text_unidecode threadpoolctl tiktoken timm tokenizers tomli torch torchao torchaudio
-    torchgen torchvision tqdm trackio transformer_engine transformers triton truststore
-    typer typing_extensions typing_inspection tzdata urllib3 uvicorn uvloop wandb watchfiles
-    websockets werkzeug wheel xdist xxhash yaml zstandard
+    text_unidecode threadpoolctl tiktoken timm tokenizers toml tomli torch torchao
+    torchaudio torchgen torchvision tqdm trackio transformer_engine transformers triton
+    truststore typer typing_extensions typing_inspection tzdata urllib3 uvicorn uvloop wandb
+    watchfiles websockets werkzeug wheel xdist xxhash yaml zstandard
 """.split()
+# Beginnings of the parts of torch's CUDA builds, such as nvidia_cudnn_cu13.
+INSTALLED_PARTS = ("nvidia_cu", "nvidia_nccl", "nvidia_nv")
 # The project's own programs and folders.
 OWN_NAMES = {path.stem for path in (ROOT / FOLDER).iterdir() if not path.name.startswith(".")}
 # A distribution of one of these names would hide or replace what the project imports.
@@ -70,7 +73,13 @@ def default_slug(name):
         return "my_training"
     if not slug[0].isalpha():
         return f"project_{slug}"
-    return f"{slug}_project" if slug in TAKEN else slug
+    return f"{slug}_project" if is_taken(slug) else slug
+
+
+def is_taken(slug):
+    """Return whether a distribution of this name would hide or replace another."""
+    name = slug.replace("-", "_")
+    return name in TAKEN or name.startswith(INSTALLED_PARTS)
 
 
 def check_answers(answers):
@@ -154,7 +163,7 @@ def check_slug(slug):
     if not re.fullmatch(r"[a-z]([a-z0-9_-]*[a-z0-9])?", slug):
         problem = "is not a plain name (a-z, 0-9, _ and -; first a letter, last no _ or -)"
         refuse("project_slug", slug, problem, advice)
-    if slug.replace("-", "_") in TAKEN:
+    if is_taken(slug):
         refuse("project_slug", slug, "is the name of a Python module or keyword", advice)
 
 

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,10 +113,11 @@ class Place:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = run.wait(self.deadline - time.monotonic())
             finally:  # what stays would keep the GPU
-                alive = run.poll() is None
-                for each in [*psutil.Process(run.pid).children(True), run] if alive else []:
-                    with contextlib.suppress(psutil.Error):
-                        each.kill()
+                if run.poll() is None:
+                    run.send_signal(signal.SIGSTOP)  # it must start no other now
+                    for each in [*psutil.Process(run.pid).children(True), run]:
+                        with contextlib.suppress(psutil.Error):
+                            each.kill()
             log.seek(0)
             text = log.read()
         if code == 0:

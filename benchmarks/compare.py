@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import io
 import json
+import math
 import os
 import platform
 import shutil
@@ -167,7 +168,8 @@ def count(run: Run) -> dict:
     answers = run.answers()
     losses = []
     for step in zip(*(each["losses"] for each in answers), strict=False):
-        losses.append(sum(loss for loss, _ in step) / sum(terms for _, terms in step))
+        total = math.fsum(loss for loss, _ in step)
+        losses.append(total / sum(terms for _, terms in step))
     return {
         "gflop": sum(each["flops"] for each in answers) / 1e9,
         "tokens": sum(each["losses"][0][1] for each in answers),

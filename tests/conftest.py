@@ -53,6 +53,9 @@ train.shutdown.run(train.main, train.prepare)
 # What is baked and started here imports the library from its sources, not from a wheel.
 LIBRARY = [str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(LIBRARY)))
+# A module that a test writes again within a second, in the same size, must not come from a .pyc.
+sys.dont_write_bytecode = True
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 @functools.cache

@@ -140,6 +140,15 @@ def test_a_project_is_what_was_asked_for(tmp_path, license_name, cluster, task, 
     assert metadata["name"] == DEFAULT_SLUG and metadata["description"] == "My Training"
 
 
+def test_the_lowest_versions_that_are_tried_are_the_bounds_of_a_project():
+    """Of all tasks, trackers and extras. The Makefile pins torch."""
+    text = (ROOT / SOURCE / "pyproject.toml").read_text(encoding="utf-8")
+    bounds = re.findall(r'"([\w-]+)>=([\w.]+)"', text)
+    lowest = re.findall(r"^([\w-]+)==(.+)$", (ROOT / "tests" / "lowest.txt").read_text(), re.M)
+    assert lowest == sorted(lowest) and len(lowest) > 20
+    assert {*lowest} == {each for each in bounds if each[0] not in ("setuptools", "torch")}
+
+
 def imports(path):
     """The modules that a file imports; those of the library with their own names."""
     found = set()
@@ -265,8 +274,17 @@ def test_names_of_what_is_installed_are_taken(monkeypatch):
     names = {d.metadata["Name"] for d in importlib.metadata.distributions()} - {"my_training"}
     names |= {n for n in importlib.metadata.packages_distributions() if n.isidentifier()}
     names = {re.sub("[-.]", "_", n.lower()) for n in names if n[0].isalpha()} - {"my_training"}
-    assert names - template_filters.TAKEN == set()
-    for name in ("filelock", "jinja2", "requests", "packaging", "samestep", "train", "task"):
+    assert [name for name in sorted(names) if not template_filters.is_taken(name)] == []
+    for name in (
+        "filelock",
+        "jinja2",
+        "requests",
+        "packaging",
+        "samestep",
+        "train",
+        "task",
+        "nvidia-nccl",
+    ):
         with pytest.raises(SystemExit, match="is the name of a Python module"):
             template_filters.check_slug(name)
 

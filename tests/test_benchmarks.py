@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -169,6 +170,7 @@ def test_rows_of_the_sweep_run_on_a_cpu(tmp_path):
 def test_a_check_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch, capsys):
     """The table, the figures that are kept, what is marked, and the exit codes."""
     figures = {"tokens/s": 100.0, "s": 1.0, "GB": 1.0}
+    sleep = ["sleep", f"98.{os.getpid()}"]
 
     def project(here):
         here.project = tmp_path
@@ -184,7 +186,7 @@ def test_a_check_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch, capsys
 
     def hang(here):
         here.deadline = time.monotonic() + 0.5
-        code = "import subprocess; subprocess.run(['sleep', '98.765'])"
+        code = f"import subprocess; subprocess.run({sleep})"
         yield checklist.Row("hang", "failed", here.run("-c", code)[1])
 
     def run(*words):
@@ -207,7 +209,7 @@ def test_a_check_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch, capsys
     }  # fmt: skip
     assert rows["in GB"]["stored"] == 1.0 and rows["before"]["figure"] == 1.0
     assert rows["fail"]["note"] == "KeyError: 'c'" and rows["hang"]["note"] == "it took too long"
-    assert ["sleep", "98.765"] not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+    assert sleep not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
     assert "| passed: [note]" in capsys.readouterr().out
     on_gpu = checklist.Place("cuda", tmp_path).row("a", 1.0, "s", too_slow=True, too_high=False)
     assert (on_gpu.verdict, on_gpu.note) == ("FAILED", "too slow")

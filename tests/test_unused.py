@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import yaml
 
-from conftest import lines, read_weights
+from conftest import lines, read_weights, write_table
 from test_exact import with_task
 from test_sharding import agree, make_small, train
 
@@ -40,9 +41,21 @@ USES = {
 }
 
 
+WORDS = "a weight that no row of this step has used gets no gradient and stays as it was".split()
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    return make_small(tmp_path_factory.mktemp("small"), save_every=2)
+    """Trained on rows of its own, so that the same micro-batches take the branch on any Python."""
+    folder = tmp_path_factory.mktemp("small")
+    rows = [[WORDS[(i * i + i * n + n * n) % len(WORDS)] for n in range(20)] for i in range(200)]
+    write_table(folder, [{"text": " ".join(row)} for row in rows])
+    small = make_small(folder, save_every=2)
+    file = small.path / "configs" / "train" / "default.yaml"
+    recipe = yaml.safe_load(file.read_text())
+    recipe["task"]["data"] = str(folder / "rows.jsonl")
+    file.write_text(yaml.safe_dump(recipe))
+    return small
 
 
 def extra(output):

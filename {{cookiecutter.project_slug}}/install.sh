@@ -5,7 +5,6 @@
 # PyTorch comes in several builds. The GPU and its driver decide which one is installed:
 #   pypi      the one of PyPI, CUDA 13: NVIDIA with driver 580 or newer; macOS
 #   cu126     CUDA 12.6: NVIDIA with an older driver, from 525 on, or older than Turing (V100)
-#   cu128     CUDA 12.8: NVIDIA Blackwell with a driver below 580
 #   rocm7.2   AMD with ROCm
 #   cpu       no GPU in sight
 # TORCH_BACKEND names another one, by the names of `uv pip install --torch-backend`; a login node
@@ -66,9 +65,9 @@ nvidia_build() {
         capability && (!low || capability < low) { low = capability }
         capability > high { high = capability }
         END {
-            if (driver < 525) print "none"
-            else if (driver >= 580 && (!low || low >= 7.5)) print "pypi"
-            else print (high >= 10 ? "cu128" : "cu126")
+            if (driver < (high >= 10 ? 580 : 525)) print "none"
+            else if (driver >= 580 && (!low || low >= 7.5 || high >= 10)) print "pypi"
+            else print "cu126"
         }'
 }
 
@@ -137,14 +136,11 @@ elif [ "$TORCH_BACKEND" != auto ]; then
 elif [ -n "$deciding" ]; then
     build=
 elif [ "$fitting" = none ]; then
-    stop "NVIDIA's driver ${nvidia%%,*} is too old for PyTorch. Install 580 or newer (525 for CUDA" \
-        "12.6), or train on the CPU: add TORCH_BACKEND=cpu to the command"
+    stop "NVIDIA's driver ${nvidia%%,*} is too old for PyTorch. Install 580 or newer (525 will do" \
+        "for GPUs before Blackwell), or train on the CPU: add TORCH_BACKEND=cpu to the command"
 elif [ "$fitting" != pypi ]; then
     index=$PYTORCH/$fitting
 fi
-
-# With the last two versions of cu128, runs whose weights are sharded lose memory.
-case $build:$TORCH in cu128:torch\>=*) TORCH="$TORCH,!=2.10.*,!=2.11.*" ;; esac
 
 # Another build that is installed gives way to one that was named, or that can use the GPU.
 have=$(installed_build || :)

@@ -24,16 +24,6 @@ from samestep.settings.mesh import this_layout
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))  # of the whole run, set by the launcher
 
-# Faults of torch's fused AdamW: the first version that has one, and the first that has it no more.
-LEAK = ((2, 10), (2, 12))  # sharded weights: some memory for each, in each step (pytorch#188174)
-NO_SKIP = ((0, 0), (2, 13))  # Apple's GPUs: found_inf is ignored (pytorch#186360)
-
-
-def torch_has(fault: tuple) -> bool:
-    """Whether the installed torch has one of these faults."""
-    first, fixed = fault
-    return first <= tuple(map(int, torch.__version__.split(".")[:2])) < fixed
-
 
 def make_accelerator(cfg: Any) -> Accelerator:
     """An accelerator without a tracker; raises ValueError if its device is not there."""
@@ -112,11 +102,6 @@ def check_accelerator(accelerator: Accelerator, cfg: Any) -> None:
         print_on_main(
             "exact computes with one thread for each process; more processes use more cores"
         )
-    if this_layout().sharded and not this_layout().deepspeed and torch_has(LEAK):
-        print_on_main(
-            f"warning: torch {torch.__version__} loses memory in each step where weights are "
-            "sharded (pytorch#188174); for a long run install 2.12 or newer, or 2.9"
-        )
     zero = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
     # The CPU updates the weights. Launchers give each of several processes one thread.
     if parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or zero != "none":
@@ -134,8 +119,7 @@ def allow_tf32(allowed: bool) -> None:
     has used another, so all of them are set.
     """
     for backend in (torch.backends, torch.backends.cudnn):
-        if hasattr(backend, "fp32_precision"):  # from torch 2.9 on
-            setattr(backend, "fp32_precision", "none")  # noqa: B010
+        setattr(backend, "fp32_precision", "none")  # noqa: B010
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 

@@ -6,6 +6,7 @@ no other step waits.
 
 import atexit
 import contextlib
+import math
 import os
 import resource
 import socket
@@ -74,7 +75,7 @@ class SpeedMeter:
             counts = np.array([counter.get_total_flops(), task.count(batch)])
         flops, num_items = self.ranks.sum_arrays(counts).tolist()
         if num_items:
-            self.flops, self.peak = (2 + share_trained) * flops / num_items, 1e12 * sum(peaks)
+            self.flops, self.peak = (2 + share_trained) * flops / num_items, 1e12 * math.fsum(peaks)
 
     def start(self) -> None:
         """Starts to count anew."""

@@ -70,7 +70,7 @@ def assign_micro_batches(count: int, speeds: Sequence[float], least: int = 0) ->
     `least`. No other way to deal whole micro-batches takes less time.
     """
     # In an even cut each rank has its fraction; whole ones of that are safe to begin with.
-    shares = [int(count * speed / sum(speeds)) - 1 for speed in speeds]
+    shares = [int(count * speed / math.fsum(speeds)) - 1 for speed in speeds]
     if min(shares) < least:
         shares = [least] * len(speeds)
     queue = [((shares[rank] + 1) / speed, rank) for rank, speed in enumerate(speeds)]

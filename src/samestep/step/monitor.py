@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 
-from samestep.processes.device import NO_SKIP, torch_has
 from samestep.processes.ranks import Ranks
 
 
@@ -29,8 +28,7 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
     ):  # it has skipped the step by itself, in `backward`
         return
     inner = optimizer.optimizer
-    ignored = norm.device.type == "mps" and torch_has(NO_SKIP)
-    if ignored or not getattr(inner, "_step_supports_amp_scaling", False):
+    if ignores_found_inf(norm.device) or not getattr(inner, "_step_supports_amp_scaling", False):
         if not norm.isfinite():
             inner.zero_grad(set_to_none=True)
     elif optimizer.scaler is None:
@@ -41,12 +39,29 @@ def skip_unless_finite(optimizer: AcceleratedOptimizer, norm: torch.Tensor) -> N
         inner.norm = norm
 
 
+def ignores_found_inf(device: torch.device) -> bool:
+    """Whether fused optimizers do so: on Apple's GPUs before torch 2.13 (pytorch#186360)."""
+    return device.type == "mps" and [*map(int, torch.__version__.split(".")[:2])] < [2, 13]
+
+
 def add_overflow(inner: Any, *_: Any) -> None:
     """Adds the norm to the `found_inf` of fp16's scaler, which looks at single gradients only.
 
     The norm of finite gradients may overflow, and clipping would then make them zeros or NaN.
     """
     inner.found_inf = torch.maximum(inner.found_inf, (~inner.norm.isfinite()).float())
+
+
+def add_in_order(losses: list[float]) -> float:
+    """The sum of losses in the order of the micro-batches, whoever computed them.
+
+    A loop: from Python 3.12 on, `sum` of floats carries the rounding errors along, and the loss of
+    a line would depend on the version of Python.
+    """
+    total = 0.0
+    for loss in losses:
+        total += loss
+    return total
 
 
 class StepMonitor:
@@ -86,8 +101,7 @@ class StepMonitor:
         for row, run, own in zip(table, runs, losses, strict=True):
             row[list(run)] = list(islice(values, len(own)))
         table = self.ranks.sum_arrays(table * self.ranks.layout.adds)
-        # In the order of the micro-batches, whoever computed them.
-        sums = [sum(row) for row in table.tolist()]
+        sums = [add_in_order(row) for row in table.tolist()]
         notes: list[dict] = []
         reason, total, total_items = "", 0.0, 0
         before, self.scale = self.scale, self.loss_scale()
