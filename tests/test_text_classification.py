@@ -331,7 +331,7 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     assert float(baked.run("python", "-c", code).stdout) == pytest.approx(high, rel=1e-6)
     refused = baked.run(*command, "the oak", check=False)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "the oak has no tab, but" in refused.stderr
+    assert "the oak: ValueError: it has no tab, but" in refused.stderr
 
 
 @pytest.mark.slow
