@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -322,16 +323,19 @@ def test_a_model_card_with_hostile_names(tmp_path):
     assert headings[1:] == ["## Evaluation", "## Settings", "## Hardware and versions"]
     assert lines[0] == "---" and lines.count("---") == 2
     about = yaml.safe_load(card.split("\n---\n")[0])
-    assert set(about) == {"license", "library_name", "pipeline_tag", "base_model"}
+    assert set(about) == {"license", "library_name", "pipeline_tag", "base_model", "model-index"}
+    values = [each["value"] for each in about["model-index"][0]["results"][0]["metrics"]]
+    assert values == [*scores.values()]
     rows = [line for line in lines if line.startswith("| ")][2:]
     assert rows[:3] == ["| a\\|b | 1 |", "| line break | 2 |", "| eval_loss | 3 |"]
     assert len(rows) == 4 and len(rows[3]) < 130
     code = next(line for line in lines if line.startswith("answer = "))
     assert eval(code.removeprefix("answer = "), {"pipeline": lambda *a, **_: a[1]}) == str(place)
-    fence = next(line for line in lines if line.endswith("`yaml")).removesuffix("yaml")
-    assert yaml.safe_load(card.split(f"{fence}yaml")[1].split(f"\n{fence}\n")[0]) == config
+    settings = card.partition("## Settings\n\n")[2].partition("\n##")[0]
+    assert yaml.safe_load(textwrap.dedent(settings)) == config
 
-    config["task"]["background"] = "navy"
+    about = {"architectures": ["ViTForImageClassification"], "background": "navy"}
+    (tmp_path / "config.json").write_text(json.dumps(about))
     model_card.write_card(tmp_path, place, facts)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "\nTraining put transparent images on navy, and samestep predict does the same; " in card
+    assert "\n`pipeline` ignores transparency: put such images on navy first" in card

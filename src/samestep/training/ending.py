@@ -20,6 +20,7 @@ import torch
 
 from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
+from samestep.base.files import replace_text
 from samestep.base.preflight import LAUNCHED
 from samestep.checkpoint import checkpoints, weights
 from samestep.models.attention import restored
@@ -159,7 +160,9 @@ def check_export(run: Run, folder: Path) -> None:
             f"{found['difference']:.1g})"
         )
     print_on_main(f"warning: {line}" if problem else f"checked: {line}")
-    model_card.set_section(folder, "Check", model_card.escape_markdown(line, 400))
+    card = folder / "README.md"
+    section = f"\n## Check\n\n{model_card.escape_markdown(line, 400)}\n"
+    replace_text(card, card.read_text(encoding="utf-8") + section)
     facts = {"exit_code": 0, "export_check": line if problem else "passed"}
     run_folder.write_status(run.output, "finished", **run.resume_point.facts, **facts)
 
