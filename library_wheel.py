@@ -21,7 +21,7 @@ def contents() -> dict[str, bytes]:
     source = ROOT / "src"
     paths = {path.relative_to(source).as_posix(): path for path in source.rglob("*.py")}
     for folder in ("tasks", "examples"):
-        for path in (ROOT / "templates" / folder).glob("*.[py]*"):
+        for path in (ROOT / "templates" / folder).glob("*.py"):
             paths[f"samestep/examples/{path.name}"] = path
     return {name: paths[name].read_bytes() for name in sorted(paths)}
 

@@ -28,7 +28,7 @@ def run(module, folder, *arguments, stdin=b"", stdout=None, encoding="utf-8"):
                 code = 0
                 try:
                     os.chdir(folder)
-                    module.main()
+                    code = module.main() or 0
                     sys.stdout.flush()
                 except SystemExit as end:
                     code = end.code or 0

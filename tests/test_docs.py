@@ -33,7 +33,7 @@ PYTHON = ("python", "python3", ".venv/bin/python", ".venv/bench/bin/python")
 OTHERS = {
     *"$EDITOR .venv/bin/pip .venv/bin/ruff cd cookiecutter cp cruft docker git grep hf".split(),
     *"kill kubectl mv nc nsys nvidia-smi pip py-spy rm sbatch sky source tail tensorboard".split(),
-    *"head tar torchrun touch trackio transformers uv vllm wandb".split(),
+    *"head tar torchrun touch trackio transformers uv vllm wandb lm_eval".split(),
 }
 # Of docker, pip and train_pipeline.py, and a field that a recipe of the cookbook adds.
 OTHER_FLAGS = {"--help", "--config", "--ipc", "--shm-size", "--no-deps", "--patience", "--stages"}
@@ -265,7 +265,7 @@ def test_commands_name_what_is_there(baked, place):
 
 
 # Run by no test here: they install, take minutes, or need GPUs, machines, services and data.
-LEFT_OUT = "make (setup|test|demo|torture|bench|gpu|evaluate)|samestep evaluate|"
+LEFT_OUT = "make (setup|test|demo|torture|bench|gpu)|"
 LEFT_OUT += "hardware (bench|precision)|hardware( ARGS=--config .*)?$|"
 LEFT_OUT += r"llama_cpp|OWNER/NAME|-m (venv|pip) |path/to|\.(csv|jpg|jsonl)\b"
 SYSTEM = {"source", "git", "mv", "rm", "$EDITOR", ".venv/bin/ruff"}

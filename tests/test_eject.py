@@ -39,7 +39,7 @@ def test_eject_overwrites_nothing(ejected, tmp_path):
     project = bake(tmp_path, tracker="none")
     (project.path / "samestep").write_text("mine")
     result = project.run(*SAMESTEP, "eject", check=False)
-    assert result.returncode == 2 and "samestep is there already" in result.stderr
+    assert result.returncode == 2 and "File exists: 'samestep'" in result.stderr
     assert (project.path / "samestep").read_text() == "mine"
 
 

@@ -1,6 +1,7 @@
 """The check of an export: it passes what a run exports, and finds each way to lose something."""
 
 import ast
+import copy
 import json
 import re
 import shutil
@@ -49,7 +50,7 @@ def export(kit, folder, **fields):
 
 def check(output, asked):
     """What from_outside.py finds, here in this process."""
-    facts = {"dtype": asked["dtype"], "rounding": asked["dtype"], "asked": asked["asked"]}
+    facts = {"rounding": asked[0]["dtype"], "asked": copy.deepcopy(asked)}
     task = pipeline_task(output)
     return from_outside.check(str(output), task, **facts, trust_remote_code=False)
 
@@ -80,11 +81,11 @@ def test_the_export_of_each_task_answers_as_its_model_and_a_changed_one_not(kit,
     _, output, asked = export(kit, tmp_path)
     found = check(output, asked)
     assert found["dtype"] == "float32" and found["difference"] < 1e-5
-    assert len(asked["asked"]) >= 3
-    answers = [each["numbers"] for each in asked["asked"]]
+    assert len(asked) >= 3
+    answers = [each["logits"] for each in asked]
     assert any(each != answers[0] for each in answers)  # else they would prove little
     change_weights(lambda values: values + 0.05 * torch.randn_like(values))(output)
-    with pytest.raises(from_outside.Different, match="differs by|another text"):
+    with pytest.raises(ValueError, match="its logits differ by"):
         check(output, asked)
 
 
@@ -94,11 +95,14 @@ def test_a_pair_of_texts_and_its_labels(tmp_path):
     _, output, asked = export(kit, tmp_path, text_pair_column="pair")
     assert check(output, asked)["difference"] < 1e-5
     swapped = {"odd": "even", "even": "odd"}
-    for names, said in ((swapped, "odd, even, not even, odd"), ({"odd": "other"}, ".*other")):
+    for names, said in (
+        (swapped, "odd', 'even'], not .'even', 'odd'"),
+        ({"odd": "other"}, "other"),
+    ):
         text = (output / "config.json").read_text()
         text = re.sub("(odd|even)", lambda name, names=names: names.get(name[0], name[0]), text)
         (output / "config.json").write_text(text)
-        with pytest.raises(from_outside.Different, match=f"its labels are {said}"):
+        with pytest.raises(ValueError, match=f"its labels of .*{said}"):
             check(output, asked)
 
 
@@ -125,13 +129,13 @@ def swap_tokens(content):
 
 CHANGES = {
     "nothing": (lambda folder: None, None),
-    "another template": (edit_template, "its chat template makes other tokens"),
+    "another template": (edit_template, "its tokens of .* are .*, not"),
     "no template": (lambda f: (f / "chat_template.jinja").unlink(), "chat_template is not set"),
-    "another dtype": (save_in_bf16, "loaded in bfloat16, .* trained in float32"),
-    "rounded": (change_weights(lambda v: v.bfloat16().float()), "an answer differs by"),
+    "another dtype": (save_in_bf16, "its dtype of .* are bfloat16, not float32"),
+    "rounded": (change_weights(lambda v: v.bfloat16().float()), "its logits differ by"),
     "another vocabulary": (
         change_json("tokenizer.json", swap_tokens),
-        "its chat template makes other tokens",
+        "its tokens of .* are .*, not",
     ),
 }
 
@@ -142,24 +146,11 @@ def test_what_an_export_of_chats_has_lost_is_found(chats, tmp_path, name):
     output, asked = shutil.copytree(chats[0], tmp_path / "model"), chats[1]
     change(output)
     if said:
-        with pytest.raises((from_outside.Different, ValueError), match=said):
+        with pytest.raises(ValueError, match=said):
             check(output, asked)
     else:
         assert check(output, asked)["difference"] < 1e-5
-        assert [type(each["given"]) for each in asked["asked"]] == [list, list]
-
-
-def test_another_search_is_found_unless_the_tokens_were_as_likely(chats, tmp_path):
-    output, asked = shutil.copytree(chats[0], tmp_path / "model"), chats[1]
-    first = asked["asked"][0]
-    token = first["names"][len(first["prompt"])]
-    change = change_json("generation_config.json", lambda c: c.update(suppress_tokens=[token]))
-    change(output)
-    with pytest.raises(from_outside.Different, match="it writes another text after"):
-        check(output, asked)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(from_outside.TOLERANCES, "float32", 100)
-        assert check(output, asked)["difference"] < 1e-5
+        assert [type(each["given"]) for each in asked] == [list, list]
 
 
 def test_recipes_but_for_the_smoke_test_check_their_export():
@@ -184,12 +175,11 @@ def test_a_process_of_its_own_checks_pictures(tmp_path, monkeypatch):
     run, output, asked = export(kit, tmp_path)
     (tmp_path / "transformers.py").write_text("raise ImportError('a module of the project')")
     monkeypatch.chdir(tmp_path)
-    found = ending.ask_exported(run, output, asked)
+    run.asked = asked
+    found = ending.ask_exported(run, output)
     assert found["dtype"] == "float32" and found["difference"] < 1e-5
     (output / "model.safetensors").write_bytes(b"damaged")
-    assert "SafetensorError" in ending.ask_exported(run, output, asked)["problem"]
-    asked["bytes"] = 2**60
-    assert "of memory are free" in ending.ask_exported(run, output, asked)["problem"]
+    assert "SafetensorError" in ending.ask_exported(run, output)["problem"]
 
 
 @pytest.mark.slow
@@ -209,7 +199,7 @@ def test_a_run_says_what_was_checked(tmp_path):
         printed = baked.train(2, "--config", f"configs/train/{name}.yaml")
         output = baked.path / "runs" / name
         (line,) = re.findall("^checked: (.*)$", printed, re.M)
-        assert ("chats, by its chat template" in line) == (name != "base"), line
+        assert "gives the same logits for " in line
         assert status(output)["export_check"] == "passed"
         assert f"## Check\n\n{line}\n" in (output / "model" / "README.md").read_text()
 

@@ -5,6 +5,7 @@ The pretrained weights are those of a model that the tests train first.
 
 import json
 import shutil
+import textwrap
 
 import pytest
 import torch
@@ -142,10 +143,14 @@ def test_the_card_says_what_the_model_is(tuned):
     about = yaml.safe_load(card.split("---")[1])
     expected = {"license": "unknown", "library_name": "transformers"}
     expected |= {"pipeline_tag": "text-generation", "base_model": "runs/base/model"}
+    found = about.pop("model-index")[0]
     last = lines(tuned["prompts"], "eval_loss")[-1]
     assert about == expected and f"| eval_loss | {last['eval_loss']:.5g} |" in card
     assert f"torch {torch.__version__}" in card and "data: prompts.jsonl" in card
-    settings = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    scores = {each["type"]: each["value"] for each in found["results"][0]["metrics"]}
+    assert scores["eval_loss"] == last["eval_loss"] and found["name"] == "prompts"
+    settings = card.partition("## Settings\n\n")[2].partition("\n##")[0]
+    settings = yaml.safe_load(textwrap.dedent(settings))
     assert settings == yaml.safe_load((tuned["prompts"] / "config.yaml").read_text())
 
 

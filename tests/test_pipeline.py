@@ -1,6 +1,7 @@
 """train_pipeline.py: stages of a model train as the whole does, and runs move there and back."""
 
 import copy
+import importlib.util
 import math
 import shutil
 import signal
@@ -10,8 +11,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conftest import ROOT, digest, latest, lines, load_task, preloaded, status, wait_until
-from samestep.models import next_token, stages
+from conftest import (
+    ROOT,
+    digest,
+    latest,
+    lines,
+    load_task,
+    preloaded,
+    status,
+    train_module,
+    wait_until,
+)
+from samestep.models import next_token
 from test_exact import with_task
 from test_sharding import CONSTANT, SPOIL, agree, make_small, train
 
@@ -175,7 +186,17 @@ def models():
     yield torch.nn.Linear(2, 2), "give a decoder of causal_lm"
 
 
-def test_models_that_stages_do_not_make_up_are_refused():
+@pytest.fixture
+def stages():
+    """train_pipeline.py as a module."""
+    with train_module(ROOT / "templates" / "tasks" / "causal_lm.py"):
+        spec = importlib.util.spec_from_file_location("train_pipeline", EXAMPLE)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_models_that_stages_do_not_make_up_are_refused(stages):
     task, ids = load_task("causal_lm"), torch.arange(40, 80)[None]
     batch = {"input_ids": ids, "labels": ids.roll(-1)}
     sums = {"unigram_loss": torch.ones(1), "bytes": torch.ones(1)}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -326,12 +327,15 @@ def test_numbers_of_pairs_are_learnt_from_a_model_of_ones_own(kit, baked, learnt
     high, low = (json.loads(line)["value"] for line in said)
     assert 1020 > high > low + 1.5 > 980
     card = (baked.path / "runs/numbers/model/README.md").read_text()
-    code = card.partition("```python\n")[2].partition("```")[0].replace("a text", "the oak")
-    code = f"{code.replace('its pair', 'and the elm')}\nprint(number)"
+    code = card.partition("```python\n")[2].partition("```")[0]
+    (given,) = re.findall(r"^An input is a pair: `(.*)`\.$", card, re.M)
+    given = given.replace("a text", "the oak").replace("its pair", "and the elm")
+    (value,) = re.findall(r"; the value is `(.*)`\.$", card, re.M)
+    code += f"\nscore = {given}['score']\nprint({value})"
     assert float(baked.run("python", "-c", code).stdout) == pytest.approx(high, rel=1e-6)
     refused = baked.run(*command, "the oak", check=False)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
-    assert "the oak has no tab, but" in refused.stderr
+    assert "the oak: ValueError: it has no tab, but" in refused.stderr
 
 
 @pytest.mark.slow

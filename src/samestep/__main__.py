@@ -3,7 +3,6 @@
 launch     accelerate launch, with a check before it and the run's own exit code after it
 prepare    prepares the data, and no more
 predict    answers from a trained model
-evaluate   evaluates a language model by lm-evaluation-harness
 plot       draws the curves of a run, or compares runs
 hardware   measures this machine: all of check, bench, smoke; recommend, precision
 example    lists whole task files, or writes one

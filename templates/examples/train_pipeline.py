@@ -12,9 +12,12 @@ those of train.py: a run moves there and back.
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip
+import copy
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import task
 import train
 from samestep.base.fields import check_pairs, number_type, refuse
-from samestep.models import stages
+from samestep.models import attention, next_token
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
 from samestep.settings.config import ONE_COMMAND, parse_config
@@ -40,6 +43,8 @@ from samestep.training.log import RunLog
 from samestep.training.run import Run
 from samestep.training.saving import Saver
 
+Batch = dict[str, torch.Tensor]
+
 
 @dataclass
 class Config(train.Config):
@@ -48,6 +53,81 @@ class Config(train.Config):
     """Processes that share the layers of a model. A step needs as many micro-batches at least."""
     tensor_parallel: number_type("Parts", int, 1, 1000) = field(default=1, metadata=ONE_COMMAND)
     """Processes that share each matrix of a stage."""
+
+
+# ---- Stages of a model ---------------------------------------------------------------------------
+
+
+class Elsewhere(torch.nn.Module):
+    """Stands for what another stage has. It gives back what it gets; in place of the embedding,
+    `states`, which the stage before has computed."""
+
+    states: torch.Tensor | None = None
+
+    def forward(self, given, *_, **__):
+        return given if self.states is None else self.states
+
+
+def cut(model: Any, stage: int, stages: int) -> Any:
+    """One stage, which shares its weights with `model`: some layers, in the first stage the
+    embedding, in the last the norm and the head. Names of weights, the number of layers, the rotary
+    embedding and the masks stay as they are."""
+    part = copy.copy(model)
+    part._modules = {**model._modules}
+    part.model = decoder = copy.copy(model.model)
+    decoder._modules = {**model.model._modules}
+    count = len(model.model.layers)
+    own = range(count * stage // stages, count * (stage + 1) // stages)
+    layers = [layer if i in own else Elsewhere() for i, layer in enumerate(model.model.layers)]
+    decoder.layers = torch.nn.ModuleList(layers)
+    if stage:
+        decoder.embed_tokens = Elsewhere()
+    if stage < stages - 1:
+        decoder.norm = Elsewhere()
+        part.lm_head = None
+    return part
+
+
+def missing(model: Any, part: Any) -> Batch:
+    """The weights of the model that a stage lacks, by name: their shapes, on the meta device."""
+    own = part.state_dict().keys()
+    return {n: v.to("meta") for n, v in model.state_dict().items() if n not in own}
+
+
+def decode(part: Any, batch: Batch) -> torch.Tensor:
+    """The hidden states that the decoder makes of a batch: (B, T, H)."""
+    return part.model(**next_token.model_inputs(part, part.loss_plan, batch))[0]
+
+
+def compute(part: Any, function: Callable, batch: Batch, states: torch.Tensor | None) -> Any:
+    """function(model, batch) in the last stage; in others the hidden states for the next one."""
+    part.model.embed_tokens.states = states
+    return decode(part, batch) if part.lm_head is None else function(part, batch)
+
+
+@torch.no_grad()
+def check_cut(model: Any, stages: int, eval_sums: Callable, batch: Batch) -> Batch:
+    """Raises ValueError for a model that so many stages do not make up. Returns the task's sums."""
+    name, plan = type(model).__name__, getattr(model, "config", None)
+    plan = {*(getattr(plan, "base_model_pp_plan", None) or {})}
+    known = hasattr(model, "loss_plan") and plan == {"embed_tokens", "layers", "norm"}
+    if not known or hasattr(model, "peft_config") or batch["input_ids"].ndim != 2:
+        raise ValueError(f"{name} cannot be cut into stages; give a decoder of causal_lm, no LoRA")
+    count = model.config.num_hidden_layers
+    if count < stages:
+        raise ValueError(f"{stages} stages need as many layers, and {name} has {count}")
+    if any(getattr(m, "attention_dropout", 0) or getattr(m, "p", 0) for m in model.modules()):
+        raise ValueError(f"{name} has dropout, whose masks would depend on the stages; set it to 0")
+    shared = {*model.state_dict()} - {name for name, _ in model.named_parameters()}
+    if shared:
+        raise ValueError(f"stages of {name} would share {' and '.join(shared)}; use fsdp2.yaml")
+    row = {name: (v[:, :8] if v.ndim > 1 else v).to(model.device) for name, v in batch.items()}
+    whole, states = decode(model.eval(), row), None
+    for stage in range(stages):
+        states = compute(cut(model, stage, stages), decode, row, states)
+    if not attention.are_close(whole, states):
+        raise ValueError(f"the stages of {name} give other states than the whole; use fsdp2.yaml")
+    return eval_sums(model, row)
 
 
 # ---- The pipeline --------------------------------------------------------------------------------
@@ -72,11 +152,11 @@ class Pipeline(torch.nn.Module):
         run.accelerator.state.device_mesh = {"tp": mesh}  # for build_model, which splits matrices
         model, batch = run.build_model(), task.collate([run.start.data[1][0]])
         with run.ranks.fail_together(), as_user_error():
-            sums = stages.check_cut(model, self.count, task.eval_sums, batch)
+            sums = check_cut(model, self.count, task.eval_sums, batch)
         self.zeros = {name: torch.zeros_like(values) for name, values in sums.items()}
-        self.model = stages.cut(model, self.stage, self.count).to(self.device)
-        missing = stages.missing(model, self.model)
-        self.elsewhere = {f"model.{name}": values for name, values in missing.items()}
+        self.model = cut(model, self.stage, self.count).to(self.device)
+        elsewhere = missing(model, self.model).items()
+        self.elsewhere = {f"model.{name}": values for name, values in elsewhere}
 
         # Stages exchange hidden states of one shape, in the type that next_token.py gives them.
         half = run.accelerator.mixed_precision == "bf16" and model.loss_plan.is_split
@@ -92,13 +172,13 @@ class Pipeline(torch.nn.Module):
     def empty_states(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.empty(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
 
-    def compute(self, function, batch: stages.Batch, states: torch.Tensor | None):
-        """That of samestep/models/stages.py, in the precision of the YAML."""
+    def compute(self, function, batch: Batch, states: torch.Tensor | None):
+        """What this stage makes of a batch, in the precision of the YAML."""
         with self.run.accelerator.autocast():
-            result = stages.compute(self.model, function, batch, states)
+            result = compute(self.model, function, batch, states)
         return result if self.last else result.to(self.dtype)
 
-    def forward(self, function, batch: stages.Batch):
+    def forward(self, function, batch: Batch):
         """function(model, batch) in the last stage; in others zeros, like sums of an evaluation."""
         states = self.empty_states(batch["input_ids"]) if self.stage else None
         if self.stage:
@@ -121,11 +201,9 @@ class Pipeline(torch.nn.Module):
     def gradients(self, micro_batches: list, num_items: int) -> list[torch.Tensor]:
         """Computes the gradient of sum(losses) / num_items for the micro-batches of this replica.
         Returns the losses; zeros before the last stage."""
-        self.num_items, self.losses, batches = (
-            max(num_items, 1),
-            [],
-            [each for _, each in micro_batches],
-        )
+        self.num_items = max(num_items, 1)
+        self.losses = []
+        batches = [each for _, each in micro_batches]
         batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
         batch = send_to_device(batch, self.device, non_blocking=True)
         first = [] if self.stage else [batch["input_ids"]]
@@ -146,7 +224,7 @@ class Pipeline(torch.nn.Module):
         torch._foreach_mul_([local(g) for g in grads], scale)
         return square.sqrt()
 
-    def state_dict(self, *_, **__) -> stages.Batch:
+    def state_dict(self, *_, **__) -> Batch:
         """All weights on the main process, for the export, which all processes must call."""
         own = {f"model.{name}": full_tensor(v) for name, v in self.model.state_dict().items()}
         everywhere = self.run.ranks.gather([*own])[: self.count * self.tp : self.tp]

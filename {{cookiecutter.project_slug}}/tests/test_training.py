@@ -142,7 +142,11 @@ def halves(first, tmp_path_factory):
 
 @pytest.mark.parametrize("corrupted", [False, True])
 def test_a_run_that_lost_its_second_half_ends_with_the_same_bytes(one, halves, corrupted):
-    """Lost, or there with one byte that is not what was saved."""
+    """Lost, or there with one byte that is not what was saved.
+
+    It fails for an optimizer that keeps more than `state`, by weight, and `param_groups`, which is
+    what a checkpoint has of it: write one class that keeps all of it there, as torch.optim does.
+    """
     output, run = halves[corrupted]
     printed, last = finish(run), output / "checkpoints" / "step-00000006"
     assert f"continuing from {output / 'checkpoints' / 'step-00000003'}" in printed
@@ -158,6 +162,21 @@ def test_a_finished_run_is_left_alone(one):
     before = (one / "metrics.jsonl").read_bytes()
     assert "is finished" in finish(start("", one))
     assert (one / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_learning_rate_is_that_of_the_groups():
+    """With 0 the optimizer changes nothing. One inside it, with groups of its own, would."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    optimizer = train.build_optimizer(model, train.Config())
+    before = [p.detach().clone() for p in model.parameters()]
+    for rate in (0.0, 0.1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert all(same) if rate == 0 else not any(same)
 
 
 SCHEDULE = train.Config(max_steps=100, warmup_steps=10, learning_rate=1.0, final_lr_fraction=0.1)

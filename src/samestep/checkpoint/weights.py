@@ -14,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 
 from samestep.base.console import IS_MAIN, print_on_main
-from samestep.checkpoint.optimizers import ContractCheck, restore
+from samestep.checkpoint.optimizers import check_weights, restore
 from samestep.checkpoint.tensor_files import TensorReader
 from samestep.processes.device import PROCESSES
 from samestep.processes.ranks import Ranks, UserError, as_user_error, catch
@@ -282,7 +282,7 @@ class TrainingState:
     def __post_init__(self):
         if not this_layout().deepspeed:
             names = {parameter: name for name, parameter in self.parameters().items()}
-            ContractCheck(self.bare_optimizer(), names, self.collect_optimizer)
+            check_weights(self.bare_optimizer(), names)
 
     def bare_optimizer(self) -> torch.optim.Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)

@@ -2,7 +2,6 @@
 
     python -m samestep example                  lists them
     python -m samestep example plain_module     writes plain_module.py into this folder
-    python -m samestep example cloze            writes cloze.yaml, for samestep evaluate
     python -m samestep example train_pipeline   writes train_pipeline.py, for a pipeline of stages
 
 To train a task, move it to task.py, and remove the section `task:` of your recipe, whose fields
@@ -23,10 +22,10 @@ def main() -> None:
     parser = make_parser("example", __doc__)
     parser.add_argument("name", nargs="?", help="a name of the list")
     name = parser.parse_args().name
-    files = {p.stem: p for p in sorted(EXAMPLES.iterdir()) if p.suffix in (".py", ".yaml")}
+    files = {path.stem: path for path in sorted(EXAMPLES.glob("*.py"))}
     if not name:
         for each, path in files.items():
-            about = path.read_text("utf-8").splitlines()[0].strip('#" ')
+            about = path.read_text("utf-8").splitlines()[0].strip('" ')
             print(f"{each:24}{about}")
         return
     if name not in files:
@@ -40,5 +39,4 @@ def main() -> None:
     except OSError as error:
         parser.error(f"cannot write {file}: {error.strerror}")
     more = f"To train it: mv {file} task.py, and remove `task:` from the recipe"
-    is_task = file.suffix == ".py" and not name.startswith("train")
-    print(f"{file} is written. {more if is_task else 'It says how it is used'}")
+    print(f"{file} is written. {'It says how it is used' if name.startswith('train') else more}")

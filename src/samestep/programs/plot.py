@@ -5,14 +5,14 @@
     python -m samestep plot runs/a runs/b --output figures/ab.pdf    elsewhere; .png, .svg or .pdf
 
 A run is a folder with a metrics.jsonl, finished or not. train.py draws the curves of its run at the
-end. A comparison also prints the settings in which the runs differ.
+end. `diff runs/a/config.yaml runs/b/config.yaml` shows the settings in which two differ.
 """
 
 from pathlib import Path
 
 from samestep.base.console import one_line, protect_output
 from samestep.programs import make_parser
-from samestep.report.curves import FORMATS, differing_settings, draw
+from samestep.report.curves import FORMATS, draw
 
 
 def main() -> None:
@@ -30,10 +30,6 @@ def main() -> None:
             raise ValueError(f"--output {output} is a folder; name a file: {output / 'curves.png'}")
         if output.suffix and output.suffix.lower() not in FORMATS:
             raise ValueError(f"--output {output}: its name must end with {', '.join(FORMATS)}")
-        picture = draw(args.runs, output)
-        for run, settings in zip(args.runs, differing_settings(args.runs), strict=True):
-            if settings:
-                print(f"{one_line(run, 200)}: {one_line(', '.join(settings), 5000)}")
-        print(one_line(picture, 5000))
+        print(one_line(draw(args.runs, output), 5000))
     except Exception as error:  # matplotlib has errors of its own, besides OSError and ValueError
         parser.error(str(error))

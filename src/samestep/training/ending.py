@@ -4,7 +4,6 @@ The check is a process of its own that knows nothing of the project: it asks the
 the trained one was asked in the run. The task says what to ask: its function `questions`.
 """
 
-import contextlib
 import json
 import os
 import subprocess
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from samestep.base import run_folder
 from samestep.base.console import one_line, print_on_main
+from samestep.base.files import replace_text
 from samestep.base.preflight import LAUNCHED
 from samestep.checkpoint import checkpoints, weights
 from samestep.models.attention import restored
@@ -54,7 +53,7 @@ def export(run: Run, model: torch.nn.Module, step: int, scores: dict) -> torch.n
             if run.cfg.check_export and hasattr(run.task, "questions"):
                 # The export may change the model: LoRA's adapters are merged then.
                 run.asked, problem = catch(ask_trained, run, full_model)
-                run.asked = run.asked or {"problem": one_line(problem)}
+                run.asked = run.asked or one_line(problem)
             about = {"step": step, "steps": run.last_step, "scores": scores}
             about |= {"hardware": run.hardware, **run.start.manifest}
             with checkpoints.replaced_folder(folder) as fresh:
@@ -124,76 +123,67 @@ def report(run: Run, saver: Saver, full_model: torch.nn.Module, sums: dict, outp
 # ---- The check of the export ---------------------------------------------------------------------
 
 
-def ask_trained(run: Run, model: Any) -> dict:
+def ask_trained(run: Run, model: Any) -> list[dict]:
     """What the trained model answers; raises ValueError where there is nothing to ask."""
     rows = [run.start.data[1][i] for i in range(min(ASKED, len(run.start.data[1])))]
     asked: list[dict[str, Any]] = []
-    model.eval()
-    with restored(model):
+    with restored(model.eval()):
         for given, tensors in run.task.questions(rows, run.cfg.task, run.start.prepared):
             inputs = {name: torch.as_tensor(np.asarray(v)) for name, v in tensors.items()}
-            each: dict[str, Any] = {"given": given}
             if "input_ids" in inputs:
                 inputs = {name: values.long() for name, values in inputs.items()}
                 inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-                each["prompt"] = inputs["input_ids"][0].tolist()
             inputs = {name: values.to(model.device) for name, values in inputs.items()}
-            asked.append({**each, **from_outside.ask(model, inputs)})
+            asked.append({"given": given, **from_outside.ask(model, inputs)})
     if not asked:
         raise ValueError("task.questions gives nothing to ask")
-    size = sum(p.nbytes for p in model.parameters())
-    return {"asked": asked, "dtype": str(model.dtype).removeprefix("torch."), "bytes": size}
+    return asked
 
 
 def check_export(run: Run, folder: Path) -> None:
     """Asks the exported model what the trained one was asked; the card and the status say so."""
-    found = run.asked if "problem" in run.asked else ask_exported(run, folder, run.asked)
-    problem = found.get("problem")
-    if problem:
-        line = f"the exported model could not be confirmed: {one_line(problem)}"
+    found = {"problem": run.asked} if isinstance(run.asked, str) else ask_exported(run, folder)
+    if "problem" in found:
+        line = f"the exported model could not be confirmed: {one_line(found['problem'])}"
+        result = line
+        print_on_main(f"warning: {line}")
     else:
-        asked, version = run.asked["asked"], metadata.version("transformers")
-        chats = isinstance(asked[0]["given"], list)
-        kind = "chats, by its chat template" if chats else "inputs"
         line = (
-            f"transformers {version} loads it in {found['dtype']}, without the project, and gives "
-            f"the same answers to {len(asked)} {kind} (largest difference "
-            f"{found['difference']:.1g})"
+            f"transformers {metadata.version('transformers')} loads it in {found['dtype']}, without"
+            f" the project, and gives the same logits for {len(run.asked)} inputs (largest "
+            f"difference {found['difference']:.1g} of the largest one)"
         )
-    print_on_main(f"warning: {line}" if problem else f"checked: {line}")
-    model_card.set_section(folder, "Check", model_card.escape_markdown(line, 400))
-    facts = {"exit_code": 0, "export_check": line if problem else "passed"}
-    run_folder.write_status(run.output, "finished", **run.resume_point.facts, **facts)
+        result = "passed"
+        print_on_main(f"checked: {line}")
+    card = folder / "README.md"
+    section = f"\n## Check\n\n{model_card.escape_markdown(line, 400)}\n"
+    replace_text(card, card.read_text(encoding="utf-8") + section)
+    facts = {**run.resume_point.facts, "exit_code": 0, "export_check": result}
+    run_folder.write_status(run.output, "finished", **facts)
 
 
-def ask_exported(run: Run, folder: Path, asked: dict) -> dict:
+def ask_exported(run: Run, folder: Path) -> dict:
     """What the program from_outside.py finds. It has a process and all cores to itself."""
-    free = psutil.virtual_memory().available
-    if asked["bytes"] > 0.8 * free:
-        return {"problem": f"it has {asked['bytes']:,} bytes, and {free:,} of memory are free"}
-    adapter = (folder / "adapter_config.json").exists()
+    rounding = "float16" if run.cfg.tf32 else run.asked[0]["dtype"]
+    facts = {"folder": str(folder), "task": model_card.pipeline_task(folder), "rounding": rounding}
+    facts["trust_remote_code"] = getattr(run.cfg.task, "trust_remote_code", False)
     env = {n: v for n, v in os.environ.items() if not n.startswith(OF_LAUNCHERS)}
     env |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    program = [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")]
+    options = {"env": env, "capture_output": True, "text": True, "timeout": run.cfg.timeout}
     with tempfile.TemporaryDirectory() as temporary:
-        for i, each in enumerate(asked["asked"]):
-            if hasattr(each["given"], "save"):  # a picture of Pillow
-                path = Path(temporary, f"{i}.png")
-                each["given"].save(path)
-                each["given"] = str(path)
-        facts = {
-            "folder": str(folder),
-            "task": model_card.pipeline_task(folder),
-            "trust_remote_code": getattr(run.cfg.task, "trust_remote_code", False),
-            "dtype": None if adapter else asked["dtype"],
-            "rounding": "float16" if run.cfg.tf32 else asked["dtype"],
-            "asked": asked["asked"],
-        }
-        program = [sys.executable, "-c", Path(from_outside.__file__).read_text(encoding="utf-8")]
-        options = {"capture_output": True, "text": True, "timeout": run.cfg.timeout}
+        for i, each in enumerate(run.asked):
+            if hasattr(each["given"], "save"):  # an image of Pillow
+                each["given"].save(Path(temporary, f"{i}.png"))
+                each["given"] = str(Path(temporary, f"{i}.png"))
+            if (folder / "adapter_config.json").exists():  # the base model has a dtype of its own
+                del each["dtype"]
         try:
-            ended = subprocess.run(program, input=json.dumps(facts), env=env, **options)
+            ended = subprocess.run(
+                program, input=json.dumps(facts | {"asked": run.asked}), **options
+            )
+            return json.loads(ended.stdout.splitlines()[-1])  # code from the Hub may print, too
         except subprocess.TimeoutExpired:
             return {"problem": f"the check took more than {run.cfg.timeout} s"}
-    with contextlib.suppress(ValueError, IndexError):  # code from the Hub may print, too
-        return json.loads(ended.stdout.splitlines()[-1])
-    return {"problem": f"the check ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
+        except (ValueError, IndexError):
+            return {"problem": f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
