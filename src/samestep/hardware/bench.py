@@ -1,258 +1,237 @@
-"""Speed of devices, links, disk, loader and training step; names devices that are slow."""
+"""Speed of devices, of what connects them, and of the project's own step; names slow devices.
 
-import argparse
-import dataclasses
-import socket
+torchrun starts `python -m samestep.hardware.bench TASK.json` on each device.
+"""
+
+import functools
+import itertools
+import json
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import PartialState
 from accelerate.utils import send_to_device
-from safetensors.torch import save_file
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.benchmark import Timer
 
-from samestep.base.console import IS_MAIN, one_line, print_on_main
-from samestep.base.files import fsync
-from samestep.checkpoint.checkpoints import report_full_disk
-from samestep.checkpoint.weights import TaskModule
-from samestep.hardware import devices, links
-from samestep.hardware.devices import BLOCKS, MOST, seconds_per_call
-from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section, group, place_of, short
-from samestep.processes.device import compile_blocks, count_workers, make_accelerator
-from samestep.processes.ranks import Ranks, as_user_error
-from samestep.step.batches import StepBatchSampler, make_loader
+from samestep.base.console import one_line, print_on_main
+from samestep.hardware import devices
+from samestep.hardware.check import TYPES
+from samestep.hardware.devices import Devices
+from samestep.hardware.project import Project, read_project
+from samestep.hardware.report import Figure, Section, short
+from samestep.hardware.smoke import reason
+from samestep.processes.device import allow_tf32, compile_blocks
+from samestep.report.peaks import peaks_of
 
-STEP, LOADER = "training step alone", "data loader"
-CHECKPOINT = 256 << 20  # bytes that are written
+STEP = "training step"
+SECONDS = 1800  # of all measurements
+MiB = 1 << 20
+# Rows of a matrix; bytes that are copied, more than caches hold; bytes of an all-reduce.
+SIZES = {
+    "cpu": {"matrix": 128, "copy": 4 * MiB, "reduce": [4096, MiB]},
+    "mps": {"matrix": 4096, "copy": 256 * MiB, "reduce": []},
+    "cuda": {"matrix": 8192, "copy": 256 * MiB, "reduce": [4096, MiB, 256 * MiB]},
+}
+CALLS = 20  # of an all-reduce: as many on each process
+MOST_TOGETHER = 8  # of more devices only neighbors are measured
 # Of the fastest: so far behind it a device should get less work, or none.
 UNEQUAL, LEFT_OUT = 0.2, 0.5
 
 
-def run(
-    options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
-) -> Section:
-    """Measures all; all processes must call it."""
-    section, brief = Section("bench"), options.verb == "all" and device.type == "cpu"
-    seconds = options.seconds or (0.05 if brief else 1.0)
-
-    def measure(what: str, function: Callable[..., list[Figure]], *given: Any) -> list[float]:
-        return everywhere(section, ranks, what, function, *given)
-
-    with ranks.fail_together(), as_user_error():
-        accelerator = make_accelerator(project.cfg)
-        disk = measure_disk(options.report) if IS_MAIN else []
-    precision = accelerator.mixed_precision.replace("no", "fp32")
-    if precision == "fp32" and project.cfg.tf32 and device.type == "cuda":
-        precision = "tf32"
-    workers = count_workers(project.cfg.num_workers, project.task, device)
-    names = ranks.gather((socket.gethostname(), devices.name_of(device)))
-    section.facts = {
-        "devices": [f"{rank}: {name} on {host}" for rank, (host, name) in enumerate(names)],
-        "recipe": str(project.recipe),
-        "micro-batch": f"{project.plan.micro_batch_size} samples, {precision}",
-        "loader": f"{workers} worker processes for each training process; 0: it loads by itself",
-    }
-
-    # Measure the devices, all at the same time, as in training.
-    print_on_main(f"measuring the devices: about {seconds:g} s for each figure")
-    products = {
-        format: measure(f"matmul {format}", devices.measure_products, format, device, seconds)
-        for format in devices.formats_of(device)
-    }
-    measure("memory", devices.measure_memory, device, seconds)
-    if device.type != "cpu":
-        measure("copies", devices.measure_copies, device, seconds)
-
-    # Measure what connects them.
-    if ranks.layout.processes > 1:
-        print_on_main("measuring the links")
-        section.figures += links.measure_collectives(ranks, device, seconds)
-        section.figures += links.measure_pairs(ranks, device)
-
-    # Measure the project's own work.
-    print_on_main("measuring the project's loader and training step")
-    section.figures += ranks.from_main(disk)
-    loaders = measure(LOADER, measure_loader, project, device, workers, seconds)
-    steps = [0.0] * len(names)
-    if project.layout.sharded:
-        section.lines.append(
-            "not measured: training step and scaling: the YAML shards the model, so no device "
-            "computes alone"
-        )
-    else:
-        steps = measure_steps(section, project, ranks, accelerator, seconds)
-
-    # Say what the figures mean.
-    waiting = [rank for rank, loader in enumerate(loaders) if 0 < loader < steps[rank]]
-    if waiting:
-        worst = min(waiting, key=lambda rank: loaders[rank] / steps[rank])
-        section.lines.append(
-            f"{len(waiting)} of {len(names)} processes wait for data: the loader of process "
-            f"{worst} gives {short(loaders[worst])} samples/s, and its training step takes "
-            f"{short(steps[worst])}; more num_workers may help"
-        )
-    section.lines += advise(names, steps, products.get(precision, [0.0]))
+def run(used: Devices, project: Project, flags: list[str], seconds: float, folder: Path) -> Section:
+    """Measures all devices at the same time, as in training."""
+    size = min(project.cfg.micro_batch_size, project.cfg.global_batch_size)
+    section = Section("bench")
+    section.facts = {"recipe": str(project.recipe)}
+    section.facts["micro-batch"] = f"{size} samples, mixed_precision {used.precision}"
+    print_on_main(f"measuring {used.count} x {used.kind}: about {seconds:g} s for each figure")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
+        task, answer = Path(name) / "task.json", Path(name) / "answer.json"
+        told = {"kind": used.kind, "precision": used.precision, "flags": flags, "size": size}
+        told |= {"seconds": seconds, "sizes": SIZES[used.kind], "answer": str(answer)}
+        task.write_text(json.dumps(told), encoding="utf-8")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
+        module = [*devices.PREFIX, "-m", "samestep.hardware.bench", task]
+        code, printed = devices.run(*torchrun, *module, seconds=SECONDS)
+        if code != 0:
+            why = f"no answer within {SECONDS} s" if code is None else reason(printed)
+            section.failures.append(f"the devices were not measured: {why}")
+            return section
+        found = json.loads(answer.read_text(encoding="utf-8"))
+    names = [each["name"] for each in found]
+    section.conditions = {
+        "device": ", ".join(dict.fromkeys(names)), "processes": used.count,
+        "recipe": one_line(" ".join([str(project.recipe), *flags])), "precision": used.precision,
+    }  # fmt: skip
+    for each in found:
+        section.figures += [Figure(**figure) for figure in each["figures"]]
+        section.lines += each["lines"]
+        section.failures += each["failures"]
+    order = list(dict.fromkeys(each.name for each in section.figures))  # devices side by side
+    section.figures.sort(key=lambda each: order.index(each.name))
+    product = f"matmul {used.precision.replace('no', 'fp32')}"
+    section.lines += advise(names, speeds(section, STEP), speeds(section, product))
     return section
 
 
-def everywhere(
-    section: Section, ranks: Ranks, what: str, measure: Callable[..., list[Figure]], *arguments: Any
-) -> list[float]:
-    """Measures on all processes at the same time. A line names those that could not, and why.
+def speeds(section: Section, name: str) -> list[float]:
+    """The value of a figure for each device; 0: not measured."""
+    count = section.conditions["processes"]
+    found = {each.where: each.value for each in section.figures if each.name == name}
+    return [found.get(str(number), 0.0) for number in range(count)]
 
-    Returns the largest figure of each process; 0: it has none.
+
+# ---- In a process of each device -----------------------------------------------------------------
+
+
+def seconds_per_call(work: Callable[[], object], seconds: float) -> float:
+    """Median seconds of a call of `work`, which may only enqueue its work on the device."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    timer.timeit(2)  # the first calls compile, allocate, and raise clock rates
+    return timer.blocked_autorange(min_run_time=seconds).median
+
+
+def measure_products(device: torch.device, told: dict) -> Iterator[Figure]:
+    """TFLOP/s of products of square matrices: 2 n^3 operations."""
+    size, peaks = told["sizes"]["matrix"], peaks_of(device)
+    formats = ["fp32", "tf32", "bf16", "fp16"] if device.type == "cuda" else ["fp32", "bf16"]
+    for format in formats:
+        allow_tf32(format == "tf32")
+        # With zeros a GPU needs less power, and so runs faster.
+        a, b = (torch.randn(size, size).to(device, TYPES.get(format)) for _ in range(2))
+        taken = seconds_per_call(functools.partial(torch.matmul, a, b), told["seconds"])
+        speed = 2e-12 * size**3 / taken
+        yield Figure(f"matmul {format}", speed, "TFLOP/s", peak=peaks.get(format))
+    allow_tf32(False)
+
+
+def measure_memory(device: torch.device, told: dict) -> Iterator[Figure]:
+    """GB/s of copies within the device, and between it and pinned memory of the host."""
+    size = told["sizes"]["copy"]
+    here, other = (torch.ones(size // 4, device=device) for _ in range(2))
+    taken = seconds_per_call(functools.partial(other.copy_, here), told["seconds"])
+    peak = peaks_of(device).get("memory")  # what is read and what is written counts
+    yield Figure("memory", 2 * size / taken / 1e9, "GB/s", peak=peak)
+    if device.type == "cuda":
+        host = torch.ones(size // 4, pin_memory=True)
+        ways = {"host to device": (here, host), "device to host": (host, here)}
+        for name, (target, source) in ways.items():
+            copy = functools.partial(target.copy_, source, non_blocking=True)
+            taken = seconds_per_call(copy, told["seconds"])
+            yield Figure(name, size / taken / 1e9, "GB/s")
+
+
+def measure_step(device: torch.device, told: dict) -> Iterator[Figure]:
+    """Samples per second of this device alone: forward and backward of a micro-batch."""
+    project = read_project(told["flags"])
+    model = project.build_model(project.cfg.gradient_checkpointing).to(device)
+    if project.cfg.compile:
+        compile_blocks(model)
+    allow_tf32(project.cfg.tf32)
+    batch = project.batch(range(told["size"]))
+    num_items = max(project.task.count(batch), 1)
+    batch = send_to_device(batch, device)
+    dtype = torch.float16 if told["precision"] == "fp16" else torch.bfloat16
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.autocast(device.type, dtype, enabled=told["precision"] != "no"):
+            loss = project.task.loss_sum(model, batch)
+        (loss / num_items).backward()
+
+    yield Figure(STEP, told["size"] / seconds_per_call(step, told["seconds"]), "samples/s")
+
+
+def measure_links(device: torch.device, told: dict) -> tuple[list[Figure], list[str]]:
+    """Speeds of all-reduce and of copies between devices; what arrived wrong.
+
+    busbw is that of nccl-tests: what each of n processes must send at least, 2 (n - 1) / n of the
+    bytes, so it can be compared with the speed of a link.
     """
-    own, problem = [], ""
-    with ranks.fail_together(), as_user_error():
+    figures, failures = [], []
+    count, rank = dist.get_world_size(), dist.get_rank()
+    for size in told["sizes"]["reduce"]:
+        values = torch.full((size // 4,), float(rank + 1), device=device)
+        dist.all_reduce(values)
+        if not bool((values == count * (count + 1) / 2).all()):
+            failures.append(f"all-reduce of {size} bytes gives wrong sums on process {rank}")
+        values.zero_()  # it stays finite, however often it is added up
+        timer = Timer("work(values)", globals={"work": dist.all_reduce, "values": values})
+        taken = timer.timeit(CALLS).median
+        if size == told["sizes"]["reduce"][0]:
+            figures.append(Figure("all-reduce, latency", taken * 1e6, "us"))
+        busbw = 2 * (count - 1) / count * size / taken / 1e9
+        figures.append(Figure(f"all-reduce busbw, {size // 1024} KiB", busbw, "GB/s"))
+    if device.type == "cuda" and rank == 0:  # this process alone: the others wait
+        pairs = [*itertools.combinations(range(count), 2)]
+        pairs = pairs if count <= MOST_TOGETHER else [*itertools.pairwise(range(count))]
+        for a, b in pairs:
+            here = torch.arange(told["sizes"]["copy"] // 4, device=f"cuda:{a}")
+            there = torch.zeros_like(here, device=f"cuda:{b}")
+            taken = seconds_per_call(functools.partial(there.copy_, here), told["seconds"] / 10)
+            speed = here.nbytes / taken / 1e9
+            figures.append(Figure("device to device", speed, "GB/s", where=f"{a}-{b}"))
+            if not torch.equal(there.cpu(), here.cpu()):
+                failures.append(f"copies from GPU {a} to GPU {b} arrive wrong; NCCL_P2P_DISABLE=1")
+    dist.barrier()
+    return figures, failures
+
+
+def main() -> None:
+    """Measures in this process; the first one writes the answers of all."""
+    told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    device = PartialState(cpu=told["kind"] == "cpu").device
+    rank = int(dist.get_rank())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    own: dict[str, Any] = {"name": name, "figures": [], "lines": [], "failures": []}
+    for measure in (measure_products, measure_memory, measure_step):
         try:
-            own = measure(*arguments)
+            for figure in measure(device, told):
+                own["figures"].append({**vars(figure), "where": str(rank)})
         except RuntimeError as error:  # of torch: not enough memory, or no kernel for it
-            problem = one_line(error, 200)
-    found = ranks.gather((own, problem))
-    figures = [
-        dataclasses.replace(each, where=str(rank))
-        for rank, (own, _) in enumerate(found)
-        for each in own
-    ]
-    order = list(dict.fromkeys(each.name for each in figures))  # devices side by side
-    section.figures += sorted(figures, key=lambda each: order.index(each.name))
-    for problem, failed in group([problem for _, problem in found]).items():
-        if problem:
-            place = "" if len(failed) == len(found) else f" on {place_of(failed)}"
-            section.lines.append(f"not measured: {what}{place}: {problem}")
-    return [max((each.value for each in own), default=0.0) for own, _ in found]
-
-
-# ---- The project's own work ----------------------------------------------------------------------
-
-
-def measure_disk(folder: Path) -> list[Figure]:
-    """Speed of writing a checkpoint to this folder's disk, until it is safe there."""
-    content, taken = {"weights": torch.randn(CHECKPOINT // 4)}, []
-    with tempfile.TemporaryDirectory(prefix=".bench-", dir=folder) as name:
-        path = Path(name) / "weights.safetensors"
-        for _ in range(3):
-            began = time.perf_counter()
-            with report_full_disk(path.parent):
-                save_file(content, path)
-                fsync(path)
-            taken.append(time.perf_counter() - began)
-    return [Figure("checkpoint write", CHECKPOINT / median(taken) / 1e9, "GB/s")]
-
-
-def measure_loader(
-    project: Project, device: torch.device, workers: int, seconds: float
-) -> list[Figure]:
-    """Samples per second that this process's loader yields, as in training: rows are read,
-    augmented and collated, with the workers that the recipe asks for."""
-    sampler = StepBatchSampler(project.plan, 0, project.plan.samples << 40, project.rows.sort)
-    read = iter(make_loader(project.rows, sampler, project.task, workers, device))
-    for _ in range(1 + 2 * workers):  # the first is slow, and these are read ahead
-        next(read)
-    rows, began = 0, time.perf_counter()
-    while rows == 0 or time.perf_counter() - began < seconds:
-        next(read)
-        rows += project.plan.micro_batch_size
-    return [Figure(LOADER, rows / (time.perf_counter() - began), "samples/s")]
-
-
-def measure_steps(
-    section: Section, project: Project, ranks: Ranks, accelerator: Accelerator, seconds: float
-) -> list[float]:
-    """The training step of each device alone, whose speeds it returns, and of all together: there
-    DDP takes the mean of the gradients, so the work grows with the processes (weak scaling).
-
-    A step is forward and backward of a micro-batch of the recipe, in the precision of the YAML.
-    """
-    device, processes = accelerator.device, ranks.layout.processes
-    size, modules = project.plan.micro_batch_size, []
-
-    def training_step(module: torch.nn.Module) -> Callable[[], None]:
-        batch = project.batch(range(size))
-        num_items = max(project.task.count(batch), 1)
-        batch = send_to_device(batch, device)
-
-        def step() -> None:
-            module.zero_grad()
-            with accelerator.autocast():
-                loss = module(project.task.loss_sum, batch)
-            (loss / num_items).backward()
-
-        return step
-
-    def alone() -> list[Figure]:
-        model = project.build_model(project.cfg.gradient_checkpointing)
-        modules.append(TaskModule(model).to(device))
-        if project.cfg.compile:
-            compile_blocks(modules[0])
-        taken = seconds_per_call(training_step(modules[0]), seconds)
-        return [Figure(STEP, size / taken, "samples/s")]
-
-    if accelerator.mixed_precision == "fp8":
-        section.lines.append("the training step is measured in bf16; train.py makes layers of fp8")
-    speeds = everywhere(section, ranks, STEP, alone)
-    if processes == 1 or not all(speeds):
-        return speeds
-
-    def together() -> list[Figure]:
-        cards = [device] if device.type == "cuda" else None
-        wrapped = DistributedDataParallel(
-            modules[0], device_ids=cards, gradient_as_bucket_view=True
-        )
-        calls = min(max(int(seconds * min(speeds) / size), BLOCKS), MOST)
-        taken = seconds_per_call(training_step(wrapped), calls=calls)
-        return [Figure("", processes * size / taken, "samples/s")]
-
-    found = Section("")
-    speed = min(everywhere(found, ranks, "scaling", together))
-    section.lines += found.lines
-    if speed:
-        name = f"training together, {processes} processes"
-        section.figures.append(Figure(name, speed, "samples/s", size=processes))
-        share = speed / sum(speeds)
-        section.lines.append(
-            f"{processes} processes together train {processes * share:.3g} times as fast as one, "
-            f"{share:.0%} of the ideal"
-        )
-    return speeds
+            what = measure.__name__.removeprefix("measure_")
+            own["lines"].append(f"not measured: {what} of device {rank}: {one_line(error, 200)}")
+    if dist.get_world_size() > 1:
+        figures, own["failures"] = measure_links(device, told)
+        own["figures"] += [vars(each) for each in figures if rank == 0]
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, own)
+    if rank == 0:
+        Path(told["answer"]).write_text(json.dumps(answers), encoding="utf-8")
+    dist.destroy_process_group()
 
 
 # ---- Slow devices --------------------------------------------------------------------------------
 
 
-def advise(
-    names: Sequence[tuple[str, str]], steps: Sequence[float], products: Sequence[float]
-) -> list[str]:
-    """Names the slow devices, what to do about them by the rules that people know, and what each
-    way out would give; the best first.
+def advise(names: Sequence[str], steps: Sequence[float], products: Sequence[float]) -> list[str]:
+    """Names slow devices, and what each way out would give; the best first.
 
-    For each process: (host, device), samples per second of its training step, TFLOP/s of its matrix
-    products; 0: not measured.
+    For each device its name, the samples per second of its training step, and the TFLOP/s of its
+    matrix products; 0: not measured.
     """
-    behind: dict[int, float] = {}  # of each slow process the share by which it is slower
+    behind: dict[int, float] = {}  # the fraction by which a device is slower
     lines = []
     for what, unit, speeds in (
-        ("its matrix products do", "TFLOP/s", products),
-        ("its training step does", "samples/s", steps),
+        ("matrix products do", "TFLOP/s", products),
+        ("training step does", "samples/s", steps),
     ):
         fastest = max(speeds) if all(speeds) else 0
         for rank, speed in enumerate(speeds):
             if speed < (1 - UNEQUAL) * fastest:
                 behind[rank] = 1 - speed / fastest
-                host, device = names[rank]
                 lines.append(
-                    f"slow device: process {rank} on {host} ({device}): {what} {short(speed)} "
-                    f"{unit}, {behind[rank]:.0%} behind the fastest with {short(fastest)}"
+                    f"slow device: {rank} ({names[rank]}): its {what} {short(speed)} {unit}, "
+                    f"{behind[rank]:.0%} behind the fastest with {short(fastest)}"
                 )
     if not behind:
         known = len(names) > 1 and (all(steps) or all(products))
-        return [f"no device is more than {UNEQUAL:.0%} behind the fastest"] * known
+        return [f"no device is more than {UNEQUAL:.0%} behind the fastest"] if known else []
     if not all(steps):
         return [*lines, "what to do about it is not known: not all training steps were measured"]
     useless = [rank for rank, share in behind.items() if share > LEFT_OUT]
@@ -261,22 +240,26 @@ def advise(
     out = sorted(useless or behind)
     left = [speed for rank, speed in enumerate(steps) if rank not in out]
     shares = ", ".join(f"{speed / min(steps):.3g}" for speed in steps)
+    named = ", ".join(map(str, out))
     ways = {  # the samples per second that each gives; of equal ones the simplest comes first
         "use all equally: --device_shares equal": len(steps) * min(steps),
         f'unequal shares: --device_shares "[{shares}]", or auto': sum(steps),
     }
     if left:
-        way = f"leave out {place_of(out)}: in the YAML num_processes {len(left)}, and gpu_ids "
-        ways[f"{way}without these devices"] = len(left) * min(left)
+        way = f"leave out {named}: CUDA_VISIBLE_DEVICES without it, num_processes {len(left)}"
+        ways[way] = len(left) * min(left)
     rule = f"{UNEQUAL:.0%} behind: unequal shares"
-    rule = f"{LEFT_OUT:.0%} behind: leave out {place_of(out)}" if useless else rule
+    if useless:
+        rule = f"{LEFT_OUT:.0%} behind: leave out {named}"
+    best = sorted(ways, key=lambda way: -ways[way])
     return [
         *lines,
         f"rule of thumb, for more than {rule}",
         "measure again before you act: another program on a device slows it down as well",
-        "by these speeds, without the time of the exchange, the best first:",
-        *(
-            f"{place}. at most {short(ways[way])} samples/s: {way}"
-            for place, way in enumerate(sorted(ways, key=lambda way: -ways[way]), 1)
-        ),
+        "by these speeds, without the time of communication, the best first:",
+        *(f"{n}. at most {short(ways[way])} samples/s: {way}" for n, way in enumerate(best, 1)),
     ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,224 +1,196 @@
-"""Versions, devices, precisions and disk of this machine, and whether all processes agree."""
+"""Facts about this machine, and problems that make training wrong or impossible.
 
-import argparse
-import dataclasses
-import math
+    python -m samestep.hardware.check facts       what `hardware check` asks of a process of its own
+    python -m samestep.hardware.check cuda:0      since a GPU may hang, and takes memory
+"""
+
+import contextlib
+import io
+import json
 import os
-import platform
 import re
-import shutil
-import socket
-import subprocess
-from pathlib import Path
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import torch
+from accelerate.commands.env import env_command, env_command_parser
+from torch.utils import collect_env
 
 from samestep.base.console import one_line
 from samestep.hardware import devices
-from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section, by_value, place_of
-from samestep.processes import meeting
-from samestep.processes.device import PROCESSES
-from samestep.processes.ranks import Ranks, as_user_error, catch
+from samestep.hardware.devices import Devices, nvidia_smi
+from samestep.hardware.report import Section
+from samestep.processes.device import allow_tf32
+from samestep.processes.ranks import catch
 from samestep.settings.accelerate_yaml import without_gpu
-from samestep.start import startup
 
-GB, GIB = 1e9, 2**30
-SHARED_MEMORY = Path("/dev/shm")  # where the workers of a data loader hand over batches
-FIELDS = "index,driver_version,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
+GIB = 2**30
+SECONDS = 180  # of a process that looks at a device
+FREE = 0.9  # of a GPU's memory
 LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
-LEAST_FREE_DISK = 10  # GB
-LEAST_SHARED_MEMORY = 1  # GB
-LEAST_FREE_MEMORY = 0.9  # of a GPU
-MOST = 30  # seconds for nvidia-smi, which hangs where a driver does
-FREE = "memory free"
-MAY_DIFFER = {FREE, f"device, {FREE}", "network", "nvidia-smi", "links"}  # all else is compared
+STATE = "index,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
+ERRORS = "index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending,remapped_rows.failure"
+# Largest error of a product of matrices, relative to its norm. The factors are numbers of the
+# format, so it is that of adding up and of rounding the result.
+TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FACTS = {  # names in the report, and those of collect_env
+    "torch": "torch_version", "CUDA": "cuda_compiled_version", "ROCm": "hip_compiled_version",
+    "cuDNN": "cudnn_version", "driver": "nvidia_driver_version", "system": "os",
+}  # fmt: skip
 
 
-def run(
-    options: argparse.Namespace, project: Project | None, ranks: Ranks, device: torch.device
-) -> Section:
-    """What this machine is; all processes must call it."""
-    used = [device]
-    if device.type == "cuda" and PROCESSES == 1:  # without launcher all of them
-        used = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    with ranks.fail_together(), as_user_error():
-        own = look_at_process(used)
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            look_at_machine(own, options.report, device)
-    return describe(ranks.gather(own), ranks.gather(socket.gethostname()))
-
-
-# ---- What each process sees ----------------------------------------------------------------------
-
-
-def look_at_process(used: list[torch.device]) -> Section:
-    """Versions, processors and memory, as this process sees them, and its devices."""
+def run(used: Devices) -> Section:
+    """What this machine is, and what is wrong with it."""
     section = Section("check")
-    versions = startup.versions() | {"cuda": torch.version.cuda, "rocm": torch.version.hip}
-    if used[0].type == "cuda":
-        versions["cudnn"] = str(torch.backends.cudnn.version() or "")
-    facts = {name: text for name, text in versions.items() if text and name not in ("cpu", "gpu")}
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name\\s*: (.+)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    facts["cpu"] = model[1] if model else platform.processor() or platform.machine()
-    facts["cores"] = (
-        f"{psutil.cpu_count(logical=False) or 'unknown'} physical, "
-        f"{psutil.cpu_count() or 'unknown'} logical, {allowed_cores():g} allowed"
-    )
-    memory = psutil.virtual_memory().total
-    limit = limit_of("memory.max") or memory
-    facts["memory"] = f"{memory / GIB:.0f} GiB"
-    facts["memory"] += f", limited to {limit / GIB:.3g} GiB" if limit < memory else ""
-    section.facts, kinds = facts, set()
-    for device in used:
-        name = str(device) if len(used) > 1 else "device"
-        _, problem = catch(look_at_device, section, name, device)
-        if problem:  # after some errors of CUDA each call fails
-            section.failures.append(f"{device} does not answer: {one_line(problem, 200)}")
-        kinds.add(facts.get(name, "").partition("\n")[0])
-    if len(kinds - {""}) > 1:
+    hangs = look_at_nvidia_smi(section, used)
+    names = ["facts", *(used.name(number) for number in range(used.count))]
+    if hangs:  # so would what asks it again
+        del names[0]
+    if used.kind == "cpu":
+        names = [*dict.fromkeys(names)]
+    with ThreadPoolExecutor() as threads:
+        answers = [*threads.map(ask, names)]
+    kinds = set()
+    for name, (found, problem) in zip(names, answers, strict=True):
+        if problem:
+            section.failures.append(f"{name} does not answer: {problem}")
+        elif name == "facts":
+            section.facts = found | section.facts
+        else:
+            kinds.add(describe(section, name, found))
+    if len(kinds) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
     return section
 
 
-def look_at_device(section: Section, name: str, device: torch.device) -> None:
-    """Adds what a device is, in which formats it computes, and its memory."""
-    formats = devices.try_formats(device)
-    section.facts[name] = f"{describe_device(device)}\n{describe_formats(formats)}"
+# ---- What nvidia-smi says ------------------------------------------------------------------------
+
+
+def look_at_nvidia_smi(section: Section, used: Devices) -> bool:
+    """Adds what it says of GPUs that torch may not see, of their errors and links; True: it hangs.
+
+    A machine without it, or whose torch may not use a GPU, is no failure.
+    """
+    code, listed = nvidia_smi("-L")
+    if code == 127:
+        return False
+    there = len(re.findall(r"^GPU \d", listed, re.MULTILINE))
+    if lost := re.search(LOST, listed, re.IGNORECASE):
+        section.failures.append(
+            f"a GPU is lost: {one_line(lost[0], 200)}; train on the others, with "
+            "CUDA_VISIBLE_DEVICES, until the machine is restarted: docs/measuring.md"
+        )
+    elif code:
+        section.failures.append(f"the driver does not work: {one_line(listed, 200)}")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")  # empty: none shall be used
+    seen = torch.accelerator.device_count()
+    if there and not seen and chosen is None:
+        section.failures.append(f"torch sees no GPU, nvidia-smi lists {there}: {without_gpu()}")
+    elif 0 < seen < there and chosen is None:
+        section.lines.append(f"torch sees {seen} of the {there} GPUs that nvidia-smi lists")
+    if code:
+        return code == -1
+    _, state = nvidia_smi(f"--query-gpu={STATE}", "--format=csv")
+    _, links = nvidia_smi("topo", "-m")
+    section.facts |= {"nvidia-smi": state, "links": links}
+    code, errors = nvidia_smi(f"--query-gpu={ERRORS}", "--format=csv,noheader")
+    for line in errors.splitlines() if not code else ():
+        index, uncorrected, *remapped = [word.strip() for word in line.split(",")]
+        if uncorrected.isdecimal() and int(uncorrected):
+            section.failures.append(
+                f"GPU {index} has {uncorrected} uncorrected errors of memory (ECC) since it was "
+                "reset: its numbers may be wrong; reset it, and replace it if they come again"
+            )
+        if "Yes" in remapped or "1" in remapped:
+            section.failures.append(f"GPU {index} must be reset: rows of its memory wait for it")
+    if used.kind == "cuda" and used.count > 1:
+        _, paths = nvidia_smi("topo", "-p2p", "w")
+        missing = re.findall(r"\b(?:CNS|GNS|TNS|NS|DR)\b", re.sub(r"(?s)Legend.*", "", paths))
+        if missing:
+            section.lines.append(
+                "some GPUs cannot reach each other's memory (nvidia-smi topo -p2p w): what they "
+                "send goes through the host, which is slow; if training hangs: NCCL_P2P_DISABLE=1"
+            )
+    return False
+
+
+# ---- What torch says -----------------------------------------------------------------------------
+
+
+def ask(what: str) -> tuple[dict, str]:
+    """What a process of its own finds out, and why it does not."""
+    words = [*devices.PREFIX, "-m", "samestep.hardware.check", what]
+    code, printed = devices.run(*words, seconds=SECONDS)
+    last = (printed.strip().splitlines() or ["no word"])[-1]
+    if code is None:
+        return {}, f"it hangs, for {SECONDS} s"
+    if code:
+        return {}, one_line(last, 200)
+    return json.loads(last), ""
+
+
+def describe(section: Section, name: str, found: dict) -> str:
+    """Adds a device with its formats and its memory; its name."""
+    formats = found["formats"]
+    section.facts[name] = {"name": found["name"], **formats}
     wrong = [f"{format} {state}" for format, state in formats.items() if "wrong" in state]
     if wrong:
-        section.failures.append(f"{device} computes wrong numbers: {'; '.join(wrong)}")
+        section.failures.append(f"{name} computes wrong numbers: {'; '.join(wrong)}")
     if formats["fp32"].startswith("no: "):
-        section.failures.append(f"{device} does not compute: fp32: {formats['fp32']}")
-    if device.type == "cuda":
-        free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
-        section.facts[f"{name}, {FREE}"] = text = f"{free:.1f} of {total:.1f} GiB"
-        if free < LEAST_FREE_MEMORY * total:
-            section.lines.append(f"{device} has {text} free; nvidia-smi names who has them")
+        section.failures.append(f"{name} does not compute: fp32: {formats['fp32']}")
+    free, total = found.get("memory", (1, 1))
+    if free < FREE * total:
+        size = f"{free / GIB:.1f} of {total / GIB:.1f} GiB"
+        section.lines.append(f"{name} has {size} free; nvidia-smi names who has the rest")
+    return found["name"]
 
 
-def look_at_machine(section: Section, folder: Path, device: torch.device) -> None:
-    """Adds what one process on each machine finds out for all of them."""
-    section.facts[FREE] = f"{psutil.virtual_memory().available / GIB:.3g} GiB"
-    if PROCESSES > 1:
-        backend = torch.distributed.get_backend()
-        section.facts["network"] = f"{meeting.own_address()}, {backend}"
-    if device.type == "cuda" or shutil.which("nvidia-smi"):  # torch may see no GPU if one is lost
-        section.facts["nvidia-smi"] = nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv")
-        section.facts["links"] = nvidia_smi("topo", "-m")
-        if lost := re.search(LOST, section.facts["nvidia-smi"], re.IGNORECASE):
-            section.failures.append(
-                f"a GPU is lost: {one_line(lost[0], 200)}; train on the others, with "
-                "CUDA_VISIBLE_DEVICES, until the machine is restarted: docs/measuring.md"
-            )
-    free = shutil.disk_usage(folder).free / GB
-    section.figures.append(Figure("free disk of --report", free, "GB"))
-    if free < LEAST_FREE_DISK:
-        section.lines.append(
-            f"{free:.2g} GB are free in the folder --report; a checkpoint takes three times the "
-            "weights in fp32"
-        )
-    shared = shutil.disk_usage(SHARED_MEMORY).total / GB if SHARED_MEMORY.is_dir() else math.inf
-    if shared < LEAST_SHARED_MEMORY:
-        section.lines.append(
-            f"/dev/shm has {shared:.2g} GB, where the workers of data loaders hand over batches, "
-            "and end with a bus error once it is full; give the container more (docker run "
-            "--shm-size 8g), or set num_workers to 0"
-        )
-    processes, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), allowed_cores()
-    if cores < processes:
-        section.lines.append(f"{processes} processes share {cores:g} cores")
+def collect_facts() -> dict[str, str]:
+    """Versions and kinds, by torch's collect_env and `accelerate env`."""
+    env = collect_env.get_env_info()._asdict()
+    with contextlib.redirect_stdout(io.StringIO()):
+        told = env_command(env_command_parser().parse_args([]))
+    facts = {name: env[key] for name, key in FACTS.items()}
+    cpu = re.search(r"Model name: *(.+)", env["cpu_info"] or "")
+    facts |= {"python": told["Python version"], "accelerate": told["`Accelerate` version"]}
+    facts |= {"memory": told["System RAM"], "processor": cpu[1] if cpu else ""}
+    return {name: text for name, text in facts.items() if text and text != "N/A"}
 
 
-def limit_of(file: str) -> float | None:
-    """The least that the cgroups (version 2) of this process and above it allow: cores in cpu.max,
-    bytes in memory.max. None: there is no limit."""
-    cgroups = Path("/proc/self/cgroup")
-    found = re.search("^0::/(.*)$", cgroups.read_text() if cgroups.exists() else "", re.MULTILINE)
-    own, limits = Path(found[1] if found else ""), list[float]()
-    for folder in (own, *own.parents):
-        path = Path("/sys/fs/cgroup", folder, file)
-        most, *period = path.read_text().split() if path.is_file() else ["max"]
-        limits += [int(most) / int(period[0] if period else 1)] if most != "max" else []
-    return min(limits, default=None)
-
-
-def allowed_cores() -> float:
-    """Cores that this process may use, by its affinity and its cgroups."""
-    cores = float(psutil.cpu_count() or 1)
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = float(len(os.sched_getaffinity(0)))
-    return min(cores, limit_of("cpu.max") or cores)
-
-
-def describe_device(device: torch.device) -> str:
-    """What torch says about a device."""
+def probe(device: torch.device) -> dict:
+    """A device's name, free and whole memory, and the formats in which it computes."""
+    found: dict = {"name": {"cpu": "CPU", "mps": "Apple GPU (MPS)"}.get(device.type)}
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
-        kind = f"compute capability {about.major}.{about.minor}"
-        kind = getattr(about, "gcnArchName", "ROCm") if torch.version.hip else kind
-        return f"{about.name}, {kind}, {about.total_memory / GIB:.1f} GiB"
-    if device.type == "mps":
-        total = torch.mps.recommended_max_memory() / GIB
-        return f"Apple GPU (MPS), uses up to {total:.1f} GiB of the memory"
-    return "CPU: " + (no_gpu() or "chosen, although there is a GPU")
+        found["name"] = f"{about.name}, {about.total_memory / GIB:.1f} GiB"
+        found["memory"] = torch.cuda.mem_get_info(device)
+    formats = [format for format in TOLERANCE if device.type == "cuda" or format != "tf32"]
+    return found | {"formats": {format: try_format(format, device) for format in formats}}
 
 
-def describe_formats(found: dict[str, str]) -> str:
-    """The formats that run in a line, and a line for each other kind."""
-    lines = [f"runs: {', '.join(f for f, state in found.items() if state == 'runs') or 'none'}"]
-    slow = [f for f, state in found.items() if state == "emulated"]
-    lines += [f"emulated, slow: {', '.join(slow)}"] if slow else []
-    return "\n".join(lines + [f"{f}: {state}" for f, state in found.items() if ": " in state])
+def try_format(format: str, device: torch.device) -> str:
+    """`runs`, `emulated`, `wrong: ...` or `no: ...` with the reason, by a product of matrices."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(64, 64, generator=draw).to(TYPES.get(format)) for _ in range(2))
+    allow_tf32(format == "tf32")
+    product, problem = catch(lambda: (a.to(device) @ b.to(device)).cpu().double())
+    allow_tf32(False)
+    if problem:  # each backend refuses a format with an error of its own
+        return f"no: {one_line(problem, 100) or type(problem).__name__}"
+    right = a.double() @ b.double()
+    error = float((product - right).norm() / right.norm())
+    if not error <= TOLERANCE[format]:  # NaN, too
+        return f"wrong: the error of a product is {error:.1g}, the limit {TOLERANCE[format]:g}"
+    if format == "tf32" and error < TOLERANCE["fp32"]:
+        return "no: computed as fp32"
+    if format == "bf16" and device.type == "cuda":
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                return "emulated, slow"
+    return "runs"
 
 
-def nvidia_smi(*arguments: str) -> str:
-    """What nvidia-smi prints, its errors too, without a legend; or why it prints nothing."""
-    pipe = subprocess.PIPE
-    try:
-        program = subprocess.Popen(["nvidia-smi", *arguments], stdout=pipe, stderr=pipe)
-        try:
-            printed = b"".join(program.communicate(timeout=MOST)).decode(errors="replace")
-        finally:
-            program.kill()  # it may end later: nobody waits
-    except (subprocess.TimeoutExpired, OSError) as error:
-        return f"nvidia-smi does not run: {error}"
-    text = re.sub(r"\x1b\[[0-9;]*m", "", printed).partition("\n\n")[0]
-    return text.expandtabs().rstrip()
-
-
-def no_gpu() -> str:
-    """Why this process computes on the CPU; empty if torch sees a GPU."""
-    if torch.accelerator.is_available():
-        return ""
-    if not shutil.which("nvidia-smi"):
-        return "torch sees no GPU"
-    listed = one_line(nvidia_smi("-L"), 200)
-    return f"torch sees no GPU; {without_gpu()}; nvidia-smi -L prints: {listed}"
-
-
-# ---- What it comes to ----------------------------------------------------------------------------
-
-
-def describe(everywhere: list[Section], hosts: list[str]) -> Section:
-    """The report on all processes: what each has found, on which machine."""
-    section, alone = Section("check"), len(everywhere) == 1
-    named = hosts if len({*hosts}) > 1 else []  # one machine needs no name in a table
-    if not alone:
-        machines = f"{len({*hosts})} machines" if named else f"one machine, {hosts[0]}"
-        section.facts["processes"] = f"{len(everywhere)} on {machines}"
-    for name in dict.fromkeys(name for own in everywhere for name in own.facts):
-        values = [own.facts.get(name) for own in everywhere]
-        section.facts[name] = by_value(values, named)
-        if name not in MAY_DIFFER and len({*values}) > 1:
-            text = by_value([value or "missing" for value in values], hosts)
-            section.failures.append(f"{name} differs: {text}".replace("\n", "; "))
-    for rank, (own, host) in enumerate(zip(everywhere, hosts, strict=True)):
-        place = "" if alone else f"{place_of([rank], hosts)}: "
-        section.lines += [f"warning: {place}{line}" for line in own.lines]
-        section.failures += [place + line for line in own.failures]
-        where = host if named else ""
-        section.figures += [dataclasses.replace(each, where=where) for each in own.figures]
-    return section
+if __name__ == "__main__":
+    asked = sys.argv[1]
+    print(json.dumps(collect_facts() if asked == "facts" else probe(torch.device(asked))))
