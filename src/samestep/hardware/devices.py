@@ -1,28 +1,31 @@
 """The devices to measure, and the Python programs that are started on them."""
 
-import argparse
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import yaml
 
+from samestep.base.console import one_line
 from samestep.processes.ranks import UserError
 
-CONFIGS = Path("configs/accelerate")
-PREFIX: list[str] = []  # a program that runs the children; tests pretend in it that there is a GPU
+PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
 OF_LAUNCHERS = re.compile(
     r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|PET|TORCHELASTIC|LAUNCH|GROUP|ROLE|MASTER)_"
     r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LAUNCHING$|EXIT_CODE_FILE$"
 )
+MINUTES = 30  # of a program
 PATIENCE = 20  # seconds in which processes end after a signal
 SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
 
@@ -38,6 +41,34 @@ class Devices(NamedTuple):
     def name(self, number: int) -> str:
         """The name by which torch knows a device."""
         return f"cuda:{number}" if self.kind == "cuda" else self.kind
+
+
+def choose(config_file: Path | None, processes: int | None) -> Devices:
+    """The devices of a YAML of accelerate and a number of processes; without them all GPUs."""
+    values = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file else {}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.type if accelerator and not values.get("use_cpu") else "cpu"
+    there = min(os.cpu_count() or 1, 2) if kind == "cpu" else torch.accelerator.device_count()
+    count = processes or int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # of a launcher
+    if values and not count:
+        count = int(values.get("num_processes", 1)) // int(values.get("num_machines", 1))
+    count = count or there
+    if kind != "cpu" and count > there:
+        raise UserError(f"torch sees {there} GPUs; give --processes {there}, or fewer")
+    precision, name = "no", {"mps": "mps", "cpu": "cpu" if count == 1 else "cpu_multi"}.get(kind)
+    if kind == "cuda":
+        # Older ones only emulate bf16. Asking torch would take memory of the first one.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        query = ["--query-gpu=compute_cap", "--format=csv"]
+        _, printed = nvidia_smi(*(["-i", visible] if visible else []), *query)
+        precision = "fp16" if re.search(r"^[1-7]\.", printed, re.MULTILINE) else "bf16"
+        name = f"{'multi' if count > 1 else 'single'}_gpu_{precision}"
+    precision = values.get("mixed_precision") or precision
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
+    return Devices(kind, count, precision, config_file or Path(f"configs/accelerate/{name}.yaml"))
+
+
+# ---- Programs ------------------------------------------------------------------------------------
 
 
 def nvidia_smi(*words: str) -> tuple[int, str]:
@@ -57,68 +88,57 @@ def nvidia_smi(*words: str) -> tuple[int, str]:
     return program.returncode, text.partition("\n\n")[0].expandtabs().rstrip()
 
 
-def choose(options: argparse.Namespace) -> Devices:
-    """All devices of this machine, or those of --config_file and --processes."""
-    values = {}
-    if options.config_file:
-        values = yaml.safe_load(options.config_file.read_text(encoding="utf-8")) or {}
-    on_gpu = torch.accelerator.is_available() and not values.get("use_cpu")
-    kind = torch.accelerator.current_accelerator().type if on_gpu else "cpu"  # type: ignore
-    there = torch.accelerator.device_count() if on_gpu else min(os.cpu_count() or 1, 2)
-    count = options.processes or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if values and not count:
-        count = int(values.get("num_processes", 1)) // int(values.get("num_machines", 1))
-    count = count or there
-    if on_gpu and count > there:
-        raise UserError(f"torch sees {there} GPUs; give --processes {there}, or fewer")
-    precision, family = "no", "cpu"
-    if kind == "cuda":
-        # Such GPUs only emulate bf16. Asking torch would take memory of the first one.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        chosen = ["-i", visible] if visible else []
-        _, printed = nvidia_smi(*chosen, "--query-gpu=compute_cap", "--format=csv")
-        precision = "fp16" if re.search(r"^[1-7]\.", printed, re.MULTILINE) else "bf16"
-        family = f"{'multi' if count > 1 else 'single'}_gpu_{precision}"
-    elif kind == "mps":
-        family = "mps"
-    elif count > 1:
-        family = "cpu_multi"
-    precision = values.get("mixed_precision") or precision
-    precision = options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
-    return Devices(kind, count, precision, options.config_file or CONFIGS / f"{family}.yaml")
+def run(*commands: Sequence[object]) -> list[tuple[int | None, str]]:
+    """Runs Python with each of these words, all at once: exit codes (None: it hangs), and output.
 
-
-def clean_environment() -> dict[str, str]:
-    """This process's environment without what a launcher has told it."""
-    return {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
-
-
-def run(*words: object, seconds: float) -> tuple[int | None, str]:
-    """Runs Python with these words: the exit code, None after so many seconds, and the output.
-
-    No process that it starts is left behind, however this function ends.
+    They know nothing of the launcher of this program, and no process of them is left behind.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        command = [sys.executable, *map(str, words)]
-        child = subprocess.Popen(command, env=clean_environment(), stdout=log, stderr=log)
-        code = None
+    env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
+    until = time.monotonic() + 60 * MINUTES
+    children: list[subprocess.Popen] = []
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(seconds)
+            for words, log in zip(commands, logs, strict=True):
+                command = [sys.executable, *map(str, words)]
+                children.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            for child in children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(max(until - time.monotonic(), 0))
+            codes = [child.poll() for child in children]
         finally:
-            if code is None:
-                signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
-                end_with_children(child)
-        log.seek(0)
-        return code, log.read()
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
+            for child in children:
+                if child.poll() is None:
+                    end_with_children(psutil.Process(child.pid))
+        texts = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
+        return list(zip(codes, texts, strict=True))
 
 
-def end_with_children(child: subprocess.Popen) -> None:
-    """Ends a process and all that it has started: workers of torchelastic have own sessions."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(child.pid).children(recursive=True), psutil.Process(child.pid)]
-        for each in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.terminate()
-        for each in psutil.wait_procs(family, PATIENCE)[1]:
-            each.kill()
+def end_with_children(process: psutil.Process) -> None:
+    """Ends a process and all that it started: workers of torchelastic have sessions of their own."""
+    family = [*process.children(recursive=True), process]
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.terminate()
+    for each in psutil.wait_procs(family, PATIENCE)[1]:
+        each.kill()
+
+
+def last_line(printed: str) -> str:
+    """The last line of what a program has printed."""
+    return one_line((printed.strip().splitlines() or ["it prints nothing"])[-1], 200)
+
+
+def ask(what: str, *given: dict, launcher: Sequence[object] = ()) -> list[tuple[Any, str]]:
+    """What a function of child.py finds out for each of these arguments, in a process of its own,
+    and why it does not."""
+    module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what]
+    answers: list[tuple[Any, str]] = []
+    for code, printed in run(*([*module, json.dumps(each)] for each in given)):
+        if code == 0:
+            answers.append((json.loads(printed.strip().splitlines()[-1]), ""))
+        else:
+            hangs = f"it hangs, for {MINUTES} minutes"
+            answers.append((None, hangs if code is None else last_line(printed)))
+    return answers

@@ -1,17 +1,15 @@
 """How much memory training a model needs, and which YAML trains it on the devices that are here.
 
-The formula is that of docs/hardware.md. It leaves out gaps of the allocator, and about 1 GB of CUDA
-and NCCL. Where there is a GPU, a step on it is measured.
+The formula is that of docs/hardware.md; the allocator's gaps, and about 1 GB of CUDA and NCCL, come
+on top of it.
 """
 
-import gc
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import psutil
 import torch
-from accelerate.utils import find_executable_batch_size, send_to_device
 
 from samestep.base.console import one_line, print_on_main
 from samestep.hardware.devices import Devices
@@ -19,58 +17,36 @@ from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section
 
 USABLE = 0.92  # of a memory
-SHARED_BY = (2, 4, 8)  # GPUs, whether they are here or not
-LOOKED_AT = 1000  # rows, for the longest
+ROWS = 1000  # among which the longest is looked for
+WAYS = {"one GPU, or DDP": 1, "FSDP2 on 2": 2, "on 4": 4, "on 8": 8, "offload": math.inf}
 
 
 class Sizes(NamedTuple):
-    """Numbers of parameters, on which the bytes of all states depend."""
+    """Numbers of parameters, on which the bytes of weights, gradients and moments depend."""
 
     parameters: int
     trained: int  # the others are frozen, as beside the adapters of LoRA
     unit: int  # of the largest unit that FSDP gathers: a block, or all that is in no block
     unit_trained: int
 
-    @property
     def states(self) -> float:
         """Bytes of fp32 weights, gradients, and AdamW's two moments."""
         return 4 * self.parameters + (4 + 8) * self.trained
 
     def replicated(self, precision: str = "bf16", checkpointing: bool = False) -> float:
-        """Bytes on a device that stores the whole model: its states, and autocast's copies.
-
-        Autocast caches copies of trained weights. Of a frozen one only the backward pass keeps a
-        copy, and with checkpointing none beyond its layer.
-        """
+        """Bytes on a device with the whole model: its states, and autocast's copies of weights;
+        of frozen ones the backward pass keeps copies, and with checkpointing only a layer's."""
+        if precision == "no":
+            return self.states()
         frozen = self.parameters - self.trained
         if checkpointing:
             frozen = self.unit - self.unit_trained
-        return self.states + (0 if precision == "no" else 2) * (self.trained + frozen)
+        return self.states() + 2 * (self.trained + frozen)
 
-    def gathered(self) -> float:
-        """Bytes that FSDP gathers in bf16: the largest unit twice, its gradient, that in fp32."""
-        return 2 * 2 * self.unit + (2 + 4) * self.unit_trained
-
-    def sharded(self, gpus: int) -> float:
-        """Bytes on each of so many GPUs that share the model by FSDP2."""
-        return self.states / gpus + self.gathered()
-
-
-class Shape(NamedTuple):
-    """The sizes of a transformer, on which its activations depend."""
-
-    layers: int
-    width: int
-    mlp: int
-    vocabulary: int
-
-    def activations(self, tokens: int, checkpointing: bool = False, loss_chunk: int = 0) -> float:
-        """Bytes that autograd saves for so many tokens, with the logits and their gradient."""
-        layer = tokens * (30 * self.width + 8 * self.mlp)
-        logits = 12 * self.vocabulary * min(tokens, loss_chunk or tokens)
-        if checkpointing:
-            return 2 * self.layers * tokens * self.width + layer + logits
-        return self.layers * layer + logits
+    def sharded(self, gpus: float) -> float:
+        """Bytes on each of so many GPUs that share the model by FSDP2; infinity: they are in the
+        host's memory. The largest unit is gathered twice, and its gradient in bf16 and fp32."""
+        return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * self.unit_trained
 
 
 def count_parameters(model: torch.nn.Module) -> Sizes:
@@ -88,25 +64,16 @@ def count_parameters(model: torch.nn.Module) -> Sizes:
     return Sizes(*count([*model.parameters()]), *max(map(count, units)))
 
 
-def shape_of(model: torch.nn.Module) -> Shape | None:
-    """The sizes of a language model of transformers; None for others: no formula is known."""
-    config = getattr(model, "config", None)
-    names = ("num_hidden_layers", "hidden_size", "vocab_size")
-    found = [getattr(config, name, None) for name in names]
-    if None in found:
-        return None
-    layers, width, vocabulary = found
-    return Shape(layers, width, getattr(config, "intermediate_size", 4 * width), vocabulary)
-
-
-def build_without_weights(project: Project) -> torch.nn.Module:
-    """The project's model without memory; with it, if its code looks at numbers."""
-    try:
-        with torch.device("meta"):
-            return project.build_model()
-    except Exception as error:  # code of the task may do anything
-        print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
-        return project.build_model()
+def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: int = 0) -> float:
+    """Bytes that autograd saves for so many tokens of a transformer with this config, with the
+    logits and their gradient; 0: no formula is known for it."""
+    names = ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size")
+    layers, width, vocabulary, mlp = (getattr(config, name, None) for name in names)
+    if not (layers and width and vocabulary):
+        return 0
+    layer = tokens * (30 * width + 8 * (mlp or 4 * width))
+    saved = 2 * layers * tokens * width + layer if checkpointing else layers * layer
+    return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
 def gigabytes(size: float) -> str:
@@ -114,85 +81,62 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:,.{0 if size >= 1e11 else 1 if size >= 1e9 else 3}f} GB"
 
 
-def memory_of(used: Devices) -> float:
-    """Bytes of the smallest device."""
-    if used.kind == "cuda":
-        numbers = range(used.count)
-        return min(torch.cuda.get_device_properties(i).total_memory for i in numbers)
-    if used.kind == "mps":
-        return torch.mps.recommended_max_memory()
-    return psutil.virtual_memory().total
-
-
-def measure(project: Project, used: Devices, checkpointing: bool, size: int) -> tuple[int, int]:
-    """The largest micro-batch of at most `size` samples with which two steps fit into the first
-    GPU, and their peak bytes; 0, 0: none does."""
-    dtype = torch.float16 if used.precision == "fp16" else torch.bfloat16
-    longest = project.rows.sort(range(max(size, min(len(project.rows), LOOKED_AT))))
-
-    @find_executable_batch_size(starting_batch_size=size)
-    def train(size: int) -> tuple[int, int]:
-        torch.cuda.reset_peak_memory_stats()
-        model = project.build_model(checkpointing).to("cuda")
-        optimizer = project.build_optimizer(model, project.cfg)
-        batch = send_to_device(project.batch(longest[-size:]), "cuda")
-        for _ in range(2):  # the moments come with the first
-            with torch.autocast("cuda", dtype, enabled=used.precision != "no"):
-                loss = project.task.loss_sum(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return size, torch.cuda.max_memory_allocated()
-
+def build_without_weights(project: Project) -> torch.nn.Module:
+    """The project's model without memory; with it, if its code looks at numbers."""
     try:
-        return train()
-    except RuntimeError as error:  # no size is left
-        if "No executable batch size" not in str(error):
-            raise
-        return 0, 0
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+        return project.build_model(torch.device("meta"))
+    except Exception as error:  # code of the task may do anything
+        print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
+        return project.build_model(torch.device("cpu"))
 
 
 def run(used: Devices, project: Project) -> Section:
-    """Estimates, measures where there is a GPU, and decides."""
-    cfg, section = project.cfg, Section("recommend")
-    model = build_without_weights(project)
-    sizes, shape = count_parameters(model), shape_of(model)
-    memory, host = memory_of(used), psutil.virtual_memory().total
-    size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
-    batch = project.batch(project.rows.sort(range(min(len(project.rows), LOOKED_AT)))[-1:])
-    tokens = batch["input_ids"].shape[1] if "input_ids" in batch else 0
-    chunk = getattr(cfg.task, "loss_chunk", 0)
+    """Says what the model needs in each way to train it, and the first one here that fits."""
+    cfg, model = project.cfg, build_without_weights(project)
+    sizes, host = count_parameters(model), psutil.virtual_memory().total
+    memory, ways = host, [(used.kind, 1.0)]
+    if used.kind == "cuda":
+        cards = map(torch.cuda.get_device_properties, range(used.count))
+        memory = min(card.total_memory for card in cards)
+        family = "multi" if used.count > 1 else "single"
+        ways = [(f"{family}_gpu_{used.precision}", 1.0)]
+        if used.precision == "bf16":
+            ways += [("fsdp2", used.count)] if used.count > 1 else []
+            ways.append(("fsdp2_offload", math.inf))
+    longest = project.batch(project.rows.sort(range(min(len(project.rows), ROWS)))[-1:])
+    tokens = longest["input_ids"].shape[1] if "input_ids" in longest else 0
 
-    def activations(samples: int, checkpointing: bool) -> float:
-        if not shape or not tokens:
-            return 0
-        return shape.activations(samples * tokens, checkpointing, chunk)
+    def need(gpus: float, samples: int, checkpointing: bool) -> float:
+        chunk = getattr(cfg.task, "loss_chunk", 0)
+        more = activations(getattr(model, "config", None), samples * tokens, checkpointing, chunk)
+        if gpus == 1:
+            return sizes.replicated(used.precision, checkpointing) + more
+        return sizes.sharded(gpus) + more
 
-    section.facts = {
+    section = Section("recommend", {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
-        "weights, gradients, moments": gigabytes(sizes.states),
-        "activations": "no formula for this model",
-        "device": f"{used.count} x {used.kind} with {gigabytes(memory)}; host {gigabytes(host)}",
-    }
-    if shape and tokens:
-        section.facts["activations"] = (
-            f"{gigabytes(activations(1, False))} for a sample of {tokens} tokens, with "
-            f"checkpointing {gigabytes(activations(1, True))}"
-        )
-    section.facts["memory of a GPU, micro-batch of 1"] = {
-        f"{way}{', checkpointing' if checkpointing else ''}": gigabytes(need)
-        for checkpointing in (False, True)
-        for way, need in ways(sizes, used.precision, checkpointing, activations(1, checkpointing))
-    }
+        "weights, gradients, moments": gigabytes(sizes.states()),
+        "devices": f"{used.count} x {used.kind} with {gigabytes(memory)}; host {gigabytes(host)}",
+        f"a sample of {tokens} tokens": {
+            f"{way}{', checkpointing' if checkpointing else ''}": gigabytes(need(gpus, 1, checkpointing))
+            for way, gpus in WAYS.items() for checkpointing in (False, True)
+        },
+    })  # fmt: skip
+    if need(math.inf, 1, True) == sizes.sharded(math.inf):
+        section.lines.append("no formula is known for the activations of this model: add them")
+    largest = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
+    cuts = [(largest >> n, c) for c in (False, True) for n in range(largest.bit_length())]
+    for yaml, gpus in ways:
+        for samples, checkpointing in cuts:
+            bytes_needed = need(gpus, samples, checkpointing)
+            on_host = sizes.states() if gpus == math.inf else 0
+            if bytes_needed <= USABLE * memory and on_host <= USABLE * host:
+                section.figures.append(Figure("memory", bytes_needed / 1e9, "GB", yaml))
+                section.lines.append(
+                    f"python -m samestep launch --config_file configs/accelerate/{yaml}.yaml "
+                    f"--num_processes {used.count} train.py --config {project.recipe} "
+                    f"--micro_batch_size {samples} --gradient_checkpointing {checkpointing}"
+                )
+                return section
+    section.failures.append("nothing fits: take LoRA, a smaller model, shorter rows or more GPUs")
     return section
-
-
-def ways(sizes: Sizes, precision: str, checkpointing: bool, more: float) -> list[tuple]:
-    """Each way to train, and the bytes on a GPU."""
-    whole = sizes.replicated(precision, checkpointing)
-    shared = [(f"FSDP2 on {gpus}", sizes.sharded(gpus) + more) for gpus in SHARED_BY]
-    host = f"FSDP2, {gigabytes(sizes.states)} in the host's memory"
-    return [("one GPU, DDP", whole + more), *shared, (host, sizes.gathered() + more)]

@@ -20,6 +20,7 @@ from typing import NoReturn
 import psutil
 
 from samestep.base.console import IS_MAIN, one_line, print_on_main
+from samestep.base.files import replace_text
 from samestep.hardware import bench, check, devices, recommend, report, smoke
 from samestep.hardware.project import read_project
 from samestep.processes import shutdown
@@ -28,46 +29,22 @@ from samestep.programs import make_parser
 from samestep.programs.launch import read_options
 
 VERBS = ("all", "check", "bench", "smoke", "recommend")
-ALL = ("check", "bench", "smoke")
 LAUNCHED = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"}  # by a launcher
-
-
-def positive(text: str) -> float:
-    """A type for argparse: a number above 0."""
-    value = float(text)
-    if not 0 < value <= 100_000:
-        raise ValueError
-    return value
-
-
-def path(text: str) -> Path:
-    """A type for argparse; a shell expands ~ at the beginning of a word alone."""
-    return Path(os.path.expanduser(text))
 
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of samestep hardware, and the flags for train.py."""
-
-    def refuse(problem: str) -> NoReturn:
-        raise UserError(f"{problem}; see samestep hardware --help")
-
     parser = make_parser("hardware", __doc__)
-    parser.error = refuse  # type: ignore[method-assign, assignment]
     add = parser.add_argument
     add("verb", choices=VERBS, help="all, without a verb: check, bench and smoke in one report")
-    add("--report", type=path, default=Path("runs/hardware"), help="folder for the figures")
-    add("--compare", type=path, metavar="OLD", help="exit with 1 if bench is slower than in OLD")
-    add("--config_file", type=path, metavar="YAML", help="of configs/accelerate/: smoke trains so")
-    add("--processes", type=int, metavar="N", help="devices to use (default: all GPUs)")
-    precisions = ("no", "bf16", "fp16", "fp8")
-    add("--mixed_precision", choices=precisions, help="in place of that of the YAML")
-    add("--seconds", type=positive, help="for each figure of bench (default: 1, on a CPU 0.05)")
+    add("--report", type=Path, default=Path("runs/hardware"), help="folder for the figures")
+    add("--compare", type=Path, metavar="OLD", help="exit with 1 if bench is slower than in OLD")
+    add("--config_file", type=Path, metavar="YAML", help="of configs/accelerate/, for smoke")
+    add("--processes", type=int, metavar="N", help="devices to use (default: all)")
+    add("--seconds", type=float, help="for each figure of bench (default: 1, on a CPU 0.05)")
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words = ["all", *words]
-    options, flags = parser.parse_known_args(words)
-    if options.processes is not None and options.processes < 1:
-        refuse("--processes is a number from 1")
-    return options, flags
+    return parser.parse_known_args(words)
 
 
 @as_user_error()
@@ -77,55 +54,41 @@ def measure() -> int:
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
     if LAUNCHED & os.environ.keys() and not options.config_file:
-        words = psutil.Process(os.getppid()).cmdline()
-        options.config_file = path(read_options(words).config_file or "")
-        if not options.config_file.is_file():
+        yaml = read_options(psutil.Process(os.getppid()).cmdline()).config_file
+        if not yaml:
             raise UserError("the launcher's YAML is not known; give --config_file here, too")
-    report.prepare_folder(options.report)
-    if options.compare:
-        report.load(options.compare)
-    used = devices.choose(options)
-    if options.verb == "check" and flags:
-        raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
+        options.config_file = Path(yaml)
+    options.report.mkdir(parents=True, exist_ok=True)
+    file, baseline = options.report / "hardware.json", options.report / "baseline.json"
+    if file.exists() and '"format"' not in file.read_text(errors="replace")[:20]:
+        raise UserError(f"{one_line(file, 100)} is not of samestep hardware; rename it")
+    used = devices.choose(options.config_file, options.processes)
     project = None if options.verb == "check" else read_project(flags)
+    seconds = options.seconds or (0.05 if used.kind == "cpu" else 1.0)
+    parts = {
+        "check": lambda: check.run(used),
+        "bench": lambda: bench.run(used, project, flags, seconds),
+        "smoke": lambda: smoke.run(used, project, options.report),
+        "recommend": lambda: recommend.run(used, project),
+    }
     sections = []
-    for verb in ALL if options.verb == "all" else [options.verb]:
-        if verb == "check":
-            section = check.run(used)
-        elif verb == "bench":
-            seconds = options.seconds or (0.05 if used.kind == "cpu" else 1.0)
-            section = bench.run(used, project, flags, seconds, options.report)
-        elif verb == "smoke":
-            section = smoke.run(used, project, options.report)
-        else:
-            section = recommend.run(used, project)
-        report.show(section)
-        sections.append(section)
-    return finish(options, sections)
-
-
-def finish(options: argparse.Namespace, sections: list[report.Section]) -> int:
-    """Saves the report and compares it; the exit code.
-
-    The first report without a failure is kept as the baseline. What is slower than that is said; it
-    counts as a failure only for --compare.
-    """
-    file, baseline = options.report / report.REPORT, options.report / report.BASELINE
-    failed = any(section.failures for section in sections)
-    report.save(sections, file)
+    for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
+        sections.append(parts[verb]())
+        report.show(sections[-1])
+    content = report.to_json(sections)
+    replace_text(file, content)
     print_on_main(f"figures: {file}")
-    if not any(section.verb == "bench" and section.figures for section in sections):
-        return int(failed)
-    new = report.load(file)
-    if options.compare:
-        return int(report.compare(new, report.load(options.compare)) > 0 or failed)
-    if baseline.exists():
+    failed = any(section.failures for section in sections)
+    measured = [section for section in sections if section.verb == "bench" and section.figures]
+    if measured and options.compare:
+        failed |= report.compare(measured[0], options.compare) > 0
+    elif measured and baseline.exists():
         try:
-            report.compare(new, report.load(baseline))
+            report.compare(measured[0], baseline)
         except ValueError as error:
             print_on_main(f"not compared with {baseline}, which you may remove: {one_line(error)}")
     elif options.verb == "all" and not failed:
-        report.save(sections, baseline)
+        replace_text(baseline, content)
         print_on_main(f"kept as the baseline, with which later calls compare: {baseline}")
     return int(failed)
 
