@@ -8,15 +8,13 @@ from samestep.hardware.project import Project
 from samestep.hardware.report import Figure, Section, short
 
 MiB = 1 << 20
-# Rows of a matrix, and bytes that are copied, more than caches hold; bytes of an all-reduce.
+# Rows of a matrix; bytes of a copy, more than caches hold; bytes of an all-reduce.
 SIZES = {
-    "cpu": {"matrix": 128, "copy": 4 * MiB},
-    "mps": {"matrix": 4096, "copy": 256 * MiB},
-    "cuda": {"matrix": 8192, "copy": 256 * MiB},
+    "cpu": {"matrix": 128, "copy": 4 * MiB, "sizes": [4096, MiB]},
+    "mps": {"matrix": 4096, "copy": 256 * MiB, "sizes": []},
+    "cuda": {"matrix": 8192, "copy": 256 * MiB, "sizes": [4096, MiB, 256 * MiB]},
 }
-REDUCED = {"cpu": [4096, MiB], "cuda": [4096, MiB, 256 * MiB]}
-UNITS = {"matmul": "TFLOP/s", "training": "samples/s"}  # by a name's first word; others: GB/s
-STEP = "training step"
+UNITS = {"matmul": "TFLOP/s", "training": "samples/s", "latency": "us"}  # others: GB/s
 # Of the fastest: so far behind it a device should get less work, or none.
 UNEQUAL, LEFT_OUT = 0.2, 0.5
 
@@ -26,47 +24,34 @@ def run(used: Devices, project: Project, flags: list[str], seconds: float) -> Se
     recipe = one_line(" ".join([str(project.recipe), *flags]))
     section = Section("bench", {"recipe": recipe, "precision": used.precision})
     print_on_main(f"measuring {used.count} x {used.kind}: about {seconds:g} s for each figure")
-    sizes = SIZES[used.kind]
-    options = {"seconds": seconds, "flags": flags, "precision": used.precision, **sizes}
-    answers = ask("measure", *({"device": used.name(n), **options} for n in range(used.count)))
-    for number, (found, problem) in enumerate(answers):
-        if problem:
-            section.failures.append(f"device {number} was not measured: {problem}")
-            return section
-        for name, value in found["figures"].items():
-            peak = found["peaks"].get(name.removeprefix("matmul "))
-            unit = UNITS.get(name.partition(" ")[0], "GB/s")
-            section.figures.append(Figure(name, value, unit, str(number), peak))
-    names = [found["name"] for found, _ in answers]
-    section.facts["devices"] = f"{used.count} x {', '.join(dict.fromkeys(names))}"
-    product = f"matmul {used.precision.replace('no', 'fp32')}"
-    products, steps = (
-        [found["figures"].get(name, 0.0) for found, _ in answers] for name in (product, STEP)
-    )
-    if used.kind != "cpu":  # there is one, and its processes share it
-        section.lines = advise(names, steps, products)
+    options = {"seconds": seconds, "flags": flags, "precision": used.precision, **SIZES[used.kind]}
+    given = [{"device": used.name(number), **options} for number in range(used.count)]
+    answers = {str(number): answer for number, answer in enumerate(ask("measure", *given))}
     if used.count > 1:
-        measure_links(section, used)
-    order = list(dict.fromkeys(each.name for each in section.figures))
-    section.figures.sort(key=lambda each: order.index(each.name))  # devices side by side
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
+        (answers["links"],) = ask("links", {"kind": used.kind, **options}, launcher=torchrun)
+    found = {place: figures for place, (figures, _) in answers.items() if figures}
+    for place, (_, problem) in answers.items():
+        if problem:
+            section.failures.append(f"not measured: {place}: {problem}")
+    for name in dict.fromkeys(name for each in found.values() for name in each["figures"]):
+        for place, each in found.items():  # devices side by side
+            if name in each["figures"]:
+                peak = each["peaks"].get(name.removeprefix("matmul "))
+                unit = UNITS.get(name.partition(" ")[0], "GB/s")
+                figure = Figure(name, each["figures"][name], unit, place, peak)
+                section.figures.append(figure)
+    for each in found.values():
+        section.failures += each["wrong"]
+    devices = [found[place] for place in found if place != "links"]
+    names = [each["name"] for each in devices]
+    section.facts["devices"] = f"{len(names)} x {', '.join(dict.fromkeys(names))}"
+    if used.kind == "cuda" and not section.failures:
+        product = f"matmul {used.precision.replace('no', 'fp32')}"
+        wanted = ("training step", product)
+        steps, products = ([each["figures"].get(n, 0.0) for each in devices] for n in wanted)
+        section.lines = advise(names, steps, products)
     return section
-
-
-def measure_links(section: Section, used: Devices) -> None:
-    """Adds the speeds of all-reduce and of copies between devices, and what arrived wrong."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
-    options = {"kind": used.kind, "sizes": REDUCED[used.kind], "copy": SIZES[used.kind]["copy"]}
-    ((found, problem),) = ask("links", options, launcher=torchrun)
-    if problem:
-        section.failures.append(f"the devices do not reach each other: {problem}")
-        return
-    for size, value in found["latency"].items():
-        section.figures.append(Figure(f"all-reduce latency, {size}", value, "us"))
-    for size, value in found["bandwidth"].items():
-        section.figures.append(Figure(f"all-reduce bandwidth, {size}", value, "GB/s"))
-    for pair, value in found["copies"].items():
-        section.figures.append(Figure("copy", value, "GB/s", pair))
-    section.failures += [f"{line}; try NCCL_P2P_DISABLE=1" for line in found["wrong"]]
 
 
 def advise(names: Sequence[str], steps: Sequence[float], products: Sequence[float]) -> list[str]:
@@ -78,13 +63,12 @@ def advise(names: Sequence[str], steps: Sequence[float], products: Sequence[floa
     behind: dict[int, float] = {}  # the fraction by which a device is slower
     lines = []
     for what, speeds in (("matrix products, TFLOP/s", products), ("step, samples/s", steps)):
-        fastest = max(speeds) if all(speeds) else 0
         for rank, speed in enumerate(speeds):
-            if speed < (1 - UNEQUAL) * fastest:
-                behind[rank] = 1 - speed / fastest
+            if speed < (1 - UNEQUAL) * max(speeds):
+                behind[rank] = 1 - speed / max(speeds)
                 lines.append(
                     f"slow device: {rank} ({names[rank]}), {what}: {short(speed)}, "
-                    f"{behind[rank]:.0%} behind the fastest with {short(fastest)}"
+                    f"{behind[rank]:.0%} behind the fastest with {short(max(speeds))}"
                 )
     if not behind:
         return [f"no device is more than {UNEQUAL:.0%} behind the fastest"] if steps[1:] else []

@@ -10,7 +10,6 @@ from samestep.hardware.devices import Devices, ask, nvidia_smi
 from samestep.hardware.report import Section
 from samestep.settings.accelerate_yaml import without_gpu
 
-GIB = 2**30
 LOST = r".*(?:GPU is lost|fallen off|Unable to determine the device handle|Unknown Error).*"
 STATE = "--query-gpu=index,temperature.gpu,power.draw,power.limit,clocks.sm,clocks.max.sm"
 ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
@@ -19,24 +18,38 @@ ERRORS = "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.
 def run(used: Devices) -> Section:
     """What this machine is, and what is wrong with it."""
     section = Section("check")
-    if look_at_nvidia_smi(section, used) != -1:  # collect_env asks it again
-        ((found, problem),) = ask("facts", {})
-        section.facts = {**(found or {"facts": problem}), **section.facts}
+    look_at_nvidia_smi(section, used)
     names = list(dict.fromkeys(used.name(number) for number in range(used.count)))
-    answers = ask("look", *({"device": name} for name in names))
-    for name, (found, problem) in zip(names, answers, strict=True):
+    kinds = set()
+    for name, (found, problem) in zip(
+        names, ask("look", *({"device": n} for n in names)), strict=True
+    ):
         if problem:
             section.failures.append(f"{name} does not answer: {problem}")
-        else:
-            describe(section, name, found)
-    if len({found["name"] for found, _ in answers if found}) > 1:
+            continue
+        formats = found["formats"]
+        kinds.add(found["name"])
+        states = [f"{format}: {state}" for format, state in formats.items()]
+        section.facts[name] = "\n".join([found["name"], *states])
+        wrong = [state for state in states if "wrong" in state]
+        if wrong:
+            section.failures.append(f"{name} computes wrong numbers: {'; '.join(wrong)}")
+        if formats["fp32"].startswith("no: "):
+            section.failures.append(f"{name} does not compute: {states[0]}")
+        if found["free"] < 0.9:
+            text = f"{found['free']:.0%} of its memory free; nvidia-smi names who has the rest"
+            section.lines.append(f"{name} has {text}")
+    if len(kinds) > 1:
         section.lines.append("the GPUs differ; a run on all of them needs device_shares: auto")
     return section
 
 
-def look_at_nvidia_smi(section: Section, used: Devices) -> int:
-    """Adds what it says of GPUs that torch may not see, of errors and links; its exit code."""
+def look_at_nvidia_smi(section: Section, used: Devices) -> None:
+    """Adds what it says of GPUs that torch may not see, of their errors and links, and facts."""
     code, listed = nvidia_smi("-L")
+    if code != -1:  # collect_env asks it again
+        ((found, problem),) = ask("facts", {})
+        section.facts |= found or {"facts": problem}
     there, seen = len(re.findall(r"^GPU \d", listed, re.M)), torch.accelerator.device_count()
     if lost := re.search(LOST, listed, re.IGNORECASE):
         section.failures.append(
@@ -52,7 +65,7 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> int:
         else:
             section.failures.append(f"{text}: {without_gpu()}")
     if code:
-        return code
+        return
     section.facts["nvidia-smi"] = nvidia_smi(STATE, "--format=csv")[1]
     section.facts["links"] = nvidia_smi("topo", "-m")[1]
     unknown, errors = nvidia_smi(ERRORS, "--format=csv,noheader")  # to old cards and drivers
@@ -69,18 +82,3 @@ def look_at_nvidia_smi(section: Section, used: Devices) -> int:
             "some GPUs cannot reach each other's memory (nvidia-smi topo -p2p w): copies go "
             "through the host, which is slow; if training hangs: NCCL_P2P_DISABLE=1"
         )
-    return code
-
-
-def describe(section: Section, name: str, found: dict) -> None:
-    """Adds a device with its formats and its memory."""
-    formats, free, total = found["formats"], found.get("free", 1), found.get("total", 1)
-    section.facts[name] = {"name": found["name"], **formats}
-    wrong = [f"{format} {state}" for format, state in formats.items() if "wrong" in state]
-    if wrong:
-        section.failures.append(f"{name} computes wrong numbers: {'; '.join(wrong)}")
-    if formats["fp32"].startswith("no: "):
-        section.failures.append(f"{name} does not compute: fp32: {formats['fp32']}")
-    if free < 0.9 * total:
-        size = f"{free / GIB:.1f} of {total / GIB:.1f} GiB"
-        section.lines.append(f"{name} has {size} free; nvidia-smi names who has the rest")

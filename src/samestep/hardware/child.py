@@ -1,6 +1,6 @@
 """What is found out in processes of their own, since a GPU may hang, and takes memory.
 
-    python -m samestep.hardware.child FUNCTION '{"argument": ...}'      its last line is JSON
+python -m samestep.hardware.child FUNCTION '{"argument": ...}'      its last line is JSON
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,15 @@ def facts() -> dict[str, str]:
     return {name: text for name, text in found.items() if text and text != "N/A"}
 
 
-def look(device: str) -> dict:
-    """A device's name, free and whole memory, and the formats in which it computes."""
-    where = torch.device(device)
-    formats = [each for each in TOLERANCE if where.type == "cuda" or each != "tf32"]
-    found = {"name": device, "formats": {each: try_format(each, where) for each in formats}}
+def look(device: str) -> dict[str, Any]:
+    """A device's name, the fraction of its memory that is free, and the formats that it has."""
+    where, free, name = torch.device(device), 1.0, device
     if where.type == "cuda":
-        found["name"] = torch.cuda.get_device_name(where)
-        found["free"], found["total"] = torch.cuda.mem_get_info(where)
-    return found
+        unused, total = torch.cuda.mem_get_info(where)
+        free, name = unused / total, torch.cuda.get_device_name(where)
+    formats = [each for each in TOLERANCE if where.type == "cuda" or each != "tf32"]
+    states = {each: try_format(each, where) for each in formats}
+    return {"name": name, "free": free, "formats": states}
 
 
 def try_format(format: str, device: torch.device) -> str:
@@ -58,7 +59,6 @@ def try_format(format: str, device: torch.device) -> str:
     a, b = (torch.randn(64, 64, generator=draw).to(AUTOCAST.get(format)) for _ in range(2))
     allow_tf32(format == "tf32")
     product, problem = catch(lambda: (a.to(device) @ b.to(device)).cpu().double())
-    allow_tf32(False)
     if problem:  # each backend refuses a format with an error of its own
         return f"no: {one_line(problem, 100) or type(problem).__name__}"
     right = a.double() @ b.double()
@@ -80,8 +80,8 @@ def seconds_per_call(seconds: float, work: Callable, *given: object) -> float:
 
 
 def measure(
-    device: str, seconds: float, matrix: int, copy: int, flags: list[str], precision: str
-) -> dict:
+    device: str, seconds: float, flags: list[str], precision: str, matrix: int, copy: int, **_: Any
+) -> dict[str, Any]:
     """TFLOP/s of products of matrices, GB/s of copies, and samples/s of the project's own step."""
     where, found = torch.device(device), {}
     on_gpu = where.type == "cuda"
@@ -104,40 +104,40 @@ def measure(
     work = (project.add_gradients, project.build_model(where), project.batch(range(size)))
     found["training step"] = size / seconds_per_call(seconds, *work, precision)
     name = torch.cuda.get_device_name(where) if on_gpu else device
-    return {"name": name, "figures": found, "peaks": peaks_of(where)}
+    return {"name": name, "figures": found, "peaks": peaks_of(where), "wrong": []}
 
 
-def links(kind: str, sizes: list[int], copy: int) -> dict:
+def links(kind: str, sizes: list[int], copy: int, **_: Any) -> dict[str, Any]:
     """Speeds of all-reduce and of copies between devices, and what arrived wrong.
 
-    The bandwidth is the busbw of nccl-tests: what each of n processes must send at least, 2 (n - 1)
-    / n of the bytes, so it can be compared with the speed of a link.
+    The bandwidth of an all-reduce is the busbw of nccl-tests: what each of n processes must send at
+    least, 2 (n - 1) / n of the bytes, so it can be compared with the speed of a link.
     """
     device = PartialState(cpu=kind == "cpu").device
     count, rank = dist.get_world_size(), dist.get_rank()
-    found: dict = {"latency": {}, "bandwidth": {}, "copies": {}, "wrong": []}
+    figures, wrong = {}, []
     for size in sizes:
         values = torch.full((size // 4,), float(rank + 1), device=device)
         dist.all_reduce(values)
         if not bool((values == count * (count + 1) / 2).all()):
-            found["wrong"].append(f"an all-reduce of {size} bytes gives wrong sums")
+            wrong.append(f"an all-reduce of {size} bytes gives wrong sums")
         values.zero_()  # it stays finite, however often it is added up
         timer = Timer("work(values)", globals={"work": dist.all_reduce, "values": values})
         taken = timer.timeit(CALLS).median
-        found["latency"][f"{size // 1024} KiB"] = taken * 1e6
-        found["bandwidth"][f"{size // 1024} KiB"] = 2 * (count - 1) / count * size / taken / 1e9
+        figures[f"latency of all-reduce, {size // 1024} KiB"] = taken * 1e6
+        figures[f"all-reduce, {size // 1024} KiB"] = 2 * (count - 1) / count * size / taken / 1e9
     if kind == "cuda" and rank == 0:  # this process alone: the others wait
         for a, b in itertools.combinations(range(count), 2):
             here = torch.arange(copy // 8, device=f"cuda:{a}")
             there = torch.zeros_like(here, device=f"cuda:{b}")
-            found["copies"][f"{a}-{b}"] = copy / seconds_per_call(0.1, there.copy_, here) / 1e9
+            figures[f"copy, {a} to {b}"] = copy / seconds_per_call(0.1, there.copy_, here) / 1e9
             if not torch.equal(there.cpu(), here.cpu()):
-                found["wrong"].append(f"what GPU {a} copies to GPU {b} arrives wrong")
-    answers: list = [None] * count
-    dist.all_gather_object(answers, found)
+                wrong.append(f"copies from GPU {a} to {b} arrive wrong: set NCCL_P2P_DISABLE=1")
+    told: list = [None] * count
+    dist.all_gather_object(told, wrong)
     dist.destroy_process_group()
-    wrong = {line for each in answers for line in each["wrong"]}
-    return {**answers[0], "wrong": sorted(wrong)}
+    wrong = sorted({line for each in told for line in each})
+    return {"figures": figures, "peaks": {}, "wrong": wrong}
 
 
 if __name__ == "__main__":

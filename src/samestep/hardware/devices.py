@@ -96,27 +96,26 @@ def run(*commands: Sequence[object]) -> list[tuple[int | None, str]]:
     env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
     until = time.monotonic() + 60 * MINUTES
     children: list[subprocess.Popen] = []
-    with contextlib.ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
-        try:
-            for words, log in zip(commands, logs, strict=True):
-                command = [sys.executable, *map(str, words)]
-                children.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-            for child in children:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(max(until - time.monotonic(), 0))
-            codes = [child.poll() for child in children]
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
-            for child in children:
-                if child.poll() is None:
-                    end_with_children(psutil.Process(child.pid))
-        texts = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
-        return list(zip(codes, texts, strict=True))
+    logs = [tempfile.TemporaryFile() for _ in commands]
+    try:
+        for words, log in zip(commands, logs, strict=True):
+            command = [sys.executable, *map(str, words)]
+            children.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(until - time.monotonic(), 0))
+        codes = [child.poll() for child in children]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
+        for child in children:
+            if child.poll() is None:
+                end_with_children(psutil.Process(child.pid))
+    texts = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
+    return list(zip(codes, texts, strict=True))
 
 
 def end_with_children(process: psutil.Process) -> None:
-    """Ends a process and all that it started: workers of torchelastic have sessions of their own."""
+    """Ends a process and all that it started: workers of torchelastic have their own sessions."""
     family = [*process.children(recursive=True), process]
     for each in family:
         with contextlib.suppress(psutil.NoSuchProcess):

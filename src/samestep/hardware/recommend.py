@@ -14,7 +14,7 @@ import torch
 from samestep.base.console import one_line, print_on_main
 from samestep.hardware.devices import Devices
 from samestep.hardware.project import Project
-from samestep.hardware.report import Figure, Section
+from samestep.hardware.report import Figure, Section, short
 
 USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for
@@ -33,20 +33,21 @@ class Sizes(NamedTuple):
         """Bytes of fp32 weights, gradients, and AdamW's two moments."""
         return 4 * self.parameters + (4 + 8) * self.trained
 
-    def replicated(self, precision: str = "bf16", checkpointing: bool = False) -> float:
-        """Bytes on a device with the whole model: its states, and autocast's copies of weights;
-        of frozen ones the backward pass keeps copies, and with checkpointing only a layer's."""
-        if precision == "no":
-            return self.states()
+    def on_gpu(self, gpus: float, precision: str = "bf16", checkpointing: bool = False) -> float:
+        """Bytes on a GPU that has the whole model (1), shares it by FSDP2 with others, or keeps it
+        in the host's memory (infinity).
+
+        Autocast copies weights; of frozen ones the backward pass keeps the copies, and with
+        checkpointing only a layer's. FSDP gathers the largest unit twice, in bf16, and its
+        gradient in bf16 and fp32.
+        """
+        if gpus > 1:
+            return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * self.unit_trained
         frozen = self.parameters - self.trained
         if checkpointing:
             frozen = self.unit - self.unit_trained
-        return self.states() + 2 * (self.trained + frozen)
-
-    def sharded(self, gpus: float) -> float:
-        """Bytes on each of so many GPUs that share the model by FSDP2; infinity: they are in the
-        host's memory. The largest unit is gathered twice, and its gradient in bf16 and fp32."""
-        return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * self.unit_trained
+        copies = 0 if precision == "no" else 2 * (self.trained + frozen)
+        return self.states() + copies
 
 
 def count_parameters(model: torch.nn.Module) -> Sizes:
@@ -76,62 +77,48 @@ def activations(config: object, tokens: int, checkpointing: bool, loss_chunk: in
     return saved + 12 * vocabulary * min(tokens, loss_chunk or tokens)
 
 
-def gigabytes(size: float) -> str:
-    """Bytes in words; small models get more digits."""
-    return f"{size / 1e9:,.{0 if size >= 1e11 else 1 if size >= 1e9 else 3}f} GB"
-
-
-def build_without_weights(project: Project) -> torch.nn.Module:
-    """The project's model without memory; with it, if its code looks at numbers."""
-    try:
-        return project.build_model(torch.device("meta"))
-    except Exception as error:  # code of the task may do anything
-        print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
-        return project.build_model(torch.device("cpu"))
-
-
 def run(used: Devices, project: Project) -> Section:
     """Says what the model needs in each way to train it, and the first one here that fits."""
-    cfg, model = project.cfg, build_without_weights(project)
-    sizes, host = count_parameters(model), psutil.virtual_memory().total
-    memory, ways = host, [(used.kind, 1.0)]
+    try:
+        model = project.build_model(torch.device("meta"))
+    except Exception as error:  # code of the task may look at numbers
+        print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
+        model = project.build_model(torch.device("cpu"))
+    cfg, sizes = project.cfg, count_parameters(model)
+    memory = host = psutil.virtual_memory().total
+    ways = {used.yaml.stem: 1.0}
     if used.kind == "cuda":
         cards = map(torch.cuda.get_device_properties, range(used.count))
         memory = min(card.total_memory for card in cards)
-        family = "multi" if used.count > 1 else "single"
-        ways = [(f"{family}_gpu_{used.precision}", 1.0)]
-        if used.precision == "bf16":
-            ways += [("fsdp2", used.count)] if used.count > 1 else []
-            ways.append(("fsdp2_offload", math.inf))
+    if used.kind == "cuda" and used.precision == "bf16":  # FSDP is not supported with fp16
+        ways |= {"fsdp2": used.count, "fsdp2_offload": math.inf}
     longest = project.batch(project.rows.sort(range(min(len(project.rows), ROWS)))[-1:])
     tokens = longest["input_ids"].shape[1] if "input_ids" in longest else 0
 
     def need(gpus: float, samples: int, checkpointing: bool) -> float:
         chunk = getattr(cfg.task, "loss_chunk", 0)
         more = activations(getattr(model, "config", None), samples * tokens, checkpointing, chunk)
-        if gpus == 1:
-            return sizes.replicated(used.precision, checkpointing) + more
-        return sizes.sharded(gpus) + more
+        return sizes.on_gpu(gpus, used.precision, checkpointing) + more
 
-    section = Section("recommend", {
+    section = Section("recommend")
+    section.facts = {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
-        "weights, gradients, moments": gigabytes(sizes.states()),
-        "devices": f"{used.count} x {used.kind} with {gigabytes(memory)}; host {gigabytes(host)}",
-        f"a sample of {tokens} tokens": {
-            f"{way}{', checkpointing' if checkpointing else ''}": gigabytes(need(gpus, 1, checkpointing))
-            for way, gpus in WAYS.items() for checkpointing in (False, True)
-        },
-    })  # fmt: skip
-    if need(math.inf, 1, True) == sizes.sharded(math.inf):
+        "weights, gradients, moments": f"{short(sizes.states() / 1e9)} GB",
+        "devices": f"{used.count} x {used.kind}, {short(memory / 1e9)} GB each",
+    }
+    for way, gpus in WAYS.items():
+        plain, less = (short(need(gpus, 1, each) / 1e9) for each in (False, True))
+        text = f"{plain} GB with a sample of {tokens} tokens, {less} GB with checkpointing"
+        section.facts[way] = text
+    if not activations(getattr(model, "config", None), tokens, False):
         section.lines.append("no formula is known for the activations of this model: add them")
     largest = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
     cuts = [(largest >> n, c) for c in (False, True) for n in range(largest.bit_length())]
-    for yaml, gpus in ways:
+    for yaml, gpus in ways.items():
         for samples, checkpointing in cuts:
-            bytes_needed = need(gpus, samples, checkpointing)
-            on_host = sizes.states() if gpus == math.inf else 0
-            if bytes_needed <= USABLE * memory and on_host <= USABLE * host:
-                section.figures.append(Figure("memory", bytes_needed / 1e9, "GB", yaml))
+            size, on_host = need(gpus, samples, checkpointing), sizes.states() * (gpus == math.inf)
+            if size <= USABLE * memory and on_host <= USABLE * host:
+                section.figures.append(Figure("memory", size / 1e9, "GB", yaml))
                 section.lines.append(
                     f"python -m samestep launch --config_file configs/accelerate/{yaml}.yaml "
                     f"--num_processes {used.count} train.py --config {project.recipe} "

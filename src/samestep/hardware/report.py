@@ -1,11 +1,9 @@
 """The report: tables on the screen, hardware.json, and what is slower than in an older one."""
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +11,6 @@ from rich.table import Table
 from samestep.base.console import escaped, one_line, print_on_main
 from samestep.base.files import read_text
 
-FORMAT = 2  # of hardware.json
 SLOWER = 0.2  # a figure that is slower by more than this fraction is named
 
 
@@ -24,7 +21,7 @@ class Figure:
     name: str
     value: float
     unit: str
-    where: str = ""  # a device ("0"), or two ("0-1"); empty: all together
+    where: str = ""  # a device, or all together: links
     peak: float | None = None  # of the device, by its data sheet, in the same unit
 
 
@@ -33,7 +30,7 @@ class Section:
     """A part of the report. `failures` make samestep hardware exit with 1."""
 
     verb: str
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -48,10 +45,8 @@ def show(section: Section) -> None:
     """Prints facts, figures and advice."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(title=section.verb, show_header=False)
-    for name, value in section.facts.items():
-        if isinstance(value, dict):
-            value = "\n".join(f"{key}: {each}" for key, each in value.items())
-        table.add_row(escaped(name), escaped(str(value), kept="\n"))
+    for name, text in section.facts.items():
+        table.add_row(escaped(name), escaped(text, kept="\n"))
     console.print(table)
     if section.figures:
         table = Table("what", "where", "value", "unit", "of the peak")
@@ -63,12 +58,6 @@ def show(section: Section) -> None:
         console.print(escaped(line))
 
 
-def to_json(sections: list[Section]) -> str:
-    """The content of hardware.json."""
-    found = {section.verb: dataclasses.asdict(section) for section in sections}
-    return json.dumps({"format": FORMAT, **found}, indent=1) + "\n"
-
-
 def speeds(figures: list[dict]) -> dict[tuple[str, str, str], float]:
     """The times and speeds of a report, by name, place and unit."""
     found = {(each["name"], each["where"], each["unit"]): each["value"] for each in figures}
@@ -78,24 +67,21 @@ def speeds(figures: list[dict]) -> dict[tuple[str, str, str], float]:
 def compare(section: Section, path: Path) -> int:
     """Prints what has changed in bench since an older report; the number of figures that are
     slower, or gone. Raises ValueError if that is damaged, or of something else."""
+    name = one_line(path, 100)
     try:
         old = json.loads(read_text(path))["bench"]
-        was, before = dict(old["facts"]), speeds(old["figures"])
+        facts, before = dict(old["facts"]), speeds(old["figures"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(
-            f"{one_line(path, 100)} is no report of bench; give a hardware.json that "
-            "`python -m samestep hardware` has written"
-        ) from None
-    for name, now in section.facts.items():
-        if was.get(name) != now:
-            lost = "; if a device is lost: docs/measuring.md" if name == "devices" else ""
-            text = f"{name} was {one_line(was.get(name), 100)} and is {one_line(now, 100)}{lost}"
-            raise ValueError(f"{one_line(path, 100)} is of something else: {text}")
+        raise ValueError(f"{name} is no report of bench; give a hardware.json") from None
+    for fact, now in section.facts.items():
+        if facts.get(fact) != now:
+            lost = "; if a device is lost: docs/measuring.md" if fact == "devices" else ""
+            was = one_line(facts.get(fact), 100)
+            raise ValueError(f"{name} is of something else: {fact} was {was} and is {now}{lost}")
     slower, measured = 0, speeds([vars(each) for each in section.figures])
     for key, old_value in before.items():
-        name, where, unit = key
         value = measured.get(key, math.nan)
-        ratio = value / old_value if unit.endswith("/s") else old_value / value
+        ratio = value / old_value if key[2].endswith("/s") else old_value / value
         if abs(ratio - 1) <= SLOWER:
             continue
         change = f"{abs(ratio - 1):.0%} {'faster' if ratio > 1 else 'slower'}"
@@ -103,7 +89,6 @@ def compare(section: Section, path: Path) -> int:
             change = "only in the older report"
         if not ratio > 1:
             slower += 1
-        place = f"{name} ({where})" if where else name
-        print_on_main(f"{place}: {short(value)} {unit}, was {short(old_value)}: {change}")
+        print_on_main(f"{' '.join(key)}: {short(value)}, was {short(old_value)}: {change}")
     print_on_main(f"{slower} of {len(before)} figures are more than {SLOWER:.0%} slower")
     return slower

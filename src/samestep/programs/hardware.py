@@ -12,10 +12,11 @@ much memory the model of a recipe needs, and which YAML trains it here. Flags of
 """
 
 import argparse
+import dataclasses
+import json
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -75,7 +76,8 @@ def measure() -> int:
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
         sections.append(parts[verb]())
         report.show(sections[-1])
-    content = report.to_json(sections)
+    found = {section.verb: dataclasses.asdict(section) for section in sections}
+    content = json.dumps({"format": 2, **found}, indent=1) + "\n"
     replace_text(file, content)
     print_on_main(f"figures: {file}")
     failed = any(section.failures for section in sections)
