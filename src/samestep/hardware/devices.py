@@ -1,152 +1,143 @@
-"""Measures a device by itself: the formats it computes in, matrix products, memory, copies."""
+"""The devices to measure, and the Python programs that are started on them."""
 
-import functools
-import itertools
-from collections.abc import Callable
-from statistics import median
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import psutil
 import torch
-from torch.utils.benchmark import Timer
+import yaml
 
-from samestep.hardware.report import Figure
-from samestep.processes.device import allow_tf32
-from samestep.report.peaks import FORMATS, fp8_type, peaks_of
+from samestep.base.console import one_line
+from samestep.processes.ranks import UserError
 
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Largest error of a product, as a fraction of its Euclidean norm. The inputs are numbers of the
-# format, except of tf32: so it is that of adding up, and of rounding the result.
-TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2, "fp16": 2e-3, "fp8": 2e-2}
-# Rows, and columns; a CPU would take minutes for the larger ones.
-MATRICES, CPU_MATRICES = (256, 512, 1024, 2048, 4096, 8192), (256, 512, 1024)
-MiB = 1 << 20
-BUFFERS = (16 * MiB, 64 * MiB, 256 * MiB)  # that are copied: the last is more than caches hold
-BLOCKS, MOST = 5, 500  # groups of measured calls; calls
+PREFIX: list[str] = []  # a program that runs the children: tests pretend in one to have a GPU
+OF_LAUNCHERS = re.compile(
+    r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|PET|TORCHELASTIC|LAUNCH|GROUP|ROLE|MASTER)_"
+    r"|(LOCAL_)?(RANK|WORLD_SIZE)$|LAUNCHING$|EXIT_CODE_FILE$"
+)
+MINUTES = 30  # of a program
+PATIENCE = 20  # seconds in which processes end after a signal
+SMI_SECONDS = 30  # nvidia-smi hangs where a driver does
 
 
-def seconds_per_call(
-    work: Callable[[], object], seconds: float = 1.0, agree: Callable = int, calls: int = 0
-) -> float:
-    """Median seconds of a call of `work`, which may only enqueue its work on the device.
+class Devices(NamedTuple):
+    """What trains: so many processes, with a device each."""
 
-    The calls take about `seconds`, or are `calls` in number. Where they wait for other processes,
-    all must make the same number: `agree` turns this process's number into that of all.
-    """
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    # The first calls compile, allocate, and raise clock rates; `timeit` makes two more before it.
-    once = timer.timeit(1).median
-    if not calls:
-        calls = agree(int(min(max(seconds / max(once, 1e-9), BLOCKS), MOST)))
-    # Nothing waits for the device between the calls of a block, so that it never runs out of work.
-    return median(timer.timeit(max(calls // BLOCKS, 1)).median for _ in range(BLOCKS))
+    kind: str  # cuda, mps or cpu
+    count: int
+    precision: str  # accelerate's mixed_precision
+    yaml: Path  # under which all of them train
+
+    def name(self, number: int) -> str:
+        """The name by which torch knows a device."""
+        return f"cuda:{number}" if self.kind == "cuda" else self.kind
 
 
-# ---- Formats -------------------------------------------------------------------------------------
+def choose(config_file: Path | None, processes: int | None) -> Devices:
+    """The devices of a YAML of accelerate and a number of processes; without them all GPUs."""
+    values = yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file else {}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.type if accelerator and not values.get("use_cpu") else "cpu"
+    there = min(os.cpu_count() or 1, 2) if kind == "cpu" else torch.accelerator.device_count()
+    count = processes or int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # of a launcher
+    if values and not count:
+        count = int(values.get("num_processes", 1)) // int(values.get("num_machines", 1))
+    count = count or there
+    if kind != "cpu" and count > there:
+        raise UserError(f"torch sees {there} GPUs; give --processes {there}, or fewer")
+    precision, name = "no", {"mps": "mps", "cpu": "cpu" if count == 1 else "cpu_multi"}.get(kind)
+    if kind == "cuda":
+        # Older ones only emulate bf16. Asking torch would take memory of the first one.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        query = ["--query-gpu=compute_cap", "--format=csv"]
+        _, printed = nvidia_smi(*(["-i", visible] if visible else []), *query)
+        precision = "fp16" if re.search(r"^[1-7]\.", printed, re.MULTILINE) else "bf16"
+        name = f"{'multi' if count > 1 else 'single'}_gpu_{precision}"
+    precision = values.get("mixed_precision") or precision
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
+    return Devices(kind, count, precision, config_file or Path(f"configs/accelerate/{name}.yaml"))
 
 
-def draw_matrices(format: str, size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Two square matrices on the CPU with numbers of a format, in the type for this device.
-
-    They are random: with zeros a GPU needs less power, and so runs faster.
-    """
-    kind = fp8_type(device) if format == "fp8" else TYPES.get(format, torch.float32)
-    draw = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(size, size, generator=draw).to(kind) for _ in range(2))
+# ---- Programs ------------------------------------------------------------------------------------
 
 
-def multiply(format: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of a and the transpose of b, which fp8 wants by columns."""
-    if format != "fp8":
-        return a @ b.t()
-    one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-
-
-def try_format(format: str, device: torch.device) -> str:
-    """`runs`, `emulated`, `wrong: ...` or `no: ...` with the reason, by a product of matrices."""
-    allow_tf32(format == "tf32")
+def nvidia_smi(*words: str) -> tuple[int, str]:
+    """The exit code of nvidia-smi and what it prints; 127: it is not installed, -1: it hangs."""
+    pipe = subprocess.PIPE
     try:
-        a, b = draw_matrices(format, 64, device)
-        right = a.double() @ b.double().t()
-        product = multiply(format, a.to(device), b.to(device)).cpu().double()
-    except Exception as problem:  # each backend refuses a format with an error of its own
-        text = str(problem).strip().splitlines()
-        return f"no: {text[0][:80] if text else type(problem).__name__}"
-    finally:
-        allow_tf32(False)
-    error = float((product - right).norm() / right.norm())
-    if not error <= TOLERANCE[format]:  # NaN, too
-        return f"wrong: the error of a product is {error:.1g}, the limit {TOLERANCE[format]:g}"
-    if format == "tf32" and error < TOLERANCE["fp32"]:
-        return "no: computed as fp32"
-    emulated = False
-    if device.type == "cuda" and format == "bf16":
-        with torch.cuda.device(device):
-            emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
-    return "emulated" if emulated else "runs"
-
-
-def try_formats(device: torch.device) -> dict[str, str]:
-    """What `try_format` says of each format; tf32 is one of GPUs."""
-    return {f: try_format(f, device) for f in FORMATS if device.type == "cuda" or f != "tf32"}
-
-
-# ---- Speeds --------------------------------------------------------------------------------------
-
-
-def name_of(device: torch.device) -> str:
-    """The name of a GPU of CUDA; of others their kind."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def formats_of(device: torch.device) -> tuple[str, ...]:
-    """The formats to measure on a device of this type."""
-    return {"cpu": ("fp32", "bf16"), "mps": ("fp32", "bf16", "fp16")}.get(device.type, FORMATS)
-
-
-def measure_products(format: str, device: torch.device, seconds: float) -> list[Figure]:
-    """TFLOP/s of products in one format, 2 n^3 operations for matrices of n x n.
-
-    Raises RuntimeError if a GPU does not compute in it, or only emulates it.
-    """
-    figures, peak = [], peaks_of(device).get(format)
-    before = torch.backends.cuda.matmul.allow_tf32
+        program = subprocess.Popen(["nvidia-smi", *words], stdout=pipe, stderr=subprocess.STDOUT)
+    except OSError:
+        return 127, "nvidia-smi is not installed"
     try:
-        state = try_format(format, device)
-        if device.type == "cuda" and state != "runs":
-            raise RuntimeError(state)
-        allow_tf32(format == "tf32")
-        for size in CPU_MATRICES if device.type == "cpu" else MATRICES:
-            a, b = (each.to(device) for each in draw_matrices(format, size, device))
-            taken = seconds_per_call(functools.partial(multiply, format, a, b), seconds)
-            name = f"matmul {format}, {size}"
-            figures.append(Figure(name, 2e-12 * size**3 / taken, "TFLOP/s", size=size, peak=peak))
+        printed, _ = program.communicate(timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return -1, f"nvidia-smi does not answer within {SMI_SECONDS} s"
     finally:
-        allow_tf32(before)
-    return figures
+        program.kill()  # one that waits for a driver ends later: nobody waits for it
+    text = re.sub(r"\x1b\[[0-9;]*m", "", printed.decode(errors="replace"))
+    return program.returncode, text.partition("\n\n")[0].expandtabs().rstrip()
 
 
-def measure_memory(device: torch.device, seconds: float) -> list[Figure]:
-    """GB/s, 10^9 bytes, of copies within the device's memory; what is read and written counts."""
-    figures, peak = [], peaks_of(device).get("memory")
-    formats = [format for format in formats_of(device) if format in ("fp32", *TYPES)]
-    for format, size in itertools.product(formats, BUFFERS):
-        kind = TYPES.get(format, torch.float32)
-        source = torch.ones(size // kind.itemsize, device=device, dtype=kind)
-        target = torch.empty_like(source)
-        speed = 2 * size / seconds_per_call(functools.partial(target.copy_, source), seconds) / 1e9
-        shown = peak if size == BUFFERS[-1] else None  # caches are faster
-        name = f"memory {format}, {size // MiB} MiB"
-        figures.append(Figure(name, speed, "GB/s", size=size, peak=shown))
-    return figures
+def run(*commands: Sequence[object]) -> list[tuple[int | None, str]]:
+    """Runs Python with each of these words, all at once: exit codes (None: it hangs), and output.
+
+    They know nothing of the launcher of this program, and no process of them is left behind.
+    """
+    env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
+    until = time.monotonic() + 60 * MINUTES
+    children: list[subprocess.Popen] = []
+    logs = [tempfile.TemporaryFile() for _ in commands]
+    try:
+        for words, log in zip(commands, logs, strict=True):
+            command = [sys.executable, *map(str, words)]
+            children.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(until - time.monotonic(), 0))
+        codes = [child.poll() for child in children]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a signal to this process raises once
+        for child in children:
+            if child.poll() is None:
+                end_with_children(psutil.Process(child.pid))
+    texts = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
+    return list(zip(codes, texts, strict=True))
 
 
-def measure_copies(device: torch.device, seconds: float) -> list[Figure]:
-    """GB/s of copies between a device and pinned memory of the host, as loaders have it."""
-    there = torch.ones(BUFFERS[-1] // 4, device=device)
-    here, figures = torch.ones(BUFFERS[-1] // 4, pin_memory=True), []
-    ways = {"host to device": (there, here), "device to host": (here, there)}
-    for name, (target, source) in ways.items():
-        copy = functools.partial(target.copy_, source, non_blocking=True)
-        speed = BUFFERS[-1] / seconds_per_call(copy, seconds) / 1e9
-        figures.append(Figure(f"{name}, pinned", speed, "GB/s"))
-    return figures
+def end_with_children(process: psutil.Process) -> None:
+    """Ends a process and all that it started: workers of torchelastic have their own sessions."""
+    family = [*process.children(recursive=True), process]
+    for each in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.terminate()
+    for each in psutil.wait_procs(family, PATIENCE)[1]:
+        each.kill()
+
+
+def last_line(printed: str) -> str:
+    """The last line of what a program has printed."""
+    return one_line((printed.strip().splitlines() or ["it prints nothing"])[-1], 200)
+
+
+def ask(what: str, *given: dict, launcher: Sequence[object] = ()) -> list[tuple[Any, str]]:
+    """What a function of child.py finds out for each of these arguments, in a process of its own,
+    and why it does not."""
+    module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what]
+    answers: list[tuple[Any, str]] = []
+    for code, printed in run(*([*module, json.dumps(each)] for each in given)):
+        if code == 0:
+            answers.append((json.loads(printed.strip().splitlines()[-1]), ""))
+        else:
+            hangs = f"it hangs, for {MINUTES} minutes"
+            answers.append((None, hangs if code is None else last_line(printed)))
+    return answers

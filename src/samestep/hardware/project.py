@@ -1,82 +1,70 @@
-"""The project that samestep hardware measures: its recipe, task and data, without a run folder."""
+"""The project that is measured: its recipe, task and data, without a run folder."""
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 
 from samestep.checkpoint.weights import enable_gradient_checkpointing
+from samestep.processes.device import allow_tf32, compile_blocks
 from samestep.processes.ranks import UserError
 from samestep.settings import config, contract
-from samestep.settings.mesh import Layout
 from samestep.start import startup
 from samestep.step import batches
-from samestep.step.batches import Batch, SampleDataset, StepPlan
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass
-class Project:
-    """What a verb needs to build and run the project's own model on its own data."""
+class Project(NamedTuple):
+    """What builds and runs the project's own model on its own data."""
 
     cfg: Any  # train.Config
     recipe: Path
-    flags: list[str]  # of train.py, as they were given
     task: contract.Task
-    build_optimizer: Callable[[torch.nn.Module, Any], torch.optim.Optimizer]
-    layout: Layout
-    plan: StepPlan  # of a step on the processes that run now
     prepared: Any  # what task.prepare_data returned
-    rows: SampleDataset  # of training
+    rows: batches.SampleDataset  # of training
 
-    def build_model(self, checkpointing: bool = False) -> torch.nn.Module:
-        """The task's model, to be trained; the seed gives all processes the same one."""
+    def build_model(self, device: torch.device) -> torch.nn.Module:
+        """The task's model, to be trained; under "meta" without memory."""
         batches.seed_everything(self.cfg.seed)
-        model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
-        if checkpointing:
+        with torch.device("meta" if device.type == "meta" else "cpu"):
+            model = contract.check_model(self.task.build_model(self.cfg.task, self.prepared))
+        model = model.to(device).train()
+        if self.cfg.gradient_checkpointing:
             enable_gradient_checkpointing(model)
-        return model.train()
+        if self.cfg.compile and device.type != "meta":
+            compile_blocks(model)
+        allow_tf32(self.cfg.tf32)
+        return model
 
-    def batch(self, positions: Iterable[int]) -> Batch:
+    def batch(self, positions: Iterable[int]) -> dict:
         """The training micro-batch of the samples at these positions of the run."""
         return batches.make_collate(self.task)(self.rows.__getitems__([*positions]))[0]
 
+    def add_gradients(self, model: torch.nn.Module, batch: dict, precision: str, scale: int = 1):
+        """The summed loss of a micro-batch; adds its gradients to those of the weights."""
+        device = next(model.parameters()).device
+        batch = send_to_device(batch, device)
+        with torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST):
+            loss = self.task.loss_sum(model, batch)
+        contract.check_loss(loss)
+        (loss.float() * scale).backward()
+        return loss.detach()
+
 
 def read_project(flags: list[str]) -> Project:
-    """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError.
-
-    Call it before the processes meet, since preparing data may take longer than their timeout.
-    """
+    """Reads the recipe and flags of train.py, and prepares the data. Raises ValueError."""
     train, task = startup.find_project()
     contract.check_functions(task)
     usage = "python -m samestep hardware VERB FLAGS"
     cfg, recipe, given, _ = config.parse_config(train.Config, flags, usage)
-    saved = {each.name: each.metadata.get("saved", True) for each in dataclasses.fields(cfg)}
     for name in given:
-        if not saved.get(name, True):
+        if name.partition(".")[0] not in startup.resolved_config(cfg):
             raise UserError(f"only train.py can do --{name}; leave it out")
-    layout = startup.read_layout(cfg)
-    startup.check_sharing(cfg, layout)
-    plan = plan_of(cfg, layout)
     prepared = task.prepare_data(cfg.task)
     data = task.datasets(cfg.task, prepared)
     contract.check_datasets(data)
-    rows = SampleDataset(data[0], task, cfg.seed)
-    build = train.build_optimizer
-    return Project(cfg, recipe, flags, task, build, layout, plan, prepared, rows)
-
-
-def plan_of(cfg: Any, layout: Layout) -> StepPlan:
-    """The cut of this config's step on the processes that run now."""
-    return batches.plan_step(
-        cfg.global_batch_size,
-        cfg.micro_batch_size,
-        layout.replicas,
-        cfg.exact,
-        # One process, such as that of recommend, says nothing about the shares of a launch.
-        cfg.device_shares if layout.processes > 1 else "equal",
-        layout.replica,
-        layout.in_step,
-    )
+    rows = batches.SampleDataset(data[0], task, cfg.seed)
+    return Project(cfg, recipe, task, prepared, rows)

@@ -1,345 +1,150 @@
-"""A step of train.py on all processes, with checks: loss, gradient, weights, and its checkpoint."""
+"""Starts train.py on one device and on all, for three steps each, and compares what it logs.
 
-import argparse
+Samples, losses and norms of gradients must be the same, to rounding. Those of the first step must
+also be what the functions of task.py give without train.py.
+"""
+
 import dataclasses
-import gc
 import json
 import math
-import os
-import secrets
-import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
+import re
+import tempfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import yaml
-from accelerate.utils import send_to_device
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from samestep.base.console import IS_MAIN, one_line
-from samestep.checkpoint import weights
-from samestep.hardware.own_loop import digest
-from samestep.hardware.project import Project, plan_of
-from samestep.hardware.report import Section, by_value, group, place_of
-from samestep.processes import device
-from samestep.processes.device import PROCESSES
-from samestep.processes.ranks import Ranks, as_user_error, catch, is_out_of_memory
-from samestep.processes.shutdown import STOPPED
-from samestep.settings import contract
+from samestep.base.console import one_line, print_on_main
+from samestep.hardware import devices
+from samestep.hardware.devices import Devices
+from samestep.hardware.project import Project
+from samestep.hardware.report import Section
+from samestep.processes.ranks import is_out_of_memory
 from samestep.start.startup import resolved_config
-from samestep.step import batches, sharding
+from samestep.step import batches
 
-OWN_LOOP = [sys.executable, "-m", "samestep.hardware.own_loop"]
-SAMPLES = 4  # in a micro-batch, at most
-TURNS = 2  # micro-batches of a process: so gradients accumulate
-LOSS_SCALE = 1024  # of gradients in fp16, which are computed without accelerate's scaler
-# Relative errors that are rounding, by the precision of the YAML: of a loss, and of a gradient.
-# Sharded weights are rounded to 16 bits themselves, which autocast does not do.
-LOSS = {"no": 1e-5, "bf16": 2e-3, "fp16": 1e-3}
-GRADIENT = {"no": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
-SHARDED, TF32 = 5, 50  # times as much
-FLOOR = 1e-3  # a weight's gradient counts as at least this fraction of the norm of all of them
+STEPS, SAMPLES, TURNS = 3, 4, 2  # SAMPLES: in a micro-batch; TURNS: micro-batches of a process
+# Relative errors that are rounding, of the loss and of the norm of the gradient.
+ROUNDING = {"no": (1e-4, 1e-3), "tf32": (1e-3, 1e-2), "bf16": (1e-2, 0.1), "fp8": (0.05, 0.5)}
+FULL = "left out: one device has no room for the whole model"
 
 
 class Wrong(Exception):
-    """A check that did not pass: raised on all processes together, with the same text."""
+    """A check that did not pass."""
 
 
-def run(
-    options: argparse.Namespace, project: Project, ranks: Ranks, device: torch.device
-) -> Section:
-    """Checks a step; all processes must call it."""
-    section = Section("smoke")
-    folder = options.report / f".smoke-{ranks.from_main(secrets.token_hex(4))}"
-    try:
-        with ranks.fail_together(), as_user_error():
-            trial = Trial(project, ranks, folder)
-        size = sum(p.numel() for p in trial.model.parameters())
-        kind = trial.accelerator.distributed_type.value
-        section.facts = {
-            "model": f"{type(trial.model).__name__}, {size:,} parameters",
-            "recipe": str(project.recipe),
-            "processes": f"{PROCESSES} x {device.type}, distributed: {kind}",
-            "precision": trial.precision.replace("no", "fp32"),
-            "step": trial.plan.describe(trial.layout.unit),
-        }
-        for name, check in CHECKS.items():
-            try:
-                section.facts[name] = check(trial)
-            except Wrong as error:
-                section.facts[name] = "failed, see below"
-                section.failures.append(f"{name}: {error}")
-                if check is check_start:  # an exchange of other shapes would hang
-                    break
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    passed = sum(str(fact).startswith("passed") for fact in section.facts.values())
-    left_out = len(CHECKS) - passed - len(section.failures)
-    section.lines.append(f"{passed} passed, {len(section.failures)} failed, {left_out} left out")
+def run(used: Devices, project: Project, folder: Path) -> Section:
+    """Runs train.py, and compares."""
+    section = Section("smoke", {"YAML": str(used.yaml), "precision": used.precision})
+    with tempfile.TemporaryDirectory(prefix=".smoke-", dir=folder) as name:
+        try:
+            compare_runs(used, project, Path(name), section.facts)
+        except Wrong as error:
+            section.failures.append(str(error))
+    passed = list(section.facts.values()).count("passed")
+    section.lines.append(f"{passed} comparisons passed, {len(section.failures)} failed")
     return section
 
 
-class Trial:
-    """The model of a project on each process alone, and a small step of its data."""
+def compare_runs(used: Devices, project: Project, place: Path, facts: dict[str, str]) -> None:
+    """Adds what was compared to `facts`; raises Wrong."""
+    cfg, size = project.cfg, min(SAMPLES, project.cfg.micro_batch_size)
+    shares = "equal" if cfg.device_shares == "auto" else cfg.device_shares
+    samples = size * TURNS * used.count
+    plan = batches.plan_step(samples, size, used.count, cfg.exact, shares)
+    short = dataclasses.replace(
+        cfg, max_steps=STEPS, num_epochs=0.0, warmup_steps=0, log_every=1, save_every=0,
+        global_batch_size=samples, micro_batch_size=plan.micro_batch_size, device_shares=shares,
+        learning_rate=cfg.learning_rate or 1e-3, tracker="none", profile_steps=None,
+        timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
+    )  # fmt: skip
+    facts["step"] = plan.describe()
+    text = yaml.safe_dump(resolved_config(short), sort_keys=False, allow_unicode=True)
+    (place / "recipe.yaml").write_text(text, encoding="utf-8")
+    text = yaml.safe_dump({"distributed_type": "NO", "use_cpu": used.kind == "cpu"})
+    (place / "one.yaml").write_text(text, encoding="utf-8")
 
-    def __init__(self, project: Project, ranks: Ranks, folder: Path):
-        self.project, self.ranks, self.folder = project, ranks, folder
-        self.layout, self.hosts = project.layout, ranks.gather(socket.gethostname())
-        self.right: tuple[float, float] | None = None  # loss and norm of the gradient of the step
-        self.states: list[dict] = []  # what own_loop has noted, of each process
-        cfg, size = project.cfg, min(SAMPLES, project.plan.micro_batch_size)
-        self.cfg = dataclasses.replace(
-            cfg,
-            max_steps=3,
-            num_epochs=0.0,
-            global_batch_size=size * TURNS * self.layout.replicas,
-            micro_batch_size=size,
-            device_shares="equal" if cfg.device_shares == "auto" else cfg.device_shares,
-            learning_rate=cfg.learning_rate or 1e-3,
-            log_every=1,
-            tracker="none",
-            profile_steps=None,
-            async_save=False,
-            output_dir=str(folder / "run"),
-            timeout=min(cfg.timeout, 300),  # a process that skips its share lets the others wait
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        self.recipe = folder / f"recipe-{self.layout.rank}.yaml"
-        text = yaml.safe_dump(resolved_config(self.cfg), sort_keys=False, allow_unicode=True)
-        self.recipe.write_text(text, encoding="utf-8")
-        self.accelerator = device.make_accelerator(cfg)
-        self.precision = self.accelerator.mixed_precision
-        self.plan = plan_of(self.cfg, self.layout)
-        model = project.build_model(cfg.gradient_checkpointing)
-        sharding.check_model_shares_rows(model, self.layout)
-        self.model = weights.sync_batch_norms(model, self.accelerator, self.plan, cfg.device_shares)
-
-    def everyone(self, function: Callable, *arguments: Any) -> Any:
-        """Calls a function on all processes; if it fails on some, all raise Wrong for these."""
-        value, problem = catch(function, *arguments)
-        text = f"raised {type(problem).__name__}: {one_line(problem)}" if problem else ""
-        found = {t: n for t, n in group(self.ranks.gather(text)).items() if t}
-        if found:
-            named = [f"{place_of(n, self.hosts)}: {text}" for text, n in found.items()]
-            raise Wrong("; ".join(named))
-        return value
-
-    def limit(self, table: dict[str, float]) -> float:
-        """The relative error that counts as rounding for this run."""
-        limit = table.get(self.precision, table["bf16"])
-        if self.precision == "no":
-            return limit * (TF32 if self.cfg.tf32 else 1)
-        return limit * (SHARDED if self.layout.sharded else 1)
-
-    def gradient(self, numbers: range) -> tuple[float, int, dict[str, np.ndarray]]:
-        """The summed loss of these micro-batches of the step, its num_items, and its gradient,
-        computed on this process without any other, as in training."""
-        scale, losses, num_items = LOSS_SCALE if self.precision == "fp16" else 1, [], 0
-        task, positions = self.project.task, self.project.rows.sort(range(self.plan.samples))
-        self.model.zero_grad()
-        for number in numbers:
-            batch = self.project.batch(self.plan.positions(positions, number))
-            num_items += task.count(batch)
-            batch = send_to_device(batch, self.accelerator.device)
-            batches.seed_micro_batch(self.cfg.seed, 1, number)
-            with self.accelerator.autocast():
-                loss = self.model(task.loss_sum, batch)
-            contract.check_loss(loss)
-            (loss.float() * scale).backward()
-            losses.append(loss.item())
-        gradients = {}
-        for name, parameter in self.model.model.named_parameters():
-            if parameter.requires_grad:
-                values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                values = values.detach().cpu().float() / scale
-                gradients[weights.bare_name(name)] = values.numpy()
-        return math.fsum(losses), num_items, gradients
-
-    def run_own_loop(self) -> None:
-        """Runs a step of the owner's train.py on all processes; raises Wrong if it does not end as
-        it should."""
-        own = ("TORCHELASTIC_", "EXIT_CODE_FILE", "LAUNCHING")
-        env = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        env["MASTER_PORT"] = str(self.ranks.from_main(get_free_port()))
-        states = self.folder / f"state-{self.layout.rank}.json"
-        states.unlink(missing_ok=True)
-        command = [*OWN_LOOP, str(states), "--config", str(self.recipe)]
-        ended = subprocess.run(command, env=env, capture_output=True, text=True)
-        said = ended.stderr.strip().splitlines()[-1:] or [f"exit code {ended.returncode}"]
-        said = said if ended.returncode != STOPPED else []
-        wrong = {text for each in self.ranks.gather(said) for text in each}
-        if wrong:
-            raise Wrong(f"it ended with an error: {one_line('; '.join(sorted(wrong)))}")
-        noted = self.everyone(lambda: json.loads(states.read_text()) if states.exists() else {})
-        self.states = self.ranks.gather(noted)
+    one = used._replace(count=1, yaml=place / "one.yaml") if used.count > 1 else used
+    alone = train(one, place, "--device_shares", "equal")
+    right, has_batch_norm = compute_step(project, plan, used)
+    limits = ROUNDING.get(used.precision, ROUNDING["bf16"])
+    if used.precision == "no" and cfg.tf32:
+        limits = ROUNDING["tf32"]
+    compare(one, limits, [right] if right else [], alone[:1])
+    facts["train.py on one device, with task.py"] = "passed" if alone and right else FULL
+    if used.count > 1:
+        together = train(used, place)
+        if has_batch_norm and used.kind == "cuda":
+            alone = []  # statistics are those of all devices
+        compare(used, limits, alone, together)
+        facts[f"train.py on {used.count} devices, with one"] = "passed" if alone else "left out"
 
 
-# ---- Comparing processes -------------------------------------------------------------------------
+def train(used: Devices, place: Path, *flags: str) -> list[dict]:
+    """The lines of metrics of a run of train.py; [] if one device has no room for it.
 
-
-def sketch(loss: float, gradient: dict[str, np.ndarray]) -> np.ndarray:
-    """The loss; the norm of each weight's gradient; its product with a fixed vector: (1 + 2 k,).
-
-    Nearly all errors change one of them, and the processes can compare them all.
+    Raises Wrong, with the run's own words, if it failed.
     """
-    flat = [values.ravel() for values in gradient.values()]
-    norms = [np.linalg.norm(values) for values in flat]
-    return np.array([loss, *norms, *(values @ np.cos(np.arange(values.size)) for values in flat)])
+    print_on_main(f"train.py on {used.count} x {used.kind}: {STEPS} steps")
+    options = {
+        "config_file": used.yaml, "num_processes": used.count, "mixed_precision": used.precision,
+        "num_machines": 1, "machine_rank": 0, "main_process_port": get_free_port(),
+        "num_cpu_threads_per_process": max(torch.get_num_threads() // used.count, 1),
+    }  # fmt: skip
+    launch = ["-m", "accelerate.commands.launch", "--quiet"]
+    launch += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    output = place / f"run-{used.count}"
+    words = ["train.py", "--config", place / "recipe.yaml", "--output_dir", output, *flags]
+    ((code, printed),) = devices.run([*launch, *devices.PREFIX, *words])
+    if code == 0:
+        lines = map(json.loads, (output / "metrics.jsonl").read_text("utf-8").splitlines())
+        steps = [line for line in lines if "grad_norm" in line]
+        if len(steps) != STEPS:
+            raise Wrong(f"train.py on {used.count} x {used.kind} trained {len(steps)} steps")
+        return steps
+    told = re.findall(r"^train\.py: (.+?)(?:; traceback: .*)?$", printed, re.MULTILINE)
+    why = "; ".join(dict.fromkeys(told)) or devices.last_line(printed)
+    if code is None:
+        why = f"it hangs, for {devices.MINUTES} minutes"
+    if used.yaml.parent == place and "memory is full" in why:
+        return []
+    raise Wrong(f"train.py on {used.count} x {used.kind} ended: {one_line(why, 600)}")
 
 
-def check_same(trial: Trial, own: str, what: str) -> None:
-    """Raises Wrong, which names the processes, if not all have the same."""
-    found = trial.ranks.gather(own)
-    if len({*found}) > 1:
-        text = by_value(found, trial.hosts).replace("\n", "; ")
-        raise Wrong(f"{what} differ, by their digests: {text}")
+def compare(used: Devices, limits: tuple, right: list[dict], found: list[dict]) -> None:
+    """Raises Wrong unless the steps have the same samples, losses and norms of gradients."""
+    where = f"on {used.count} x {used.kind}"
+    for step, (expected, line) in enumerate(zip(right, found, strict=False), 1):
+        if expected.get("batch_hash", line["batch_hash"]) != line["batch_hash"]:
+            raise Wrong(f"step {step} {where} trains other samples than on one device")
+        for name, limit in zip(("loss", "grad_norm"), limits, strict=True):
+            a, b = expected.get(name), line[name]  # None: not finite
+            if used.precision == "fp16" and name == "grad_norm" and None in (a, b):
+                continue  # its scaler looks for a scale
+            if None in (a, b) or not abs(a - b) <= limit * abs(a):
+                raise Wrong(f"step {step}: {name} {where} is {b}, and {a} is right")
 
 
-# ---- The checks, in their order ------------------------------------------------------------------
-
-
-def check_start(trial: Trial) -> str:
-    """All processes have built the same model."""
-    if PROCESSES == 1:
-        return "left out: there is one process"
-    plugin = getattr(trial.accelerator.state, "fsdp_plugin", None)
-    given = [*trial.model.parameters()]
-    if plugin and plugin.cpu_ram_efficient_loading:
-        check_same(trial, digest(torch.tensor(each.shape) for each in given), "shapes of weights")
-        return "left out: with fsdp_cpu_ram_efficient_loading only process 0 has the weights"
-    check_same(trial, digest(given), "weights")
-    return f"passed: the bytes of {len(given)} weights"
-
-
-def check_common(trial: Trial) -> str:
-    """All processes compute the same loss and gradient of the same micro-batch, each alone; and
-    what those of the whole step are."""
-    ranks, layout, accelerator = trial.ranks, trial.layout, trial.accelerator
-
-    def put_model() -> None:
-        context = sharding.compute_context(accelerator, trial.cfg.exact)
-        trial.model = weights.TaskModule(trial.model.to(accelerator.device), context)
-        if trial.cfg.compile:
-            device.compile_blocks(trial.model)
-
+def compute_step(project: Project, plan: batches.StepPlan, used: Devices) -> tuple[dict, bool]:
+    """Loss and norm of the gradient of the first step, without train.py and accelerate, and whether
+    the model has BatchNorm; {} if one device has no room for it."""
+    model = project.build_model(torch.device(used.name(0)))
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    has_batch_norm = any(isinstance(each, norms) for each in model.modules())
+    num_items, losses, scale = 0, [], 1024 if used.precision == "fp16" else 1
+    positions = project.rows.sort(range(plan.samples))
     try:
-        trial.everyone(put_model)
-        if PROCESSES > 1:  # the main process's buffers, and weights, which FSDP may not load here
-            for values in (*trial.model.parameters(), *trial.model.buffers()):
-                dist.broadcast(values.detach(), 0)
-        loss, _, gradient = trial.everyone(trial.gradient, range(1))
-        compare_alone(trial, loss, gradient)
-        loss, num_items, gradient = trial.everyone(trial.gradient, trial.plan.run())
-        numbers = ranks.sum_arrays(np.array([loss, num_items]) * layout.leads)
-        num_items = max(numbers[1], 1)
-        squares = 0.0
-        for values in gradient.values():  # their parts are added up in float64
-            total = ranks.sum_arrays(values.astype(np.float64) * layout.leads)
-            squares += np.square(total / num_items).sum()
-        trial.right = (numbers[0] / num_items, math.sqrt(squares))
-    except Wrong as error:
-        if is_out_of_memory(RuntimeError(str(error))):
-            return "left out: one device has no room for the whole model and its gradient"
-        raise
-    finally:
-        trial.model = None
-        gc.collect()
-        if accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
-    limits = f"loss {trial.limit(LOSS):g}, gradient {trial.limit(GRADIENT):g}"
-    return f"passed: within {limits}, relative to the median process"
-
-
-def compare_alone(trial: Trial, loss: float, gradient: dict[str, np.ndarray]) -> None:
-    """Raises Wrong, which names the processes whose loss or gradient is not that of the others."""
-    rows, names = np.stack(trial.ranks.gather(sketch(loss, gradient))), [*gradient]
-    finite = rows[np.isfinite(rows).all(1)]
-    middle = np.median(finite, axis=0) if len(finite) else np.zeros(rows.shape[1])
-    norms = middle[1 : 1 + len(names)]
-    scales = np.maximum(norms, FLOOR * np.linalg.norm(norms))
-    away = np.abs(rows - middle) / (np.concatenate([np.abs(middle[:1]), scales, scales]) + 1e-30)
-    away *= 2 if len(finite) == 2 else 1  # the median of two lies between them: both may be wrong
-    away[~np.isfinite(rows)] = np.inf
-    lines = []
-    for rank, (off, *offs) in enumerate(away):
-        text = f"{place_of([rank], trial.hosts)}: loss {rows[rank, 0]:.6g}"
-        if max(offs) > trial.limit(GRADIENT):
-            worst = f"off by {max(offs):.2g} of its norm" if max(offs) < np.inf else "not finite"
-            text += f", gradient of {names[np.argmax(offs) % len(names)]} is {worst}"
-        elif off <= trial.limit(LOSS):
-            continue
-        lines.append(text)
-    if lines:
-        others = f"the median loss is {middle[0]:.6g}"
-        others = "one of the two is wrong" if len(lines) == PROCESSES == 2 else others
-        raise Wrong(f"{'; '.join(lines[:8])}; {others}")
-
-
-def check_loop(trial: Trial) -> str:
-    """The first step of train.py, as its owner has it, has the loss and gradient found here."""
-    trial.run_own_loop()
-    if trial.right is None or trial.precision == "fp8":
-        return "left out: it runs, and there is nothing to compare with"
-
-    def compare() -> str:
-        if not IS_MAIN:
-            return ""
-        lines = (trial.folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        line = next(line for line in map(json.loads, lines) if "loss" in line)
-        limits = trial.limit(LOSS), trial.limit(GRADIENT)
-        for name, right, limit in zip(("loss", "grad_norm"), trial.right, limits, strict=True):
-            found = line[name]  # null: a step of fp16 that was skipped
-            if found is not None and not abs(found - right) <= limit * abs(right):
-                return f"its first step has {name} {found:.6g}, and {right:.6g} is right"
-        return ""
-
-    problem = trial.ranks.from_main(trial.everyone(compare))
-    if problem:
-        raise Wrong(problem)
-    return f"passed: loss {trial.right[0]:.5g}, norm of the gradient {trial.right[1]:.5g}"
-
-
-def check_weights(trial: Trial) -> str:
-    """After the step the weights have changed, and are the same on all processes."""
-    if not trial.states:
-        return "left out: train.py ended with an error"
-    if trial.layout.deepspeed:
-        return "left out: DeepSpeed keeps the weights in parts of its own"
-    if trial.precision == "fp16" and not all("after" in each for each in trial.states):
-        return "left out: the first step was skipped, as some of fp16 are"
-    if any(each.get("before", [0])[0] == each.get("after", [0])[0] for each in trial.states):
-        raise Wrong("a step of the optimizer has changed no weight")
-    if trial.layout.sharded or trial.layout.tp > 1:
-        return "passed: they have changed; each process has a part of its own"
-    check_same(trial, trial.states[trial.layout.rank]["after"][0], "weights")
-    return "passed: they have changed, and have the same bytes on all processes"
-
-
-def check_saving(trial: Trial) -> str:
-    """Started again, train.py has the bytes of weights and optimizer state that it had."""
-    if not trial.states or not all("after" in each for each in trial.states):
-        return "left out: train.py has made no step"
-    if trial.layout.deepspeed:
-        return "left out: DeepSpeed writes and reads checkpoints by itself"
-    saved = [each["after"] for each in trial.states]
-    trial.run_own_loop()
-    loaded = [each.get("before") for each in trial.states]
-    wrong = [rank for rank in range(PROCESSES) if loaded[rank] != saved[rank]]
-    if wrong:
-        raise Wrong(f"{place_of(wrong, trial.hosts)}: weights or optimizer came back changed")
-    return "passed: the bytes of weights and optimizer state"
-
-
-CHECKS: dict[str, Callable[[Trial], str]] = {
-    "same weights at the start": check_start,
-    "same loss and gradient": check_common,
-    "the loop of train.py": check_loop,
-    "same weights after the step": check_weights,
-    "save and load": check_saving,
-}
+        for number in range(sum(plan.shares)):
+            batch = project.batch(plan.positions(positions, number))
+            num_items += project.task.count(batch)
+            batches.seed_micro_batch(project.cfg.seed, 1, number)
+            losses.append(project.add_gradients(model, batch, used.precision, scale).item())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return {}, has_batch_norm
+    gradients = [p.grad.double().norm().item() for p in model.parameters() if p.grad is not None]
+    divisor = max(num_items, 1)
+    norm = math.hypot(*gradients) / scale / divisor
+    return {"loss": math.fsum(losses) / divisor, "grad_norm": norm}, has_batch_norm
