@@ -15,17 +15,19 @@ import samestep.base.preflight  # noqa: F401  # isort: skip
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from pydantic import Field
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep.base.fields import check_pairs, number_type, refuse
+from samestep.base.fields import check_pairs, refuse
 from samestep.models import stages
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
@@ -44,9 +46,9 @@ from samestep.training.saving import Saver
 @dataclass
 class Config(train.Config):
     # Pipeline
-    stages: number_type("Stages", int, 2, 1000) = field(default=2, metadata=ONE_COMMAND)
+    stages: Annotated[int, Field(ge=2, le=1000)] = field(default=2, metadata=ONE_COMMAND)
     """Processes that share the layers of a model. A step needs as many micro-batches at least."""
-    tensor_parallel: number_type("Parts", int, 1, 1000) = field(default=1, metadata=ONE_COMMAND)
+    tensor_parallel: Annotated[int, Field(ge=1, le=1000)] = field(default=1, metadata=ONE_COMMAND)
     """Processes that share each matrix of a stage."""
 
 
