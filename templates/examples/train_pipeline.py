@@ -17,18 +17,19 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from pydantic import Field
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import task
 import train
-from samestep.base.fields import check_pairs, number_type, refuse
+from samestep.base.fields import check_pairs, refuse
 from samestep.models import attention, next_token
 from samestep.processes import device, shutdown
 from samestep.processes.ranks import Ranks, as_user_error
@@ -49,9 +50,9 @@ Batch = dict[str, torch.Tensor]
 @dataclass
 class Config(train.Config):
     # Pipeline
-    stages: number_type("Stages", int, 2, 1000) = field(default=2, metadata=ONE_COMMAND)
+    stages: Annotated[int, Field(ge=2, le=1000)] = field(default=2, metadata=ONE_COMMAND)
     """Processes that share the layers of a model. A step needs as many micro-batches at least."""
-    tensor_parallel: number_type("Parts", int, 1, 1000) = field(default=1, metadata=ONE_COMMAND)
+    tensor_parallel: Annotated[int, Field(ge=1, le=1000)] = field(default=1, metadata=ONE_COMMAND)
     """Processes that share each matrix of a stage."""
 
 

@@ -19,9 +19,10 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
 from samestep.base import fields
 from samestep.base.fields import (
@@ -34,7 +35,6 @@ from samestep.base.fields import (
     Heads,
     Layers,
     Width,
-    number_type,
 )
 from samestep.data import cache, demo_data
 from samestep.data.sources import DataConfig, by_source, check_data_config, split_data
@@ -52,9 +52,9 @@ from samestep.text.token_rows import TokenRows
 Batch = dict[str, torch.Tensor]
 UNIT = "tokens"
 questions = corpus.questions  # that the check of the export asks
-Length = number_type("Length", int, 2, 2**20)
-Vocabulary = number_type("Vocabulary", int, 257, 2**20)
-LossChunk = number_type("LossChunk", int, 16, 2**30)
+Length = Annotated[int, Field(ge=2, le=2**20)]
+Vocabulary = Annotated[int, Field(ge=257, le=2**20)]
+LossChunk = Annotated[int, Field(ge=16, le=2**30)]
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ LossChunk = number_type("LossChunk", int, 16, 2**30)
 
 @dataclass
 class TaskConfig(DataConfig, StreamFields, LoraFields, ModelConfig):
-    data: str | list[dict[str, Any]] = "pydoc"
+    data: str | list[dict[str, int | str]] = "pydoc"
     """Rows to train on: a .jsonl, .json, .csv, .tsv or .parquet file, a .txt file, which is one
     text, a folder of such files, or a data set on the Hub. Or data that every machine has: manual
     (of Python and its library, 1.7 MB), pydoc (of the language alone, 0.4 MB), stdlib (Python's own

@@ -18,11 +18,12 @@ a plain nn.Module: python -m samestep example plain_module
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from samestep.base import fields
 from samestep.base.fields import NOTHING, ROUNDING, SHAPE, Dropout, Heads, Layers, Width
@@ -42,10 +43,10 @@ Batch = dict[str, torch.Tensor]
 # uint8 (side, side, 3), its class (or in training their distribution), its image_data.load_view
 Row = tuple[np.ndarray, Any, dict]
 
-Side = fields.number_type("Side", int, 1, 4096)
-StoredSide = fields.number_type("StoredSide", int, 0, 8192)
-Crop = fields.number_type("Crop", float, 0.01, 1)
-Mixing = fields.number_type("Mixing", float, 0, 100)
+Side = Annotated[int, Field(ge=1, le=4096)]
+StoredSide = Annotated[int, Field(ge=0, le=8192)]
+Crop = Annotated[float, Field(ge=0.01, le=1)]
+Mixing = Annotated[float, Field(ge=0, le=100)]
 
 
 # ---- Config --------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ a plain nn.Module: python -m samestep example plain_module
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base import fields
@@ -32,7 +33,6 @@ from samestep.base.fields import (
     Heads,
     Layers,
     Width,
-    number_type,
 )
 from samestep.data import cache, demo_data
 from samestep.data.sources import DataConfig, check_data_config, split_data
@@ -49,11 +49,11 @@ from samestep.text.row_files import RowFiles
 
 Batch = dict[str, torch.Tensor]
 UNIT = "pairs"
-Length = number_type("Length", int, 2, 2**20)
-Vocabulary = number_type("Vocabulary", int, 257, 2**20)
-LossChunk = number_type("LossChunk", int, 16, 2**30)
-Beta = number_type("Beta", float, 1e-6, 1000)
-Factor = number_type("Factor", float, 0, 1000)
+Length = Annotated[int, Field(ge=2, le=2**20)]
+Vocabulary = Annotated[int, Field(ge=257, le=2**20)]
+LossChunk = Annotated[int, Field(ge=16, le=2**30)]
+Beta = Annotated[float, Field(ge=1e-6, le=1000)]
+Factor = Annotated[float, Field(ge=0, le=1000)]
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ Factor = number_type("Factor", float, 0, 1000)
 
 @dataclass
 class TaskConfig(DataConfig, LoraFields, ModelConfig):
-    data: str | list[dict[str, Any]] = "docstrings"
+    data: str | list[dict[str, int | str]] = "docstrings"
     """Pairs: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of
     such files, or a data set on the Hub. Or docstrings, which every machine has: of a function's
     docstring the first line is preferred to all of it. Several with their weights:

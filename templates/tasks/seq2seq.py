@@ -17,15 +17,16 @@ a plain nn.Module: python -m samestep example plain_module
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch.nn.utils.rnn import pad_sequence
 
 from samestep.base import fields
 from samestep.base.console import one_line
-from samestep.base.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width, number_type
+from samestep.base.fields import EXPORT, SHAPE, Dropout, Heads, Layers, Width
 from samestep.data import cache, demo_data
 from samestep.data.sources import DataConfig, check_data_config, split_data
 from samestep.data.tables import TABLES
@@ -43,10 +44,10 @@ IGNORE_INDEX = -100  # the label of padding, which cross entropy leaves out
 UNIT = "target_tokens"
 
 # 256 bytes and two special tokens are the least that a byte-level vocabulary has.
-VocabularySize = number_type("VocabularySize", int, 258, 2**20)
-Length = number_type("Length", int, 2, 2**20)
-Beams = number_type("Beams", int, 1, 100)
-Samples = number_type("Samples", int, 0, 1_000_000)
+VocabularySize = Annotated[int, Field(ge=258, le=2**20)]
+Length = Annotated[int, Field(ge=2, le=2**20)]
+Beams = Annotated[int, Field(ge=1, le=100)]
+Samples = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ Samples = number_type("Samples", int, 0, 1_000_000)
 
 @dataclass
 class TaskConfig(DataConfig, ModelConfig):
-    data: str | list[dict[str, Any]] = "dates"
+    data: str | list[dict[str, int | str]] = "dates"
     """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file, also compressed (.gz, .zst), a
     folder of such files, or a data set on the Hub. Or dates, which every machine has: dates as
     people write them in five languages, with their ISO form as targets. Several with their weights:

@@ -18,14 +18,15 @@ a plain nn.Module: python -m samestep example plain_module
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from samestep.base import fields
-from samestep.base.fields import SHAPE, Dropout, Heads, Layers, Width, number_type
+from samestep.base.fields import SHAPE, Dropout, Heads, Layers, Width
 from samestep.data import cache, demo_data, labels
 from samestep.data.labels import MULTI, SINGLE
 from samestep.data.sources import DataConfig, check_data_config, split_data
@@ -44,9 +45,9 @@ questions = text_data.questions  # that the check of the export asks
 TOKENS = ("input_ids", "token_type_ids")  # columns with a value for each token
 HEAD = ("classifier", "score", "pooler", "head")  # weights that a model to start from may lack
 
-TextLength = number_type("TextLength", int, 3, 2**20)  # a token between two special ones
+TextLength = Annotated[int, Field(ge=3, le=2**20)]  # a token between two special ones
 # 256 bytes and 3 special tokens are the least that a byte-level vocabulary has.
-EncoderVocabulary = number_type("EncoderVocabulary", int, 260, 2**20)
+EncoderVocabulary = Annotated[int, Field(ge=260, le=2**20)]
 
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ EncoderVocabulary = number_type("EncoderVocabulary", int, 260, 2**20)
 
 @dataclass
 class TaskConfig(DataConfig, StreamFields, ModelConfig):
-    data: str | list[dict[str, Any]] = "stdlib"
+    data: str | list[dict[str, int | str]] = "stdlib"
     """Rows to train on: stdlib (functions of Python's library, by their area), a .jsonl, .json,
     .csv, .tsv or .parquet file, also compressed (.gz, .zst), a folder of such files, a folder of
     .txt files in one folder for each class, or a data set on the Hub. Several with their weights:

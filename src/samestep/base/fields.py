@@ -6,11 +6,12 @@ are functions.
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from samestep.base.console import one_line
 
@@ -22,36 +23,19 @@ EXPORT = {"changes": "export"}  # what is exported or reported; a finished run d
 SHAPE = {"changes": "shape"}  # other shapes of the weights: the checkpoint does not fit
 
 
-class Range(NamedTuple):
-    """The numbers of a type, from `first` to `last`, both included."""
-
-    first: float
-    last: float
-    words: str = ""  # after "a number", in errors and --help; empty: from FIRST to LAST
-
-    def __str__(self) -> str:
-        return self.words or f" from {self.first:,} to {self.last:,}"
-
-
-def number_type(name: str, base: type, first: float, last: float) -> Any:
-    """The type of the numbers from `first` to `last`, both included."""
-    return Annotated[base, Range(first, last)]
-
-
-ABOVE_0, BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
-NonNegativeInt = Annotated[int, Range(0, math.inf, ", at least 0")]
-PositiveInt = Annotated[int, Range(1, math.inf, ", at least 1")]
-NonNegativeFloat = Annotated[float, Range(0, math.inf, ", at least 0")]
-PositiveFloat = Annotated[float, Range(ABOVE_0, math.inf, ", above 0")]
-ClosedUnitInterval = Annotated[float, Range(0, 1, ", at least 0 and at most 1")]
-Dropout = Annotated[float, Range(0, BELOW_1, ", at least 0 and below 1")]
-Fraction = Annotated[float, Range(ABOVE_0, BELOW_1, ", above 0 and below 1")]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+ClosedUnitInterval = Annotated[float, Field(ge=0, le=1)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 # Sizes of a new transformer.
-Layers = number_type("Layers", int, 1, 1000)
-Heads = number_type("Heads", int, 1, 1024)
-Width = number_type("Width", int, 1, 65_536)
-Gigabytes = Annotated[float, Range(0, 1_000_000)]
+Layers = Annotated[int, Field(ge=1, le=1000)]
+Heads = Annotated[int, Field(ge=1, le=1024)]
+Width = Annotated[int, Field(ge=1, le=65_536)]
+Gigabytes = Annotated[float, Field(ge=0, le=1_000_000)]
 
 
 def refuse(*rules: tuple[Any, str], start: str = "") -> None:

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from samestep.base.console import one_line
 from samestep.base.fields import (
@@ -22,13 +23,12 @@ from samestep.base.fields import (
     check_fields,
     check_ignored_fields,
     local_path,
-    number_type,
 )
 from samestep.data import hub, splits, tables
 from samestep.data.tables import Row
 
 LONGEST_PERIOD = 100_000  # largest sum of weights, as in samestep/settings/contract.py
-ValidationRows = number_type("ValidationRows", int, 1, 10**9)
+ValidationRows = Annotated[int, Field(ge=1, le=10**9)]
 
 
 class WeightedData(NamedTuple):
@@ -71,7 +71,7 @@ class DataConfig:
     """Fraction of the training rows held out for evaluation, about. A hash of each row's content
     decides: the choice is the same on every machine, equal rows stay on one side, and no row is
     held out of more data that was trained on before, but the only one that a class had."""
-    validation_rows: ValidationRows = 1000  # type: ignore[valid-type]
+    validation_rows: ValidationRows = 1000
     """Most rows that are held out, however many there are: an evaluation of 1,000 rows takes about
     a tenth of the time of 100 steps of 32 samples."""
     incomplete_rows: Literal["refuse", "skip"] = "refuse"

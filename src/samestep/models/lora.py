@@ -1,7 +1,9 @@
 """LoRA (Hu et al., 2021): small trained adapters beside the frozen weights of a model."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from samestep.base.console import one_line
 from samestep.base.fields import (
@@ -10,22 +12,21 @@ from samestep.base.fields import (
     Dropout,
     check_fields,
     check_ignored_fields,
-    number_type,
 )
 from samestep.models import pretrained
 
-Rank = number_type("Rank", int, 0, 4096)
-Alpha = number_type("Alpha", float, 0, 1_000_000)
+Rank = Annotated[int, Field(ge=0, le=4096)]
+Alpha = Annotated[float, Field(ge=0, le=1_000_000)]
 
 
 @dataclass
 class LoraFields:
     """Fields of a task that can train adapters; the task has those of ModelConfig too."""
 
-    lora_rank: Rank = field(default=0, metadata=SHAPE)  # type: ignore[valid-type]
+    lora_rank: Rank = field(default=0, metadata=SHAPE)
     """Train adapters of this rank beside the frozen weights of model_name_or_path; 0: train all
     weights."""
-    lora_alpha: Alpha = 0.0  # type: ignore[valid-type]
+    lora_alpha: Alpha = 0.0
     """Factor of the adapters, times the rank; 0: twice the rank."""
     lora_dropout: Dropout = 0.0
     """Dropout before the adapters."""

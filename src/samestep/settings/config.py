@@ -1,7 +1,7 @@
-"""Builds the config dataclass from a recipe and flags. Each mistake is a ValueError of one line.
+"""Builds the config dataclass from defaults, a recipe and flags. A mistake is one line: ValueError.
 
-Only fields can be set, and the type of a field decides how its text is read: 007 and yes are text
-in a field of text. So values stay nodes of PyYAML, as they are written, until their field is known.
+Values stay text until their field is known: 007 and yes are text in a field of text. pydantic reads
+them as the type of the field says, which may be any that it knows; the dataclasses are plain ones.
 """
 
 import argparse
@@ -10,17 +10,18 @@ import difflib
 import functools
 import inspect
 import json
+import operator
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import torch
 import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from samestep.base.console import one_line
 from samestep.base.fields import (
@@ -29,23 +30,26 @@ from samestep.base.fields import (
     ROUNDING,  # noqa: F401  for train.py
     NonNegativeInt,
     check_ignored_fields,
-    number_type,
 )
 
 RECIPE = "configs/train/default.yaml"  # the default of --config
 MAX_FILE_SIZE = 100_000  # bytes; PyYAML takes a second for these
 HELP = {"-h", "--help"}
+USAGE = "accelerate launch --config_file FILE train.py --config FILE --FIELD VALUE"
 UNSAVED = {**NOTHING, "saved": False}  # for one start: not in config.yaml
 ONE_COMMAND = {**UNSAVED, "one_command": True}  # a flag, not in recipes either
 
 # Types of train.py's fields; those of tasks are in base/fields.py.
-BatchSize = number_type("BatchSize", int, 1, 10_000_000)
+BatchSize = Annotated[int, Field(ge=1, le=10_000_000)]
 Interval = NonNegativeInt | Literal["epoch"]  # steps, or each pass over the training data
-DecayRate = number_type("DecayRate", float, 0, 0.9999999)  # above, float32 rounds to 1
+DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]  # above, float32 rounds to 1
+
+Given = tuple[str, yaml.Node, int | None]  # name and value of a field, and the line in the recipe
 
 # ---- YAML ----------------------------------------------------------------------------------------
 
-TEXT, NULL = "tag:yaml.org,2002:str", "tag:yaml.org,2002:null"
+TEXT = "tag:yaml.org,2002:str"
+NULL = "tag:yaml.org,2002:null"
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -59,7 +63,8 @@ class StrictLoader(yaml.SafeLoader):
                 f"line {event.start_mark.line + 1}: & and * (anchors, aliases) and ! (tags) are "
                 "not supported; quote the text, or write the value itself"
             )
-        node, names = super().compose_node(parent, index), set()
+        node = super().compose_node(parent, index)
+        names: set[str] = set()
         for key, _ in node.value if node.id == "mapping" else ():
             line = f"line {key.start_mark.line + 1}"
             if key.id != "scalar" or key.tag == NULL or key.value == "<<":
@@ -70,12 +75,9 @@ class StrictLoader(yaml.SafeLoader):
         return node
 
     def scan_line_break(self) -> str:
-        first, found = self.peek(), super().scan_line_break()
+        first = self.peek()
+        found = super().scan_line_break()
         return first if first == "\x85" else found  # not a space: config.yaml has it as it is
-
-
-# In YAML 1.1, 010 is 8 and 1:30 is 90; here, 10 and no number, also where a field takes anything.
-StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: convert(int, node))
 
 
 def read_yaml(source: str | Path) -> yaml.Node:
@@ -83,7 +85,7 @@ def read_yaml(source: str | Path) -> yaml.Node:
     if isinstance(source, Path):
         if source.stat().st_size > MAX_FILE_SIZE:
             raise ValueError(f"it has more than {MAX_FILE_SIZE:,} bytes; give a YAML file")
-        source = source.read_text(encoding="utf-8")
+        source = source.read_text(encoding="utf-8-sig")  # Notepad begins with a mark
     try:
         return yaml.compose(source, StrictLoader) or yaml.ScalarNode(NULL, "")
     except yaml.MarkedYAMLError as error:
@@ -93,81 +95,113 @@ def read_yaml(source: str | Path) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain_value(node: yaml.Node, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def plain_value(node: yaml.Node) -> Any:
     """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
     try:
-        return loader("").construct_object(node, deep=True)
+        return yaml.SafeLoader("").construct_object(node, deep=True)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
 
-# ---- Values --------------------------------------------------------------------------------------
+def text_of(node: yaml.Node) -> Any:
+    """What is written there: text, lists and mappings of texts, None for null."""
+    if node.id == "mapping":
+        return {key.value: text_of(value) for key, value in node.value}
+    if node.id == "sequence":
+        return [text_of(each) for each in node.value]
+    return None if node.tag == NULL else node.value
 
+
+# ---- Types ---------------------------------------------------------------------------------------
+
+SCALARS = {str, int, float, bool, NoneType}
+CHECKS = ConfigDict(extra="forbid", allow_inf_nan=False)
 # Tensors hold integers below 2**63, and optimizers compute with float32.
-LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max}
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-WORDS |= {NoneType: "null", list: "a list", tuple: "a list", dict: "a mapping"}
+INT64 = Field(gt=-(2**63), lt=2**63)
+FLOAT32 = Field(ge=-3.4028234663852886e38, le=3.4028234663852886e38)
+WORDS = {"boolean": "true or false", "integer": "a whole number", "number": "a number"}
+WORDS |= {"string": "text", "array": "a list", "object": "a mapping"}
+LIMITS = {"exclusiveMinimum": "above", "minimum": "at least", "maximum": "at most"}
+LIMITS |= {"exclusiveMaximum": "below"}
 
 
 def members_of(kind: Any) -> tuple:
-    """The types in a union; any other type alone."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    """The types in a union; any other type alone. Without their ranges."""
+    if get_origin(kind) is Annotated:
+        return members_of(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return sum(map(members_of, get_args(kind)), ())
+    return (kind,)
+
+
+def for_text(kind: Any) -> Any:
+    """The type as pydantic has to read it from text.
+
+    The first member of a union that fits wins, where pydantic would take text for text: 8 in a
+    field of `int | str`. The options of a Literal are compared as they are written.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is int:
+        return Annotated[int, INT64]
+    if kind is float:
+        return Annotated[float, FLOAT32]
+    if kind is str:
+        return Annotated[str, Field(pattern="^[^\0]*$")]
+    if origin is Literal:
+        options = {str(option): option for option in inner}
+        return Annotated[kind, BeforeValidator(lambda text: options.get(str(text), text))]
+    if origin is Annotated:
+        return Annotated[(for_text(inner[0]), *inner[1:])]
+    if origin in (Union, UnionType):
+        members = functools.reduce(operator.or_, map(for_text, inner))
+        return Annotated[members, Field(union_mode="left_to_right")]
+    if origin in (list, tuple, dict):
+        return origin[tuple(map(for_text, inner))]
+    return kind
 
 
 def describe_type(kind: Any) -> str:
     """The values of a type, in words."""
-    origin, inner = get_origin(kind) or kind, get_args(kind)
-    if len(members_of(kind)) > 1:
-        words = [*map(describe_type, inner)]
+    try:
+        return describe(TypeAdapter(kind).json_schema())
+    except PydanticUserError:
+        return "no value, because a field of this type can only be set in the code"
+
+
+def describe(schema: dict[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        words = [describe(each) for each in schema["anyOf"]]
         return (", or " if "," in words[0] else " or ").join(words)
-    if origin is Literal:
-        return "one of " * (len(inner) > 1) + ", ".join(map(repr, inner))
-    if origin is Annotated:
-        return f"{WORDS[inner[0]]}{inner[1]}"
-    if origin is tuple and inner[1:] != (...,):
-        return f"a list of {len(inner)}"
-    return WORDS.get(origin) or "no value, because a field of this type can only be set in the code"
+    if "enum" in schema:
+        return "one of " + ", ".join(map(repr, schema["enum"]))
+    if "const" in schema:
+        return repr(schema["const"])
+    words = WORDS.get(schema.get("type"), schema.get("type", "anything"))
+    if schema.get("items"):
+        words += f", each {describe(schema['items'])}"
+    if {"minimum", "maximum"} <= schema.keys():
+        return f"{words} from {schema['minimum']:,} to {schema['maximum']:,}"
+    limits = {name: value for name, value in schema.items() if type(value) in (int, float)}
+    found = sorted(f"{LIMITS.get(name, name)} {value:,}" for name, value in limits.items())
+    return f"{words}, {' and '.join(found)}" if found else words
 
 
 def convert(kind: Any, node: yaml.Node) -> Any:
     """The value of a field with this type. Raises ValueError, which names the expected values."""
-    written, null = node.value, node.tag == NULL
-    for each in members_of(kind):
-        origin, inner = get_origin(each) or each, get_args(each)
-        if each in (Any, NoneType if null else {"sequence": list, "mapping": dict}.get(node.id)):
-            return plain_value(node, StrictLoader)
-        if origin in (list, tuple) and node.id == "sequence":
-            fixed = origin is tuple and inner[1:] != (...,)
-            kinds = inner if fixed else inner[:1] * len(written)
-            if len(kinds) == len(written):  # an error below names the wrong element
-                return origin(map(convert, kinds, written))
-        elif origin is dict and node.id == "mapping":
-            return {convert(inner[0], key): convert(inner[1], value) for key, value in written}
-        elif node.id == "scalar" and not null:
-            with suppress(ValueError, KeyError):
-                return convert_text(each, written)
-    hint, got = "", {"mapping": "a mapping", "sequence": "a list"}.get(node.id, "nothing")
-    if node.id == "scalar" and not null:
-        got = one_line(repr(written), 60)
-        if written and (get_origin(kind) or kind) in (list, tuple):
-            hint = f"; write [{one_line(written, 60)}]"
-    raise ValueError(f"expected {describe_type(kind)}; got {got}{hint}")
-
-
-def convert_text(kind: Any, text: str) -> Any:
-    """The value of a scalar; raises ValueError or KeyError without a text for people."""
-    if get_origin(kind) is Literal:
-        return {str(option): option for option in get_args(kind)}[text]
-    if kind is bool:
-        return yaml.SafeLoader.bool_values[text.lower()]
-    if kind is str and not re.search("[\0\ud800-\udfff]", text):
-        return text
-    base, limits = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
-    if base in LARGEST:
-        value = base(text)
-        if abs(value) <= LARGEST[base] and (not limits or limits.first <= value <= limits.last):
-            return value
-    raise ValueError
+    untyped = kind is Any or (node.id != "scalar" and "typing.Any" in str(kind))
+    value = plain_value(node) if untyped else text_of(node)
+    try:
+        return TypeAdapter(for_text(kind), config=CHECKS).validate_python(value)
+    except PydanticUserError:
+        wrong = value
+    except ValidationError as error:
+        deepest = max(error.errors(), key=lambda each: len(each["loc"]))
+        if deepest["type"] == "value_error":  # of a validator in the owner's code
+            raise deepest["ctx"]["error"] from None
+        wrong = deepest["input"]
+    got = {dict: "a mapping", list: "a list", NoneType: "nothing"}.get(type(wrong))
+    raise ValueError(f"expected {describe_type(kind)}; got {got or one_line(repr(wrong), 60)}")
 
 
 # ---- Fields --------------------------------------------------------------------------------------
@@ -175,7 +209,8 @@ def convert_text(kind: Any, text: str) -> Any:
 
 def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, dataclasses.Field]]:
     """Type and field of each name that can be set; those of nested dataclasses have a prefix."""
-    kinds, found = get_type_hints(config_class, include_extras=True), {}
+    kinds = get_type_hints(config_class, include_extras=True)
+    found: dict[str, tuple[Any, dataclasses.Field]] = {}
     for field in dataclasses.fields(config_class):
         name, kind = prefix + field.name, kinds[field.name]
         if dataclasses.is_dataclass(kind):
@@ -185,7 +220,7 @@ def fields_of(config_class: Any, prefix: str = "") -> dict[str, tuple[Any, datac
     return found
 
 
-def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, yaml.Node]]:
+def read_flags(arguments: list[str], fields: dict) -> Iterator[Given]:
     """The flags as they are written."""
     words = list(arguments)
     while words:
@@ -194,25 +229,23 @@ def read_flags(arguments: list[str], fields: dict) -> Iterator[tuple[str, yaml.N
         if not word.startswith("--") or name not in fields:
             raise ValueError(unknown_field(name if word.startswith("--") else word, fields))
         members = members_of(fields[name][0])
-        if not equals:
-            if words and not words[0].startswith("--"):
-                text = words.pop(0)
-            elif bool in members:  # --check is short for --check true
-                text = "true"
-            else:
-                is_text = words and words[0][2:].partition("=")[0] not in fields
-                hint = f"; write --{name}={shlex.quote(words[0])}" if is_text else ""
-                raise ValueError(f"--{name}: expected one argument{hint}")
-        # YAML would cut a path at " #".
-        plain = str in members and not re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
-        if not plain and {get_origin(each) or each for each in members} & {list, tuple, dict, Any}:
-            yield name, read_yaml(text)
-        else:
-            null = NoneType in members and text == "null"
-            yield name, yaml.ScalarNode(NULL if null else TEXT, text)
+        if not equals and words and not words[0].startswith("--"):
+            text = words.pop(0)
+        elif not equals and bool in members:  # --check is short for --check true
+            text = "true"
+        elif not equals:
+            is_text = words and words[0][2:].partition("=")[0] not in fields
+            hint = f"; write --{name}={shlex.quote(words[0])}" if is_text else ""
+            raise ValueError(f"--{name}: expected one argument{hint}")
+        is_list = re.fullmatch(r"\s*(\[.*\]|\{.*\})\s*", text, re.S)
+        if (is_list and not SCALARS.issuperset(members)) or Any in members:
+            yield name, read_yaml(text), None
+        else:  # YAML would cut a path at " #"
+            is_null = NoneType in members and text == "null"
+            yield name, yaml.ScalarNode(NULL if is_null else TEXT, text), None
 
 
-def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator:
+def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator[Given]:
     """The fields in a recipe as they are written, as `read_flags` gives those of the flags."""
     if section.id != "mapping" and section.tag != NULL:
         place = f"{prefix[:-1]}: " if prefix else ""
@@ -224,21 +257,22 @@ def read_recipe(section: yaml.Node, fields: dict, prefix: str = "") -> Iterator:
         elif name in fields and "one_command" in fields[name][1].metadata:
             raise ValueError(f"{name} cannot be in a recipe; give it as a flag, --{name}")
         else:
-            yield name, value
+            yield name, value, key.start_mark.line + 1
 
 
-def convert_all(given: Iterable[tuple[str, yaml.Node]], fields: dict) -> dict[str, Any]:
+def convert_all(given: Iterable[Given], fields: dict) -> dict[str, Any]:
     """The values of fields, each converted to its type; raises ValueError with a wrong name."""
     values: dict[str, Any] = {}
-    for name, node in given:
+    for name, node, line in given:
+        place = f"line {line}: " if line else ""
         if name not in fields:
-            raise ValueError(unknown_field(name, fields))
+            raise ValueError(place + unknown_field(name, fields))
         if name in values:
-            raise ValueError(f"{name} is given twice")
+            raise ValueError(f"{place}{name} is given twice")
         try:
             values[name] = convert(fields[name][0], node)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise ValueError(f"{place}{name}: {error}") from None
     return values
 
 
@@ -281,13 +315,11 @@ def parse_config(
         show_help(cfg, path, usage)
         raise SystemExit(0)
     remarks = choose_length(cfg, flags, recipe) if hasattr(cfg, "num_epochs") else []
-    rules = []
     for name, switch, values in READERS:
         value = getattr(cfg, switch, None)
         # A flag that switches off the reader of a recipe's field leaves the recipe as it is.
-        read = value in values or (switch in flags and name not in flags)
-        rules.append((name, read or not hasattr(cfg, name), f"with {switch} {value}"))
-    check_ignored_fields(cfg, rules, section="")
+        read = value in values or (switch in flags and name not in flags) or not hasattr(cfg, name)
+        check_ignored_fields(cfg, [(name, read, f"with {switch} {value}")], section="")
     return cfg, path, flags, remarks
 
 
@@ -380,18 +412,26 @@ def suggestion(wrong: str, names: Iterable[str], otherwise: str) -> str:
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-# ---- Help ----------------------------------------------------------------------------------------
+# ---- Help and schema -----------------------------------------------------------------------------
 
 # In the source of a dataclass: a comment that opens a group, a field, a docstring.
 PARTS = re.compile(r'\n\n    # ([^\n]+)|^    (\w+):|^    """(.+?)"""', re.M | re.S)
 
 
 def field_notes(config_class: Any, prefix: str = "", title: str = "") -> dict[str, list[str]]:
-    """The heading and the docstring of each field; those of a class come before its bases'."""
+    """The heading and the docstring of each field; those of a class come before its bases'.
+
+    They are read from the source: Python keeps neither.
+    """
     notes: dict[str, list[str]] = {}
     for base in config_class.__mro__[:-1]:
-        heading, new = title or "Fields", [""]
-        for comment, field, text in PARTS.findall(inspect.getsource(base)):
+        heading = title or "Fields"
+        new = [""]
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):  # it was typed at a prompt
+            source = ""
+        for comment, field, text in PARTS.findall(source):
             if comment:
                 heading = f"{title}: {comment}" if title else comment
             elif field:
@@ -409,7 +449,8 @@ def show_help(cfg: Any, recipe: Path, usage: str) -> None:
     parser = argparse.ArgumentParser("train.py", usage=usage)
     about = "The recipe; the defaults below are its values."
     parser.add_argument("--config", help=f"{about} (default: {recipe})".replace("%", "%%"))
-    notes, groups = field_notes(type(cfg)), {}
+    notes = field_notes(type(cfg))
+    groups: dict[str, Any] = {}
     kinds = fields_of(type(cfg))
     for name in sorted(kinds, key=[*notes, *kinds].index):
         heading, about = (*notes.get(name, ["Fields"]), "")[:2]
@@ -421,3 +462,27 @@ def show_help(cfg: Any, recipe: Path, usage: str) -> None:
         metavar = name.rpartition(".")[2].upper()
         groups[heading].add_argument(f"--{name}", metavar=metavar, help=about)
     parser.print_help()
+
+
+def recipe_schema(config_class: Any) -> dict[str, Any]:
+    """The JSON schema of recipes, by which editors complete and check them."""
+    notes = field_notes(config_class)
+    defaults = config_class()
+    schema = {"type": "object", "additionalProperties": False, "properties": {}}
+    for name, (kind, field) in fields_of(config_class).items():
+        try:
+            own = TypeAdapter(kind).json_schema()
+        except PydanticUserError:  # it can only be set in the code
+            continue
+        if "one_command" in field.metadata:
+            continue
+        own["description"] = " ".join(notes.get(name, [])[1:])
+        own["default"] = functools.reduce(getattr, name.split("."), defaults)
+        schema.setdefault("$defs", {}).update(own.pop("$defs", {}))
+        *sections, last = name.split(".")
+        place = schema["properties"]
+        for each in sections:
+            empty = {"type": ["object", "null"], "additionalProperties": False, "properties": {}}
+            place = place.setdefault(each, empty)["properties"]
+        place[last] = own
+    return schema

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from samestep.base.fields import (
     EXPORT,
     NOTHING,
@@ -10,13 +12,12 @@ from samestep.base.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Range,
 )
 from samestep.settings.config import ONE_COMMAND, UNSAVED
 
-Megabytes = Annotated[int, Range(1, 100_000)]
-Workers = Annotated[int, Range(0, 256)]
-Seconds = Annotated[int, Range(1, 31_536_000)]  # a year
+Megabytes = Annotated[int, Field(ge=1, le=100_000)]
+Workers = Annotated[int, Field(ge=0, le=256)]
+Seconds = Annotated[int, Field(ge=1, le=31_536_000)]  # a year
 
 
 @dataclass

@@ -24,10 +24,11 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from tqdm import tqdm
 
 from samestep.base.console import one_line, without_credentials
@@ -37,7 +38,6 @@ from samestep.base.fields import (
     check_fields,
     check_ignored_fields,
     local_path,
-    number_type,
 )
 from samestep.base.files import fsync
 from samestep.data import cache, hub, sources, splits
@@ -46,7 +46,7 @@ from samestep.data.sources import IncompleteRow, Source, split_data
 from samestep.streaming import shards
 from samestep.streaming.shards import Columns, Reader, Shard, ShardIndex
 
-Window = number_type("Window", int, 1, 1_000_000)
+Window = Annotated[int, Field(ge=1, le=1_000_000)]
 THREADS = 16  # that make the index: they wait for the disk or the network
 COPIES = 4  # that a process makes at a time
 ENDINGS = (*shards.ENDINGS, ".tokens")  # of copies: see token_streams.py
@@ -66,10 +66,10 @@ class StreamFields:
     streaming: bool = False
     """Read rows while the model trains, and prepare none: task.data is a folder, or a URL such as
     s3://bucket/folder, of WebDataset .tar files or of .parquet files."""
-    shuffle_window: Window = 8  # type: ignore[valid-type]
+    shuffle_window: Window = 8
     """streaming: shards whose rows are shuffled together. More are closer to a full shuffle, and
     take more of shard_cache_gb."""
-    shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)  # type: ignore[valid-type]
+    shard_cache_gb: Gigabytes = field(default=50.0, metadata=NOTHING)
     """streaming: room for shards of a store, and unpacked ones, in cache_dir; at least two windows.
     .tar files of a local disk are read where they are."""
 
