@@ -130,6 +130,7 @@ def test_a_task_trains_continues_and_evaluates(tmp_path, task):
     project = bake(tmp_path, pictures=False, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
     flags += ["--log_every", 2, "--eval_every", 2, "--save_every", 2, "--export", "best"]
+    flags += ["--task.validation_fraction", 0.01]
     rehearse(project, hardware, 1, *flags, "--max_steps", 4)
     printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--accept_changes")
     assert "continuing from" in printed and "the best evaluation was that of step" in printed
@@ -156,6 +157,7 @@ def test_synchronised_batch_norm_has_the_statistics_of_all_gpus(tmp_path):
     waits for the GPU, so each step writes a line."""
     project = bake(tmp_path, pictures=False, task="image_classification", tracker="none")
     flags = ["--task.architecture", "resnet_batchnorm", "--task.hidden_size", 64]
+    flags += ["--task.validation_fraction", 0.01]
     flags += ["--task.num_layers", 1, "--max_steps", 4, "--log_every", 1, "--eval_every", 2]
     flags += ["--global_batch_size", 8, "--warmup_steps", 1, "--save_every", 0, "--output_dir"]
     project.train(1, "--micro_batch_size", 8, *flags, tmp_path / "cpu")
