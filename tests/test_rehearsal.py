@@ -188,7 +188,7 @@ def test_a_card_trains(small, tmp_path, card):
 
 VERBS = [(verb, "single_gpu_bf16", 1) for verb in ("check", "recommend")]
 VERBS += [(verb, "multi_gpu_bf16", 2) for verb in ("check", "smoke", "bench")]
-VERBS += [("smoke", "fsdp2", 2), ("smoke", "tensor_parallel", 2)]
+VERBS += [("smoke", "tensor_parallel", 2)]
 
 
 @pytest.mark.slow
