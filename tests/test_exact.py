@@ -210,7 +210,7 @@ def test_each_task(tmp_path, task):
     project = bake(tmp_path, pictures=False, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--max_steps", 6, "--eval_every", 3]
     flags += ["--log_every", 1, "--global_batch_size", 8, "--micro_batch_size", 1]
-    flags += ["--task.dropout", 0.1]
+    flags += ["--task.dropout", 0.1, "--task.validation_fraction", 0.01]
     check_same(*train_all(project, tmp_path, [(1,), (2,), (3,)], *flags))
 
 

@@ -32,6 +32,7 @@ def rehearse(project, hardware, processes, *flags, program="train.py", card="H10
 def small(tmp_path_factory):
     """A language model of two layers; of three steps one writes a line."""
     fields = {"log_every": 3, "eval_every": 6, "save_every": 3, "keep_checkpoints": 0}
+    fields["learning_rate"] = 0.002  # with 0.01 bf16 may have other norms after six steps
     return make_small(tmp_path_factory.mktemp("small"), **fields)
 
 
@@ -130,6 +131,7 @@ def test_a_task_trains_continues_and_evaluates(tmp_path, task):
     project = bake(tmp_path, pictures=False, task=task, tracker="none")
     flags = ["--config", "configs/train/smoke.yaml", "--output_dir", tmp_path / "run"]
     flags += ["--log_every", 2, "--eval_every", 2, "--save_every", 2, "--export", "best"]
+    flags += ["--task.validation_fraction", 0.01]
     rehearse(project, hardware, 1, *flags, "--max_steps", 4)
     printed = rehearse(project, hardware, 1, *flags, "--max_steps", 6, "--accept_changes")
     assert "continuing from" in printed and "the best evaluation was that of step" in printed
@@ -156,6 +158,7 @@ def test_synchronised_batch_norm_has_the_statistics_of_all_gpus(tmp_path):
     waits for the GPU, so each step writes a line."""
     project = bake(tmp_path, pictures=False, task="image_classification", tracker="none")
     flags = ["--task.architecture", "resnet_batchnorm", "--task.hidden_size", 64]
+    flags += ["--task.validation_fraction", 0.01]
     flags += ["--task.num_layers", 1, "--max_steps", 4, "--log_every", 1, "--eval_every", 2]
     flags += ["--global_batch_size", 8, "--warmup_steps", 1, "--save_every", 0, "--output_dir"]
     project.train(1, "--micro_batch_size", 8, *flags, tmp_path / "cpu")
@@ -186,7 +189,7 @@ def test_a_card_trains(small, tmp_path, card):
 
 VERBS = [(verb, "single_gpu_bf16", 1) for verb in ("check", "recommend")]
 VERBS += [(verb, "multi_gpu_bf16", 2) for verb in ("check", "smoke", "bench")]
-VERBS += [("smoke", "fsdp2", 2), ("smoke", "tensor_parallel", 2)]
+VERBS += [("smoke", "tensor_parallel", 2)]
 
 
 @pytest.mark.slow
