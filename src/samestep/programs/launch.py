@@ -193,12 +193,12 @@ def main() -> int:
     try:
         codes = train(arguments)
     except Exception as error:  # of accelerate and torch, before any process has trained
-        problem = f"{type(error).__name__}: {one_line(error)}"
-        if isinstance(error.__cause__ or error, DistError):
+        cause = error.__cause__ or error
+        problem = f"{type(cause).__name__}: {one_line(cause)}"
+        if isinstance(cause, DistError):
             problem = (
-                f"the launchers of the machines did not meet: {one_line(error.__cause__ or error)}; "
-                "start all of them with one main_process_ip and main_process_port, and open that "
-                "port on machine 0"
+                f"the launchers of the machines did not meet: {one_line(cause)} Start all of them "
+                "with one main_process_ip and main_process_port, and open that port on machine 0"
             )
         say(problem)
         return 1
