@@ -7,7 +7,7 @@ It takes the arguments of `accelerate launch` (see its --help), and does five th
 - It forwards signals to the training processes, which save and stop.
 - It hides the launcher's report, dozens of lines for a Ctrl-C, unless it alone knows the reason.
 - It exits with the code of the training processes, where accelerate and torchelastic exit with 1.
-- Under --max_restarts it ends after exit codes 2 and 75, where torchelastic would start again.
+- Under --max_restarts it ends after exit code 2, where torchelastic would start again.
 
 Exit codes: 0 finished; 2 the input is wrong, do not retry; 75 stopped on request, and anything else
 a crash: the same command continues.
@@ -101,31 +101,31 @@ class Signals:
             threading.Thread(target=self.stop, daemon=True).start()
 
     def stop(self) -> None:
-        """Asks the check, or all that train, to stop; they may be about to start."""
-        found: list[psutil.Process] = []
-        while not found:
+        """Asks the check, or all that train, to stop: torchelastic may be about to start them."""
+        asked: set[int] = set()
+        began = time.monotonic()
+        while asked or time.monotonic() < began + 10:
             with contextlib.suppress(psutil.Error):  # one has just ended
-                children = psutil.Process().children()
-                found = [each for each in children if self.program in each.cmdline()]
+                for each in psutil.Process().children():
+                    if self.program in each.cmdline() and each.pid not in asked:
+                        asked.add(each.pid)
+                        each.terminate()
             time.sleep(0.1)
-        for each in found:
-            with contextlib.suppress(psutil.Error):
-                each.terminate()
+        preflight.leave(STOPPED, "samestep launch", preflight.BEFORE)  # others have not come
 
+    def end_restarts(self) -> None:
+        """Keeps torchelastic from starting again what was stopped or ends in the same error."""
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-def end_without_restart() -> None:
-    """Keeps torchelastic from starting again what would end in the same error, or was stopped."""
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        monitor = LocalElasticAgent._monitor_workers
 
-    monitor = LocalElasticAgent._monitor_workers
+        def monitor_workers(agent: Any, *arguments: Any) -> Any:
+            result = monitor(agent, *arguments)
+            if self.received or 2 in {each.exitcode for each in result.failures.values()}:
+                agent._remaining_restarts = 0
+            return result
 
-    def monitor_workers(agent: Any, *arguments: Any) -> Any:
-        result = monitor(agent, *arguments)
-        if {2, STOPPED} & {each.exitcode for each in result.failures.values()}:
-            agent._remaining_restarts = 0
-        return result
-
-    LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
+        LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
 
 
 def train(arguments: argparse.Namespace) -> dict[str, int]:
@@ -137,7 +137,6 @@ def train(arguments: argparse.Namespace) -> dict[str, int]:
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # `Signals` passes on the others
     # With the c10d rendezvous, launchers that restart would disagree about a shared store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    end_without_restart()
     logging.disable()  # dozens of lines for a Ctrl-C
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -190,6 +189,7 @@ def main() -> int:
         say(preflight.BEFORE)
     if code or only or signals.received:
         return STOPPED if signals.received else code
+    signals.end_restarts()
     try:
         codes = train(arguments)
     except Exception as error:  # of accelerate and torch, before any process has trained
