@@ -91,6 +91,7 @@ class Signals:
 
     def __init__(self, program: str):
         self.program, self.received = program, False
+        self.codes: dict[str, int] = {}  # of processes that have stopped, or that must not restart
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.handle)
@@ -114,23 +115,37 @@ class Signals:
         preflight.leave(STOPPED, "samestep launch", preflight.BEFORE)  # others have not come
 
     def end_restarts(self) -> None:
-        """Keeps torchelastic from starting again what was stopped or ends in the same error."""
+        """Keeps torchelastic from starting again what was stopped or ends in the same error.
+
+        It ends as for a signal. After an error launchers of other machines, which may go on without
+        this one, would find the rendezvous closed.
+        """
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        from torch.distributed.elastic.multiprocessing.api import SignalException
 
         monitor = LocalElasticAgent._monitor_workers
 
-        def monitor_workers(agent: Any, *arguments: Any) -> Any:
-            result = monitor(agent, *arguments)
-            if self.received or 2 in {each.exitcode for each in result.failures.values()}:
-                agent._remaining_restarts = 0
+        def monitor_workers(*arguments: Any) -> Any:
+            result = monitor(*arguments)
+            codes = name_failures(result.failures)
+            if codes and (self.received or 2 in codes.values()):
+                self.codes = codes
+                raise SignalException("not to be restarted", signal.SIGTERM)
             return result
 
         LocalElasticAgent._monitor_workers = monitor_workers  # type: ignore[method-assign]
 
 
-def train(arguments: argparse.Namespace) -> dict[str, int]:
-    """Runs the launcher; the exit codes of processes that failed here, the lowest rank first."""
+def name_failures(failures: dict) -> dict[str, int]:
+    """The exit codes of processes that torchelastic has seen fail, the lowest rank first."""
+    failed = sorted(failures.items())
+    return {f"process {rank} (pid {each.pid})": each.exitcode for rank, each in failed}
+
+
+def train(arguments: argparse.Namespace, signals: Signals) -> dict[str, int]:
+    """Runs the launcher; the exit codes of processes that failed on this machine."""
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments.quiet = False  # it would hide the exit code
@@ -144,8 +159,9 @@ def train(arguments: argparse.Namespace) -> dict[str, int]:
     except subprocess.CalledProcessError as error:
         return {"the process that trained": error.returncode}
     except ChildFailedError as error:
-        failed = sorted(error.failures.items())
-        return {f"process {rank} (pid {each.pid})": each.exitcode for rank, each in failed}
+        return name_failures(error.failures)
+    except SignalException:
+        return signals.codes
     return {}
 
 
@@ -191,7 +207,7 @@ def main() -> int:
         return STOPPED if signals.received else code
     signals.end_restarts()
     try:
-        codes = train(arguments)
+        codes = train(arguments, signals)
     except Exception as error:  # of accelerate and torch, before any process has trained
         cause = error.__cause__ or error
         problem = f"{type(cause).__name__}: {one_line(cause)}"
@@ -202,7 +218,7 @@ def main() -> int:
             )
         say(problem)
         return 1
-    code = next(iter(codes.values()), 0)
+    code = 2 if 2 in codes.values() else next(iter(codes.values()), 0)
     if signals.received and code < 0:
         advice = "the same command continues from the newest checkpoint, if there is one"
         say(f"stopped without saving; {advice}")
