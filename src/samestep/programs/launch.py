@@ -161,7 +161,7 @@ def train(arguments: argparse.Namespace, signals: Signals) -> dict[str, int]:
     except ChildFailedError as error:
         return name_failures(error.failures)
     except SignalException:
-        return signals.codes
+        return signals.codes or {"the launcher": 1}  # after SIGQUIT
     return {}
 
 
