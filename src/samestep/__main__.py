@@ -6,7 +6,7 @@ predict    answers from a trained model
 plot       draws the curves of a run, or compares runs
 hardware   measures this machine: all of check, bench, smoke; recommend, precision
 example    lists whole task files, or writes one
-eject      lays the library's source beside train.py, to be changed
+eject      copies the library's source beside train.py, to be changed
 """
 
 import samestep.base.preflight  # noqa: F401  # isort: skip

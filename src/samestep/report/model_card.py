@@ -3,6 +3,7 @@
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -80,9 +81,11 @@ def write_card(folder: Path, final: Path, run_info: dict) -> None:
     task, base = pipeline_task(folder), config["task"].get("model_name_or_path")
     library = "peft" if (folder / "adapter_config.json").exists() else "transformers"
     source = one_line(config["task"].get("data") or "the data of task.py", 100)
-    about = {"task_type": task or "other", "dataset_type": "unknown", "dataset_name": source}
+    about: dict[str, Any] = {"task_type": task or "other", "dataset_name": source}
     results = [
-        EvalResult(metric_type=one_line(metric, 100), metric_value=value, **about)
+        EvalResult(
+            dataset_type="unknown", metric_type=one_line(metric, 100), metric_value=value, **about
+        )
         for metric, value in scores.items()
     ]
     header = ModelCardData(

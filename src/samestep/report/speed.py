@@ -7,7 +7,6 @@ no other step waits.
 import atexit
 import contextlib
 import math
-import os
 import resource
 import socket
 import sys
@@ -179,69 +178,51 @@ def peak_memory(device: torch.device) -> float:
 
 
 class Profiler:
-    """Writes what the CPU and the device do in a few steps: a trace for each process, and a table.
+    """Traces of the steps that `steps` names: [first, last], or [first, last, every].
 
-    `steps`: the first and the last, and, to repeat it, after how many steps. The step before the
-    first is the warm-up: the profiler starts in it, which takes seconds on a GPU. In other steps
-    nothing is recorded, and nothing costs time.
-
-    Under `nsys profile` Nsight Systems records the same steps, with NVTX ranges for torch's
-    operators.
+    Each process writes a trace, and on a GPU the history of its memory. In other steps nothing is
+    recorded, and nothing costs time.
     """
 
     def __init__(self, meter: SpeedMeter, steps: list[int] | None, output: Path):
         self.meter, self.accelerator, self.output = meter, meter.accelerator, output / "profile"
         self.first, self.last, self.every = [*(steps or (0, 0)), 0][:3]
         self.cuda = self.accelerator.device.type == "cuda"
-        self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
-        self.profile: Any = None
-        self.recording: contextlib.ExitStack | None = None  # between the first step and the last
-        self.ranges = contextlib.ExitStack()  # those of a step that is recorded
-        # torch crashes in Python's finalisation while it records. Several processes skip that.
+        self.profile: Any = None  # while it records
+        self.ranges = contextlib.ExitStack()  # that of a step which is recorded
+        # torch crashes in Python's finalization while it records. Several processes skip that.
         if self.accelerator.num_processes == 1:
-            atexit.register(catch, lambda: self.recording and self.profile.stop_trace())
+            atexit.register(catch, lambda: self.profile and self.profile.stop())
 
     def start_step(self, step: int) -> None:
         """Before a step."""
-        while self.every and not self.recording and step > self.first:
+        while self.every and not self.profile and step > self.first:
             self.first, self.last = self.first + self.every, self.last + self.every
-        if step in (self.first - 1, self.first) and not (self.profile or self.nsys):
-            with self.meter.paused():
-                options = ProfileKwargs(record_shapes=True, profile_memory=True)
-                self.profile = options.build()
-                self.profile.prepare_trace()
         if step == self.first:
             with self.meter.paused():
-                self.start()
-        if self.recording:
+                self.profile = ProfileKwargs(record_shapes=True, profile_memory=True).build()
+                self.profile.start()
+                if self.cuda:
+                    torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if self.profile:
             self.ranges.enter_context(record_function(f"step {step}"))
-
-    def start(self) -> None:
-        """Starts to record."""
-        self.recording = contextlib.ExitStack()
-        if self.nsys:
-            torch.cuda.profiler.start()
-            self.recording.callback(torch.cuda.profiler.stop)
-            self.recording.enter_context(torch.autograd.profiler.emit_nvtx())
-            return
-        self.profile.start_trace()
-        if self.cuda:
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self.recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def end_step(self, step: int) -> None:
         """After the step has changed the weights. A profile that cannot be written ends no run."""
         self.ranges.close()
-        if self.recording and step == self.last:
-            with self.meter.paused(), self.recording:
-                _, problem = catch(self.write) if self.profile else (None, None)
-            self.profile = self.recording = None
-            if problem:
-                print_on_main(f"no profile: {one_line(problem)}")
+        if not self.profile or step < self.last:
+            return
+        with self.meter.paused():
+            _, problem = catch(self.write)
+        self.profile = None
+        if self.cuda:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if problem:
+            print_on_main(f"no profile: {one_line(problem)}")
 
     def write(self) -> None:
         """Writes the trace of this process and its memory; on the main process, the table."""
-        self.profile.stop_trace()
+        self.profile.stop()
         folder = self.output / f"steps-{self.first}-{self.last}"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"process-{self.accelerator.process_index}"
@@ -252,7 +233,4 @@ class Profiler:
             where = "device" if self.cuda else "cpu"
             table = self.profile.key_averages().table(f"self_{where}_time_total", row_limit=40)
             (folder / "operations.txt").write_text(table + "\n", encoding="utf-8")
-            print_on_main(
-                f"profile of steps {self.first} to {self.last}: {folder}; operations.txt has the "
-                "longest operations, and ui.perfetto.dev shows the traces"
-            )
+            print_on_main(f"profile of steps {self.first} to {self.last}: {folder}")

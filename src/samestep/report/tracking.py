@@ -42,7 +42,6 @@ def write_json_object(path: Path, line: dict) -> None:
 class Log:
     """Writes lines of metrics to metrics.jsonl, the tracker and the screen."""
 
-    interval = 10  # seconds between lines of the training loss on a terminal
     untracked = ("batch_hash", "sample_ids")  # in the file, not in the tracker
     shares = ("data_wait", "compute", "peer_wait", "peak_memory_gb")  # see speed.SpeedMeter
     unshown = ("step", "samples", "epoch", *shares, *untracked)  # in the file, not on the screen
@@ -58,8 +57,6 @@ class Log:
             dynamic_ncols=True,
             disable=None if IS_MAIN else True,
         )
-        self.pending: list[dict] = []  # the newest training line, if it is not on the screen yet
-        self.shown_at = -math.inf  # time of the last line on the screen
         self.first: tuple[int, float] | None = None  # the first step, and when it was counted
         if IS_MAIN:
             self.file = open(Path(config["output_dir"]) / "metrics.jsonl", "ab+")
@@ -89,22 +86,13 @@ class Log:
         self.show_line(line)
 
     def show_line(self, line: dict) -> None:
-        """Shows evaluations, events and, if it is due, the training loss on the screen.
-
-        A log file gets every training line. A terminal has the loss in its bar, and gets a line of
-        it every few seconds and before each evaluation.
-        """
-        due = [line] if {"eval_loss", "event"} & line.keys() else []
+        """Shows a line on the screen. On a terminal the training loss is in the bar alone."""
         if "loss" in line:
             rate = next(show(n, v) for n, v in line.items() if n.endswith("_per_second"))
             numbers = f"loss {line['loss']:.4g}, lr {line['lr']:.3g}, {rate}"
             self.bar.set_postfix_str(numbers, refresh=False)
-            self.pending = [line]
-        waited = time.monotonic() - self.shown_at
-        if self.pending and (due or self.bar.disable or waited > self.interval):
-            due, self.pending, self.shown_at = self.pending + due, [], time.monotonic()
-        for each in due:
-            self.say_line(each)
+        if self.bar.disable or {"eval_loss", "event"} & line.keys():
+            self.say_line(line)
 
     def say_line(self, line: dict) -> None:
         """Prints a line; that of the training loss tells the time left."""
