@@ -86,10 +86,10 @@ def run(used: Devices, project: Project) -> Section:
         model = project.build_model(torch.device("cpu"))
     cfg, sizes = project.cfg, count_parameters(model)
     memory = host = psutil.virtual_memory().total
-    ways = {used.yaml.stem: 1.0}
+    name, ways = used.kind, {used.yaml.stem: 1.0}
     if used.kind == "cuda":
-        cards = map(torch.cuda.get_device_properties, range(used.count))
-        memory = min(card.total_memory for card in cards)
+        cards = [torch.cuda.get_device_properties(number) for number in range(used.count)]
+        memory, name = min(card.total_memory for card in cards), cards[0].name
     if used.kind == "cuda" and used.precision == "bf16":  # FSDP is not supported with fp16
         ways |= {"fsdp2": used.count, "fsdp2_offload": math.inf}
     longest = project.batch(project.rows.sort(range(min(len(project.rows), ROWS)))[-1:])
@@ -104,7 +104,7 @@ def run(used: Devices, project: Project) -> Section:
     section.facts = {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "weights, gradients, moments": f"{short(sizes.states() / 1e9)} GB",
-        "devices": f"{used.count} x {used.kind}, {short(memory / 1e9)} GB each",
+        "devices": f"{used.count} x {name}, {short(memory / 1e9)} GB each",
     }
     for way, gpus in WAYS.items():
         plain, less = (short(need(gpus, 1, each) / 1e9) for each in (False, True))
