@@ -27,7 +27,7 @@ PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist works
 BAKE = $(VENV)/bin/cookiecutter . --no-input --default-config
 
 .PHONY: help demo test test-all test-zero torture bench bench-steps bench-scaling bench-ddp \
-	bench-precision bench-scale gpu
+	bench-scale gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,9 +72,6 @@ bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minute
 
 bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
 	@$(SOURCES) .venv/bin/python benchmarks/ddp.py $(ARGS)
-
-bench-precision: $(TESTS)  ## train each task in fp32 and in bf16, and compare: 10 minutes
-	@$(SOURCES) .venv/bin/python benchmarks/precision.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)

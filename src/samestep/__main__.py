@@ -5,7 +5,7 @@ prepare    prepares the data, and no more
 predict    answers from a trained model
 evaluate   evaluates a language model by lm-evaluation-harness
 plot       draws the curves of a run, or compares runs
-hardware   measures this machine: all of check, bench, smoke; recommend, precision
+hardware   tests this machine: check, bench and smoke; recommend says which YAML
 example    lists whole task files, or writes one
 eject      lays the library's source beside train.py, to be changed
 """

@@ -52,6 +52,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def measure() -> int:
     """Runs the parts of the report that are asked for; the exit code."""
     options, flags = parse_arguments(sys.argv[1:])
+    if options.verb == "check" and flags:
+        raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
     if LAUNCHED & os.environ.keys() and not options.config_file:
