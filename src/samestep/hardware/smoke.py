@@ -104,7 +104,7 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
             raise Wrong(f"train.py on {used.count} x {used.kind} trained {len(steps)} steps")
         return steps
     told = re.findall(r"^train\.py: (.+?)(?:; traceback: .*)?$", printed, re.MULTILINE)
-    why = "; ".join(dict.fromkeys(told)) or devices.last_line(printed)
+    why = "; ".join(dict.fromkeys(told)) or " ".join(printed.splitlines()[-1:])
     if code is None:
         why = f"it hangs, for {devices.MINUTES} minutes"
     if used.yaml.parent == place and "memory is full" in why:
