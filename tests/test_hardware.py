@@ -72,6 +72,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(accelerate_yaml, "cuda_error", lambda: "")  # of a build for CUDA
     monkeypatch.setattr(accelerate_yaml, "is_deepspeed_available", lambda: True)
     monkeypatch.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: True)
     monkeypatch.setattr(launching, "is_fp8_available", lambda: True)
@@ -291,7 +293,9 @@ def test_rows_that_context_parallelism_cannot_cut(row, said):
 @pytest.mark.parametrize("name, said", [("fsdp2", ""), ("deepspeed_zero2", "DeepSpeed is not")])
 def test_check_prints_one_line(tiny, tmp_path, name, said):
     """A whole `--check`, on a machine that shows 8 GPUs."""
-    gpus = "import torch; torch.accelerator.device_count = lambda: 8"
+    gpus = "import torch; torch.accelerator.device_count = lambda: 8; "
+    gpus += "torch.cuda.is_bf16_supported = lambda **_: True; "
+    gpus += "from samestep.settings import accelerate_yaml as y; y.cuda_error = lambda: ''"
     flags = ["--check", "--config_file", FOLDER / f"{name}.yaml", "--output_dir", tmp_path / "run"]
     ((code, printed, errors),) = tiny.forked([{"flags": flags, "before": gpus}])
     assert (code, errors.count("\n")) == ((2, 1) if said else (0, 0)), printed + errors
