@@ -65,7 +65,8 @@ def measure() -> int:
     file, baseline = options.report / "hardware.json", options.report / "baseline.json"
     if file.exists() and '"format"' not in file.read_text(errors="replace")[:20]:
         raise UserError(f"{one_line(file, 100)} is not of samestep hardware; rename it")
-    used = devices.choose(options.config_file, options.processes)
+    chosen = None if options.verb == "recommend" else options.config_file  # it looks for one
+    used = devices.choose(chosen, options.processes)
     project = None if options.verb == "check" else read_project(flags)
     sections = []
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
