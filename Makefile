@@ -39,7 +39,7 @@ python_fits = $(if $(filter-out file,$(origin PYTHON)),@\
 	echo "$(VENV) has $$has, not $$asked: leave out PYTHON, or remove $(VENV)" >&2; exit 2; })
 
 .PHONY: help demo test test-all test-zero torture faults bench bench-steps bench-scaling bench-ddp \
-	bench-precision bench-scale gpu
+	bench-scale gpu
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,9 +89,6 @@ bench-scaling: $(TESTS)  ## draw the speed-up over 1, 2 and 4 devices: 10 minute
 
 bench-ddp: $(TESTS)  ## measure what the settings of DDP cost or gain: 5 minutes
 	@$(SOURCES) $(VENV)/bin/python benchmarks/ddp.py $(ARGS)
-
-bench-precision: $(TESTS)  ## train each task in fp32 and in bf16, and compare: 10 minutes
-	@$(SOURCES) $(VENV)/bin/python benchmarks/precision.py $(ARGS)
 
 bench-scale: $(BENCH)  ## measure how text is prepared and read, from 10 to 200 MB: 10 minutes
 	@$(SOURCES) .venv/bench/bin/python benchmarks/scale.py $(ARGS)

@@ -35,6 +35,7 @@ import work
 from compare import HERE
 
 SECONDS = 3600  # of a call
+TASKS = ("causal_lm", "text_classification", "image_classification", "seq2seq", "preference")
 GOAL, LEAST = "baked, 16 x 4", 0.55  # of the peak; the goal is 0.6
 # Rows of gpu.py. Some are held against another one: at least so many times its speed, and at most
 # so many GB more. exact keeps three sets of gradients of 4.3 GB in place of one.
@@ -84,11 +85,6 @@ class Place:
 
         return torch.cuda.device_count()
 
-    @property
-    def steps(self) -> int:
-        """Steps of a run that compares precisions."""
-        return 100 if self.device == "cuda" else 6
-
     def size(self, size: work.Size) -> work.Size:
         """This size; on a CPU a tiny one."""
         return size if self.device == "cuda" else replace(gpu.TINY, batch=size.batch)
@@ -126,9 +122,9 @@ class Place:
         last = (text.strip().splitlines() or ["no word"])[-1]
         return text, "it took too long" if code is None else last[:200]
 
-    def launch(self, *words: object) -> None:
+    def launch(self, *words: object, gpu: str = "single_gpu_bf16") -> None:
         """Runs a program of the project under an accelerate YAML; raises RuntimeError."""
-        hardware = "single_gpu_bf16" if self.device == "cuda" else "cpu"
+        hardware = gpu if self.device == "cuda" else "cpu"
         launch = ["-m", "accelerate.commands.launch", "--quiet", "--config_file"]
         _, reason = self.run(*launch, f"configs/accelerate/{hardware}.yaml", *words)
         if reason:
@@ -219,21 +215,23 @@ def compiled(here: Place) -> Iterator[Row]:
 
 
 def hardware(here: Place, verb: str) -> Iterator[Row]:
-    """The figures of a verb of samestep hardware; of matrices and memory those of the largest."""
+    """The figures of a verb of samestep hardware; the formula of recommend beside a run's peak."""
     flags = work.flags(here.size(replace(gpu.LARGE, batch=8))) if verb == "recommend" else []
     here.launch("-m", "samestep", "hardware", verb, *flags)
     found = json.loads((here.project / "runs/hardware/hardware.json").read_text())[verb]
-    note = found["facts"].get("estimate and measurement") or "; ".join(found["lines"])
-    yield Row(verb, "passed", note)
+    yield Row(verb, "passed", "; ".join(found["lines"]))
     for each in found["figures"]:
-        if each["size"] in (0, 8192, 256 << 20):
-            share = each["value"] / (each["peak"] or math.inf)
-            note = f"{share:.0%} of the peak" * (share > 0)
-            yield here.row(each["name"], each["value"], each["unit"], note, too_high=share > 1.1)
-    figures = {each["name"]: each["value"] for each in found["figures"]}
-    if "memory, measured" in figures:
-        ratio = figures["memory, estimated"] / figures["memory, measured"]
-        yield here.row("memory, estimated / measured", ratio, "", wrong=abs(ratio - 1) > 0.15)
+        share = each["value"] / (each["peak"] or math.inf)
+        note = f"{share:.0%} of the peak" * (share > 0)
+        yield here.row(each["name"], each["value"], each["unit"], note, too_high=share > 1.1)
+    if verb == "recommend":
+        (formula,) = [each["value"] for each in found["figures"]]
+        output = here.project / "runs" / "memory"
+        size = here.size(replace(gpu.LARGE, batch=8))
+        here.launch("train.py", *work.flags(size, output_dir=output, max_steps=10, log_every=5))
+        lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+        ratio = formula / max(line.get("peak_memory_gb", 0) for line in lines)
+        yield here.row("memory, formula / peak", ratio, "", wrong=abs(ratio - 1) > 0.25)
 
 
 def everything(here: Place) -> Iterator[Row]:
@@ -244,16 +242,22 @@ def everything(here: Place) -> Iterator[Row]:
 
 def other_precision(here: Place) -> Iterator[Row]:
     """The same steps of each task in fp32 and in bf16."""
-    _, reason = here.run(HERE / "precision.py", "--output", here.project, "--steps", here.steps)
-    if reason:
-        raise RuntimeError(reason)
-    for task, facts in json.loads((here.project / "precision.json").read_text())["tasks"].items():
-        name = next(name for name in facts if name.endswith("_per_second"))
-        first, mixed, ratio = facts[name].values()
-        (away,) = facts["losses of a step"].values()
-        note = f"{ratio:.2f} x fp32, losses within {away:.2%}"
-        unit = f"{name.removesuffix('_per_second')}/s"
-        yield here.row(f"{task}, bf16", mixed, unit, note, other_losses=not away < 0.1)
+    default = here.project
+    try:
+        for task in TASKS if here.device == "cuda" else TASKS[:1]:
+            here.project = compare.bake(default / "runs" / task, task=task, tracker="none")
+            losses = []
+            for name in ("single_gpu", "single_gpu_bf16"):
+                output = here.project / "runs" / name
+                words = ["--config", "configs/train/smoke.yaml", "--output_dir", output]
+                here.launch("train.py", *words, gpu=name)
+                lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+                losses.append([line["loss"] for line in lines if "grad_norm" in line])
+            away = max(abs(b / a - 1) for a, b in zip(*losses, strict=True))
+            note = f"losses of bf16 within {away:.2%}"
+            yield here.row(f"{task}, bf16", away, "", note, other_losses=not away < 0.1)
+    finally:
+        here.project = default
 
 
 def scaling(here: Place) -> Iterator[Row]:

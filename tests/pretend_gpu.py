@@ -40,6 +40,8 @@ CARDS = {
 }
 NAME, CAPABILITY, GIGABYTES, AMD = CARDS[os.environ.get("PRETEND", "H100")]
 RANK, COUNT = (int(os.environ.get(f"LOCAL_{n}", i)) for i, n in enumerate(("RANK", "WORLD_SIZE")))
+# What `samestep hardware` starts has as many as that itself.
+COUNT = int(os.environ.setdefault("PRETEND_GPUS", str(COUNT)))
 aten, Tensor = torch.ops.aten, torch.Tensor
 # Operators that take tensors of both sides: copies, and indices, which may lie on the CPU.
 BOTH_SIDES = {aten.copy_, aten._foreach_copy_, aten.set_, aten.index, aten.index_put_}
@@ -445,11 +447,12 @@ def mark_parameters():
     torch.nn.Parameter.__new__ = new
 
 
-def shrink_bench():
-    """Measures with the sizes for CPUs, which take seconds there."""
-    from samestep.hardware import devices, links
+def pretend_in_children():
+    """What `samestep hardware` starts has such GPUs, and measures with the sizes for CPUs."""
+    from samestep.hardware import bench, devices
 
-    devices.MATRICES, links.GPU_SIZES = devices.CPU_MATRICES, links.CPU_SIZES
+    devices.PREFIX[:] = [__file__]
+    bench.SIZES["cuda"] = bench.SIZES["cpu"]
 
 
 def pretend():
@@ -468,11 +471,8 @@ if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.getcwd())
     pretend()
-    {"train.py": watch_steps, "-m": shrink_bench}.get(sys.argv[0], list)()
+    {"train.py": watch_steps, "-m": pretend_in_children}.get(sys.argv[0], list)()
     if sys.argv[0] == "-m":
-        from samestep.hardware import smoke
-
-        smoke.OWN_LOOP[1:] = [__file__, "-m", "samestep.hardware.own_loop"]
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

@@ -91,9 +91,9 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     if sys.argv[0] == "-m":
-        from samestep.hardware import smoke
+        from samestep.hardware import devices
 
-        smoke.OWN_LOOP[1:] = [__file__, "-m", "samestep.hardware.own_loop"]
+        devices.PREFIX[:] = [__file__]
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

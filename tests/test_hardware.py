@@ -1,16 +1,23 @@
-"""The YAMLs of configs/accelerate: what the launcher makes of each, and what is refused."""
+"""The YAMLs of configs/accelerate, and `samestep hardware`, which tests the devices."""
 
 import contextlib
+import json
+import os
 import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import yaml
 from accelerate.commands import launch
 from accelerate.utils import launch as launching
 
-from conftest import ROOT, SOURCE
+from conftest import ROOT, SOURCE, bake, wait_until
+from samestep.hardware import bench, check, child, devices, recommend, report
+from samestep.hardware.recommend import Sizes
 from samestep.settings import accelerate_yaml
 from samestep.settings import mesh as layout
 from samestep.settings.run_config import DDPConfig
@@ -65,6 +72,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(accelerate_yaml, "cuda_error", lambda: "")  # of a build for CUDA
     monkeypatch.setattr(accelerate_yaml, "is_deepspeed_available", lambda: True)
     monkeypatch.setitem(accelerate_yaml.FP8_LIBRARIES, "AO", lambda: True)
     monkeypatch.setattr(launching, "is_fp8_available", lambda: True)
@@ -284,7 +293,9 @@ def test_rows_that_context_parallelism_cannot_cut(row, said):
 @pytest.mark.parametrize("name, said", [("fsdp2", ""), ("deepspeed_zero2", "DeepSpeed is not")])
 def test_check_prints_one_line(tiny, tmp_path, name, said):
     """A whole `--check`, on a machine that shows 8 GPUs."""
-    gpus = "import torch; torch.accelerator.device_count = lambda: 8"
+    gpus = "import torch; torch.accelerator.device_count = lambda: 8; "
+    gpus += "torch.cuda.is_bf16_supported = lambda **_: True; "
+    gpus += "from samestep.settings import accelerate_yaml as y; y.cuda_error = lambda: ''"
     flags = ["--check", "--config_file", FOLDER / f"{name}.yaml", "--output_dir", tmp_path / "run"]
     ((code, printed, errors),) = tiny.forked([{"flags": flags, "before": gpus}])
     assert (code, errors.count("\n")) == ((2, 1) if said else (0, 0)), printed + errors
@@ -311,3 +322,403 @@ def test_all_yamls_are_in_the_tables():
     text = DOC.read_text().partition("\n## Memory")[0].partition("\n## The YAMLs")[2]
     rows = "".join(line for line in text.splitlines() if line.startswith("| `"))
     assert {*re.findall(r"`([a-z0-9_]+)`", rows)} >= {*SHIPPED}
+
+
+# Layers, width, width of the MLP, width of keys, vocabulary, tied embeddings; by their model cards
+# the parameters (without biases and norms) and the largest unit.
+MODELS = {
+    "0.5B": (24, 896, 4864, 128, 151_936, True, 494_005_120 - 43_904, 136_134_656),
+    "1B": (16, 2048, 8192, 512, 128_256, True, 1_235_814_400 - 67_584, 262_668_288),
+    "7B": (32, 4096, 11008, 4096, 32_000, False, 6_738_415_616 - 266_240, 262_144_000),
+    "70B": (80, 8192, 28672, 1024, 128_256, False, 70_553_706_496 - 1_318_912, 2_101_346_304),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sizes_of_known_models_and_the_tables_of_the_docs(name):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    layers, width, mlp, keys, vocabulary, tied, parameters, unit = MODELS[name]
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=keys // 64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    with torch.device("meta"):
+        counted = recommend.count_parameters(AutoModelForCausalLM.from_config(config))
+    assert counted.parameters == parameters + (2 * layers + 1) * width  # its norms
+    assert 0 <= counted.unit - unit <= 2 * width
+    sizes = Sizes(parameters, parameters, unit, unit)
+    end = [recommend.activations(config, 4096, each, 4096) for each in (False, True)]
+    gpus = (1, 2, 8, 32, float("inf"))
+    held = [*(sizes.on_gpu(count) + end[1] for count in gpus), sizes.states()]
+    shown = [f"{each / 1e9:,.0f}" if each >= 1e11 else f"{each / 1e9:.1f}" for each in held]
+    row = rf"\| {name} \| .*\| {shown[0]} \| [\d.]+ \| {' . '.join(shown[1:])} \|\n"
+    assert re.search(row.replace(" . ", r" \| "), DOC.read_text()), shown
+    # The smallest number of GPUs with so many GB that train it.
+    cells = []
+    for card in (24, 80, 141):
+        fits = [
+            (count, checkpointing)
+            for count in (1, 2, 4, 8, 16, 32, 64)
+            for checkpointing in (False, True)
+            if sizes.on_gpu(count) + end[checkpointing] <= 0.92e9 * card
+        ]
+        count, checkpointing = fits[0] if fits else (0, False)
+        text = {0: "none of these", 1: "1 GPU"}.get(count, f"FSDP2 on {count}")
+        cells.append(text + (", checkpointing" if checkpointing else ""))
+    assert f"| {name} | {' | '.join(cells)} |" in DOC.read_text()
+
+
+def test_frozen_weights_have_no_gradients_and_no_moments():
+    sizes = Sizes(parameters=1_010, trained=10, unit=100, unit_trained=1)
+    assert sizes.on_gpu(1) == 6 * 1_000 + 18 * 10
+    assert sizes.on_gpu(1, "no") == 4 * 1_000 + 16 * 10
+    assert sizes.on_gpu(1, checkpointing=True) == 4 * 1_000 + 2 * 99 + 18 * 10
+    assert sizes.on_gpu(10) == (4 * 1_010 + 12 * 10) / 10 + 4 * 100 + 6
+
+
+# ---- Programs that samestep hardware starts ------------------------------------------------------
+
+GPU = devices.Devices("cuda", 2, "bf16", Path("configs/accelerate/multi_gpu_bf16.yaml"))
+TOPOLOGY = "\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV12\\n\\nLegend:\\n\\n  X    = Self\\n"
+
+
+@pytest.mark.parametrize(
+    "program, code, printed",
+    [
+        (f"printf '{TOPOLOGY}'", 0, "        GPU0    GPU1\nGPU0     X      NV12"),
+        ("echo NVIDIA-SMI has failed; exit 9", 9, "NVIDIA-SMI has failed"),
+        ("exec /bin/sleep 60", -1, "nvidia-smi does not answer within 0.1 s"),
+        (None, 127, "nvidia-smi is not installed"),
+    ],
+)
+def test_what_nvidia_smi_prints(monkeypatch, tmp_path, program, code, printed):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if code == -1:
+        monkeypatch.setattr(devices, "SMI_SECONDS", 0.1)
+    if program:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert devices.nvidia_smi("-L") == (code, printed)
+
+
+def test_children_know_nothing_of_the_launcher(monkeypatch):
+    told = (
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID "
+    )
+    told += "ACCELERATE_USE_FSDP FSDP_VERSION PET_NNODES GROUP_RANK EXIT_CODE_FILE LAUNCHING"
+    for name in told.split():
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    code = "import os, sys; print(*os.environ); sys.exit(3)"
+    ((ended, printed),) = devices.run(["-c", code])
+    assert ended == 3 and not {*printed.split()} & {*told.split()}
+    assert "OMP_NUM_THREADS" in printed.split()
+
+
+def test_no_process_outlives_the_one_that_started_it(monkeypatch, tmp_path):
+    """It gets a signal while it waits; its child has a child in a session of its own."""
+    code = "import subprocess, sys, time; run = [sys.executable, '-c', 'import time; "
+    code += "time.sleep(98.7)']; p = subprocess.Popen(run, start_new_session=True); "
+    code += f"open('{tmp_path}/pid', 'w').write(f'{{p.pid}} '); time.sleep(98.7)"
+
+    def interrupted(*_):
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()[-1:])
+        raise SystemExit(75)
+
+    monkeypatch.setattr(devices.subprocess.Popen, "wait", interrupted)
+    with pytest.raises(SystemExit):
+        devices.run(["-c", code])
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("visible, precision", [("1", "bf16"), ("0", "fp16"), (None, "fp16")])
+def test_the_precision_is_that_of_the_visible_gpus(monkeypatch, visible, precision):
+    """Of a T4 and an A100."""
+    cards = {"0": "7.5", "1": "8.0"}
+
+    def query(*words):
+        chosen = [cards[words[1]]] if words[0] == "-i" else [*cards.values()]
+        return 0, "\n".join(["compute_cap", *chosen])
+
+    monkeypatch.setattr(devices, "nvidia_smi", query)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    yaml_of = Path(f"configs/accelerate/single_gpu_{precision}.yaml")
+    assert devices.choose(None, None) == ("cuda", 1, precision, yaml_of)
+    with pytest.raises(ValueError, match="torch sees 1 GPUs; give --processes 1"):
+        devices.choose(None, 2)
+    assert devices.choose(FOLDER / "cpu.yaml", None)[:3] == ("cpu", 1, "no")
+
+
+# ---- check ---------------------------------------------------------------------------------------
+
+RIGHT = {"name": "H100", "free": 1.0, "formats": {"fp32": "runs", "bf16": "runs"}}
+LISTED = "GPU 0: NVIDIA H100\nGPU 1: NVIDIA H100"
+LOST = "Unable to determine the device handle for GPU1: 0000:1B:00.0: GPU is lost."
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """check on two GPUs: what nvidia-smi prints to its first word, and what the second one says."""
+
+    def run(listed=(0, LISTED), seen=2, second=(RIGHT, ""), **printed):
+        smi = {"-L": listed, "topo": (0, "GPU0 X NV12")} | printed
+        answers = {"cuda:0": (RIGHT, ""), "cuda:1": second}
+        monkeypatch.setattr(check, "nvidia_smi", lambda word, *_: smi.get(word, (1, "")))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
+        monkeypatch.setattr(
+            check,
+            "ask",
+            lambda _, *given: [answers.get(each.get("device"), ({}, "")) for each in given],
+        )
+        used = GPU if seen else devices.Devices("cpu", 1, "no", GPU.yaml)
+        answers["cpu"] = (RIGHT, "")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return check.run(used)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case, said",
+    [
+        ({}, None),
+        ({"listed": (127, "nvidia-smi is not installed"), "seen": 0}, None),
+        (
+            {"listed": (15, LOST), "seen": 0},
+            f"a GPU is lost: {LOST}; train on the others, with CUD",
+        ),
+        ({"listed": (0, f"{LISTED}\n{LOST}")}, "a GPU is lost"),
+        (
+            {"listed": (9, "Driver/library version mismatch")},
+            "the driver does not work: Driver/lib",
+        ),
+        (
+            {"listed": (-1, "nvidia-smi does not answer")},
+            "the driver does not work: nvidia-smi doe",
+        ),
+        ({"seen": 0}, "torch sees 0 GPUs, and nvidia-smi lists 2: "),
+        ({"second": (None, "it hangs, for 30 minutes")}, "cuda:1 does not answer: it hangs, for"),
+        (
+            {"second": ({**RIGHT, "formats": {"fp32": "no: no kernel"}}, "")},
+            "cuda:1 does not compu",
+        ),
+        ({"second": ({**RIGHT, "formats": {"fp32": "wrong: 1"}}, "")}, "cuda:1 computes wrong num"),
+        ({check.ERRORS: (0, "0, 0, No\n1, 3, No")}, "GPU 1 has errors in its memory (ECC: 3 unco"),
+        ({check.ERRORS: (0, "0, [N/A], Yes")}, "GPU 0 has errors in its memory"),
+    ],
+)
+def test_what_makes_training_wrong_is_a_failure(checked, case, said):
+    failures = checked(**case).failures
+    assert len(failures) == (said is not None)
+    assert all(line.startswith(said) for line in failures)
+
+
+def test_what_is_slow_is_said(checked):
+    other = {**RIGHT, "name": "A100", "free": 0.5}
+    section = checked(second=(other, ""), topo=(0, "GPU0 X CNS\nLegend: CNS = Chipset"))
+    peers, full, differ = section.lines
+    assert peers.startswith("some GPUs cannot reach each other's memory")
+    assert full.startswith("cuda:1 has 50% of its memory free")
+    assert differ.startswith("the GPUs differ") and not section.failures
+    assert checked(seen=1).lines[0] == "torch sees 1 GPUs, and nvidia-smi lists 2"
+
+
+def test_formats_run_only_with_right_numbers(monkeypatch):
+    cpu = torch.device("cpu")
+    assert child.look("cpu")["formats"]["fp32"] == "runs"
+    assert child.try_format("fp32", torch.device("meta")).startswith("no: ")
+    monkeypatch.setitem(child.TOLERANCE, "fp32", 1e-12)
+    assert child.try_format("fp32", cpu).startswith("wrong: the error of a product is ")
+    nan = torch.full((64, 64), float("nan"))
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: nan)
+    assert child.try_format("bf16", cpu).startswith("wrong: ")
+
+
+# ---- bench ---------------------------------------------------------------------------------------
+
+THIRD = [100, 100, 100, 70]
+
+
+@pytest.mark.parametrize(
+    "steps, products, first, rule, ways",
+    [
+        (THIRD, [700] * 4, "3 (H200), step", "20%", ["370 unequal", "300 leave", "280 use"]),
+        ([100] * 3 + [25], [700] * 4, "3 (H200), step", "50%", ["325 unequal", "300 leave"]),
+        ([100] * 4, [700] * 3 + [350], "3 (H200), matrix", "20%", ["400 use", "400 unequal"]),
+        ([100, 45], [700] * 2, "1 (H200), step", "50%", ["145 unequal", "100 leave"]),
+        ([100, 40], [300, 700], "0 (H200), matrix", "20%", ["140 unequal", "80 use", "0 leave"]),
+        ([100] * 3 + [81], [700] * 4, "", "", []),
+        ([100], [700], None, "", []),
+    ],
+)
+def test_slow_devices_are_named_with_what_to_do(steps, products, first, rule, ways):
+    lines = bench.advise(["H200"] * len(steps), steps, products)
+    if not first:
+        assert lines == ["no device is more than 20% behind the fastest"][: len(steps) - 1]
+        return
+    assert lines[0].startswith(f"slow device: {first}")
+    found = [re.match(r"at most (\d+) samples/s, [^:]*: (\w+)", line) for line in lines]
+    assert [" ".join(each.groups()) for each in found if each][: len(ways)] == ways
+    assert any(line.startswith(f"rule of thumb, for more than {rule} behind: ") for line in lines)
+    if steps == THIRD:
+        assert 'unequal shares: --device_shares "[1.43, 1.43, 1.43, 1]", or auto' in lines[2]
+
+
+# ---- The report ----------------------------------------------------------------------------------
+
+
+def test_what_is_slower_than_in_an_older_report_is_said(tmp_path, capsys):
+    path = tmp_path / "baseline.json"
+
+    def section(devices="8 x H100", **speeds):
+        figures = [report.Figure(name, speed, "GB/s", "0") for name, speed in speeds.items()]
+        return report.Section("bench", {"devices": devices}, figures)
+
+    old = section(x=100.0, y=1.0)
+    figures = [vars(each) for each in old.figures]
+    path.write_text(json.dumps({"bench": {"facts": old.facts, "figures": figures}}))
+    assert report.compare(section(x=85.0, y=1.0, z=1.0), path) == 0
+    assert capsys.readouterr().out == "0 of 2 figures are more than 20% slower\n"
+    assert report.compare(section(x=70.0), path) == 2
+    out = capsys.readouterr().out
+    assert (
+        "x 0 GB/s: 70, was 100: 30% slower\ny 0 GB/s: nan, was 1: only in the older report" in out
+    )
+    assert report.compare(section(x=200.0, y=1.0), path) == 0
+    assert "x 0 GB/s: 200, was 100: 100% faster" in capsys.readouterr().out
+    with pytest.raises(
+        ValueError, match="devices was 8 x H100 and is 7 x H100; if a device is los"
+    ):
+        report.compare(section("7 x H100", x=1.0), path)
+    broken = ["", "[1]", '{"format": 1, "bench": 3}', '{"bench": {"facts": {}, "figures": [{}]}}']
+    for content in broken:
+        path.write_text(content)
+        with pytest.raises(ValueError, match="is no report of bench; give a hardware.json"):
+            report.compare(old, path)
+
+
+# ---- For real ------------------------------------------------------------------------------------
+
+
+def hardware(project, *words, code=0, **env):
+    """What `samestep hardware` prints, in a line."""
+    command = ["python", "-m", "samestep", "hardware", *words]
+    result = project.run(*command, check=False, **env)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert code != 2 or result.stderr.count("\n") == 1
+    return " ".join((result.stdout + result.stderr).split())
+
+
+@pytest.mark.parametrize(
+    "words, error",
+    [
+        (["check", "--learning_rate", "1"], "check takes no --learning_rate"),
+        (["smoke", "--learning_rat", "1"], "learning_rate"),
+        (["smoke", "--resume", "never"], "only train.py can do --resume; leave it out"),
+        (["smoke", "--config_file", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["--processes", "x"], "argument --processes: invalid int value: 'x'"),
+        (["check", "--report", "task.py"], "task.py: File exists"),
+    ],
+)
+def test_bad_input_is_one_line(tiny, words, error):
+    assert error in hardware(tiny, *words, code=2)
+
+
+@pytest.mark.slow
+def test_one_command_checks_measures_and_compares(tiny, tmp_path):
+    """And starts the same with a damaged report of an earlier call."""
+    (tmp_path / "baseline.json").write_text("damaged")
+    words = ["--report", tmp_path, "--seconds", 0.01]
+    printed = hardware(tiny, *words)
+    assert "2 comparisons passed, 0 failed" in printed
+    assert "not compared with" in printed and "which you may remove" in printed
+    found = json.loads((tmp_path / "hardware.json").read_text())
+    assert {*found} == {"format", "check", "bench", "smoke"}
+    assert found["check"]["facts"]["cpu"].startswith("cpu\nfp32: runs")
+    places = [each["where"] for each in found["bench"]["figures"]]
+    assert {*places} == {"0", "1", "links"}
+    assert all(0 < each["value"] < 1e6 for each in found["bench"]["figures"])
+    (tmp_path / "hardware.json").write_text("mine")
+    assert "hardware.json is not of samestep hardware" in hardware(tiny, *words, code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor, code", [(1, 0), (1.5, 1)])
+def test_smoke_under_a_launcher_that_shards(tiny, tmp_path, factor, code):
+    """Only the first process works; train.py is started with its YAML and number of processes."""
+    project = copied(tiny, tmp_path, BACKWARD, BACKWARD.replace("(grad", f"({factor} * grad"))
+    launch = ["accelerate", "launch", "--quiet", "--config_file", "configs/accelerate/fsdp2.yaml"]
+    launch += ["--num_processes", "2", "--mixed_precision", "no", ROOT / "tests/sharded_on_cpu.py"]
+    result = project.run(*launch, "-m", "samestep", "hardware", "smoke", check=False)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert result.stdout.count("configs/accelerate/fsdp2.yaml") == 1
+    assert f"{2 - 2 * code} comparisons passed, {code} failed" in result.stdout
+
+
+@pytest.mark.slow
+def test_recommend_needs_no_weights(tmp_path):
+    project = bake(tmp_path, task="causal_lm", tracker="none")
+    assert "--micro_batch_size 16 --gradient_checkpointing False" in hardware(project, "recommend")
+    smoke = ["--config", "configs/train/smoke.yaml", "--output_dir", "runs/default"]
+    project.run("python", "train.py", *smoke)
+    for file in (project.path / "runs/default/model").glob("*.safetensors"):
+        file.unlink()
+    printed = hardware(project, "recommend", "--config", "configs/train/lora.yaml")
+    assert "963,456, of which 61,440 are trained" in printed
+
+
+def copied(tiny, folder, *change, recipe=""):
+    """A copy of the project with code at the end of task.py, or with a change of train.py."""
+    project = type(tiny)(folder / "project")
+    shutil.copytree(tiny.path, project.path, ignore=shutil.ignore_patterns("runs", ".cache"))
+    if len(change) == 1:
+        with open(project.path / "task.py", "a") as file:
+            file.write(change[0])
+    else:
+        text = (project.path / "train.py").read_text()
+        assert text.count(change[0]) == 1
+        (project.path / "train.py").write_text(text.replace(*change))
+    with open(project.path / "configs" / "train" / "default.yaml", "a") as file:
+        file.write(recipe)
+    return project
+
+
+LOSS = "old = loss_sum\ndef loss_sum(model, batch):\n    return old(model, batch) * {} ** RANK\n"
+RAISES = "def loss_sum(model, batch):\n    raise RuntimeError('broken')\n"
+BACKWARD = "accelerator.backward(gradients.nan_if_not_finite(loss) * scale)"
+BEGIN = "        gradients.start_step(train_loader.plan)\n"
+SAME = BEGIN + "        micro_batches[0] = micro_batches[ranks.layout.rank]\n"
+SHARE = "for number, batch in micro_batches:"
+LEFT = "for number, batch in micro_batches[int(ranks.layout.rank == 1) :]:"
+STEP = "        optimizer.step()\n"
+OTHER = "        optimizer.param_groups[0]['lr'] *= 1 + ranks.layout.rank\n" + STEP
+FAULTS = {  # code for task.py, or a change of train.py: what is said
+    "a loss doubled on one device": ([LOSS.format(2)], "step 1: loss on 2 x cpu is "),
+    "a doubled loss": ([BACKWARD, BACKWARD.replace("(grad", "(2 * grad")], "grad_norm on 1 x cpu"),
+    "a wrong micro-batch": ([BEGIN, SAME], "step 1: loss on 2 x cpu is "),
+    "a share left out": ([SHARE, LEFT], "on 2 x cpu ended: "),
+    "another update": ([STEP, OTHER], "step 2: loss on 2 x cpu is "),
+    "an error in task.py": ([RAISES], "on 1 x cpu ended: RuntimeError: broken (task.py, line"),
+    "an error in train.py": (
+        [STEP, "        raise KeyError('x')\n"],
+        "ended: KeyError: 'x' (train",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_smoke_names_what_is_wrong(tiny, tmp_path, fault):
+    change, said = FAULTS[fault]
+    recipe = "timeout: 5\n" if fault == "a share left out" else ""  # the other process waits
+    project = copied(tiny, tmp_path, *change, recipe=recipe)
+    printed = hardware(project, "smoke", code=1)
+    assert "1 failed failed: " in printed and said in printed, printed
+    assert [path.name for path in (project.path / "runs" / "hardware").iterdir()] == [
+        "hardware.json"
+    ]

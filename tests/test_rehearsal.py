@@ -195,7 +195,7 @@ VERBS += [("smoke", "tensor_parallel", 2)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("verb", "hardware", "processes"), VERBS)
 def test_a_verb_of_hardware_runs(small, verb, hardware, processes):
-    flags = {"bench": ["--seconds", 0.01]}.get(verb, [])
+    flags = ["--config_file", f"configs/accelerate/{hardware}.yaml", "--seconds", 0.01]
     printed = rehearse(small, hardware, processes, *flags, program=f"-m samestep hardware {verb}")
     assert verb != "smoke" or " 0 failed" in printed
     assert "NVIDIA H100" in printed or verb in ("smoke", "bench")

@@ -4,7 +4,7 @@ launch     accelerate launch, with a check before it and the run's own exit code
 prepare    prepares the data, and no more
 predict    answers from a trained model
 plot       draws the curves of a run, or compares runs
-hardware   measures this machine: all of check, bench, smoke; recommend, precision
+hardware   tests this machine: check, bench and smoke; recommend says which YAML
 example    lists whole task files, or writes one
 eject      copies the library's source beside train.py, to be changed
 """

@@ -30,36 +30,30 @@ def run(used: Devices, project: Project, flags: list[str], seconds: float) -> Se
     if used.count > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", used.count]
         (answers["links"],) = ask("links", {"kind": used.kind, **options}, launcher=torchrun)
-    found = {place: figures for place, (figures, _) in answers.items() if figures}
-    for place, (_, problem) in answers.items():
+    names, steps, products = [], [], []
+    for place, (found, problem) in answers.items():
         if problem:
             section.failures.append(f"not measured: {place}: {problem}")
-    for name in dict.fromkeys(name for each in found.values() for name in each["figures"]):
-        for place, each in found.items():  # devices side by side
-            if name in each["figures"]:
-                peak = each["peaks"].get(name.removeprefix("matmul "))
-                unit = UNITS.get(name.partition(" ")[0], "GB/s")
-                figure = Figure(name, each["figures"][name], unit, place, peak)
-                section.figures.append(figure)
-    for each in found.values():
-        section.failures += each["wrong"]
-    devices = [found[place] for place in found if place != "links"]
-    names = [each["name"] for each in devices]
+            continue
+        section.failures += found["wrong"]
+        for name, value in found["figures"].items():
+            peak = found["peaks"].get(name.removeprefix("matmul "))
+            unit = UNITS.get(name.partition(" ")[0], "GB/s")
+            section.figures.append(Figure(name, value, unit, place, peak))
+        if place != "links":
+            names.append(found["name"])
+            steps.append(found["figures"]["training step"])
+            products.append(found["figures"]["matmul bf16"])
+    section.figures.sort(key=lambda each: each.name)  # devices side by side
     section.facts["devices"] = f"{len(names)} x {', '.join(dict.fromkeys(names))}"
     if used.kind == "cuda" and not section.failures:
-        product = f"matmul {used.precision.replace('no', 'fp32')}"
-        wanted = ("training step", product)
-        steps, products = ([each["figures"].get(n, 0.0) for each in devices] for n in wanted)
         section.lines = advise(names, steps, products)
     return section
 
 
 def advise(names: Sequence[str], steps: Sequence[float], products: Sequence[float]) -> list[str]:
-    """Names slow devices, and what each way out would give; the best first.
-
-    For each device its name, the samples per second of its training step, and the TFLOP/s of its
-    matrix products; 0: not measured.
-    """
+    """Names slow devices by the speeds of their training steps and their matrix products, and what
+    each way out would give; the best first."""
     behind: dict[int, float] = {}  # the fraction by which a device is slower
     lines = []
     for what, speeds in (("matrix products, TFLOP/s", products), ("step, samples/s", steps)):
@@ -88,7 +82,5 @@ def advise(names: Sequence[str], steps: Sequence[float], products: Sequence[floa
     if useless:
         rule = f"{LEFT_OUT:.0%} behind: leave out {named}"
     lines.append(f"rule of thumb, for more than {rule}; measure again before you act")
-    for way in sorted(ways, key=lambda way: -ways[way]):
-        speed = short(ways[way])
-        lines.append(f"at most {speed} samples/s, without the time of communication: {way}")
-    return lines
+    best = sorted(ways, key=lambda way: -ways[way])
+    return lines + [f"at most {short(ways[way])} samples/s: {way}" for way in best]

@@ -1,4 +1,4 @@
-"""The devices to measure, and the Python programs that are started on them."""
+"""The devices to measure, and the programs that are started on them."""
 
 import contextlib
 import json
@@ -68,9 +68,6 @@ def choose(config_file: Path | None, processes: int | None) -> Devices:
     return Devices(kind, count, precision, config_file or Path(f"configs/accelerate/{name}.yaml"))
 
 
-# ---- Programs ------------------------------------------------------------------------------------
-
-
 def nvidia_smi(*words: str) -> tuple[int, str]:
     """The exit code of nvidia-smi and what it prints; 127: it is not installed, -1: it hangs."""
     pipe = subprocess.PIPE
@@ -81,9 +78,8 @@ def nvidia_smi(*words: str) -> tuple[int, str]:
     try:
         printed, _ = program.communicate(timeout=SMI_SECONDS)
     except subprocess.TimeoutExpired:
+        program.kill()  # it may wait for a driver: nobody waits for it
         return -1, f"nvidia-smi does not answer within {SMI_SECONDS} s"
-    finally:
-        program.kill()  # one that waits for a driver ends later: nobody waits for it
     text = re.sub(r"\x1b\[[0-9;]*m", "", printed.decode(errors="replace"))
     return program.returncode, text.partition("\n\n")[0].expandtabs().rstrip()
 
@@ -95,8 +91,8 @@ def run(*commands: Sequence[object]) -> list[tuple[int | None, str]]:
     """
     env = {name: text for name, text in os.environ.items() if not OF_LAUNCHERS.match(name)}
     until = time.monotonic() + 60 * MINUTES
+    logs = [tempfile.TemporaryFile("w+", errors="replace") for _ in commands]
     children: list[subprocess.Popen] = []
-    logs = [tempfile.TemporaryFile() for _ in commands]
     try:
         for words, log in zip(commands, logs, strict=True):
             command = [sys.executable, *map(str, words)]
@@ -110,8 +106,9 @@ def run(*commands: Sequence[object]) -> list[tuple[int | None, str]]:
         for child in children:
             if child.poll() is None:
                 end_with_children(psutil.Process(child.pid))
-    texts = [log.seek(0) or log.read().decode(errors="replace") for log in logs]
-    return list(zip(codes, texts, strict=True))
+    for log in logs:
+        log.seek(0)
+    return [(code, log.read()) for code, log in zip(codes, logs, strict=True)]
 
 
 def end_with_children(process: psutil.Process) -> None:
@@ -124,20 +121,17 @@ def end_with_children(process: psutil.Process) -> None:
         each.kill()
 
 
-def last_line(printed: str) -> str:
-    """The last line of what a program has printed."""
-    return one_line((printed.strip().splitlines() or ["it prints nothing"])[-1], 200)
-
-
 def ask(what: str, *given: dict, launcher: Sequence[object] = ()) -> list[tuple[Any, str]]:
     """What a function of child.py finds out for each of these arguments, in a process of its own,
     and why it does not."""
     module = [*launcher, *PREFIX, "-m", "samestep.hardware.child", what]
     answers: list[tuple[Any, str]] = []
     for code, printed in run(*([*module, json.dumps(each)] for each in given)):
+        last = (printed.strip().splitlines() or ["it prints nothing"])[-1]
         if code == 0:
-            answers.append((json.loads(printed.strip().splitlines()[-1]), ""))
+            answers.append((json.loads(last), ""))
+        elif code is None:
+            answers.append((None, f"it hangs, for {MINUTES} minutes"))
         else:
-            hangs = f"it hangs, for {MINUTES} minutes"
-            answers.append((None, hangs if code is None else last_line(printed)))
+            answers.append((None, one_line(last, 200)))
     return answers

@@ -43,7 +43,9 @@ class Project(NamedTuple):
         """The training micro-batch of the samples at these positions of the run."""
         return batches.make_collate(self.task)(self.rows.__getitems__([*positions]))[0]
 
-    def add_gradients(self, model: torch.nn.Module, batch: dict, precision: str, scale: int = 1):
+    def add_gradients(
+        self, model: torch.nn.Module, batch: dict, precision: str, scale: int = 1
+    ) -> torch.Tensor:
         """The summed loss of a micro-batch; adds its gradients to those of the weights."""
         device = next(model.parameters()).device
         batch = send_to_device(batch, device)

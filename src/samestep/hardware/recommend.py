@@ -1,7 +1,6 @@
 """How much memory training a model needs, and which YAML trains it on the devices that are here.
 
-The formula is that of docs/hardware.md; the allocator's gaps, and about 1 GB of CUDA and NCCL, come
-on top of it.
+The formula is that of docs/hardware.md; about 1 GB of CUDA and NCCL comes on top of it.
 """
 
 import math
@@ -18,7 +17,7 @@ from samestep.hardware.report import Figure, Section, short
 
 USABLE = 0.92  # of a memory
 ROWS = 1000  # among which the longest is looked for
-WAYS = {"one GPU, or DDP": 1, "FSDP2 on 2": 2, "on 4": 4, "on 8": 8, "offload": math.inf}
+WAYS = {"FSDP2 on 2 GPUs": 2, "FSDP2 on 4 GPUs": 4, "FSDP2 on 8 GPUs": 8}
 
 
 class Sizes(NamedTuple):
@@ -34,12 +33,10 @@ class Sizes(NamedTuple):
         return 4 * self.parameters + (4 + 8) * self.trained
 
     def on_gpu(self, gpus: float, precision: str = "bf16", checkpointing: bool = False) -> float:
-        """Bytes on a GPU that has the whole model (1), shares it by FSDP2 with others, or keeps it
-        in the host's memory (infinity).
+        """Bytes on each GPU that shares the states with others; infinity: the host has them.
 
-        Autocast copies weights; of frozen ones the backward pass keeps the copies, and with
-        checkpointing only a layer's. FSDP gathers the largest unit twice, in bf16, and its
-        gradient in bf16 and fp32.
+        FSDP gathers the largest unit twice, and its gradient. One GPU has autocast's copies of
+        weights; the backward pass keeps those of frozen ones, with checkpointing only a layer's.
         """
         if gpus > 1:
             return self.states() / gpus + 2 * 2 * self.unit + (2 + 4) * self.unit_trained
@@ -84,46 +81,41 @@ def run(used: Devices, project: Project) -> Section:
     except Exception as error:  # code of the task may look at numbers
         print_on_main(f"the model is built, 4 bytes per parameter: {one_line(error, 150)}")
         model = project.build_model(torch.device("cpu"))
-    cfg, sizes = project.cfg, count_parameters(model)
-    memory = host = psutil.virtual_memory().total
-    ways = {used.yaml.stem: 1.0}
+    cfg, sizes, host = project.cfg, count_parameters(model), psutil.virtual_memory().total
+    name, memory, ways = used.kind, host, {used.yaml.stem: 1.0, **WAYS}
     if used.kind == "cuda":
-        cards = map(torch.cuda.get_device_properties, range(used.count))
-        memory = min(card.total_memory for card in cards)
-    if used.kind == "cuda" and used.precision == "bf16":  # FSDP is not supported with fp16
-        ways |= {"fsdp2": used.count, "fsdp2_offload": math.inf}
+        cards = [torch.cuda.get_device_properties(number) for number in range(used.count)]
+        name, memory = cards[0].name, min(card.total_memory for card in cards)
+    if used.precision == "bf16":  # FSDP is not supported with fp16
+        ways |= {"fsdp2": used.count} if used.count > 1 else {}
+        ways["fsdp2_offload"] = math.inf
+    size = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
     longest = project.batch(project.rows.sort(range(min(len(project.rows), ROWS)))[-1:])
-    tokens = longest["input_ids"].shape[1] if "input_ids" in longest else 0
-
-    def need(gpus: float, samples: int, checkpointing: bool) -> float:
-        chunk = getattr(cfg.task, "loss_chunk", 0)
-        more = activations(getattr(model, "config", None), samples * tokens, checkpointing, chunk)
-        return sizes.on_gpu(gpus, used.precision, checkpointing) + more
-
+    tokens = size * longest["input_ids"].shape[1] if "input_ids" in longest else 0
     section = Section("recommend")
     section.facts = {
         "parameters": f"{sizes.parameters:,}, of which {sizes.trained:,} are trained",
         "weights, gradients, moments": f"{short(sizes.states() / 1e9)} GB",
-        "devices": f"{used.count} x {used.kind}, {short(memory / 1e9)} GB each",
+        "devices": f"{used.count} x {name}, {short(memory / 1e9)} GB each",
+        "micro-batch": f"{size} samples, {tokens} tokens",
     }
-    for way, gpus in WAYS.items():
-        plain, less = (short(need(gpus, 1, each) / 1e9) for each in (False, True))
-        text = f"{plain} GB with a sample of {tokens} tokens, {less} GB with checkpointing"
-        section.facts[way] = text
-    if not activations(getattr(model, "config", None), tokens, False):
-        section.lines.append("no formula is known for the activations of this model: add them")
-    largest = min(cfg.micro_batch_size, max(cfg.global_batch_size // used.count, 1))
-    cuts = [(largest >> n, c) for c in (False, True) for n in range(largest.bit_length())]
-    for yaml, gpus in ways.items():
-        for samples, checkpointing in cuts:
-            size, on_host = need(gpus, samples, checkpointing), sizes.states() * (gpus == math.inf)
-            if size <= USABLE * memory and on_host <= USABLE * host:
-                section.figures.append(Figure("memory", size / 1e9, "GB", yaml))
+    for way, gpus in ways.items():
+        for checkpointing in (False, True):
+            more = [getattr(model, "config", None), tokens, checkpointing]
+            more.append(getattr(cfg.task, "loss_chunk", 0))
+            need = sizes.on_gpu(gpus, used.precision, checkpointing) + activations(*more)
+            label = f"{way}, gradient checkpointing" if checkpointing else way
+            section.facts[label] = f"{short(need / 1e9)} GB"
+            fits = need <= USABLE * memory and (gpus < math.inf or sizes.states() <= USABLE * host)
+            if fits and way not in WAYS and not section.figures:
+                section.figures.append(Figure("memory", need / 1e9, "GB", way))
                 section.lines.append(
-                    f"python -m samestep launch --config_file configs/accelerate/{yaml}.yaml "
+                    f"python -m samestep launch --config_file configs/accelerate/{way}.yaml "
                     f"--num_processes {used.count} train.py --config {project.recipe} "
-                    f"--micro_batch_size {samples} --gradient_checkpointing {checkpointing}"
+                    f"--micro_batch_size {size} --gradient_checkpointing {checkpointing}"
                 )
-                return section
-    section.failures.append("nothing fits: take LoRA, a smaller model, shorter rows or more GPUs")
+    if not activations(*more):
+        section.lines.append("no formula is known for the activations of this model: add them")
+    if not section.figures:
+        section.failures.append("nothing fits: lower --micro_batch_size, or take LoRA or more GPUs")
     return section

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from samestep.base.console import escaped, one_line, print_on_main
 from samestep.base.files import read_text
@@ -44,7 +44,7 @@ def short(value: float) -> str:
 def show(section: Section) -> None:
     """Prints facts, figures and advice."""
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    table = Table(title=section.verb, show_header=False)
+    table = Table("fact", Column(overflow="fold"), title=section.verb, show_header=False)
     for name, text in section.facts.items():
         table.add_row(escaped(name), escaped(text, kept="\n"))
     console.print(table)

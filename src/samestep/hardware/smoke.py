@@ -67,14 +67,14 @@ def compare_runs(used: Devices, project: Project, place: Path, facts: dict[str, 
 
     one = used._replace(count=1, yaml=place / "one.yaml") if used.count > 1 else used
     alone = train(one, place, "--device_shares", "equal")
-    right, has_batch_norm = compute_step(project, plan, used)
+    together = train(used, place) if used.count > 1 else []
+    right, has_batch_norm = compute_step(project, plan, used)  # last: it keeps memory of the GPU
     limits = ROUNDING.get(used.precision, ROUNDING["bf16"])
     if used.precision == "no" and cfg.tf32:
         limits = ROUNDING["tf32"]
     compare(one, limits, [right] if right else [], alone[:1])
     facts["train.py on one device, with task.py"] = "passed" if alone and right else FULL
-    if used.count > 1:
-        together = train(used, place)
+    if together:
         if has_batch_norm and used.kind == "cuda":
             alone = []  # statistics are those of all devices
         compare(used, limits, alone, together)
@@ -104,7 +104,7 @@ def train(used: Devices, place: Path, *flags: str) -> list[dict]:
             raise Wrong(f"train.py on {used.count} x {used.kind} trained {len(steps)} steps")
         return steps
     told = re.findall(r"^train\.py: (.+?)(?:; traceback: .*)?$", printed, re.MULTILINE)
-    why = "; ".join(dict.fromkeys(told)) or devices.last_line(printed)
+    why = "; ".join(dict.fromkeys(told)) or " ".join(printed.splitlines()[-1:])
     if code is None:
         why = f"it hangs, for {devices.MINUTES} minutes"
     if used.yaml.parent == place and "memory is full" in why:

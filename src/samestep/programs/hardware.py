@@ -35,6 +35,8 @@ LAUNCHED = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"}  #
 
 def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments of samestep hardware, and the flags for train.py."""
+    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
+        words = ["all", *words]
     parser = make_parser("hardware", __doc__)
     add = parser.add_argument
     add("verb", choices=VERBS, help="all, without a verb: check, bench and smoke in one report")
@@ -42,9 +44,7 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--compare", type=Path, metavar="OLD", help="exit with 1 if bench is slower than in OLD")
     add("--config_file", type=Path, metavar="YAML", help="of configs/accelerate/, for smoke")
     add("--processes", type=int, metavar="N", help="devices to use (default: all)")
-    add("--seconds", type=float, help="for each figure of bench (default: 1, on a CPU 0.05)")
-    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        words = ["all", *words]
+    add("--seconds", type=float, default=0.5, help="for each figure of bench (default: 0.5)")
     return parser.parse_known_args(words)
 
 
@@ -52,6 +52,8 @@ def parse_arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def measure() -> int:
     """Runs the parts of the report that are asked for; the exit code."""
     options, flags = parse_arguments(sys.argv[1:])
+    if options.verb == "check" and flags:
+        raise UserError(f"check takes no {one_line(flags[0])}; see samestep hardware --help")
     if not IS_MAIN:  # the first process of a launcher starts others itself
         return 0
     if LAUNCHED & os.environ.keys() and not options.config_file:
@@ -63,19 +65,21 @@ def measure() -> int:
     file, baseline = options.report / "hardware.json", options.report / "baseline.json"
     if file.exists() and '"format"' not in file.read_text(errors="replace")[:20]:
         raise UserError(f"{one_line(file, 100)} is not of samestep hardware; rename it")
-    used = devices.choose(options.config_file, options.processes)
+    chosen = None if options.verb == "recommend" else options.config_file  # it looks for one
+    used = devices.choose(chosen, options.processes)
     project = None if options.verb == "check" else read_project(flags)
-    seconds = options.seconds or (0.05 if used.kind == "cpu" else 1.0)
-    parts = {
-        "check": lambda: check.run(used),
-        "bench": lambda: bench.run(used, project, flags, seconds),
-        "smoke": lambda: smoke.run(used, project, options.report),
-        "recommend": lambda: recommend.run(used, project),
-    }
     sections = []
     for verb in VERBS[1:4] if options.verb == "all" else [options.verb]:
-        sections.append(parts[verb]())
-        report.show(sections[-1])
+        if verb == "check":
+            section = check.run(used)
+        elif verb == "bench":
+            section = bench.run(used, project, flags, options.seconds)
+        elif verb == "smoke":
+            section = smoke.run(used, project, options.report)
+        else:
+            section = recommend.run(used, project)
+        report.show(section)
+        sections.append(section)
     found = {section.verb: dataclasses.asdict(section) for section in sections}
     content = json.dumps({"format": 2, **found}, indent=1) + "\n"
     replace_text(file, content)
