@@ -80,6 +80,10 @@ class StrictLoader(yaml.SafeLoader):
         return first if first == "\x85" else found  # not a space: config.yaml has it as it is
 
 
+# In YAML 1.1, 010 is 8 and 1:30 is 90; in a field that takes anything, 10 and an error.
+StrictLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
+
 def read_yaml(source: str | Path) -> yaml.Node:
     """A YAML text or file as it is written; raises OSError, or ValueError with the line."""
     if isinstance(source, Path):
@@ -95,10 +99,10 @@ def read_yaml(source: str | Path) -> yaml.Node:
         raise ValueError(str(error)) from None
 
 
-def plain_value(node: yaml.Node) -> Any:
+def plain_value(node: yaml.Node, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """What YAML's own rules make of it; raises ValueError, for example for a month 13."""
     try:
-        return yaml.SafeLoader("").construct_object(node, deep=True)
+        return loader("").construct_object(node, deep=True)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
@@ -151,10 +155,14 @@ def for_text(kind: Any) -> Any:
         options = {str(option): option for option in inner}
         return Annotated[kind, BeforeValidator(lambda text: options.get(str(text), text))]
     if origin is Annotated:
-        return Annotated[(for_text(inner[0]), *inner[1:])]
+        parts = (for_text(inner[0]), *inner[1:])
+        return Annotated[parts]
     if origin in (Union, UnionType):
-        members = functools.reduce(operator.or_, map(for_text, inner))
-        return Annotated[members, Field(union_mode="left_to_right")]
+        others = [for_text(each) for each in inner if each is not NoneType]
+        union = functools.reduce(operator.or_, others)
+        if len(others) > 1:
+            union = Annotated[union, Field(union_mode="left_to_right")]
+        return union | None if NoneType in inner else union
     if origin in (list, tuple, dict):
         return origin[tuple(map(for_text, inner))]
     return kind
@@ -178,8 +186,12 @@ def describe(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return repr(schema["const"])
     words = WORDS.get(schema.get("type"), schema.get("type", "anything"))
+    if "prefixItems" in schema:
+        return f"{words} of {len(schema['prefixItems'])}"
     if schema.get("items"):
         words += f", each {describe(schema['items'])}"
+    if isinstance(schema.get("additionalProperties"), dict):
+        words += f", each value {describe(schema['additionalProperties'])}"
     if {"minimum", "maximum"} <= schema.keys():
         return f"{words} from {schema['minimum']:,} to {schema['maximum']:,}"
     limits = {name: value for name, value in schema.items() if type(value) in (int, float)}
@@ -190,7 +202,7 @@ def describe(schema: dict[str, Any]) -> str:
 def convert(kind: Any, node: yaml.Node) -> Any:
     """The value of a field with this type. Raises ValueError, which names the expected values."""
     untyped = kind is Any or (node.id != "scalar" and "typing.Any" in str(kind))
-    value = plain_value(node) if untyped else text_of(node)
+    value = plain_value(node, StrictLoader) if untyped else text_of(node)
     try:
         return TypeAdapter(for_text(kind), config=CHECKS).validate_python(value)
     except PydanticUserError:
@@ -468,7 +480,7 @@ def recipe_schema(config_class: Any) -> dict[str, Any]:
     """The JSON schema of recipes, by which editors complete and check them."""
     notes = field_notes(config_class)
     defaults = config_class()
-    schema = {"type": "object", "additionalProperties": False, "properties": {}}
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": {}}
     for name, (kind, field) in fields_of(config_class).items():
         try:
             own = TypeAdapter(kind).json_schema()
